@@ -79,7 +79,7 @@ def test_best(trainer: Any, module: Any, data: Any) -> None:
 
 def main(argv: list[str]) -> int:
     from lockstep.batch_size.search import search
-    from lockstep.launch.resume import find_stored
+    from lockstep.launch.start import find_stored
 
     return run_script("train", argv, lambda cfg: launch(whole_config(cfg), train, search), __doc__ or "", find_stored)
 

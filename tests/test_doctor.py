@@ -1,6 +1,5 @@
 """The doctor and the checks of each distributed run: one sentence per finding, with its mend."""
 
-import json
 import socket
 
 import pytest
@@ -11,6 +10,7 @@ from lockstep.config.compose import compose, plain
 from ranks import free_port
 
 NODES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+TWO = ("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2")
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +28,14 @@ def faults(*words, **environment):
     return [sentence for fine, sentence in findings(*words, **environment) if not fine]
 
 
-def test_a_machine_alone_is_ready(tmp_path):
-    found = findings("trainer=cpu", "data.global_batch_size=max", f"paths.log_dir={tmp_path / 'not/yet'}")
-    assert all(fine for fine, _ in found), found
-    named = " ".join(sentence for _, sentence in found)
-    parts = ("GiB free", "shared memory", "file handles", "clock", "temporary files", "1 ranks on 1 nodes", "cores for")
-    assert [part for part in parts if part not in named] == []
-
-
-def test_a_script_reads_its_findings_and_its_exit_code(monkeypatch, tmp_path, capfd):
-    words = ["--json", "experiment=quickstart", f"paths.log_dir={tmp_path}"]
+def test_a_machine_alone_is_ready_and_what_it_lacks_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
+    words = ["trainer=cpu", f"paths.log_dir={tmp_path / 'not/yet'}"]
     assert doctor.main(words) == 0
-    assert {each["ok"] for each in json.loads(capfd.readouterr().out)} == {True}
+    named = capsys.readouterr().out
+    parts = ("GiB free", "shared memory", "file handles", "temporary files", "1 ranks on 1 nodes", "cores for")
+    assert [part for part in parts if part not in named] == []
     monkeypatch.setattr(doctor, "HANDLES", 2**40)
-    assert doctor.main(words) == 1
-    [bad] = [each["finding"] for each in json.loads(capfd.readouterr().out) if not each["ok"]]
-    assert bad.endswith(" file handles: ulimit -n 65536.")
+    assert doctor.main(words) == 1 and " file handles: ulimit -n 65536.\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -51,7 +43,6 @@ def test_a_script_reads_its_findings_and_its_exit_code(monkeypatch, tmp_path, ca
     [
         ("doctor.DISK", 2**60, "pass paths.log_dir=OTHER"),
         ("doctor.SHARED", 2**60, "docker run --shm-size=8g"),
-        ("doctor.FIRST_YEAR", 2999, "timedatectl set-ntp true"),
         ("doctor.available_cores", lambda: 1, "1 cores for 2 ranks: #SBATCH --cpus-per-task"),
         ("tempfile.tempdir", "/tmp/" + 80 * "x", "export TMPDIR=/tmp"),
     ],
@@ -62,12 +53,10 @@ def test_what_this_machine_lacks_is_named_with_its_mend(name, value, mend, monke
     assert mend in fault
 
 
-def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
+def test_a_place_or_options_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     said = faults("trainer=cpu", "data.global_batch_size=0", f"paths.log_dir={tmp_path / 'file/x'}")
     assert len(said) == 2 and "paths.log_dir=" in said[0] and "data.global_batch_size=0" in said[1], said
-    [said] = faults("trainer=cpu", f"paths.log_dir={tmp_path}", NCCL_SOCKET_IFNAME="=lo,eth77")
-    assert "NCCL_SOCKET_IFNAME=eth77: there are" in said
 
 
 def test_a_driver_that_torch_cannot_use_and_efa_without_its_plugin_are_named(monkeypatch, tmp_path):
@@ -79,45 +68,36 @@ def test_a_driver_that_torch_cannot_use_and_efa_without_its_plugin_are_named(mon
     assert not efa[0] and "install aws-ofi-nccl" in efa[2]
 
 
-def test_another_node_that_is_not_there_and_a_port_that_another_program_uses_are_named(tmp_path):
-    words = ("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2", f"paths.log_dir={tmp_path}")
-    said = faults(*words, "trainer.timeout_s=1", **{**NODES, "MASTER_PORT": str(free_port())})
+def test_another_node_that_is_not_there_is_named(tmp_path):
+    said = faults(*TWO, "trainer.timeout_s=1", f"paths.log_dir={tmp_path}", **NODES | {"MASTER_PORT": str(free_port())})
     assert "node rank 1 did not arrive" in said[-1]
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        said = faults(*words, **{**NODES, "MASTER_PORT": str(other.getsockname()[1])})
-    assert "MASTER_PORT" in said[-1]
 
 
 def diagnose_node(place, port):
-    words = ("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2", "trainer.timeout_s=30")
-    return findings(*words, **{**NODES, "MASTER_PORT": str(port), "NODE_RANK": str(place.rank)})
+    return findings(*TWO, "trainer.timeout_s=30", **NODES | {"MASTER_PORT": str(port), "NODE_RANK": str(place.rank)})
 
 
 def test_two_nodes_find_each_other_equal_and_measure_their_network():
     for found in run_ranks(diagnose_node, 2, free_port()):
         assert all(fine for fine, _ in found), found
-        assert found[-3][1].startswith("same code, options and packages on all nodes: ")
-        assert found[-2][1].startswith("clocks differ by 0.") and "by gloo: " in found[-1][1]
+        assert found[-2][1].startswith("same code, options and packages on all nodes: ") and "by gloo: " in found[-1][1]
 
 
 @pytest.mark.parametrize(("interface", "fine"), [("lo", False), ("eth0", True), (None, True)])
 def test_a_master_that_only_its_own_host_reaches_is_named(interface, fine, monkeypatch):
     monkeypatch.setattr(doctor, "network_interface", lambda _: interface)
     monkeypatch.setattr(doctor, "_other_nodes", lambda *_: ())
-    words = ("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2")
-    found = dict(findings(*words, **NODES | {"MASTER_ADDR": "node0"}))
+    found = dict(findings(*TWO, **NODES | {"MASTER_ADDR": "node0"}))
     assert ("/etc/hosts" in found.get(False, "")) != fine
 
 
 def test_a_bucket_that_is_silent_or_not_there_takes_seconds(monkeypatch):
-    monkeypatch.setattr(doctor, "BUCKET_WAIT_S", 0.2)
-    for name, value in {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "hidden", "MAX_ATTEMPTS": "1"}.items():
+    for name, value in {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "hidden", "DEFAULT_REGION": "eu-west-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        [(fine, _, mend)] = doctor._bucket({"uri": "s3://bucket/x", "endpoint_url": f"http://127.0.0.1:{port}"})
-    assert not fine and "correct s3.endpoint_url" in mend
-    monkeypatch.setattr(doctor, "BUCKET_WAIT_S", 6.0)
-    [(fine, said, _)] = doctor._bucket({"uri": "s3://bucket/x", "endpoint_url": f"http://127.0.0.1:{free_port()}"})
-    assert not fine and said.startswith("s3: ") and "hidden" not in said
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for wait_s, is_silent, said in ((0.2, True, "s3: no answer"), (6.0, False, "s3: ")):
+        monkeypatch.setattr(doctor, "BUCKET_WAIT_S", wait_s)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1] if is_silent else free_port()
+            [(fine, found, _)] = doctor._bucket({"uri": "s3://bucket/x", "endpoint_url": f"http://127.0.0.1:{port}"})
+        assert not fine and found.startswith(said) and "hidden" not in found

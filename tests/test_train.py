@@ -230,8 +230,7 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
 @pytest.mark.slow
 def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
     words = ["trainer=ddp_sim", "data.val_fraction=0", "callbacks.checkpoints.every_n_epochs=2", "run_id=r"]
-    first = quickstart(tmp_path, *words, "trainer.max_epochs=1")
-    assert " · no validation: the last checkpoint counts as the best" in first.output.splitlines()[0]
+    quickstart(tmp_path, *words, "trainer.max_epochs=1")
     done = succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path)
     record, best = done.record, done.record["best_checkpoint"]
     assert (record["num_train"], record["num_val"], record["steps"]) == (1437, 0, 66)

@@ -12,11 +12,12 @@ import queue
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -63,7 +64,7 @@ class LocalJobs(Launcher):
         program, free = str(Path(sys.argv[0]).resolve()), queue.SimpleQueue[str]()
         for place in range(number):
             free.put(gpus[place % len(gpus)] if gpus else "")
-        jobs, started = [], []
+        jobs = []
         for index, words in enumerate(job_overrides, initial_job_idx):
             jobs.append(self.loader.load_sweep_config(self.config, list(words)))
             with open_dict(jobs[-1]):
@@ -73,26 +74,17 @@ class LocalJobs(Launcher):
             result = JobReturn(cfg=cfg, status=JobStatus.COMPLETED)
             if sweep.asked:  # by a signal to stop
                 return result
-            started.append(cfg)
-            if number == 1:
-                result.return_value = sweep.run_job(cfg, cfg.hydra, program)
-                return result
             place, path = free.get(), folder / f"{folder.name}_{cfg.hydra.job.num}.log"
             environ = {**environment(), **({"CUDA_VISIBLE_DEVICES": place} if place else {})}
             try:
-                with path.open("w") as output:
+                with path.open("w") if number > 1 else nullcontext() as output:
                     result.return_value = sweep.run_job(cfg, cfg.hydra, program, environ, output)
             finally:
                 free.put(place)  # otherwise the next job waits forever
-            log.info(f"job {cfg.hydra.job.num} has ended: {path}")
             return result
 
-        try:
-            with sweep.forward_stop_signals(), ThreadPoolExecutor(number) as pool:
-                return list(map(run, jobs) if number == 1 else pool.map(run, jobs))
-        finally:
-            if left := len(jobs) - len(started):
-                log.info(f"{left} of {len(jobs)} jobs were not started.")
+        with sweep.forward_stop_signals(), ThreadPoolExecutor(number) as pool:
+            return list(map(run, jobs) if number == 1 else pool.map(run, jobs))
 
 
 class OptunaSearch(Sweeper):
@@ -110,28 +102,24 @@ class OptunaSearch(Sweeper):
     """
 
     def __init__(self, study: str | None, num_trials: int, direction: str, folder: str, seed: int | None) -> None:
-        self.study, self.num_trials, self.direction, self.seed = study, num_trials, direction, seed
-        self.folder = Path(folder)
+        self.study, self.num_trials, self.seed, self.folder = study, num_trials, seed, Path(folder)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
-        self.direction = "minimize" if sweep.is_minimized(config) else "maximize"
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
         try:
-            self._search(arguments)
+            self._search(OverridesParser.create().parse_overrides(arguments))
         except UserError as error:  # Hydra would print a traceback
             log.error(str(error))
             raise SystemExit(EXIT_USER_ERROR) from None
 
-    def _search(self, arguments: list[str]) -> None:
-        import optuna
+    def _search(self, overrides: list[Override]) -> None:
+        from optuna.trial import TrialState
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        overrides = OverridesParser.create().parse_overrides(arguments)
         searched = [override for override in overrides if override.is_sweep_override()]
         if not searched:
             raise UserError("Nothing to search. Pass a range, such as 'optimizer.lr=tag(log,interval(1e-4,1e-1))'.")
@@ -146,42 +134,36 @@ class OptunaSearch(Sweeper):
             for trial, job, result in zip(trials, jobs, done, strict=True):
                 value = float("nan" if result.return_value is None else result.return_value)
                 failed = not math.isfinite(value)
-                study.tell(trial, *([] if failed else [value]), state=optuna.trial.TrialState.FAIL if failed else None)
+                study.tell(trial, *([] if failed else [value]), state=TrialState.FAIL if failed else None)
                 log.info(f"trial {trial.number}: {' '.join(job)} → {'failed' if failed else value}")
             first += len(trials)
         if not _finished(study):
-            raise UserError(
-                f"No trial of the study {study.study_name} has finished. Their run.json files state the errors."
-            )
+            raise UserError(f"No trial of the study {study.study_name} has finished. Their output states the errors.")
         words = " ".join(f"{key}={value}" for key, value in study.best_trial.params.items())
         log.info(f"best of {len(study.trials)} trials: {study.best_trial.value:.6g} with {words}")
 
     def _open(self, searched: list[str], fixed: list[str]) -> Any:
         """Return the study, new or from its journal; refuse the study of another search."""
         import optuna
-        from optuna.storages.journal import JournalFileBackend
+        from optuna.storages.journal import JournalFileBackend, JournalStorage
 
-        metric = str(self.config.optimized_metric)
-        told = "\n".join([self.direction, metric, *searched, *fixed])
-        name = self.study or f"search-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        direction = "minimize" if sweep.is_minimized(self.config) else "maximize"
+        search = [direction, str(self.config.optimized_metric), *searched]
+        name = self.study or f"search-{hashlib.sha256(chr(10).join([*search, *fixed]).encode()).hexdigest()[:8]}"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{name}.journal"
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
-        known = next((s for s in optuna.get_all_study_summaries(storage) if s.study_name == name), None)
-        asked = {"direction": self.direction, "metric": metric, "searched": searched}
-        for key, value in asked.items():
-            if known and (before := known.user_attrs.get(key, value)) != value:
-                raise UserError(
-                    f"The study {name} has another {key} ({before}, now {value}): pass hydra.sweeper.study=NAME for a "
-                    f"new search, or remove {path}."
-                )
-        study = optuna.create_study(storage=storage, study_name=name, direction=self.direction, load_if_exists=True)
-        for key, value in asked.items():
-            study.set_user_attr(key, value)
+        storage = JournalStorage(JournalFileBackend(str(path)))
+        study = optuna.create_study(storage=storage, study_name=name, direction=direction, load_if_exists=True)
+        if (before := study.user_attrs.get("search", search)) != search:
+            raise UserError(
+                f"The study {name} is another search ({' '.join(before)}): pass hydra.sweeper.study=NAME for a new "
+                f"one, or remove {path}."
+            )
+        study.set_user_attr("search", search)
         log.info(f"study {name} in {path}: {len(study.trials)} trials so far")
         # With the same seed a second start would propose the trials of the first one again.
-        seed = None if self.seed is None else self.seed + len(study.trials)
-        study.sampler = optuna.samplers.TPESampler(seed=seed)
+        study.sampler = optuna.samplers.TPESampler(seed=None if self.seed is None else self.seed + len(study.trials))
         return study
 
 
@@ -190,19 +172,10 @@ def _finished(study: Any) -> int:
 
 
 def suggest(trial: Any, override: Override) -> Any:
-    """Return the trial's value for one searched key.
-
-    Raises:
-        UserError: a sweep other than a choice, an interval or a range of integers.
-    """
-    key, value = override.get_key_element(), cast(Any, override.value())
-    if isinstance(value, ChoiceSweep):
+    """Return the trial's value for one searched key: of an interval a number in it, else one of the values."""
+    key, value = override.get_key_element(), override.value()
+    if not isinstance(value, IntervalSweep):
         return trial.suggest_categorical(key, list(override.sweep_string_iterator()))
-    if isinstance(value, IntervalSweep):
-        kind = trial.suggest_int if isinstance(value.start, int) and isinstance(value.end, int) else trial.suggest_float
-        return kind(key, value.start, value.end, log="log" in value.tags)
-    numbers = [cast(float, n) for n in (value.start, value.stop, value.step)] if isinstance(value, RangeSweep) else []
-    if numbers and all(number == int(number) for number in numbers):
-        start, stop, step = map(int, numbers)
-        return trial.suggest_int(key, start, stop - 1, step=step)
-    raise UserError(f"{override.input_line}: pass a choice, an interval, or a range of integers.")
+    start, end = value.start, value.end
+    kind = trial.suggest_int if isinstance(start, int) and isinstance(end, int) else trial.suggest_float
+    return kind(key, start, end, log="log" in value.tags)

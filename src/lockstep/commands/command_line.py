@@ -1,7 +1,6 @@
 """Run a script from the command line: parse Hydra's options, compose the config, hand it to the script's task."""
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +18,8 @@ def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[
     """Return Hydra's options and the overrides, in any order; --config-dir becomes an override."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for names in (
-        ("--help", "-h"),
-        ("--multirun", "-m"),
-        ("--resolve",),
-        ("--shell-completion", "-sc"),
-        ("--run", "-r"),
-    ):
-        parser.add_argument(*names, action="store_true")
+    for name, short in (("help", "h"), ("multirun", "m"), ("resolve", "R"), ("shell-completion", "sc"), ("run", "r")):
+        parser.add_argument(f"--{name}", f"-{short}", action="store_true")
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
@@ -36,11 +29,9 @@ def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[
         name, _, value = unknown[0].partition("=")
         if name in ("--config-name", "-cn", "--config-path", "-cp"):
             raise UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
-        place = argv.index(unknown[0]) + 1
-        value = value or next((word for word in argv[place : place + 1] if not re.match(r".*=|-", word)), "…")
         key = name.lstrip("-").replace("-", "_")
         found = schema.nearest(key, list(schema.dotted(unresolved(compose(config_name, []))))) or key
-        raise UserError(f"{unknown[0]}: keys are written without dashes: {found.rstrip('=')}={value}.")
+        raise UserError(f"{unknown[0]}: keys are written without dashes: {found.rstrip('=')}={value or 'VALUE'}.")
     overrides = list(options.overrides)
     if options.config_dir:
         folder = Path(options.config_dir).expanduser().resolve()

@@ -55,7 +55,7 @@ class Job:
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun; return the worst exit code of its jobs."""
-    _check_config(config_name, overrides)
+    compose(config_name, _first_values(overrides))  # refuses a wrong key before the first job
     register_resolvers()
     program = str(Path(sys.argv[0]).resolve())
     sys.argv[1:] = ["--multirun", "--", *overrides]
@@ -71,19 +71,16 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
 
 
 def run_hydra(config_name: str, task: Callable[[Any], Any]) -> None:
-    """Run a task by Hydra's own command line, which reads sys.argv.
-
-    Python 3.14 formats the help of every option when it is added, and refuses the one of --shell-completion, which
-    Hydra 1.3 does not give as a string. Nobody sees that help: run_script has its own.
-    """
+    """Run a task by Hydra's own command line, which reads sys.argv."""
     import hydra
 
+    # Python 3.14 refuses the help of --shell-completion, which Hydra 1.3 does not give as a string
     with mock.patch.object(argparse.ArgumentParser, "_check_help", lambda parser, action: None, create=True):
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
 
 
-def _check_config(config_name: str, words: list[str]) -> None:
-    """Compose the config with the first value of every key; each job checks its own."""
+def _first_values(words: list[str]) -> list[str]:
+    """Return the overrides of a sweep's first job."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob, IntervalSweep
 
@@ -96,7 +93,7 @@ def _check_config(config_name: str, words: list[str]) -> None:
             start = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator())
             word = f"{key}={start}"
         first.append(word)
-    compose(config_name, first)
+    return first
 
 
 def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | None = None, output: Any = None) -> float:
@@ -114,19 +111,21 @@ def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | Non
     overrides = [word for word in hydra.overrides.task if key_of(word) not in ("run_id", "sweep_dir")]
     search = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath")]
     task, restarts = (int(environment().get(name) or 0) for name in ("SLURM_PROCID", "SLURM_RESTART_COUNT"))
-    if restarts:
-        overrides.append("resume=auto")
+    overrides += ["resume=auto"] if restarts else []
     log.info(f"\njob {number}: {' '.join(overrides)}")
     command = [sys.executable, program, *overrides, *search, f"run_id={folder.run_id}", f"sweep_dir={sweep_dir}"]
     code = run_child(command, environ=environ, output=output)
     metrics = read_record(folder.record).metrics if code == 0 and folder.record.exists() else {}
-    names = (str(cfg.optimized_metric), tested_name(str(cfg.optimized_metric)))
-    found = ([metrics.get(f"{name}_best"), metrics.get(name), math.nan] for name in names)
-    value, tested = (float(next(number for number in each if number is not None)) for each in found)
-    ended = Job(number, code if code >= 0 else 128 - code, overrides, value, tested)
+
+    def metric(name: str) -> float:
+        found = (metrics.get(key) for key in (f"{name}_best", name))
+        return float(next((value for value in found if value is not None), math.nan))
+
+    name = str(cfg.optimized_metric)
+    job = Job(number, code if code >= 0 else 128 - code, overrides, metric(name), metric(tested_name(name)))
     (sweep_dir / RESULTS_FOLDER).mkdir(parents=True, exist_ok=True)
-    (sweep_dir / RESULTS_FOLDER / f"{number}-{task}").write_text(json.dumps(asdict(ended)))
-    return value
+    (sweep_dir / RESULTS_FOLDER / f"{number}-{task}").write_text(json.dumps(asdict(job)))
+    return job.value
 
 
 def run_child(command: list[str], environ: Mapping[str, str] | None = None, output: Any = None) -> int:
@@ -170,12 +169,11 @@ def forward_stop_signals() -> Iterator[None]:
 
 def is_minimized(config: Any) -> bool:
     """Return whether lower is better for optimized_metric, by hydra.sweeper.direction or the checkpoint callback."""
+    metric, checkpoints = config.optimized_metric, OmegaConf.select(config, "callbacks.checkpoints")
     direction = OmegaConf.select(config, "hydra.sweeper.direction")
     if direction in ("minimize", "maximize"):
         return bool(direction == "minimize")
-    if config.optimized_metric == OmegaConf.select(config, "callbacks.checkpoints.monitor"):
-        return bool(config.callbacks.checkpoints.mode == "min")
-    return "loss" in str(config.optimized_metric)
+    return bool(checkpoints.mode == "min" if checkpoints and checkpoints.monitor == metric else "loss" in str(metric))
 
 
 class Ranking(Callback):
@@ -189,11 +187,11 @@ class Ranking(Callback):
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
         jobs: dict[int, Job] = {}
-        for job in (Job(**json.loads(path.read_text())) for path in sorted((sweep_dir / RESULTS_FOLDER).glob("*"))):
+        for job in (Job(**json.loads(path.read_text())) for path in (sweep_dir / RESULTS_FOLDER).glob("*")):
             jobs[job.number] = max(jobs.get(job.number, job), job, key=lambda job: job.code)
-        Ranking.worst = max((job.code for job in jobs.values()), default=0)
-        ended = [jobs[number] for number in sorted(jobs)]
-        if ended:
+        if jobs:
+            Ranking.worst = max(job.code for job in jobs.values())
+            ended = [jobs[number] for number in sorted(jobs)]
             lines = ranking(ended, sweep_dir.name, str(config.optimized_metric), minimize=is_minimized(config))
             log.info("\n" + "\n".join(lines))
 
@@ -207,14 +205,13 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
     failed = [job for job in jobs if not math.isfinite(job.value)]
     ranked = sorted((job for job in jobs if job not in failed), key=lambda job: job.value, reverse=not minimize)
     lines = [f"{len(jobs)} jobs by {metric}{', the lowest first' if minimize else ''}:"]
+    groups: dict[str, list[Job]] = {}
     for job in (*ranked, *failed):
         result = f"exit code {job.code:<2}" if job in failed else f"{as_read(metric, job.value):<12}"
-        lines.append(f"  {result}  {' '.join(w for w in job.overrides if w not in common)}  {name}_{job.number}")
-    groups: dict[str, list[Job]] = {}
-    for job in jobs:
-        words = (word for word in job.overrides if word not in common and key_of(word) not in REPEATED)
-        groups.setdefault(" ".join(words), []).append(job)
-    for own, group in groups.items():
+        own = [word for word in job.overrides if word not in common]
+        lines.append(f"  {result}  {' '.join(own)}  {name}_{job.number}")
+        groups.setdefault(" ".join(word for word in own if key_of(word) not in REPEATED), []).append(job)
+    for words, group in groups.items():
         found = {metric: [job.value for job in group], tested_name(metric): [job.tested for job in group]}
         shown = [
             f"{key} {as_read(key, statistics.fmean(values))} ± {as_read(key, statistics.stdev(values))}"
@@ -222,5 +219,5 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
             if len(values) > 1 and all(map(math.isfinite, values))
         ]
         if shown:
-            lines.append("  mean of " + " · ".join(filter(None, [f"{len(group)} jobs", *shown, own])))
+            lines.append("  mean of " + " · ".join(filter(None, [f"{len(group)} jobs", *shown, words])))
     return lines

@@ -15,7 +15,6 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.redact import redact_text
 
 CONFIGS = REPOSITORY / "configs"
-MAY_LACK = (*FREE_GROUPS, "augmentation", "hydra", "loss", "model", "optimizer", "scheduler")  # keys in it, after ~KEY
 NOT_CHOSEN = ("hydra", "fits", "resumed")  # groups whose options nobody chooses
 # Values that are names: `run_id=2025_11_25` is not a number.
 TEXT = re.compile(
@@ -23,7 +22,11 @@ TEXT = re.compile(
     r"|data\.(name|group|root|images|cache_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir))"
 )
 OPTIONAL_KEYS = ("_target_", "monitor", "mode", "outputs")  # keys that any task has, whatever its class
-FUNCTION = re.compile(r"(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)")  # of Hydra's grammar
+# Values that Hydra reads as they are meant: functions of its grammar, quotes, lists, sweeps, null and plain text
+READ = re.compile(
+    r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
+    r"|(?!(?i:true|false|nan|inf)$)[a-zA-Z/][\w/.:@-]*"
+)
 
 
 def compose(config_name: str, overrides: list[str], stored: Config | None = None) -> Any:
@@ -118,24 +121,13 @@ def _config_folders(words: list[str]) -> tuple[Path, ...]:
 def as_typed(word: str) -> str:
     """Quote a name that Hydra would read as a number, a switch or not at all, and expand ~ in it."""
     key, sign, value = word.partition("=")
-    if not sign or not TEXT.fullmatch(key) or FUNCTION.fullmatch(value):
+    if not sign or not TEXT.fullmatch(key):
         return word
     if re.fullmatch(r"\[[^\"'\[{$]+\]", value):
-        return f"{key}=[{','.join(map(_quoted, value[1:-1].split(',')))}]"
-    return f"{key}={_quoted(str(Path(value).expanduser()) if value.startswith('~') else value)}"
-
-
-def _quoted(value: str) -> str:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    if value.startswith(("'", '"', "$", "[")) or "," in value:  # a comma may separate the values of a sweep
-        return value
-    try:
-        is_text = isinstance(OverridesParser.create().parse_override(f"x={value}").value(), str | None)
-    except HydraException:
-        is_text = False
-    return value if is_text else quoted(value)
+        items = (item if READ.fullmatch(item) else quoted(item) for item in value[1:-1].split(","))
+        return f"{key}=[{','.join(items)}]"
+    value = str(Path(value).expanduser()) if value.startswith("~") else value
+    return f"{key}={value if READ.fullmatch(value) else quoted(value)}"
 
 
 def quoted(value: str) -> str:
@@ -145,10 +137,10 @@ def quoted(value: str) -> str:
 
 
 def _check_form(word: str, folders: tuple[Path, ...]) -> None:
-    """Refuse an override without key or value, an option that is not there, and ~ before a key that a run needs."""
+    """Refuse an override without key or value, an option that is not there, and ~ before a whole group."""
     key, sign, value = word.lstrip("+~").partition("=")
     if word.startswith("~"):
-        if key not in FREE_GROUPS and (is_group(key, folders) or key.partition(".")[0] not in MAY_LACK):
+        if "." not in key and key not in FREE_GROUPS:
             raise UserError(f"{word}: a run needs {key}. Give it another value, {key}=VALUE or {key}=none.")
     elif not sign or not key:
         groups = sorted({path.parent.name for folder in folders for path in folder.glob(f"*/{key}.yaml")})
@@ -171,7 +163,7 @@ def one_sentence(error: Exception) -> str:
     elif type(error).__name__ == "OverrideParseException":
         key, _, value = str(getattr(error, "override", "")).partition("=")
         text = f"""{key}={value} cannot be read: quote the value, '{key}="{value}"'"""
-    elif re.search(r"appears more than once|Multiple values for|^In '", text):
+    elif re.search(r"appears more than once|Multiple values for|^In '(?!hydra)", text):
         text += (
             ". A yaml chooses options in its `defaults`, by `- override /GROUP: NAME`; that of an experiment begins "
             "with `# @package _global_`"

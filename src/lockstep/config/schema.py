@@ -33,25 +33,21 @@ NAMES = ("run_id", "experiment_name", "data.name")
 SYNONYMS = {
     name: key
     for key, names in {
-        "data.global_batch_size": "batch_size batch bs train_batch_size", "data.num_workers": "workers",
-        "data.eval_batch_size": "val_batch_size test_batch_size", "data.image_size": "img_size size input_size",
-        "data.root": "root data_dir data_path dataset_path", "trainer.precision": "fp16 bf16 amp",
-        "trainer.devices": "gpus gpu num_gpus num_devices nproc_per_node world_size", "trainer.num_nodes": "nnodes",
-        "trainer.max_epochs": "epochs epoch num_epochs", "trainer.max_steps": "steps num_steps iterations max_iters",
-        "trainer.accelerator": "device cuda cpu", "trainer.accumulate_grad_batches": "accumulate grad_accum",
-        "trainer.gradient_clip_val": "clip grad_clip max_grad_norm", "optimizer.lr": "learning_rate base_lr",
-        "optimizer.weight_decay": "wd", "scheduler.warmup_epochs": "warmup warmup_steps", "data=": "dataset",
-        "task.label_smoothing": "smoothing", "model=": "arch net network backbone", "loss=": "criterion",
-        "optimizer=": "optim opt", "scheduler=": "sched lr_scheduler schedule", "experiment=": "recipe",
-        "paths.log_dir": "output_dir out_dir save_dir", "ckpt_path": "checkpoint ckpt weights finetune",
-        "experiment_name": "exp_name", "s3.uri": "bucket", "trainer.ema_decay": "ema",
+        "data.global_batch_size": "batch_size batch bs", "data.num_workers": "workers", "data.image_size": "img_size",
+        "data.root": "root data_dir data_path", "trainer.precision": "fp16 bf16 amp", "trainer.num_nodes": "nnodes",
+        "trainer.devices": "gpus gpu num_gpus nproc_per_node world_size", "trainer.max_epochs": "epochs num_epochs",
+        "trainer.max_steps": "steps iterations max_iters", "trainer.accelerator": "device cuda cpu",
+        "trainer.accumulate_grad_batches": "accumulate grad_accum", "trainer.gradient_clip_val": "clip max_grad_norm",
+        "optimizer.lr": "learning_rate base_lr", "optimizer.weight_decay": "wd", "data=": "dataset",
+        "scheduler.warmup_epochs": "warmup warmup_steps", "model=": "arch net backbone", "loss=": "criterion",
+        "optimizer=": "optim opt", "scheduler=": "sched lr_scheduler", "experiment=": "recipe", "s3.uri": "bucket",
+        "paths.log_dir": "output_dir save_dir", "ckpt_path": "checkpoint weights", "trainer.ema_decay": "ema",
     }.items()
     for name in names.split()
 }  # fmt: skip
 ANY_OTHER = {
     "model": "any model of timm is model=timm model.name={name}; ",
     "metrics": "any class of torchmetrics is '+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
-    "hydra/launcher": "hydra.launcher.n_jobs=4 runs jobs side by side, else `pip install hydra-{name}-launcher`; ",
 }
 
 
@@ -97,8 +93,7 @@ def _differences(config: Config, options: Config, place: str = "") -> Iterator[t
             yield key, value, "a strategy as trainer=ddp, trainer=fsdp and the like"
         elif isinstance(default, Mapping) and default:
             choice = f"; a yaml chooses an option in its defaults: `- override /{key}: {value}`" if not place else ""
-            first = next((name for name in default if name not in ("_target_", "_partial_")), "KEY")
-            yield key, value, f"one of its keys, as {key}.{first}=VALUE{choice}"
+            yield key, value, f"one of its keys, as {key}.KEY=VALUE{choice}"
         elif (kind := type(default)) in KINDS and (kind, type(value)) not in ((kind, kind), (float, int)):
             yield key, value, f"{KINDS[kind]} (the default is {str(default).lower()})"
 
@@ -128,8 +123,6 @@ def trainer_arguments() -> tuple[str, ...]:
 def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     """Return the sentence for a key that nothing reads."""
     group = key.partition(".")[0]
-    if group == "classifier":  # of version 1
-        return f"{key} is now task{key.removeprefix(group)}."
     if others := _options_with(key, folders):
         return f"There is no {key} here: {' or '.join(others[:4])} has it."
     here = list(dotted(options))
@@ -182,10 +175,8 @@ def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
 def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:
     """Return the sentence for `model=resnet50`; None if the option exists or `group` is not a group."""
     names = [path.stem for path in _files(group, folders)]
-    if not group or not names or name in names:
+    if not names or name in names or "/" in group:  # Hydra's plugins bring options of hydra/launcher
         return None
-    if group == "hydra/launcher" and importlib.util.find_spec(f"hydra_plugins.hydra_{name}_launcher"):
-        return None  # the plugin is installed, and brings its option
     close = difflib.get_close_matches(name.lower(), names, 1)
     hint = f"did you mean {group}={close[0]}? " if close else ""
     other = ANY_OTHER.get(group, "").format(name=name)

@@ -5,6 +5,7 @@ Imports no torch before the first rank is needed, so that every early refusal is
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch import failures
-from lockstep.launch.finish import finish
 from lockstep.launch.launchers import AGENT, Cluster, agent_id, named_run, set_rank_environment
 from lockstep.launch.plan import RunPlan, check, headlines, resolve_cluster, resolved
-from lockstep.launch.resume import finished_already, has_trained
-from lockstep.launch.start import Search, begin, hold_run_lock, run_folder, write_config
+from lockstep.launch.start import Search, begin, finished_already, has_trained, hold_run_lock, run_folder, write_config
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config
 from lockstep.runs.environment import die_with_parent, environment, set_variables
-from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.output import set_up
+from lockstep.runs.output import as_read, set_up, tested_name
+from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.redact import refuse_secrets
+from lockstep.storage.uploader import finish_upload
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def launch(config: Config, work: Work, search: Search | None = None) -> int:
             log.info(f"The run {done.run_id} has finished.")
             if cluster.is_rank_zero:
                 kept.enter_context(hold_run_lock(done))
-            return finish(config, cluster, done, EXIT_OK) if not cluster.local_rank else EXIT_OK
+            return _finish(config, cluster, done, EXIT_OK) if not cluster.local_rank else EXIT_OK
         if cluster.local_rank is None:
             return _start_ranks(config, cluster, kept)
         return _be_rank(config, cluster, accelerator, work, search, kept)
@@ -92,7 +93,7 @@ def _start_ranks(config: Config, cluster: Cluster, kept: ExitStack) -> int:
     if is_first:
         if code:
             failures.record_end(folder, code, failure)
-        code = finish(config, cluster, folder, code)
+        code = _finish(config, cluster, folder, code)
     if failure:
         failures.log_failure(failure, callstack)
     return code
@@ -156,4 +157,45 @@ def _be_rank(
             code = EXIT_FAILED  # torchrun shall start this node's ranks again, beside a node that comes back
     if cluster.has_agent or folder is None or cluster.local_rank:
         return code
-    return finish(config, cluster, folder, code)
+    return _finish(config, cluster, folder, code)
+
+
+def _finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> int:
+    """Upload what is left, write the page and log the last line, on the run's first process; return the exit code."""
+    for path in [*folder.path.glob("stack-rank*.txt"), *folder.path.glob("rank*.log")]:
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink(missing_ok=True)  # another rank that shares the folder may be first
+    if cluster.is_rank_zero:
+        code = finish_upload(config.get("s3"), folder, code)
+        _conclude(config, folder, code)
+    if code == EXIT_INTERRUPTED and cluster.launcher == "torchrun":
+        return EXIT_OK  # the ranks would be started again, although somebody asked them to stop
+    saved = any(folder.checkpoints.glob("*.json"))  # 75 promises a checkpoint to go on from
+    ctrl_c = code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not saved
+    return signals.INTERRUPTED_AT_ONCE if ctrl_c else code
+
+
+def _conclude(config: Config, folder: RunFolder, code: int) -> None:
+    """Write the page of a run and log its last line; remove the folder of a run whose input was refused."""
+    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    if code == EXIT_USER_ERROR and not (record.restarts or has_trained(folder)):
+        shutil.rmtree(folder.path, ignore_errors=True)
+    if not folder.record.exists():
+        return
+    pages: list[Path] = []
+    try:
+        from lockstep.logbook.build import keep_run, write_run_page
+
+        pages.append(write_run_page(folder.path))
+        if config.get("logbook") == "keep" and not config["choices"].get("debug"):
+            pages.append(keep_run(folder.path, Path(config["paths"]["logbook_dir"])))
+    except Exception as error:
+        again = f"python src/logbook.py keep {folder.run_id} writes one into logbook/"
+        log.warning(f"The run's page was not written ({type(error).__name__}: {error}); {again}.")
+    if code == EXIT_OK and record.status == "finished":
+        found = ((name, record.metrics.get(name)) for name in (f"{record.monitor}_best", tested_name(record.monitor)))
+        words = [f"{name} {as_read(name, value)}" for name, value in found if isinstance(value, float)]
+        log.info(" · ".join(["finished", *words, *map(os.path.relpath, pages or [folder.path])]))
+    if record.upload.error:
+        again = f"python src/upload.py {folder.run_id} sends it"
+        log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")

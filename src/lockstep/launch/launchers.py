@@ -141,33 +141,30 @@ def describe(environ: Environ, wanted: RequestedDevices) -> Cluster:
             f"NODE_RANK={node_rank} and WORLD_SIZE={size}, but trainer.devices={devices} × trainer.num_nodes="
             f"{num_nodes}: NODE_RANK counts from 0 to {num_nodes - 1}, and WORLD_SIZE is {ranks} or not set."
         )
-    address, meet_at = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
-    return Cluster("nodes", num_nodes, devices, node_rank, local_rank, address, meet_at)
+    address, port = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
+    return Cluster("nodes", num_nodes, devices, node_rank, local_rank, address, port)
 
 
 def _started_rank(name: str, environ: Environ, wanted: RequestedDevices) -> Cluster:
     """Return the cluster of a launcher that sets the rank of each process."""
     of_rank, of_size, of_local_rank, of_local_size = VARIABLES.get(name, VARIABLES["env"])
-    who = "RANK and WORLD_SIZE" if name == "env" else name
-    unset = "" if name == "slurm" else f", or unset {of_rank} and {of_size}"
     rank, size = _integer(environ, of_rank), _integer(environ, of_size)
     devices = _integer(environ, of_local_size, wanted.devices or 1)
     local_rank, nodes = _integer(environ, of_local_rank, rank % devices), size // devices
-    if not 0 <= rank < size or size % devices or local_rank != rank % devices:
-        raise UserError(
-            f"{who} say rank {rank} of {size}, on its node {local_rank} of {devices}: every node needs as many ranks, "
-            f"numbered in a row; give trainer.devices=N{unset}."
-        )
+    who = "RANK and WORLD_SIZE" if name == "env" else name
+    unset = "" if name == "slurm" else f", or unset {of_rank} and {of_size}"
     if not wanted.several_processes and size > 1:
         raise UserError(
             f"{who} started {size} processes, but this trainer runs in one: choose trainer=ddp or trainer=fsdp "
             f"(on CPUs ddp_sim or fsdp_sim){unset}."
         )
-    stated = (wanted.devices or devices, wanted.num_nodes or nodes)
-    if wanted.several_processes and stated != (devices, nodes):
+    stated = (wanted.devices or devices, wanted.num_nodes or nodes) if wanted.several_processes else (devices, nodes)
+    is_in_a_row = 0 <= rank < size and size % devices == 0 and local_rank == rank % devices
+    if stated != (devices, nodes) or not is_in_a_row:
         raise UserError(
-            f"{who} started {size} processes, {devices} on each of {nodes} nodes, but trainer.devices={stated[0]} × "
-            f"trainer.num_nodes={stated[1]}: make them equal, or leave trainer.devices and trainer.num_nodes out."
+            f"{who} started rank {rank} of {size}, number {local_rank} of {devices} on its node, but trainer.devices="
+            f"{stated[0]} × trainer.num_nodes={stated[1]}: every node needs as many ranks, numbered in a row. Give "
+            f"trainer.devices=<ranks on a node>, or leave both out{unset}."
         )
     if nodes > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise UserError(f"{who} started {nodes} nodes: set MASTER_ADDR and MASTER_PORT for all.")
@@ -204,8 +201,8 @@ def agent_id(environ: Environ) -> str | None:
         return slurm_step(environ)
     import psutil
 
-    started = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time(), UTC)  # a pid is used again
-    return f"{started:%Y-%m-%d_%H-%M-%S}_torchrun-{os.getppid()}"
+    agent = psutil.Process(os.getppid())
+    return f"{datetime.fromtimestamp(agent.create_time(), UTC):%Y-%m-%d_%H-%M-%S}_torchrun-{agent.pid}"
 
 
 def _integer(environ: Environ, name: str, default: int | None = None) -> int:

@@ -15,11 +15,9 @@ from lockstep.runs.config import Config, data_name, model_name, seconds_of
 from lockstep.runs.environment import environment, visible_gpus
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.output import duration
 from lockstep.storage.s3 import Bucket
 from lockstep.strategies.placement import place
 
-CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 # Modules of src/data whose root is there or is an address; a class of the user's own may make its root
 READERS = ("data.image_folder", "data.table", "data.torchvision_sets", "data.webdataset")
 # An override of one of these keys makes a training on a CPU a choice
@@ -106,23 +104,19 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
     """Refuse, before torch is imported, an option that cannot work or a place that is not there."""
     may_resume = config.get("resume") or cluster.launcher == "torchrun"
     resolve_batch(config, cluster, limit=math.inf if may_resume else None)
-    data, epochs, time = config["data"], config["trainer"].get("max_epochs"), config["trainer"].get("max_time")
+    data, trainer = config["data"], config["trainer"]
     if config["task_name"] == "train":
-        if isinstance(epochs, int) and epochs < 1:
-            hint = "give a whole number from 1 on; trainer.max_time ends a run too"
-            raise UserError(f"trainer.max_epochs={epochs}: {hint}.")
-        if config["trainer"].get("limit_train_batches") == 0:
+        if isinstance(trainer["max_epochs"], int) and trainer["max_epochs"] < 1:
+            raise UserError(f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on.")
+        if trainer.get("limit_train_batches") == 0:
             raise UserError("trainer.limit_train_batches=0 leaves nothing to train on: give 1.0 for all batches.")
-        decay = config["trainer"].get("ema_decay")
-        if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
-            raise UserError(f"trainer.ema_decay={decay}: give a number from 0 to below 1, as 0.999, or null.")
-        if time:
-            seconds_of(time, "trainer.max_time")
+        if trainer["max_time"]:
+            seconds_of(trainer["max_time"], "trainer.max_time")
         if accelerator == "cpu" and not any(key_of(word) in CHOSEN for word in config["overrides"]):
             raise UserError(
-                f"This would train {config['model']['name']} on {data['name']} at {data['image_size']} pixels for "
-                f"{epochs} epochs, days on a machine without a GPU: make train (experiment=quickstart) takes a minute, "
-                "and trainer=cpu begins all the same."
+                f"This would train {config['model']['name']} on {data['name']} at {data['image_size']} pixels, days on "
+                "a machine without a GPU: make train (experiment=quickstart) takes a minute, and trainer=cpu begins "
+                "all the same."
             )
     if (config.get("s3") or {}).get("uri"):
         Bucket.of(config["s3"])
@@ -169,17 +163,11 @@ def headlines(plan: RunPlan) -> list[str]:
     if is_lockstep_data:
         split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
         parts.append(f"global batch {batch.global_size} = {split}")
-    if stated := plan.trainer.get("max_time"):
-        parts.append(f"at most {duration(seconds_of(stated, 'trainer.max_time'))}")
-    fraction = data.get("val_fraction", 0.1) if data.get("num_val") is None else data["num_val"]
-    callbacks = (config.get("callbacks") or {}).values()
-    if not any(node and node.get("_target_") == CHECKPOINTS for node in callbacks):
+    if not (config.get("callbacks") or {}).get("checkpoints"):
         parts.append("WITHOUT CHECKPOINTS")
-    else:
-        exact = "in mid-epoch" if is_lockstep_data else "at epoch boundaries, or in mid-epoch with a stateful loader"
-        parts += [f"resume exact {exact}"] if "hivemind" not in trainer else []  # whose peers draw batches by time
-        if fraction == 0 or plan.trainer.get("limit_val_batches", 1.0) == 0:
-            parts.append("no validation: the last checkpoint counts as the best")
+    elif "hivemind" not in trainer:  # whose peers draw batches by time
+        where = "in mid-epoch" if is_lockstep_data else "at epoch boundaries, or in mid-epoch with a stateful loader"
+        parts.append(f"resume exact {where}")
     lines = [" · ".join(parts)]
     if rates := plan.learning_rates:
         changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in rates.items())

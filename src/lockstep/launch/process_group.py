@@ -44,20 +44,14 @@ def meet(
     own = json.dumps([number, socket.gethostname(), mine])
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     store: dist.Store | None = None
-    start, missing, keys = b"", [0], [""]
+    start, missing, keys, reason = b"", [0], [""], ""
     while True:
-        nodes = ", ".join(map(str, sorted({each // cluster.devices for each in missing})))
-        waits_for = f"node rank {nodes} (ranks {', '.join(map(str, missing[:8]))})"
-        error = (
-            f"node rank {nodes} did not arrive at {where} within {timeout_s:.0f} s: is the same command running there, "
-            "with the same MASTER_PORT, and the port open?"
-        )
         try:
             store = store or _open_store(cluster, timeout_s)
             if rank == 0:
                 store.set("lockstep/start", number)
             if rank == 0 or store.check(["lockstep/start"]):
-                start = store.get("lockstep/start")
+                start, reason = store.get("lockstep/start"), ""
                 keys = [f"lockstep/{start.decode()}/{each}" for each in range(cluster.world_size)]
                 store.set(keys[rank], own)
                 missing = [each for each, key in enumerate(keys) if not store.check([key])]
@@ -68,12 +62,12 @@ def meet(
         except (OSError, dist.DistError) as problem:
             if store is not None:
                 raise RuntimeError(f"rank 0 at {where} has ended before the run began") from None
-            reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-            waits_for = f"node rank 0 at {where} ({reason})"
-            error = (
-                f"rank {rank} cannot reach rank 0 at {where} within {timeout_s:.0f} s ({reason}): node rank 0 did not "
-                "start the same command, or MASTER_ADDR or MASTER_PORT is wrong."
-            )
+            reason = f" ({getattr(problem, 'strerror', None) or str(problem).splitlines()[0]})"
+        nodes = ", ".join(map(str, sorted({each // cluster.devices for each in missing})))
+        error = (
+            f"node rank {nodes} did not arrive at {where} within {timeout_s:.0f} s{reason}: is the same command "
+            "running there, with the same MASTER_ADDR and MASTER_PORT, and the port open?"
+        )
         if rank == 0 and store is not None and (not missing or time.monotonic() > deadline):
             everyone = [json.loads(store.get(key)) for each, key in enumerate(keys) if each not in missing]
             answer = {"error": error} if missing else _answer(everyone, decide)
@@ -83,7 +77,7 @@ def meet(
         if missing and time.monotonic() > deadline + 2:  # rank 0 tells the others first
             raise UserError(error)
         if missing and time.monotonic() > speak_at and cluster.local_rank == 0:
-            log.info(f"Waiting for {waits_for} …")
+            log.info(f"Waiting for node rank {nodes} at {where}{reason} …")
             speak_at += SPEAK_INTERVAL_S
         signals.check()  # an import may have caught the exception of one, and a rank that heard it does not come
         time.sleep(0.05)

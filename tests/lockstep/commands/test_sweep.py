@@ -68,7 +68,6 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
     ("gpus", "visible", "trainer", "n_jobs", "expected"),
     [
         (0, None, {}, None, (1, [])),
-        (1, None, {}, None, (1, [])),
         (4, None, {}, None, (4, ["0", "1", "2", "3"])),
         (2, "5,7", {}, None, (2, ["5", "7"])),
         (4, None, {"devices": 2}, None, (2, ["0,1", "2,3"])),

@@ -8,7 +8,6 @@ from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.runs.errors import UserError
 from lockstep.training.parameter_groups import RULES
-from models.small_cnn import SmallCNN
 
 OWN_KEYS = {"monitor", "mode", "outputs", "_target_", "_partial_", "scale_lr_with_batch", "base_batch_size", "freeze",
             *RULES}  # taken out before it is built  # fmt: skip
@@ -41,16 +40,6 @@ def test_build_makes_partials_and_names_an_unknown_option_of_a_class_or_its_base
     assert build(data).flip is True
     with pytest.raises(UserError, match="DigitsDataModule (has no|cannot be made: .*) .*'flop'.* has .*val_fraction"):
         build({**data, "flop": True})
-
-
-def test_a_model_has_no_name_beside_what_is_built():
-    shape = {"num_classes": 3, "image_size": 8, "channels": 1}
-    assert isinstance(build({"_target_": "models.small_cnn.SmallCNN"}, shape), SmallCNN)
-    for target in ("small_cnn.SmallCNN", "timm.vit_tiny_32"):
-        with pytest.raises(UserError, match="has no option 'name'"):
-            build({"_target_": f"models.{target}", "name": "resnet18"}, shape)
-    with pytest.raises(UserError, match="model.name=resnet18: any of timm.list_models"):
-        build({"_target_": "models.timm.TimmModel"}, shape)
 
 
 def nodes(config):

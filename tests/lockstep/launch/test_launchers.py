@@ -9,7 +9,6 @@ from lockstep.launch.launchers import (
     Cluster,
     agent_id,
     describe,
-    is_first_on_node,
     named_run,
     set_rank_environment,
 )
@@ -46,7 +45,6 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         ({}, {"devices": 2}, ("none", 0, None, 2, 1)),  # it starts two
         (NODES, {"devices": 1, "num_nodes": 2}, ("nodes", 1, 0, 1, 2)),  # it is the only rank of its node
         ({**NODES, "WORLD_SIZE": "4"}, {"devices": 2, "num_nodes": 2}, ("nodes", 2, None, 2, 2)),
-        ({**NODES, "WORLD_SIZE": "4"}, {"num_nodes": 2, "machine": 2}, ("nodes", 2, None, 2, 2)),
         (TORCHRUN, {}, ("torchrun", 5, 1, 4, 2)),
         (SLURM, {}, ("slurm", 3, 1, 2, 2)),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {}, ("none", 0, 0, 1, 1)),  # no srun
@@ -54,11 +52,9 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, {}, ("mpiexec", 1, 1, 2, 1)),
         ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}, {}, ("env", 1, 0, 1, 2)),  # PyTorchJob: one pod, one process
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS}, {"devices": 2}, ("env", 3, 1, 2, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {}, ("env", 1, 1, 2, 1)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"several": False}, ("env", 0, 0, 1, 1)),
         ({"RANK": "1"}, {}, ("none", 0, 0, 1, 1)),
         (NODES, {"several": False}, ("none", 0, 0, 1, 1)),
-        ({AGENT: "1 none 1 0 h 1 /runs"}, {}, ("none", 0, 0, 1, 1)),
         ({**TORCHRUN, **SLURM, AGENT: "1 nodes 2 1 h 1 /my runs"}, {}, ("nodes", 5, 1, 4, 2)),
         ({**TORCHRUN, **SLURM, "TORCHELASTIC_USE_AGENT_STORE": "True"}, {}, ("torchrun", 5, 1, 4, 2)),
     ],
@@ -85,14 +81,17 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
         ({**NODES, "NODE_RANK": "2"}, {"devices": 1, "num_nodes": 2}, "counts from 0 to 1"),
         ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
         ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "not a whole number"),
-        (TORCHRUN, {"devices": 2}, "torchrun started 8 processes, 4 on each of 2 nodes, but trainer.devices=2"),
-        ({**RANKS, **ADDRESS}, {"devices": 4}, "rank 0 of 2, on its node 0 of 4: .* unset RANK and WORLD_SIZE"),
+        (TORCHRUN, {"devices": 2}, "torchrun started rank 5 of 8, number 1 of 4 on its node, but trainer.devices=2"),
+        ({**RANKS, **ADDRESS}, {"devices": 4}, "rank 0 of 2, number 0 of 4 on its node.* unset RANK and WORLD_SIZE"),
         ({**RANKS, **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
         (RANKS, {}, "set MASTER_ADDR and MASTER_PORT"),
-        ({**RANKS, **ADDRESS, "RANK": "1", "LOCAL_RANK": "1"}, {}, "on its node 1 of 1: .* give trainer.devices=N"),
+        (
+            {**RANKS, **ADDRESS, "RANK": "1", "LOCAL_RANK": "1"},
+            {},
+            "number 1 of 1 on its node, .* Give trainer.devices=",
+        ),
         ({**RANKS, **ADDRESS, "RANK": "5"}, {}, "rank 5 of 2"),
         (TORCHRUN, {"several": False}, "runs in one"),
-        (SLURM, {"devices": 4}, "slurm started 4 processes, 2 on each of 2 nodes, but trainer.devices=4"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "5"}, {}, "every node needs as many ranks"),
     ],
 )
@@ -116,44 +115,23 @@ def test_who_would_start_this_process_again():
     assert mine == agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}) == checked_run_id(mine)
 
 
-def test_neighbouring_jobs_and_steps_of_one_have_ports_of_their_own():
-    steps = [("100", "0"), ("101", "0"), ("102", "0"), ("100", "1"), ("100", "2")]
-    ports = {ask({**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port for job, step in steps}
-    assert len(ports) == 5 and all(1024 < port < 32768 for port in ports)
-
-
-def test_one_rank_of_each_node_prepares_what_the_others_read():
-    assert is_first_on_node({}) and is_first_on_node({**TORCHRUN, "LOCAL_RANK": "0"})
-    assert is_first_on_node({**SLURM, "SLURM_LOCALID": "0"}) and not is_first_on_node(SLURM)
-    assert not is_first_on_node(TORCHRUN) and not is_first_on_node(MPI)
-
-
-def test_gloo_takes_the_interface_towards_the_master_unless_the_user_chose(monkeypatch):
-    monkeypatch.setattr("lockstep.launch.launchers.network_interface", lambda address: f"towards {address}")
-    several = Cluster("torchrun", 2, 4, 1, 1, "10.0.0.1", 29500)
-    for cluster, stated, wanted in (
-        (several, None, "towards 10.0.0.1"),
-        (several, "mine", "mine"),
-        (Cluster("none", 1, 2, 0, 1, "10.0.0.1", 29500), None, "towards 127.0.0.1"),
-        (Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), None, None),
-    ):
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        if stated:
-            monkeypatch.setenv("GLOO_SOCKET_IFNAME", stated)
-        set_rank_environment(cluster)
-        assert environment().get("GLOO_SOCKET_IFNAME") == wanted and environment()["RANK"] == str(cluster.rank)
-        assert environment()["GROUP_RANK"] == str(cluster.node_rank)
-
-
-@pytest.mark.parametrize(("fast", "nodes", "wanted"), [(False, 2, "=eth7"), (True, 2, None), (False, 1, None)])
-def test_nccl_takes_the_same_interface_where_there_is_no_infiniband(fast, nodes, wanted, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.launchers.network_interface", lambda address: "eth7")
+@pytest.mark.parametrize(
+    ("fast", "stated", "nodes", "gloo", "nccl"),
+    [(False, None, 2, "to 10.0.0.1", "=to 10.0.0.1"), (True, None, 2, "to 10.0.0.1", None),
+     (False, "mine", 2, "mine", "=to 10.0.0.1"), (False, None, 1, "to 127.0.0.1", None)],
+)  # fmt: skip
+def test_gloo_and_nccl_take_the_interface_towards_the_master(fast, stated, nodes, gloo, nccl, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.launchers.network_interface", lambda address: f"to {address}")
     monkeypatch.setattr("lockstep.launch.launchers.INFINIBAND", tmp_path)
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    for library in ("GLOO", "NCCL"):
+        monkeypatch.delenv(f"{library}_SOCKET_IFNAME", raising=False)
+    if stated:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", stated)
     if fast:
         (tmp_path / "efa_0").mkdir()
     set_rank_environment(Cluster("torchrun", nodes, 2, 0, 1, "10.0.0.1", 29500))
-    assert environment().get("NCCL_SOCKET_IFNAME") == wanted
+    found = environment()
+    assert (found["GLOO_SOCKET_IFNAME"], found.get("NCCL_SOCKET_IFNAME"), found["RANK"]) == (gloo, nccl, "1")
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -1,11 +1,8 @@
 """The plan of a run, what is refused before torch is imported, and the run's lock."""
 
-import multiprocessing
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -78,8 +75,7 @@ sys.exit({script}.main({[*words, f"paths.log_dir={tmp_path}"]}))
 def test_a_temporary_folder_that_is_too_long_and_a_length_that_cannot_be_are_refused(monkeypatch):
     for epochs in (-1, 0):
         assert refused("trainer=cpu", f"trainer.max_epochs={epochs}").startswith(f"trainer.max_epochs={epochs}: give a")
-    for word in ("trainer.ema_decay=1.5", "trainer.ema_decay=much", "trainer.limit_train_batches=0"):
-        assert refused("trainer=cpu", word).startswith(word)
+    assert refused("trainer=cpu", "trainer.limit_train_batches=0").startswith("trainer.limit_train_batches=0")
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 100)
     assert "too long for the sockets" in refused("trainer=cpu")
 
@@ -92,16 +88,6 @@ def test_a_training_of_days_on_a_cpu_is_refused_unless_somebody_chose():
     for word in ("trainer=cpu", "trainer=ddp_sim", "experiment=vit_ddp", "model=small_cnn", "data=digits",
                  "debug=fast_dev_run", "resume=r", "trainer.max_steps=2", "trainer.accelerator=cpu"):  # fmt: skip
         assert refused(word) is None
-
-
-def test_the_config_as_run_has_the_decided_values(tmp_path):
-    plan = plan_of(tmp_path, *SCALED[1:], "trainer.max_steps=2")
-    own, stated = as_run(plan), plan.config
-    assert own["trainer"] == {**stated["trainer"], "accelerator": "cpu", "devices": 2, "num_nodes": 1}
-    assert own["data"]["global_batch_size"] == 64 and own["optimizer"]["lr"] == stated["optimizer"]["lr"] * 4
-    assert yaml.safe_load(yaml.safe_dump(own)) == own
-    unchanged = {key: own[key] for key in own.keys() - {"trainer", "data", "optimizer"}}
-    assert unchanged == {key: stated[key] for key in unchanged}
 
 
 def test_learning_rates_are_scaled_by_the_batch(tmp_path):
@@ -126,11 +112,7 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
     evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
     batch = plan.config["data"]["eval_batch_size"]
     assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]
-    none = "no validation: the last checkpoint counts as the best"
-    for words, said in ((["callbacks=none"], "WITHOUT CHECKPOINTS"), (["data.val_fraction=0"], none),
-                        (["data.num_val=0"], none), (["trainer.limit_val_batches=0"], none)):  # fmt: skip
-        assert headlines(plan_of(tmp_path / "r", *words))[0].endswith(f" · {said}")
-    assert "no validation" not in headlines(plan_of(tmp_path / "r", "data.val_fraction=0", "data.num_val=5"))[0]
+    assert headlines(plan_of(tmp_path / "r", "callbacks=none"))[0].endswith(" · WITHOUT CHECKPOINTS")
 
 
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
@@ -166,7 +148,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         ({"per_device_batch_size": 32}, [], Batch(64, 32, 1)),
         ({"per_device_batch_size": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
         ({"per_device_batch_size": 16, "per_device_batch_limit": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
-        ({"per_device_batch_size": 16, "per_device_batch_limit": 16}, ["trainer.devices=8"], Batch(64, 8, 1)),
         ({"per_device_batch_size": 16}, ["trainer.devices=1", "trainer.accumulate_grad_batches=1"], Batch(64, 64, 1)),
         ({}, ["trainer.devices=1"], Batch(64, 64, 1)),  # of a record that says nothing
         ({"per_device_batch_size": 24}, ["trainer.devices=1", "data.global_batch_size=max"], Batch(96, 24, 4)),
@@ -178,30 +159,16 @@ def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_h
     assert plan_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
 
 
-def hold(path, held) -> None:
-    kept = hold_run_lock(RunFolder(path))
-    held.set()
-    time.sleep(60)
-    del kept
-
-
 def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
-    held = multiprocessing.get_context("spawn").Event()
-    first = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path / "r", held))
-    first.start()
-    try:
-        assert held.wait(60)
-        with pytest.raises(UserError, match="r is still trained by another process"):
-            hold_run_lock(RunFolder(tmp_path / "r"), wait_s=0.6)
-        assert "waiting for it to end" in capsys.readouterr().out
-    finally:
-        first.kill()
-        first.join()
-    hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()  # the lock went with the process
+    first = hold_run_lock(RunFolder(tmp_path / "r"))
+    with pytest.raises(UserError, match="r is still trained by another process"):
+        hold_run_lock(RunFolder(tmp_path / "r"), wait_s=0.6)
+    assert "waiting for it to end" in capsys.readouterr().out
+    first.close()
+    hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()
 
 
 def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file" / "r", Path("/proc/logs/r")):
-        with pytest.raises(UserError, match=f"{place} cannot be written .*paths.log_dir="):
-            hold_run_lock(RunFolder(place))
+    with pytest.raises(UserError, match="file/r cannot be written .*paths.log_dir="):
+        hold_run_lock(RunFolder(tmp_path / "file" / "r"))

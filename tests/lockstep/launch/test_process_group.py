@@ -89,7 +89,7 @@ def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(c
     began = time.monotonic()
     answers = Ranks(3, timeout_s=1.5).start(0).start(1).end()
     assert answers[0] == answers[1] and answers[0].startswith("node rank 2 did not arrive at 127.0.0.1:"), answers
-    assert time.monotonic() - began < 5 and "Waiting for node rank 2 (ranks 2) …" in capsys.readouterr().out
+    assert time.monotonic() - began < 5 and "Waiting for node rank 2 at " in capsys.readouterr().out
 
 
 def test_a_rank_that_waits_hears_a_signal_whose_exception_was_lost(monkeypatch):
@@ -100,7 +100,7 @@ def test_a_rank_that_waits_hears_a_signal_whose_exception_was_lost(monkeypatch):
 
 def test_a_rank_zero_that_never_comes_is_named_too(capsys):
     answers = Ranks(2, timeout_s=1.0).start(1).end()
-    assert answers[1].startswith("rank 1 cannot reach rank 0 at 127.0.0.1:") and "MASTER_PORT is wrong" in answers[1]
+    assert answers[1].startswith("node rank 0 did not arrive at 127.0.0.1:") and "(Connection refused)" in answers[1]
     assert "Waiting for node rank 0 at 127.0.0.1:" in capsys.readouterr().out
 
 

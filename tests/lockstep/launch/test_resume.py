@@ -7,7 +7,7 @@ import yaml
 
 from lockstep.config import compose as module
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
-from lockstep.launch.resume import find_stored
+from lockstep.launch.start import find_stored
 from lockstep.runs.errors import UserError
 
 
