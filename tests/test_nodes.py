@@ -92,16 +92,3 @@ def test_losing_nodes_py_ends_the_hosts(place):
     process = start(place, "long")
     os.kill(process.pid, signal.SIGKILL)
     assert end(process, place)[0] == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(
-    ("overrides", "environment", "expected"),
-    [
-        (["resume=old"], {}, "old"),
-        (["resume=auto", "run_id=mine"], {"RUN_ID": "other"}, "mine"),
-        (["resume=auto"], {"RUN_ID": "other"}, "other"),
-        (["resume=auto"], {}, None),
-    ],
-)
-def test_which_run_id_all_hosts_get(overrides, environment, expected):
-    assert nodes.run_id_for(overrides, environment) == expected

@@ -22,19 +22,20 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 class Agents:
     """Several torchruns of one run on this machine, each as if it were a node."""
 
-    def __init__(self, tmp_path, options, words) -> None:
-        self.folder, self.options, self.port, self.started = tmp_path, options, free_port(), []
-        self.words = [*SMALL, *words, *(f"paths.{name}_dir={tmp_path / name}" for name in ("log", "data", "logbook"))]
+    def __init__(self, tmp_path) -> None:
+        self.folder, self.port, self.started, self.command = tmp_path, free_port(), [], []
         self.runs = tmp_path / "log/train/runs"
 
-    def start(self) -> subprocess.Popen:
+    def start(self, options=(), words=()) -> subprocess.Popen:
+        """Start another torchrun, with the options and words of the first."""
+        paths = [f"paths.{name}_dir={self.folder / name}" for name in ("log", "data", "logbook")]
+        options = [word.format(port=self.port) for word in options]
+        self.command = self.command or [*TORCHRUN, *options, str(SRC / "train.py"), *SMALL, *words, *paths]
         own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.14's new agent waits for what nobody sends
         environment = {k: v for k, v in {**os.environ, **own}.items() if k not in ("RUN_ID", "TORCHELASTIC_RUN_ID")}
-        command = [*TORCHRUN, *(word.format(port=self.port) for word in self.options), str(SRC / "train.py")]
         with (self.folder / f"output{len(self.started)}.txt").open("wb") as file:
-            process = subprocess.Popen([*command, *self.words], stdout=file, stderr=file, env=environment)
-        self.started.append(process)
-        return process
+            self.started.append(subprocess.Popen(self.command, stdout=file, stderr=file, env=environment))
+        return self.started[-1]
 
     @property
     def output(self) -> str:
@@ -57,22 +58,17 @@ class Agents:
 
 @pytest.fixture
 def agents(tmp_path):
-    started = []
-
-    def make(options, words):
-        started.append(Agents(tmp_path, options, words))
-        return started[-1]
-
-    yield make
-    for process in started[0].started:
+    own = Agents(tmp_path)
+    yield own
+    for process in own.started:
         process.kill()
         process.wait()
 
 
 @pytest.mark.slow
 def test_no_run_id_is_one_run_and_a_restart_goes_on_in_it(agents):
-    own = agents(["--nproc-per-node=2", "--max-restarts=1", "--master-port={port}"], ["trainer.max_epochs=25"])
-    agent = own.start()
+    own = agents
+    agent = own.start(["--nproc-per-node=2", "--max-restarts=1", "--master-port={port}"], ["trainer.max_epochs=25"])
     own.wait_until(lambda: any(own.runs.glob("*/checkpoints/last-*.json")))
     [rank_one] = [rank for rank in psutil.Process(agent.pid).children() if rank.environ()["RANK"] == "1"]
     rank_one.kill()
@@ -94,7 +90,7 @@ def test_nodes_are_drained_and_come_and_the_batch_stays(agents, tmp_path):
     exact = ["trainer.precision=64-true", "model.dropout=0", "model.head_dropout=0", "test=false",
              "trainer.max_epochs=30", "callbacks.checkpoints.every_minutes=0",
              "trainer.log_every_n_steps=5"]  # fmt: skip
-    own = agents(ELASTIC, [*exact, "trainer.devices=1", "resume=auto"])
+    own = agents
 
     def trains_on(ranks: int) -> bool:
         """With so many ranks, and a checkpoint since they began."""
@@ -103,7 +99,7 @@ def test_nodes_are_drained_and_come_and_the_batch_stays(agents, tmp_path):
         saved = [int(path.name[9:17]) for path in own.runs.glob("elastic/checkpoints/last-step*.json")]
         return record.get("world_size") == ranks and max(saved, default=0) > began
 
-    own.start()
+    own.start(ELASTIC, [*exact, "trainer.devices=1", "resume=auto"])
     own.wait_until(own.is_served)  # the first holds the store at which they meet
     own.start()
     own.wait_until(lambda: trains_on(2))

@@ -1,7 +1,6 @@
 """Run a script from the command line: parse Hydra's options, compose the config, hand it to the script's task."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[
     """Return Hydra's options and the overrides, in any order; --config-dir becomes an override."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for name, short in (("help", "h"), ("multirun", "m"), ("resolve", "R"), ("shell-completion", "sc"), ("run", "r")):
+    for name, short in (("help", "h"), ("multirun", "m"), ("resolve", "R"), ("shell-completion", "sc")):
         parser.add_argument(f"--{name}", f"-{short}", action="store_true")
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd")
@@ -70,10 +69,7 @@ def run_script(
             from lockstep.commands.sweep import run_hydra
 
             register_resolvers()
-            named = {"--info": options.info, "--cfg": options.cfg, "--package": options.package}
-            flags = [word for name, value in named.items() if value for word in (name, value)]
-            sys.argv[1:] = [*flags, *["-sc"] * options.shell_completion, "--", *overrides]
-            run_hydra(config_name, lambda cfg: None)
+            run_hydra(config_name, lambda cfg: None, argv)
         else:
             cfg = compose(config_name, overrides, find_stored(overrides))
             if not options.cfg:

@@ -58,7 +58,6 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     compose(config_name, _first_values(overrides))  # refuses a wrong key before the first job
     register_resolvers()
     program = str(Path(sys.argv[0]).resolve())
-    sys.argv[1:] = ["--multirun", "--", *overrides]
 
     def job(cfg: Any) -> float | None:  # called by launchers other than the project's own, such as submitit
         from hydra.core.hydra_config import HydraConfig
@@ -66,14 +65,15 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         with forward_stop_signals():
             return run_job(cfg, HydraConfig.get(), program)
 
-    run_hydra(config_name, job)
+    run_hydra(config_name, job, ["--multirun", "--", *overrides])
     return Ranking.worst
 
 
-def run_hydra(config_name: str, task: Callable[[Any], Any]) -> None:
-    """Run a task by Hydra's own command line, which reads sys.argv."""
+def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> None:
+    """Run a task by Hydra's own command line."""
     import hydra
 
+    sys.argv[1:] = argv
     # Python 3.14 refuses the help of --shell-completion, which Hydra 1.3 does not give as a string
     with mock.patch.object(argparse.ArgumentParser, "_check_help", lambda parser, action: None, create=True):
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
@@ -97,14 +97,12 @@ def _first_values(words: list[str]) -> list[str]:
 
 
 def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | None = None, output: Any = None) -> float:
-    """Run one job; return its optimized metric, or nan if it failed.
+    """Run the job of the config `cfg`; return its optimized metric, or nan if it failed.
 
     Args:
-        cfg: config of the job.
         hydra: the `hydra` node of the job's config.
         program: path of the script that started the sweep.
-        environ: environment variables of the job; None: those of this process.
-        output: file for stdout and stderr of the job; None: those of this process.
+        environ, output: the job's environment variables, and the file for what it prints; None: those of this process.
     """
     sweep_dir, number = Path(str(hydra.sweep.dir)).resolve(), hydra.job.num
     folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")

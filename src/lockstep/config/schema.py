@@ -144,11 +144,11 @@ def nearest(key: str, known: list[str]) -> str | None:
         return slip[0]
     if last in SYNONYMS:
         return SYNONYMS[last]
-    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == place}
-    for names in (beside, by_last, SYNONYMS):
-        if close := difflib.get_close_matches(last, names, 1, cutoff=0.7):
-            return names[close[0]]
+    beside = [name for name in known if name.rpartition(".")[0] == place]
+    for names in (beside, known):
+        by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+        if close := difflib.get_close_matches(last, by_last, 1, cutoff=0.7):
+            return by_last[close[0]]
     return None
 
 

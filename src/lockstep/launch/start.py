@@ -58,20 +58,20 @@ def find_stored(overrides: list[str]) -> Config | None:
         folder = folder_of(config, run_id) if is_auto else find_run(Path(config["paths"]["log_dir"]), run_id)
     except UserError:  # another node may have it; the launch names what is wrong with it
         return None
+    if not is_first_on_node(environ):
+        for name in (__name__, "lockstep.storage"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # the first rank of the node logs it
     if is_auto and (config.get("s3") or {}).get("uri"):
         from lockstep.storage.fetch import fetch_run
         from lockstep.storage.s3 import Bucket
 
-        if not is_first_on_node(environ):
-            logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
         with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
             fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
     # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
     before = None if is_auto and folder.config.exists() and not has_trained(folder) else config_before(folder)
     if before and not folder.config.exists():  # it came from the bucket
         before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
-        left = [key for key in rejected if key not in map(key_of, overrides)]
-        if left and is_first_on_node(environ):
+        if left := [key for key in rejected if key not in map(key_of, overrides)]:
             log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
     if before and launcher_of(environ):
         before["overrides"] = [word for word in before.get("overrides") or () if key_of(str(word)) not in RANKS]
@@ -128,12 +128,12 @@ def check_resumable(folder: RunFolder, now: Config, previous: RunRecord) -> None
         raise UserError(
             f"The run {folder.run_id} is finished ({previous.epochs} epochs): give more trainer.max_{more} to go on."
         )
-    longest = [(tree.get("trainer") or {}).get("max_epochs") for tree in (before, now)]
-    if longest[0] != longest[1] and "_target_" in (now.get("scheduler") or {}):
+    was, here = flatten(before), flatten(now)
+    longest = [each.get("trainer.max_epochs") for each in (was, here)]
+    if longest[0] != longest[1] and "scheduler._target_" in here:
         change = f"trainer.max_epochs was {longest[0]}, now {longest[1]}"
         log.info(f"{change}: the learning rate's schedule is stretched over the new length, and may jump.")
-    was = flatten(before)
-    for key, value in flatten(now).items():  # a key that another version lacks does not count
+    for key, value in here.items():  # a key that another version lacks does not count
         group, _, name = key.partition(".")
         if group in COMPARED and key in was and was[key] != value and key not in MAY_DIFFER:
             raise UserError(
@@ -177,15 +177,16 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
             raise
         reason = f"{folder.path} cannot be written ({error.strerror})"
         raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
-    if not lock(handle, wait_s=0):
-        log.info(f"The run {folder.run_id} is trained by another process: waiting for it to end …")
-        if not lock(handle, wait_s):
-            handle.close()
-            raise UserError(
-                f"The run {folder.run_id} is still trained by another process, on this machine or on one that shares "
-                f"{folder.path.parent}: end it; where its machine is gone, remove {folder.alive}."
-            )
-    return handle
+    if lock(handle, wait_s=0):
+        return handle
+    log.info(f"The run {folder.run_id} is trained by another process: waiting for it to end …")
+    if lock(handle, wait_s):
+        return handle
+    handle.close()
+    raise UserError(
+        f"The run {folder.run_id} is still trained by another process, on this machine or on one that shares "
+        f"{folder.path.parent}: end it; where its machine is gone, remove {folder.alive}."
+    )
 
 
 def make_plan(

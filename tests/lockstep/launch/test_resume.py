@@ -123,27 +123,17 @@ def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, mon
     assert resumed(tmp_path, "resume=r").trainer.devices == 2
 
 
-def bucket_with(tmp_path, monkeypatch, *words, **other):
-    """A bucket whose config.yaml was composed from these words; returns the addresses that were asked."""
-    from lockstep.storage import fetch as storage
-
-    cfg = compose("train", list(words))
-    config = {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": ["paths.logbook_dir=/etc"], **other}
-    fetched = []
+def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_machine(tmp_path, monkeypatch, capsys):
+    stated = ["data=cifar10", "data.root=/theirs", "trainer.max_epochs=5", "paths.logbook_dir=/etc", "optimizer.lr=0.5",
+              "+callbacks.x={_target_: os.system}"]  # fmt: skip
+    theirs, fetched = leave_run(tmp_path / "theirs", "r", *stated), []
 
     def fetch_run(bucket, folder):
         fetched.append(bucket.uri)
         folder.bucket_config.parent.mkdir(parents=True, exist_ok=True)
-        folder.bucket_config.write_text(yaml.safe_dump(config))
+        folder.bucket_config.write_text(yaml.safe_dump({**theirs, "task_name": "../../.."}))
 
-    monkeypatch.setattr(storage, "fetch_run", fetch_run)
-    return fetched
-
-
-def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_machine(tmp_path, monkeypatch, capsys):
-    stated = ["data=cifar10", "data.root=/theirs", "trainer.max_epochs=5", "paths.logbook_dir=/etc", "optimizer.lr=0.5",
-              "+callbacks.x={_target_: os.system}"]  # fmt: skip
-    fetched = bucket_with(tmp_path, monkeypatch, *stated, task_name="../../..")
+    monkeypatch.setattr("lockstep.storage.fetch.fetch_run", fetch_run)
     words = ["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"]
     config = plain(resumed(tmp_path, *words))
     assert config["trainer"]["max_epochs"] == 5 and config["optimizer"]["lr"] == 0.5 and config["task_name"] == "train"
