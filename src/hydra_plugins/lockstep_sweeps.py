@@ -59,7 +59,7 @@ class LocalJobs(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         number, gpus = self.at_once()
-        folder = Path(str(self.config.hydra.sweep.dir)).resolve()  # the configs of the jobs inherit its random name
+        folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         program, free = str(Path(sys.argv[0]).resolve()), queue.SimpleQueue[str]()
         for place in range(number):

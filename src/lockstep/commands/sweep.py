@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from lockstep.config.compose import CONFIGS, as_typed, compose, register_resolvers
+from lockstep.config.compose import CONFIGS, as_typed, compose, quoted
 from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_INTERRUPTED
@@ -54,10 +53,10 @@ class Job:
 
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
-    """Run Hydra's multirun; return the worst exit code of its jobs."""
-    compose(config_name, _first_values(overrides))  # refuses a wrong key before the first job
-    register_resolvers()
-    program = str(Path(sys.argv[0]).resolve())
+    """Run Hydra's multirun, log the ranking of its jobs, and return their worst exit code."""
+    cfg = compose(config_name, _first_values(overrides))  # refuses a wrong key before the first job
+    sweep_dir, program = Path(str(cfg.hydra.sweep.dir)).resolve(), str(Path(sys.argv[0]).resolve())
+    shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)  # of an earlier sweep
 
     def job(cfg: Any) -> float | None:  # called by launchers other than the project's own, such as submitit
         from hydra.core.hydra_config import HydraConfig
@@ -65,8 +64,15 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         with forward_stop_signals():
             return run_job(cfg, HydraConfig.get(), program)
 
-    run_hydra(config_name, job, ["--multirun", "--", *overrides])
-    return Ranking.worst
+    run_hydra(config_name, job, ["--multirun", "--", *overrides, f"hydra.sweep.dir={quoted(str(sweep_dir))}"])
+    jobs: dict[int, Job] = {}
+    for ended in (Job(**json.loads(path.read_text())) for path in (sweep_dir / RESULTS_FOLDER).glob("*")):
+        jobs[ended.number] = max(jobs.get(ended.number, ended), ended, key=lambda each: each.code)
+    if jobs:
+        in_order = [jobs[number] for number in sorted(jobs)]
+        lines = ranking(in_order, sweep_dir.name, str(cfg.optimized_metric), minimize=is_minimized(cfg))
+        log.info("\n" + "\n".join(lines))
+    return max((each.code for each in jobs.values()), default=0)
 
 
 def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> None:
@@ -172,26 +178,6 @@ def is_minimized(config: Any) -> bool:
     if direction in ("minimize", "maximize"):
         return bool(direction == "minimize")
     return bool(checkpoints.mode == "min" if checkpoints and checkpoints.monitor == metric else "loss" in str(metric))
-
-
-class Ranking(Callback):
-    """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
-
-    worst = 0
-
-    def on_multirun_start(self, config: Any, **_: Any) -> None:
-        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / RESULTS_FOLDER, ignore_errors=True)  # of an earlier sweep
-
-    def on_multirun_end(self, config: Any, **_: Any) -> None:
-        sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
-        jobs: dict[int, Job] = {}
-        for job in (Job(**json.loads(path.read_text())) for path in (sweep_dir / RESULTS_FOLDER).glob("*")):
-            jobs[job.number] = max(jobs.get(job.number, job), job, key=lambda job: job.code)
-        if jobs:
-            Ranking.worst = max(job.code for job in jobs.values())
-            ended = [jobs[number] for number in sorted(jobs)]
-            lines = ranking(ended, sweep_dir.name, str(config.optimized_metric), minimize=is_minimized(config))
-            log.info("\n" + "\n".join(lines))
 
 
 def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:

@@ -141,8 +141,8 @@ def describe(environ: Environ, wanted: RequestedDevices) -> Cluster:
             f"NODE_RANK={node_rank} and WORLD_SIZE={size}, but trainer.devices={devices} × trainer.num_nodes="
             f"{num_nodes}: NODE_RANK counts from 0 to {num_nodes - 1}, and WORLD_SIZE is {ranks} or not set."
         )
-    address, port = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
-    return Cluster("nodes", num_nodes, devices, node_rank, local_rank, address, port)
+    address, meet_at = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
+    return Cluster("nodes", num_nodes, devices, node_rank, local_rank, address, meet_at)
 
 
 def _started_rank(name: str, environ: Environ, wanted: RequestedDevices) -> Cluster:

@@ -58,20 +58,20 @@ def find_stored(overrides: list[str]) -> Config | None:
         folder = folder_of(config, run_id) if is_auto else find_run(Path(config["paths"]["log_dir"]), run_id)
     except UserError:  # another node may have it; the launch names what is wrong with it
         return None
-    if not is_first_on_node(environ):
-        for name in (__name__, "lockstep.storage"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # the first rank of the node logs it
     if is_auto and (config.get("s3") or {}).get("uri"):
         from lockstep.storage.fetch import fetch_run
         from lockstep.storage.s3 import Bucket
 
+        if not is_first_on_node(environ):
+            logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
         with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
             fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
     # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
     before = None if is_auto and folder.config.exists() and not has_trained(folder) else config_before(folder)
     if before and not folder.config.exists():  # it came from the bucket
         before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
-        if left := [key for key in rejected if key not in map(key_of, overrides)]:
+        left = [key for key in rejected if key not in map(key_of, overrides)]
+        if left and is_first_on_node(environ):
             log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
     if before and launcher_of(environ):
         before["overrides"] = [word for word in before.get("overrides") or () if key_of(str(word)) not in RANKS]

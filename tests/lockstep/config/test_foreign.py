@@ -79,7 +79,8 @@ def test_nothing_outside_the_roots_is_taken_and_a_place_is_left_to_this_machine(
     "words",
     [
         ["experiment=alexnet_cifar10", "optimizer.lr=0.0123", "tags=[night]", "trainer.max_epochs=77"],
-        ["experiment=deit3_imagenet", "loss=focal", "loss.gamma=1.5", "metrics=[f1,kappa]"],
+        ["experiment=deit3_imagenet"],
+        ["experiment=quickstart", "loss=focal", "loss.gamma=1.5", "metrics=[f1,kappa]"],
     ],
 )
 def test_an_experiments_own_config_comes_back(words):
