@@ -28,7 +28,8 @@ def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ..
     for group, name in (stored.get("choices") or {}).items():
         # A group may no longer exist, such as `hardware=` of version 1
         if name and group not in (*named, "hydra") and is_group(group.partition("/")[0], folders):
-            is_here, own = not missing_option(group, str(name), folders), stored.get(group)
+            names, own = str(name).strip("[]").split(","), stored.get(group)  # metrics=[f1,kappa]
+            is_here = not any(missing_option(group, each.strip(" '"), folders) for each in names)
             if not is_here and isinstance(own, Mapping):  # its yaml is gone, or in a folder of --config-dir
                 ConfigStore.instance().store(group=group, name=str(name), node=dict(own))
             if is_here or isinstance(own, Mapping):
