@@ -77,6 +77,7 @@ def diagnose_node(place, port):
     return findings(*TWO, "trainer.timeout_s=30", **NODES | {"MASTER_PORT": str(port), "NODE_RANK": str(place.rank)})
 
 
+@pytest.mark.slow
 def test_two_nodes_find_each_other_equal_and_measure_their_network():
     for found in run_ranks(diagnose_node, 2, free_port()):
         assert all(fine for fine, _ in found), found

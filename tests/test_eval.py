@@ -72,6 +72,7 @@ def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_cal
     assert list(read_config(done.folder.config)["callbacks"]) == ["spot"], done.output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_version_without_a_key_and_one_that_says_nothing_are_tested(animals, tmp_path):
     logs, root = shutil.copytree(animals.logs, tmp_path / "logs"), photographs(tmp_path / "new", SAME)
     best = logs / "train" / "runs" / "animals" / animals.record["best_checkpoint"]["path"]
@@ -113,7 +114,11 @@ def test_all_images_of_another_folder_are_tested_as_the_net_was_trained_and_of_t
     ("names", "rows"),
     [
         ({"fox": "fox", "dog": "dog"}, [["cat", 0, 0, 0], ["dog", 0, 10, 0], ["fox", 0, 0, 10]]),
-        ({"cat": "dog", "dog": "cat", "fox": "fox"}, [["cat", 0, 10, 0], ["dog", 10, 0, 0], ["fox", 0, 0, 10]]),
+        pytest.param(
+            {"cat": "dog", "dog": "cat", "fox": "fox"},
+            [["cat", 0, 10, 0], ["dog", 10, 0, 0], ["fox", 0, 0, 10]],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_labels_are_matched_by_class_name(animals, tmp_path, names, rows):
@@ -131,6 +136,7 @@ def test_an_unknown_class_is_refused_by_name_and_a_test_folder_alone_is_tested(a
     assert [row[0] for row in confusion(done)[1:]] == ["cat", "dog", "fox"] and done.record["metrics"]["test/acc"] == 1
 
 
+@pytest.mark.slow
 def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoints_classes(animals, tmp_path):
     photographs(tmp_path / "new", {"a": "fox", "b": "cat"})
     lines = [f"new/{place}/{i}.png,{name},test" for place, name in (("a", "fox"), ("b", "cat")) for i in range(10)]
@@ -151,8 +157,12 @@ def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoin
             {"cat": "cat", "dog": "dog", "gnu": "gnu"},
             "the head is new (net.head.3.bias, net.head.3.weight): the classes were cat, dog, fox, now cat, dog, gnu",
         ),
-        ({"dog": "dog", "fox": "fox"}, "the classes were cat, dog, fox, now dog, fox"),
-        ({"cat": "cat", "dog": "dog", "fox": "fox"}, "Starting from the weights of"),
+        pytest.param(
+            {"dog": "dog", "fox": "fox"}, "the classes were cat, dog, fox, now dog, fox", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"cat": "cat", "dog": "dog", "fox": "fox"}, "Starting from the weights of", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_that_starts_from_other_classes_gets_a_new_head(animals, tmp_path, names, said):

@@ -1,6 +1,7 @@
 """The floors of the house: imports go downwards only, folders of one floor never import each other, no circles."""
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -38,13 +39,14 @@ FILES = {str(path.relative_to(SRC)): path for path in sorted(SRC.rglob("*.py"))}
 MODULES = {name.removesuffix(".py").replace("/", "."): path for name, path in FILES.items()}
 
 
+parsed = functools.cache(lambda path: ast.parse(path.read_text()))
+
+
 def imports(path: Path, *, top_level: bool = False, typing: bool = True) -> set[str]:
     """Dotted names of all imported modules; of those that run when the file is imported, or all but for typing."""
-    tree = ast.parse(path.read_text())
-    if not typing:
-        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.dump(node)]
+    body = [node for node in parsed(path).body if typing or "TYPE_CHECKING" not in ast.dump(node)]
     found = set()
-    for node in tree.body if top_level else ast.walk(tree):
+    for node in body if top_level else ast.walk(ast.Module(body)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -127,7 +129,7 @@ LIBRARIES = ("torch", "lightning", "hydra", "timm")
 def private_names(path: Path, own: set[str]) -> set[str]:
     """Return the names with a leading underscore that a file imports from the libraries or reads of an object."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in LIBRARIES:
             found |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
         elif isinstance(node, ast.Attribute):
@@ -137,7 +139,7 @@ def private_names(path: Path, own: set[str]) -> set[str]:
 
 def defined_names(path: Path) -> set[str]:
     """Return the functions, variables and attributes that a file defines."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path)))
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
     return names | {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in stored}
@@ -147,7 +149,7 @@ def test_private_names_of_libraries_are_used_only_in_files_that_explain_them():
     own = set().union(*map(defined_names, FILES.values()))
     found = {name: names for name, path in FILES.items() if (names := private_names(path, own))}
     for name in found:
-        first = ast.get_docstring(ast.parse(FILES[name].read_text())).splitlines()[0]
+        first = ast.get_docstring(parsed(FILES[name])).splitlines()[0]
         assert first.startswith("Uses ") or "`_" in first, f"{name} does not say which private names it needs"
     assert found == PRIVATE
 
@@ -157,7 +159,7 @@ def test_the_public_interface_has_the_names_and_arguments_that_docs_api_states()
     rows = re.findall(r"^\| `(lockstep\.[\w.]+)\.(\w+)` \| ([^|]*)\|", page, re.MULTILINE)
     assert 20 <= len(rows) <= 30
     for module, name, stated in rows:
-        body = ast.parse(MODULES[module].read_text()).body
+        body = parsed(MODULES[module]).body
         [node] = [each for each in body if getattr(each, "name", "") == name]
         makers = [each for each in getattr(node, "body", ()) if getattr(each, "name", "") == "__init__"] or [node]
         named = {argument.arg for maker in makers for argument in ast.walk(maker) if isinstance(argument, ast.arg)}

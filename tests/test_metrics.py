@@ -89,6 +89,7 @@ def test_one_process_counts_each_image_once(of_one):
     assert values["test/ece"] == pytest.approx(values["test/ece_of_torchmetrics"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_several_ranks_say_what_one_says(of_one):
     folder, expected = of_one
     for found in run_ranks(evaluated, 4, folder, timeout_s=120):

@@ -58,6 +58,7 @@ def poor_disk() -> None:
     os.link, os.chmod, os.fsync = refuse, refuse, sync_file
 
 
+@pytest.mark.slow
 def test_f41_a_log_folder_without_hard_links_whose_files_are_all_0777_trains_and_resumes(tmp_path):
     first = run_door("train", *SMALL, logs=tmp_path, before=poor_disk)
     assert first.code == 0 and first.folder.page.exists(), first.output
@@ -81,6 +82,7 @@ def without_roots_rights() -> None:
     os.umask(0o077)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_f45_two_users_share_a_cache_and_a_log_folder_and_their_runs_stay_their_own(tmp_path):
     logs, words = tmp_path / "logs", (*SMALL[:3], f"data.cache_dir={tmp_path / 'cache'}")

@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 SRC = Path(__file__).resolve().parents[1] / "src"
 FILES = [str(path.relative_to(SRC)) for path in sorted(SRC.rglob("*.py"))]
 # Question words and prepositions begin half a sentence, a bracket or small letter a formula
@@ -28,14 +26,10 @@ def docstrings(name: str) -> list[tuple[str, str]]:
     return [(of, text) for of, text in found if text]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_docstrings_start_with_a_verb_or_a_noun(name):
-    assert [(of, text.splitlines()[0]) for of, text in docstrings(name) if START.match(text)] == []
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_docstrings_use_the_terms_of_the_field(name):
-    assert [(of, found[0]) for of, text in docstrings(name) if (found := PRIVATE.search(text))] == []
+def test_docstrings_start_with_a_verb_or_a_noun_and_use_the_terms_of_the_field():
+    every = [(name, of, text) for name in FILES for of, text in docstrings(name)]
+    wrong = [(name, of, text) for name, of, text in every if START.match(text) or PRIVATE.search(text)]
+    assert wrong == []
 
 
 def test_messages_pages_and_option_comments_use_the_terms_of_the_field():

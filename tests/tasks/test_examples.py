@@ -148,6 +148,7 @@ def test_a_dict_of_targets_reaches_a_task_and_its_images_count_once(trainer, log
     assert 0 < done.record["metrics"]["test/mae"] < 15 and 0.4 < done.record["metrics"]["test/acc"] <= 1
 
 
+@pytest.mark.slow
 def test_a_linear_probe_starts_from_the_features_of_simclr(logs):
     trained("simclr", "cpu", logs, "run_id=features")
     words = ["task=classifier", "ckpt_path=features", "model.freeze=backbone", "trainer=cpu", "trainer.max_epochs=1"]
@@ -156,6 +157,7 @@ def test_a_linear_probe_starts_from_the_features_of_simclr(logs):
     assert done.record["num_trained_parameters"] < done.record["num_parameters"] / 10
 
 
+@pytest.mark.slow
 def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
     done = trained("distillation", "cpu", logs, "run_id=student", "trainer.max_epochs=1")
     best = read_checkpoint(done.folder.path / done.record["best_checkpoint"]["path"])
@@ -211,6 +213,7 @@ def test_numbers_of_a_table_are_learned_and_predicted_for_files(tmp_path):
     assert header == "file,value" and len(rest) == 59 and 0 < float(first.split(",")[1]) < 40
 
 
+@pytest.mark.slow
 def test_two_views_come_from_the_datas_own_augmentation(tmp_path):
     words = ["experiment=quickstart", "task=simclr", "task.outputs=32", "trainer.max_epochs=1", "trainer.num_threads=1"]
     assert succeed("train", *words, "data.views=2", logs=tmp_path).record["steps"] == 20

@@ -11,7 +11,11 @@ from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.foreign import GROUPS, OF_CHECKPOINT, OF_RUN, accepted, config_of_checkpoint
 from lockstep.runs.errors import UserError
 
-OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+OPTIONS = [
+    pytest.param(group, path.stem, marks=[pytest.mark.slow] * (number > 0))
+    for group in GROUPS
+    for number, path in enumerate(sorted((CONFIGS / group).glob("*.yaml")))
+]
 HOSTILE = [
     "/etc/passwd", "../x", "x/../../y", "~/x", "x.pth", "s3://bucket/x", "http://host/x", "file:///etc/passwd",
     "host:80", "hf-hub:user/name", "local-dir:x", "${oc.env:HOME}", "${repository:}", "os.system", "posix.system",

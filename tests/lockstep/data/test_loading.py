@@ -34,6 +34,7 @@ show()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "src"}
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
     """As SLURM sends it: to every process. The rank goes on, and its exit does not wait for its workers."""
     program = PROGRAM + "os.killpg(0, signal.SIGTERM)\ntime.sleep(0.5)\nshow()"

@@ -116,6 +116,7 @@ def test_a_rank_that_the_agent_kills_after_its_grace_failed_because_of_the_first
     assert agent._first_failure({1: stuck, 0: stopped}, CLUSTER) == (75, None, "")
 
 
+@pytest.mark.slow
 def test_ranks_die_with_a_killed_agent(tmp_path):
     ready = 'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)'
     (tmp_path / "rank.py").write_text(

@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
 @pytest.mark.parametrize(
     ("trainer", "compiled"),
     [
-        ("cpu", "{backend: aot_eager, mode: default}"),
+        pytest.param("cpu", "{backend: aot_eager, mode: default}", marks=pytest.mark.slow),
         *(pytest.param(name, "{backend: aot_eager}", marks=pytest.mark.slow) for name in ("ddp_sim", "fsdp_sim")),
         *(pytest.param(name, "true", marks=[pytest.mark.slow, needs_compiler]) for name in ("cpu", "ddp_sim")),
     ],
