@@ -74,19 +74,14 @@ def test_given_parts_stay_as_they_are_and_a_test_folder_may_lack_a_class_and_not
         prepared(tmp_path, root)
 
 
-@pytest.mark.parametrize("val", ["val", "valid", "validation", "dev", "Valid"])
-def test_splits_by_any_of_their_names(tmp_path, val):
-    for part, count in (("Train", 6), (val, 2), ("TEST", 3)):
+@pytest.mark.parametrize(
+    "parts", [("Train", "valid", "TEST"), ("training", "dev", "testing"), ("train_images", "validationset", "Test ")]
+)
+def test_splits_by_any_of_their_names(tmp_path, parts):
+    for part, count in zip(parts, (6, 2, 3)):
         write(tmp_path / "set" / part, {"a": count, "b": count})
     dm = prepared(tmp_path, tmp_path / "set")
     assert (*counts(dm), dm.class_names) == (12, 4, 6, ["a", "b"])
-
-
-@pytest.mark.parametrize("parts", [("train_images", "test_images"), ("trainset", "testset"), ("train2017", "Test ")])
-def test_splits_by_a_word_of_their_names(tmp_path, parts):
-    for part in parts:
-        write(tmp_path / "set" / part, {"a": 12, "b": 9})
-    assert prepared(tmp_path, tmp_path / "set").counts_per_split["test"] == [12, 9]
     with pytest.raises(UserError, match="test, train hold no class folders"):
         prepared(tmp_path, write(tmp_path / "flat", {"train": 6, "test": 6}))
 
@@ -210,8 +205,7 @@ def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tm
         prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1), path="array")
 
 
-@pytest.mark.parametrize("path", ["array", "loader"])
-def test_identical_images_are_found(tmp_path, path):
+def test_identical_images_are_found(tmp_path):
     root = tmp_path / "set"
     write(root / "train", {"a": 20, "b": 20})
     write(root / "val", {"a": 2, "b": 2})
@@ -219,7 +213,7 @@ def test_identical_images_are_found(tmp_path, path):
     copies = {"test/a/1.jpg": "train/a/1.jpg", "test/b/0.png": "train/b/2.png", "val/a/1.jpg": "train/a/3.jpg"}
     for target, source in {**copies, "train/b/4.png": "train/a/4.png"}.items():
         (root / target).write_bytes((root / source).read_bytes())
-    found = prepared(tmp_path, root, path=path).identical_images()
+    found = prepared(tmp_path, root, path="loader").identical_images()
     assert found == {
         "2 test images are identical to training images": [
             "test/a/1.jpg = train/a/1.jpg", "test/b/0.png = train/b/2.png",

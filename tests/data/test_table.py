@@ -48,16 +48,6 @@ def facts(dm):
 USUAL = (16, 4, 4, ["blue", "red"])
 
 
-def test_splits_and_classes_are_those_of_the_table(pictures, tmp_path):
-    dm = csv_module(table(pictures / "list.csv", rows()), tmp_path)
-    assert facts(dm) == USUAL
-    dm.place()
-    images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
-    assert labels.tolist() == [0, 1, 0, 1] and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
-    root = table(tmp_path / "list.csv", [row[:2] for row in rows()], HEADER[:2])
-    assert facts(csv_module(root, tmp_path, images=pictures, test_fraction=0.25)) == (16, 2, 6, ["blue", "red"])
-
-
 @pytest.mark.parametrize(
     ("header", "val", "encoding", "dialect"),
     [
@@ -73,14 +63,18 @@ def test_other_names_of_columns_and_splits_delimiters_and_encodings(header, val,
     root = table(pictures / "list.csv", rows(split, lambda i: ["blau", "rötlich"][i % 2]), header, **dialect)
     mark = "\ufeff" if encoding == "utf-16-le" else ""
     root.write_bytes((mark + root.read_bytes().decode()).encode(encoding))
-    assert facts(csv_module(root, tmp_path)) == (16, 4, 4, ["blau", "rötlich"])
+    dm = csv_module(root, tmp_path)
+    assert facts(dm) == (16, 4, 4, ["blau", "rötlich"])
+    dm.place()
+    images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
+    assert labels.tolist() == [0, 1, 0, 1] and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
 
 
 def test_a_column_of_splits_by_any_name_counts_and_a_fold_of_numbers_does_not(pictures, tmp_path):
     dm = csv_module(table(pictures / "list.csv", rows(), ["path", "label", "usage"]), tmp_path)
     assert facts(dm) == USUAL and "the column usage tells" in dm.notes[0]
-    root = table(pictures / "list.csv", rows(lambda i: i % 5), ["path", "label", "fold"])
-    assert facts(csv_module(root, tmp_path, test_fraction=0.25))[:3] == (16, 2, 6)
+    root = table(tmp_path / "list.csv", rows(lambda i: i % 5), ["path", "label", "fold"])
+    assert facts(csv_module(root, tmp_path, images=pictures, test_fraction=0.25))[:3] == (16, 2, 6)
     with pytest.raises(UserError, match=r"none.csv cannot be read \(No such file or directory\)"):
         csv_module(pictures / "none.csv", tmp_path).prepare()
 
@@ -237,24 +231,18 @@ def test_rows_without_a_label_are_left_out(tmp_path):
     assert dm.left_out["rows without a label"][0] == "x.parquet: row 3"
 
 
-@pytest.mark.parametrize("length", [0, 0.5, 0.99])
-def test_a_file_that_is_cut_off_is_named(length, tmp_path):
-    write(tmp_path / "a" / "0.parquet")
-    broken = write(tmp_path / "a" / "1.parquet")
-    broken.write_bytes(broken.read_bytes()[: int(length * broken.stat().st_size)])
-    with pytest.raises(UserError, match=f"{broken} .*cut off.*: repair or remove it"):
-        parquet_module(tmp_path / "a", tmp_path).prepare()
-
-
-def test_what_is_unpacked_stays_where_only_another_file_or_the_size_changes(tmp_path):
+def test_a_file_that_is_cut_off_is_named_and_what_is_unpacked_stays(tmp_path):
     write(tmp_path / "a" / "0.parquet")
     parquet_module(tmp_path / "a", tmp_path, path="loader").prepare()
-    write(tmp_path / "a" / "1.parquet", 5)
+    other = write(tmp_path / "a" / "1.parquet", 5)
     first = parquet_module(tmp_path / "a", tmp_path, path="loader", image_size=10)
     assert sum(counts(first)) == 39 and len(list((tmp_path / "cache").glob("*/encoded.bin"))) == 2
-    second = parquet_module(tmp_path / "a", tmp_path / "elsewhere", path="loader", image_size=10)
+    second = parquet_module(tmp_path / "a", tmp_path / "elsewhere", path="loader")
     second.prepare()
     assert second.data_hash == first.data_hash, "wherever the cache lies"
+    other.write_bytes(other.read_bytes()[: other.stat().st_size // 2])
+    with pytest.raises(UserError, match=f"{other} .*cut off.*: repair or remove it"):
+        parquet_module(tmp_path / "a", tmp_path).prepare()
 
 
 def test_a_column_of_a_parquet_file_names_the_groups(tmp_path):

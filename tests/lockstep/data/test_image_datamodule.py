@@ -48,18 +48,6 @@ def test_facts(make):
     assert dm.data_hash == prepared(make(flip=False, seed=9)).data_hash  # of the images, not of what is done with them
 
 
-def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
-    dm, plain = make(), make().read()
-    loader = dm.train_dataloader()
-    selection = next(loader._selections(0))
-    images, labels = dm.on_after_batch_transfer(next(iter(loader)), 0)
-    for i, (y, x, flip) in enumerate(selection.draws.T):
-        crop = np.pad(plain.images[selection.positions[i]], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
-        expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
-        assert np.allclose(images[i].permute(1, 2, 0), expected, atol=1e-5)
-    assert np.array_equal(labels, plain.targets[selection.positions])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -139,7 +127,7 @@ def steps(module, accumulate=1):
     return [(group[0][0], tuple(x for micro in group for x in micro[1:])) for group in merged]
 
 
-@pytest.mark.parametrize(("at", "saved_with", "resumed_with"), [(2, 1, 1), (6, 2, 2), (7, 1, 4)])
+@pytest.mark.parametrize(("at", "saved_with", "resumed_with"), [(6, 2, 2), (7, 1, 4)])
 def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, resumed_with):
     whole = run(tmp_path, make(), accumulate_grad_batches=saved_with, callbacks=[SaveAt(tmp_path / "c.ckpt", at)])
     resumed = run(tmp_path, make(), ckpt_path=tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with)

@@ -1,13 +1,11 @@
-"""Loader workers ignore signals to the whole job and end with their rank."""
+"""Loader workers ignore signals to the whole job, follow the cores, and need no shared memory."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -49,10 +47,8 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
 
 @pytest.mark.parametrize(
     ("stated", "device", "cores", "ranks", "wanted"),
-    [("auto", "cuda", 64, "4", 14), ("auto", "cuda", 64, "1", 16), ("auto", "cuda", 4, "4", 1),
-     ("auto", "cpu", 64, "2", 4), ("auto", "cpu", 2, "2", 2),
-     (0, "cuda", 64, "1", 0), (999, "cpu", 64, "1", len(os.sched_getaffinity(0)))],
-)  # fmt: skip
+    [("auto", "cuda", 64, "4", 14), ("auto", "cuda", 4, "4", 1), ("auto", "cpu", 64, "2", 4), (0, "cuda", 64, "1", 0)],
+)
 def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, wanted, monkeypatch):
     monkeypatch.setattr(loading, "available_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -68,18 +64,3 @@ def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
     found = [batch["pixels"][0] for _, batch in loading.stream(samples, selections)]
     assert [(len(images), images.unique().tolist()) for images in found] == [(1, [3]), (0, []), (1, [5])]
-
-
-@pytest.mark.slow
-def test_the_workers_of_a_killed_rank_end():
-    waits = "print(*[p.pid for p in multiprocessing.active_children()], flush=True)\ntime.sleep(60)"
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM + waits], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    ) as rank:
-        assert rank.stdout is not None
-        rank.stdout.readline()
-        workers = [int(pid) for pid in rank.stdout.readline().split()]
-        rank.send_signal(signal.SIGKILL)
-    assert len(workers) == 2
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=20)
-    assert not alive, "they outlived the rank"

@@ -30,20 +30,12 @@ def test_one_of_several_builds_and_all_get_it(tmp_path):
     assert sorted(path.name for path in (tmp_path / "entry").iterdir()) == ["data.bin", META]
 
 
-@pytest.mark.parametrize(
-    ("error", "raised", "message"),
-    [
-        (RuntimeError("boom"), RuntimeError, "boom"),
-        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
-        (OSError(errno.ENOSPC, "full"), NoRoom, "no room on .*: give data.cache_dir=FOLDER on a larger disk"),
-    ],
-)
-def test_a_build_that_fails_leaves_nothing(tmp_path, error, raised, message):
+def test_a_build_that_fails_leaves_nothing(tmp_path):
     def build(part):
         (part / "data.bin").write_bytes(b"half")
-        raise error
+        raise OSError(errno.ENOSPC, "full")
 
-    with pytest.raises(raised, match=message):
+    with pytest.raises(NoRoom, match="no room on .*: give data.cache_dir=FOLDER on a larger disk"):
         cached(tmp_path / "entry", build)
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from data.synthetic import SyntheticDataModule
 from lockstep.data.split import Split
 from lockstep.runs.errors import UserError
 
@@ -80,16 +79,3 @@ def test_a_group_in_two_given_splits_and_groups_that_are_too_few():
 def test_options_that_contradict_themselves(options, message):
     with pytest.raises(UserError, match=message):
         assigned(**options)
-
-
-def test_a_data_module_folds_its_training_images_and_leaves_the_test(tmp_path):
-    def made(**options):
-        own = {"num_images": 220, "num_test_images": 40, "num_classes": 3, "image_size": 8, "cache_dir": tmp_path}
-        data = SyntheticDataModule(**own, **options)
-        data.prepare()
-        return data
-
-    plain, folds = made(), [made(fold=fold, num_folds=5) for fold in range(5)]
-    assert {(data.num_train, data.num_val, data.data_hash) for data in folds} == {(176, 44, plain.data_hash)}
-    assert all(np.array_equal(data.splits.test, plain.splits.test) for data in folds)
-    assert set(np.concatenate([data.splits.val for data in folds]).tolist()) == set(range(220))
