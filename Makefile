@@ -33,7 +33,7 @@ test-alone: install-dev
 	$(PY) -m pytest -m slow $(ALONE)
 # Tests that wait for something to happen within seconds, or that start many processes
 ALONE := $(wildcard $(addprefix tests/,test_two_hosts.py test_slurm.py test_torchrun.py test_ctrl_c.py \
-  test_nodes.py test_install.py lockstep/callbacks lockstep/launch))
+  test_nodes.py lockstep/callbacks lockstep/launch))
 
 test-gpu-sim: install-dev  ## PyTorch's CUDA code on a simulated driver (nullgpu/): all trainers
 	$(VENV)/bin/uv pip install -q --python $(PY) --no-deps ./nullgpu

@@ -12,7 +12,7 @@ from lockstep.runs.output import set_up
 
 # What users rely on, through the command line and public functions (CONTRIBUTING.md): make test-contract
 CONTRACT = (
-    "test_train.py", "test_kills.py", "test_first_minute.py", "test_eval.py", "test_parity.py", "test_torchrun.py",
+    "test_train.py", "test_kills.py", "test_eval.py", "test_torchrun.py",
     "test_two_hosts.py::test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host[one_command",
     "test_slurm.py::test_usr1", "test_slurm.py::test_a_killed", "test_slurm.py::test_each_job", "test_s3_runs.py",
     "test_run_pages.py", "test_export.py", "lockstep/strategies/test_checkpoints_across.py",

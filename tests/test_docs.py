@@ -14,17 +14,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
 from lockstep.config.compose import compose, plain
 from lockstep.config.help import groups, help_text, keys
-from lockstep.config.instantiate import build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs"
-EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 PAGES = {path.name: path.read_text() for path in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]}
 for name in ("options.md", "CHANGELOG.md"):
     PAGES.pop(name, None)
@@ -59,19 +56,10 @@ def test_the_page_of_options_has_each_key_once_and_at_most_250_rows():
     assert any("`data.val_dataset, data.test_dataset` | dataset" in row for row in rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_composes(experiment):
-    config = plain(compose("train", [f"experiment={experiment}"]))
-    assert config["experiment_name"] == experiment
-    text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
-    assert "Source" in text and f"experiment={experiment}" in text.partition("Command")[2]
-    shape = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
-    own = dict(config["model"])
-    own |= {key: value for key, value in {"pretrained": False, "weights": None}.items() if key in own}
-    own.pop("freeze")  # not an argument of the model
-    with torch.device("meta"):
-        build(own, shape)
+def test_every_experiment_names_its_source_and_its_command():
+    for path in (CONFIGS / "experiment").glob("*.yaml"):
+        text = path.read_text()
+        assert "Source" in text and f"experiment={path.stem}" in text.partition("Command")[2], path
 
 
 def test_every_link_of_a_page_leads_to_a_file_and_its_anchor():
@@ -182,7 +170,7 @@ def first_value(override) -> str:
 
 ALL = [(page, command) for page in PAGES for command in dict.fromkeys(shown(page))]
 COMPOSED = {command: page for page, command in ALL if overrides_of(command) is not None}
-QUICK = [command for command, page in COMPOSED.items() if page in ("README.md", "strategies.md")]
+QUICK = [command for command, page in COMPOSED.items() if page == "README.md"]
 SLOW = [pytest.param(command, marks=pytest.mark.slow) for command in COMPOSED if command not in QUICK]
 
 
@@ -289,17 +277,8 @@ def test_a_lightning_project_runs_step_by_step(copy):
 
 
 # Tests of their own run these, or they need a network, GPUs or minutes
-ELSEWHERE = (
-    "s3://",
-    "nodes.py",
-    "rehearse.py",
-    "upload.py",
-    "find_batch_size",
-    "doctor",
-    "…",
-    "first",
-    "=mine",
-)
+ELSEWHERE = ("s3://", "push_to", "nodes.py", "rehearse.py", "upload.py", "find_batch_size", "doctor", "…", "first",
+             "=mine")  # fmt: skip
 
 
 @pytest.mark.slow

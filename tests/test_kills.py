@@ -1,8 +1,11 @@
-"""A run that is killed or stopped at random moments ends with the weights of a run that nobody disturbed."""
+"""Killed and stopped runs end with the weights of an undisturbed one, and every strategy with those of one process."""
 
 import random
 import signal
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,8 @@ from faults import signal_at_step
 from kills import DDP, FSDP, TINY, differences, disturbed_run, final_state
 from lockstep.runs.folder import RunFolder
 from runs import run_door
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
@@ -35,3 +40,19 @@ def test_checkpoints_written_beside_the_training_hold_the_same_bits_after_a_stop
     assert done.code == 0 and done.record["restarts"][0]["lost_steps"] == 0, done.output
     expected, beside = (final_state(RunFolder(tmp_path / name / "train/runs/r")) for name in ("usual", "beside"))
     assert differences(expected, beside) == [] and expected["global_step"] > 8
+
+
+# `make parity` for the smallest model: every strategy equals one process, and every seeded fault is noticed.
+
+
+@pytest.mark.slow
+def test_every_strategy_equals_one_process_and_faults_are_noticed(tmp_path):
+    command = [sys.executable, "benchmarks/parity.py", "--models", "small_cnn", "--out", str(tmp_path / "parity.md")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "parity.md").read_text().splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| small_cnn ")]
+    assert len(rows) == 15 and rows[6][1] == "fsdp_sim, 4 ranks"
+    assert max(float(value) for row in rows for value in row[3:5]) < 1e-12
+    faults = [line.split(" | ") for line in lines if line.endswith(" | yes |")]
+    assert len(faults) == 4 and all(max(map(float, row[1:3])) > 1e-3 for row in faults)

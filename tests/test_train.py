@@ -2,7 +2,11 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from lockstep.storage.checkpoint_files import complete, fault_of
 from lockstep.storage.load import read_checkpoint
 from runs import run_door, succeed
 
+ROOT = Path(__file__).resolve().parents[1]
 SOAK = pytest.mark.slow
 SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
 
@@ -264,3 +269,24 @@ def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder
     assert failed.code == 2 and config.read_text() == before, failed.output
     assert succeed("train", *more, logs=tmp_path).record["epochs"] == 2
     assert yaml.safe_load(config.read_text())["optimizer"]["lr"] == 0.5
+
+
+# What a newcomer types first, as they type it.
+
+
+def test_a_reader_that_has_enough_sees_no_traceback():
+    read, write = os.pipe()
+    os.close(read)  # before anything is written: what `| head` comes to
+    with os.fdopen(write) as closed:
+        done = subprocess.run(
+            [sys.executable, "src/train.py", "--help"], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True
+        )
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("script", [["src/train.py"], ["src/eval.py"], ["src/find_batch_size.py"], ["-m", "src.train"]])
+def test_without_the_environment_the_line_that_works_is_said(script):
+    # -S: no site-packages, so neither Hydra nor yaml
+    command = [sys.executable, "-S", *script, "experiment=quickstart"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "make install, then .venv/bin/python" in done.stderr, done.stderr
