@@ -46,7 +46,7 @@ def example_record(run_id: str, **changes: Any) -> dict[str, Any]:
         "restarts": [], "resumed_from": None, "summary": {"changed": [["trainer.devices", 1, 2]]},
         "best_checkpoint": {"path": "checkpoints/best-step00001925.ckpt", "bytes": 64_910_233, "epoch": 11,
                             "sha256": "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c", "step": 1925,
-                            "metric": {"val/acc": 0.871}, "s3_uri": s3_uri},
+                            "metric": {"val/loss": 0.412, "val/acc": 0.871}, "s3_uri": s3_uri},
         "upload": {"uri": s3_uri, "seconds": 2.1, "error": None},
     }  # fmt: skip
     record.update(changes)

@@ -116,12 +116,12 @@ class Checkpoints(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_writing()
-        if trainer.enable_validation and self.best_path is None and self.monitor not in trainer.callback_metrics:
+        if trainer.enable_validation and self.best_path is None:
             self._warn_without_best(trainer)
 
     def _warn_without_best(self, trainer: pl.Trainer) -> None:
-        """Name the metrics that the task logs in place of the monitored one."""
-        if trainer.is_global_zero:
+        """Name the metrics that the task logs if the monitored one is not among them."""
+        if trainer.is_global_zero and self.monitor not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             log.warning(f"No best checkpoint: task.monitor={self.monitor} is not logged; there is {logged}.")
 
@@ -135,7 +135,7 @@ class Checkpoints(pl.Callback):
         validations = sorted(name for name in metrics if name.startswith("val"))
         if validations and self.monitor not in metrics:
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
-        if trainer.sanity_checking and self.monitor not in metrics:
+        if trainer.sanity_checking:
             self._warn_without_best(trainer)
         value = float(metrics.get(self.monitor, "nan"))
         is_better = best is None or (value > best if self.mode == "max" else value < best)
@@ -181,7 +181,8 @@ class Checkpoints(pl.Callback):
         kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
         paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
         self.best_path = paths.get("best", self.best_path)
-        metric: Any = {self.monitor: self.best_value} if "best" in paths and trainer.enable_validation else {}
+        found = trainer.callback_metrics.items() if "best" in paths and trainer.enable_validation else ()
+        metric = {name: float(value) for name, value in found if name == self.monitor or name.startswith("val")}
         sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
 
         def begin(checkpoint: Checkpoint, _path: Path) -> None:

@@ -27,8 +27,7 @@ class RunRecorder(pl.Callback):
         self.path, self.on_first_step, self.phase, self.written_at = Path(path), on_first_step, "start", 0.0
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
-        self.before, self.is_begun_here = RunRecord(), False  # the record when fit started
-        self.best_metrics: dict[str, float] = {}
+        self.monitor, self.is_begun_here = "val/acc", False
         self.steps = 0  # as of the last write
 
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
@@ -49,7 +48,7 @@ class RunRecorder(pl.Callback):
             values |= {n: v for n, v in getattr(part, "latest", {}).items() if n.startswith("train/")}
             if hasattr(part, "record_fields"):
                 record.take(part.record_fields())
-        for name, value in (values | self.best_metrics).items():
+        for name, value in values.items():
             record.metrics[name] = float(value) if math.isfinite(value) else str(float(value))
         record.epochs = max(record.epochs or 0, trainer.current_epoch)
         if trainer.state.fn == "fit" and self.phase in ("training", "validation"):
@@ -74,10 +73,9 @@ class RunRecorder(pl.Callback):
                 monitor=getattr(chooser, "monitor", "val/acc"), monitor_mode=getattr(chooser, "mode", "max"),
             )  # fmt: skip
             write_record(self.path, begun)
-        self.before = read_record(self.path)
-        self.fit_before_s, self.fit_started_at = self.before.fit_seconds or 0.0, time.monotonic()
-        best = ((name, self.before.metrics.get(name)) for name in (f"{self.before.monitor}_best", "val/acc_best"))
-        self.best_metrics = {name: value for name, value in best if isinstance(value, int | float)}
+        before = read_record(self.path)
+        self.monitor, self.fit_before_s = before.monitor, before.fit_seconds or 0.0
+        self.fit_started_at = time.monotonic()
         self.write(trainer, phase="start")
 
     def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -97,7 +95,6 @@ class RunRecorder(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.on_train_epoch_end(trainer, pl_module)
             self.write(trainer)  # now: a stop in the next epoch writes no metrics
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -108,21 +105,15 @@ class RunRecorder(pl.Callback):
             path = RunFolder(self.path.parent).confusion_matrix
             write_atomically(path, lambda file: csv.writer(file).writerows(rows))
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the best value of the monitored metric as `<monitor>_best`, and the accuracy of that validation."""
-        monitor, metrics = self.before.monitor, trainer.callback_metrics
-        value, best = float(metrics.get(monitor, "nan")), self.best_metrics.get(f"{monitor}_best")
-        is_better = best is None or (value > best if self.before.monitor_mode == "max" else value < best)
-        if is_better and not math.isnan(value):
-            reached = {name: metrics[name] for name in (monitor, "val/acc") if name in metrics}
-            self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items()}
-
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
-        """Record a best checkpoint at once: the process may be killed."""
+        """Record a best checkpoint at once, because the process may be killed, and its metric as `<metric>_best`."""
         fields: dict[str, object] = {"steps": max(sidecar.step, self.steps)}
         if kind == "best":
-            named = {key: getattr(sidecar, key) for key in ("bytes", "sha256", "epoch", "step", "metric")}
-            fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named}
+            metric = {name: value for name, value in sidecar.metric.items() if math.isfinite(value)}
+            named = {key: getattr(sidecar, key) for key in ("bytes", "sha256", "epoch", "step")}
+            fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named, "metric": metric}
+            best = {f"{name}_best": value for name, value in metric.items() if name in (self.monitor, "val/acc")}
+            fields["metrics"] = {**read_record(self.path).metrics, **best}
         self.write(None, **fields)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook.figures import drawn, run_panels, write_figure
-from lockstep.logbook.folders import NOTE, Run, config_of, read_run, split_stage
+from lockstep.logbook.folders import NOTE, Run, config_of, read_run
 from lockstep.logbook.render import render
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
@@ -29,7 +29,7 @@ def summarise(folder: Path) -> Run:
     summary = {
         "folder": run.place,
         "tensorboard": (folder / "tensorboard").is_dir(),
-        "best": _best(run),
+        "best": record.best_checkpoint.metric,
         "errors": _standard_errors(record),
         "gpu_percent": _mean_of_medians(record, "gpu", "utilisation_percent"),
         "cpu_percent": _mean_of_medians(record, "cpu", "percent"),
@@ -40,20 +40,6 @@ def summarise(folder: Path) -> Run:
     record.summary = {key: value for key, value in summary.items() if value not in (None, {}, [])}
     save_record(folder / "run.json", record)
     return run
-
-
-def _best(run: Run) -> dict[str, float]:
-    """Return the validation metrics of the best checkpoint, by the row of metrics.csv at its step."""
-    record, step, best = run.record, run.record.best_checkpoint.step, {}
-    for name, (steps, values) in run.metrics.items():
-        if (split_stage(name)[0] == "val" or name == record.monitor) and step in steps:
-            best[name] = float(values[steps == step][-1])
-    for name, value in record.metrics.items():
-        if name.endswith("_best") and not isinstance(value, str):
-            best[name.removesuffix("_best")] = value
-    return best | {
-        name: value for name, value in (record.best_checkpoint.metric or {}).items() if name == record.monitor
-    }
 
 
 def _standard_errors(record: RunRecord) -> dict[str, float]:

@@ -7,6 +7,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
+from lockstep.storage.checkpoint_files import Sidecar
 
 
 def trainer_at(step, fn="fit"):
@@ -52,22 +53,14 @@ def test_steps_that_a_crash_undid_count_once(path):
     assert read_record(path).steps == 1000
 
 
-def epoch_end(recorder, **metrics):
-    trainer = trainer_at(1)
-    trainer.callback_metrics = {name.replace("_", "/", 1): value for name, value in metrics.items()}
-    recorder.on_train_epoch_end(trainer, None)
-
-
-def test_the_best_is_that_of_what_is_monitored(path):
+def test_the_best_is_that_of_the_best_checkpoint(path):
     with update_record(path) as record:
         record.monitor, record.monitor_mode = "val/loss", "min"
     recorder = RunRecorder(path)
     recorder.on_fit_start(trainer_at(0), None)
-    for loss, accuracy in ((0.5, 0.8), (0.4, 0.7), (0.6, 0.9), (float("nan"), 1.0)):
-        epoch_end(recorder, val_loss=loss, val_acc=accuracy)
-    recorder.write(trainer_at(1))
-    assert read_record(path).metrics == {"val/loss_best": 0.4, "val/acc_best": 0.7}
-    again = RunRecorder(path)
-    again.on_fit_start(trainer_at(0), None)
-    epoch_end(again, val_loss=0.45, val_acc=0.95)
-    assert again.best_metrics == {"val/loss_best": 0.4, "val/acc_best": 0.7}
+    metric = {"val/loss": 0.4, "val/acc": 0.7, "val/f1": 0.5, "val/auroc": float("nan")}
+    recorder.on_checkpoint_complete(path.parent / "checkpoints/best.ckpt", Sidecar(7, metric=metric), "best")
+    recorder.write(trainer_at(9))
+    record = read_record(path)
+    assert record.metrics == {"val/loss_best": 0.4, "val/acc_best": 0.7}
+    assert record.best_checkpoint.metric == {"val/loss": 0.4, "val/acc": 0.7, "val/f1": 0.5}
