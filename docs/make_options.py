@@ -7,7 +7,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.config.help import Option, groups, keys  # noqa: E402
+from lockstep.config.schema import Option, groups, keys  # noqa: E402
 
 
 def options_page(configs: Path) -> str:

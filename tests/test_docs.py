@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
 from lockstep.config.compose import compose, plain
-from lockstep.config.help import groups, help_text, keys
+from lockstep.config.schema import groups, help_text, keys
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs"

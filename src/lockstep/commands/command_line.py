@@ -58,9 +58,7 @@ def run_script(
             run_from_snapshot(argv)
         options, overrides = _parse(config_name, argv)
         if options.help:
-            from lockstep.config.help import help_text
-
-            say(help_text(CONFIGS, config_name, description))
+            say(schema.help_text(CONFIGS, config_name, description))
         elif options.multirun:
             from lockstep.commands.sweep import run_sweep
 

@@ -127,19 +127,15 @@ def describe(environ: Environ, wanted: RequestedDevices) -> Cluster:
     local_rank = None if devices > 1 else 0
     if not wanted.several_processes or ("NODE_RANK" not in environ and (wanted.num_nodes or 1) == 1):
         return Cluster("none", 1, devices, 0, local_rank, "127.0.0.1", None)
-    num_nodes, missing = wanted.num_nodes or 0, [name for name in NODES if not environ.get(name)]
-    if missing or not num_nodes:
+    num_nodes = wanted.num_nodes or 0
+    has_all, size = all(map(environ.get, NODES)), _integer(environ, "WORLD_SIZE", devices * num_nodes)
+    node_rank = _integer(environ, "NODE_RANK", 0)
+    if not has_all or size != devices * num_nodes or not 0 <= node_rank < num_nodes:
+        shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in (*NODES, "WORLD_SIZE"))
         raise UserError(
-            f"Several nodes, and {' and '.join(missing or ['trainer.num_nodes'])} not set: start on each node "
-            "MASTER_ADDR=<address of node 0> MASTER_PORT=29500 NODE_RANK=<0, 1, …> python src/train.py "
-            "trainer.num_nodes=<N> …"
-        )
-    ranks, node_rank = devices * num_nodes, _integer(environ, "NODE_RANK")
-    size = _integer(environ, "WORLD_SIZE", ranks)
-    if size != ranks or not 0 <= node_rank < num_nodes:
-        raise UserError(
-            f"NODE_RANK={node_rank} and WORLD_SIZE={size}, but trainer.devices={devices} × trainer.num_nodes="
-            f"{num_nodes}: NODE_RANK counts from 0 to {num_nodes - 1}, and WORLD_SIZE is {ranks} or not set."
+            f"{shown} do not fit trainer.devices={devices} trainer.num_nodes={num_nodes or 'unset'}: start on each of "
+            "N nodes MASTER_ADDR=<address of node 0> MASTER_PORT=29500 NODE_RANK=<0 to N - 1> python src/train.py "
+            "trainer.num_nodes=<N> …; WORLD_SIZE is N × trainer.devices, or not set."
         )
     address, meet_at = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
     return Cluster("nodes", num_nodes, devices, node_rank, local_rank, address, meet_at)

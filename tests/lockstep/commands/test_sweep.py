@@ -106,33 +106,23 @@ def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
     assert done.code == 2 and done.output.rstrip().splitlines()[-1].startswith("  exit code 2   trainer.precision=33")
 
 
-def test_a_sweep_ends_with_its_ranking_failed_jobs_last():
-    jobs = [
-        Job(0, 0, ("data=mnist", "seed=1"), 0.5),
-        Job(1, 1, ("data=mnist", "seed=2"), float("nan")),
-        Job(2, 0, ("data=mnist", "seed=3"), 0.75),
-    ]
+def folds(rate, values):
+    words = ("experiment=kfold", f"optimizer.lr={rate}")
+    return [Job(n, int(v != v), (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)]
+
+
+def test_a_sweep_ends_with_its_ranking_failed_jobs_last_and_the_mean_of_folds_and_seeds():
+    jobs = [*folds(0.1, [0.5, 0.75, 1.0]), *folds(0.2, [0.5, float("nan")])]
     assert ranking(jobs, "night", "val/acc", minimize=False) == [
-        "3 jobs by val/acc:",
-        "  75.00%        seed=3  night_2",
-        "  50.00%        seed=1  night_0",
-        "  exit code 1   seed=2  night_1",
+        "5 jobs by val/acc:",
+        "  100.00%       optimizer.lr=0.1 data.fold=2  night_2",
+        "  75.00%        optimizer.lr=0.1 data.fold=1  night_1",
+        "  50.00%        optimizer.lr=0.1 data.fold=0  night_0",
+        "  50.00%        optimizer.lr=0.2 data.fold=0  night_0",
+        "  exit code 1   optimizer.lr=0.2 data.fold=1  night_1",
+        "  mean of 3 jobs · val/acc 75.00% ± 25.00% · test/acc 50.00% ± 25.00% · optimizer.lr=0.1",
     ]
     lowest = ranking(jobs, "night", "val/loss", minimize=True)
-    assert lowest[0] == "3 jobs by val/loss, the lowest first:" and lowest[1] == "  0.5           seed=1  night_0"
-
-
-def folds(rate, values, code=0):
-    words = ("experiment=kfold", f"optimizer.lr={rate}")
-    return [Job(n, code, (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)]
-
-
-def test_folds_and_seeds_of_one_configuration_are_averaged():
-    jobs = [*folds(0.1, [0.5, 0.75, 1.0]), *folds(0.2, [0.5, 0.5])]
-    assert ranking(jobs, "night", "val/acc", minimize=False)[6:] == [
-        "  mean of 3 jobs · val/acc 75.00% ± 25.00% · test/acc 50.00% ± 25.00% · optimizer.lr=0.1",
-        "  mean of 2 jobs · val/acc 50.00% ± 0.00% · test/acc 25.00% ± 0.00% · optimizer.lr=0.2",
-    ]
-    failed = [*folds(0.1, [0.5, float("nan")]), *folds(0.2, [0.5, 1.0])]
-    lines = ranking(failed, "night", "val/acc", minimize=False)
-    assert [line.startswith("  mean of") for line in lines].count(True) == 1, "of two folds one is no mean of two"
+    assert lowest[0] == "5 jobs by val/loss, the lowest first:" and lowest[1].startswith(
+        "  0.5           optimizer.lr="
+    )

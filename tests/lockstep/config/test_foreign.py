@@ -56,17 +56,11 @@ def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(group, 
             assert not part & set(found.get(group, {})), value
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", [key for key in OF_RUN if key not in GROUPS])
-def test_nor_does_any_other_key(key):
+def test_nor_does_any_other_key():
+    others = [key for key in OF_RUN if key not in GROUPS]
     for value in [*HOSTILE, {"a": 1}, {"a": {"_target_": "os.system"}}]:
-        before = stored()
-        before[key] = value
-        try:
-            found, _ = accepted(before, OF_RUN, "It")
-        except UserError:
-            continue
-        assert key not in found, (key, value)
+        found, _ = accepted({**stored(), **dict.fromkeys(others, value)}, OF_RUN, "It")
+        assert not {*others} & {*found}, value
 
 
 def test_nothing_outside_the_roots_is_taken_and_a_place_is_left_to_this_machine():

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -62,7 +63,8 @@ def test_ranks_get_torchruns_variables(run, tmp_path):
     first, second = (json.loads((tmp_path / f"env-{rank}").read_text()) for rank in (0, 1))
     assert first["MASTER_PORT"] == second["MASTER_PORT"] and second["WORLD_SIZE"] == "2" == second["LOCAL_WORLD_SIZE"]
     assert (second["LOCAL_RANK"], second["RUN_ID"]) == ("1", "r")
-    assert second["LOCKSTEP_AGENT"].split(maxsplit=6)[-1] == str(tmp_path)
+    own = second["LOCKSTEP_AGENT"].split(maxsplit=6)
+    assert (own[0], own[-1]) == (str(os.getpid()), str(tmp_path))
     cluster = describe(second, RequestedDevices())
     assert (cluster.launcher, cluster.rank, cluster.world_size, cluster.has_agent) == ("none", 1, 2, True)
     assert cluster.agent_store and cluster.master_port == int(first["MASTER_PORT"])
@@ -116,33 +118,15 @@ def test_a_rank_that_the_agent_kills_after_its_grace_failed_because_of_the_first
     assert agent._first_failure({1: stuck, 0: stopped}, CLUSTER) == (75, None, "")
 
 
-@pytest.mark.slow
-def test_ranks_die_with_a_killed_agent(tmp_path):
-    ready = 'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)'
-    (tmp_path / "rank.py").write_text(
-        f"""import sys; sys.path.insert(0, {str(SRC)!r})
-{RANK}
-from lockstep.runs.environment import die_with_parent
-die_with_parent(int(os.environ["LOCKSTEP_AGENT"].split()[0]))
-{ready}"""
-    )
-    arguments = [str(tmp_path / "rank.py"), str(tmp_path)]
-    code = f"""import sys; sys.path.insert(0, {str(SRC)!r})
-from pathlib import Path
-from lockstep.launch.agent import start_ranks
-from lockstep.launch.launchers import Cluster
-start_ranks(Cluster("none", 1, 2, 0, None, "127.0.0.1", None), "r", Path({str(tmp_path)!r}), {arguments!r}, 30.0)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
-            assert parent.poll() is None
-            time.sleep(0.05)
-    finally:
-        parent.kill()
-        parent.wait()
+def test_ranks_die_with_a_killed_agent():
+    rank = "import os, time; from lockstep.runs.environment import die_with_parent; die_with_parent(os.getppid())\n"
+    rank += "print(os.getpid(), flush=True); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    environ = {**os.environ, "PYTHONPATH": str(SRC)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ) as agent:
+        pid = int(agent.stdout.readline())
+        agent.kill()
     deadline = time.monotonic() + 5
-    pids = [path.read_text() for path in tmp_path.glob("pid-*")]
-    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(pids) == 2 and not left
+    assert not psutil.pid_exists(pid)

@@ -76,9 +76,13 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
 @pytest.mark.parametrize(
     ("environ", "options", "said"),
     [
-        ({}, {"devices": 1, "num_nodes": 2}, "MASTER_ADDR and MASTER_PORT and NODE_RANK not set"),
-        (NODES, {"devices": 1}, "trainer.num_nodes not set"),
-        ({**NODES, "NODE_RANK": "2"}, {"devices": 1, "num_nodes": 2}, "counts from 0 to 1"),
+        ({}, {"devices": 1, "num_nodes": 2}, "MASTER_ADDR=unset MASTER_PORT=unset NODE_RANK=unset"),
+        (NODES, {"devices": 1}, "trainer.num_nodes=unset"),
+        (
+            {**NODES, "NODE_RANK": "2"},
+            {"devices": 1, "num_nodes": 2},
+            "NODE_RANK=2 .* do not fit .* trainer.num_nodes=2",
+        ),
         ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
         ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "not a whole number"),
         (TORCHRUN, {"devices": 2}, "torchrun started rank 5 of 8, number 1 of 4 on its node, but trainer.devices=2"),
