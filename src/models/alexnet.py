@@ -11,16 +11,6 @@ from lockstep.runs.errors import UserError
 CONVOLUTIONS = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
 
 
-def _side_after(image_size: int, pooled: tuple[int, ...]) -> int:
-    """Return the side in pixels of the feature map; 0 or less if the image is too small."""
-    side = image_size
-    for number, (_, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
-        side = (side + 2 * padding - kernel) // stride + 1
-        if number in pooled:
-            side = (side - 3) // 2 + 1
-    return side
-
-
 class AlexNet(nn.Module):
     """A net from images (B, channels, image_size, image_size) to logits (B, num_classes).
 
@@ -30,13 +20,16 @@ class AlexNet(nn.Module):
         UserError: the image is too small for the poolings.
     """
 
-    option = "alexnet"
     pooled = (1, 2, 5)  # a 3/2 max-pooling follows these convolutions
     batch_norm = False
+    smallest = 63  # the image size in pixels that leaves one pixel after the last pooling
 
     def __init__(self, num_classes: int, image_size: int, channels: int, dropout: float = 0.5) -> None:
         super().__init__()
-        self._check_image_size(image_size)
+        if image_size < self.smallest:
+            raise UserError(
+                f"{type(self).__name__} takes images of {self.smallest} px or more, not data.image_size={image_size}."
+            )
         self.blocks_end: list[int] = []
         layers: list[nn.Module] = []
         for number, (width, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
@@ -50,23 +43,9 @@ class AlexNet(nn.Module):
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(6)
         self.classifier = nn.Sequential(
-            nn.Dropout(dropout),
-            nn.Linear(256 * 6 * 6, 4096),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(4096, 4096),
-            nn.ReLU(inplace=True),
-            nn.Linear(4096, num_classes),
-        )
-
-    def _check_image_size(self, image_size: int) -> None:
-        if _side_after(image_size, self.pooled) >= 1:
-            return
-        smallest = next(size for size in range(1, 1000) if _side_after(size, self.pooled) >= 1)
-        raise UserError(
-            f"model={self.option} takes images of {smallest} px or more, not {image_size}: "
-            f"set data.image_size={max(smallest, 64)} or higher."
-        )
+            nn.Dropout(dropout), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
+            nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Linear(4096, num_classes),
+        )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classifier(self.avgpool(self.features(images)).flatten(1))
@@ -86,6 +65,6 @@ class AlexNet(nn.Module):
 class AlexNetBN(AlexNet):
     """AlexNet with one more pooling, after the third convolution, and BatchNorm at the end of each block."""
 
-    option = "alexnet_bn"
     pooled = (1, 2, 3, 5)
     batch_norm = True
+    smallest = 127

@@ -25,43 +25,30 @@ def searched(memory, limit=16.0, bound=100_000, unit=1):
     return tried
 
 
-@pytest.mark.parametrize(("held", "per_image"), [(0.5, 0.02), (2.0, 0.2), (0.1, 0.001), (3.0, 1.0), (6.0, 4.0)])
-@pytest.mark.parametrize("runs_out", [True, False])
-def test_it_comes_near_the_largest_in_few_runs(held, per_image, runs_out):
-    def memory(batch):
-        peak = held + per_image * batch
-        return None if runs_out and peak > 16 else peak
-
-    tried = searched(memory)
-    largest = int((16 - held) / per_image)
-    assert len(tried) <= 5 and 0.9 * largest <= fitting(tried, 16.0) <= largest
-
-
 CURVES = {
+    **{f"a line from {held} by {each}": lambda batch, held=held, each=each: held + each * batch
+       for held, each in ((0.5, 0.02), (2.0, 0.2), (0.1, 0.001), (3.0, 1.0), (6.0, 4.0))},
     "bends upwards": lambda batch: 1 + 0.01 * batch + 0.00001 * batch**2,
     "a floor, then less for each image": lambda batch: max(3.0, 1.7 + 0.0047 * batch - 4e-7 * batch**2),
     "in steps": lambda batch: 0.4 + math.ceil(0.1 * batch) / 8,
     "a jump": lambda batch: 0.4 + 0.01 * batch + 2 * (batch > 600),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CURVES)
 @pytest.mark.parametrize("runs_out", [True, False])
-def test_it_ends_within_a_tenth_of_the_largest_on_any_curve(name, runs_out):
+def test_it_ends_within_a_tenth_of_the_largest_on_any_curve_and_in_few_runs_on_a_line(name, runs_out):
     def memory(batch):
         return None if runs_out and CURVES[name](batch) > 16.2 else CURVES[name](batch)
 
     tried = searched(memory)
-    largest = max(batch for batch in range(1, 6000) if CURVES[name](batch) <= 16)
-    assert fitting(tried, 16.0) > 0.9 * largest and len(tried) <= 8, tried
+    largest = max(batch for batch in range(1, 20000) if CURVES[name](batch) <= 16)
+    assert fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (5 if "line" in name else 8), tried
 
 
-def test_the_data_set_ends_the_search_and_every_batch_is_a_multiple_of_the_unit():
+def test_the_data_set_ends_the_search_every_batch_is_a_multiple_of_the_unit_and_a_small_device_is_refused():
     assert fitting(searched(lambda batch: 0.001 * batch, bound=777), 16.0) == 777
     assert all(batch % 6 == 0 for batch in list(searched(lambda batch: 0.1 * batch, unit=6))[1:])
-
-
-def test_a_device_that_is_too_small():
     with pytest.raises(UserError, match="Not even 1 images per device fit into 16 GiB"):
         fitting(searched(lambda batch: None), 16.0)
 
