@@ -40,15 +40,9 @@ def animals(tmp_path_factory):
     return done
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "said"),
-    [
-        ("data.rooot=x", "use data.root."),
-        ("+data.rooot=x", "There is no data.rooot: use data.root"),
-        ("batch_size=3", "use data.global_batch_size."),
-        ("experiment=quickstart", "leave experiment= out"),
-    ],
+    [("+data.rooot=x", "There is no data.rooot: use data.root"), ("experiment=quickstart", "leave experiment= out")],
 )
 def test_a_key_that_nothing_reads_is_refused(word, said, animals):
     done = run_door("eval", "ckpt_path=animals", word, logs=animals.logs)
@@ -56,10 +50,8 @@ def test_a_key_that_nothing_reads_is_refused(word, said, animals):
 
 
 def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_callbacks(animals, tmp_path):
-    other, more = (
-        photographs(tmp_path / "others", SAME),
-        "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}",
-    )
+    other = photographs(tmp_path / "others", SAME)
+    more = "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}"
     words = [f"data.root={other}", "data.test_fraction=0.2"]
     done = succeed("eval", "ckpt_path=animals", *words, more, logs=animals.logs)
     config = read_config(done.folder.config)
@@ -153,18 +145,11 @@ def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoin
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (
-            {"cat": "cat", "dog": "dog", "gnu": "gnu"},
-            "the head is new (net.head.3.bias, net.head.3.weight): the classes were cat, dog, fox, now cat, dog, gnu",
-        ),
-        pytest.param(
-            {"dog": "dog", "fox": "fox"}, "the classes were cat, dog, fox, now dog, fox", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"cat": "cat", "dog": "dog", "fox": "fox"}, "Starting from the weights of", marks=pytest.mark.slow
-        ),
+        ({"cat": "cat", "dog": "dog", "gnu": "gnu"}, "the head is new (net.head.3.bias, net.head.3.weight): the "
+         "classes were cat, dog, fox, now cat, dog, gnu"),
+        pytest.param(SAME, "Starting from the weights of", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_a_run_that_starts_from_other_classes_gets_a_new_head(animals, tmp_path, names, said):
     root = photographs(tmp_path / "new", names, 20)
     words = ["data=image_folder", f"data.root={root}", "data.image_size=8", "data.mean=0.25", "model=small_cnn",
@@ -172,5 +157,5 @@ def test_a_run_that_starts_from_other_classes_gets_a_new_head(animals, tmp_path,
              "run_id=next"]  # fmt: skip
     done = succeed("train", f"ckpt_path={animals.logs / 'train/runs/animals'}", *words, logs=tmp_path / "logs")
     assert said in done.output, done.output
-    assert ("the head is new" in done.output) == ("gnu" in names or len(names) == 2)
-    assert (done.record["metrics"]["test/acc"] == 1) == (len(names) == 3 and "fox" in names)
+    assert ("the head is new" in done.output) == ("gnu" in names)
+    assert (done.record["metrics"]["test/acc"] == 1) == ("fox" in names)

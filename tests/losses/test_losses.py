@@ -92,7 +92,6 @@ def test_a_loss_of_another_library_takes_the_place_of_the_options_own():
     ("cls", "options", "says"),
     [
         (CrossEntropy, {"class_weights": "balanced"}, "balanced: give auto, or one positive number for each of 3"),
-        (CrossEntropy, {"class_weights": [1, 2]}, "loss.class_weights"),
         (CrossEntropy, {"class_weights": [1, 2, 0]}, "loss.class_weights"),
         (CrossEntropy, {"label_smoothing": 1.5}, "loss.label_smoothing=1.5"),
         (Focal, {"gamma": -1}, "loss.gamma=-1"),

@@ -105,9 +105,8 @@ def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone
 
 def test_a_restart_tells_the_ranks_of_then_and_now_and_the_limit_is_that_of_the_first_start_or_of_what_was_stated():
     def of(ranks, size, *words):
-        return RunRecord(
-            world_size=ranks, per_device_batch_size=size, per_device_batch_limit=size, overrides=list(words)
-        )
+        sizes = {"per_device_batch_size": size, "per_device_batch_limit": size}
+        return RunRecord(world_size=ranks, overrides=list(words), **sizes)
 
     more = continued(of(2, 32), of(4, 16), step=3, checkpoint="a")
     [entry] = more.restarts

@@ -34,7 +34,6 @@ def test_without_the_package_it_names_the_file_to_install(monkeypatch):
     [
         lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5),
-        lambda p: torch.optim.SGD(p, lr=0.1),
     ],
 )
 def test_an_optimizers_state_appears_without_a_step(build):

@@ -14,7 +14,6 @@ def options(*words):
 @pytest.mark.parametrize(
     ("words", "gpus", "accelerator", "wanted"),
     [
-        (["trainer=default"], 0, "cpu", RequestedDevices(None, None, True, 1)),
         (["trainer=default"], 3, "gpu", RequestedDevices(None, None, True, 3)),
         (["trainer=ddp_sim"], 3, "cpu", RequestedDevices(2, None, True, 1)),
         (["trainer=fsdp", "trainer.devices=2", "trainer.num_nodes=4"], 2, "gpu", RequestedDevices(2, 4, True, 2)),
@@ -34,7 +33,6 @@ def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
         (["trainer=ddp"], "ddp", 0, "trainer=ddp asks for 1 GPU and this machine has no GPU: trainer=ddp_sim works"),
         (["trainer=fsdp", "trainer.devices=4"], "fsdp", 2, "asks for 4 GPUs and this machine has 2 GPUs"),
         (["trainer=dp"], "dp", 1, "asks for 2 GPUs and this machine has 1 GPU: trainer=ddp_sim works"),
-        (["trainer=dp", "trainer.num_gpus=3"], "dp", 2, "asks for 3 GPUs"),
         (["trainer=dp", "trainer.devices=2"], "dp", 2, "dp takes trainer.num_gpus"),
         (["trainer=cpu", "trainer.num_nodes=2"], "cpu", 0, "is one process: trainer=ddp (on CPUs ddp_sim) has several"),
         (["trainer=ddp_sim", "++trainer.devices=0"], "ddp_sim", 0, "trainer.devices=0: give a number from 1 on"),

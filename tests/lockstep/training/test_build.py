@@ -15,7 +15,6 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.training.build import build_loggers, build_strategy
 from lockstep.training.build_data import check_same_data, prepared_data
-from lockstep.training.weights import check_data_of_run
 from runs import run_door, succeed
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
@@ -55,15 +54,6 @@ def test_other_images_on_one_node_are_named_to_every_rank(images, num_val):
     assert first == second and (first == "same" if num_val == [5, 5] and images == "aa" else said in first)
 
 
-def test_a_run_does_not_go_on_with_other_images(tmp_path):
-    folder, checkpoint = RunFolder(tmp_path / "r"), {"lockstep": {"data": {"data_hash": "a" * 64}}}
-    for same in (checkpoint, {}):
-        check_data_of_run(same, {"data_hash": "a" * 64}, folder)
-    said = "The run r was trained on other images .hash aaaaaaaaaaaa, now hash bbbbbbbbbbbb"
-    with pytest.raises(UserError, match=said):
-        check_data_of_run(checkpoint, {"data_hash": "b" * 64}, folder)
-
-
 def other_images():
     from lockstep.training import build
 
@@ -71,12 +61,11 @@ def other_images():
     build.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoint_does_not(tmp_path):
     first = succeed("train", *SMALL, logs=tmp_path)
     more = [*SMALL, "trainer.max_epochs=3"]
     again = run_door("train", *more, "resume=auto", logs=tmp_path, before=other_images)
-    assert again.code == 2 and "The run r was trained on other images" in again.output
+    assert again.code == 2 and "The run r was trained on other images (hash " in again.output
     best = first.folder.path / first.record["best_checkpoint"]["path"]
     succeed("train", *more, f"ckpt_path={best}", "run_id=other", logs=tmp_path, before=other_images)
 

