@@ -81,11 +81,11 @@ def predict_files(model: Any, folder: Path, names: list[str], masks: Path, top: 
     import numpy as np
     import torch
 
-    from lockstep.data.decoding import CorruptImage, decode
+    from lockstep.data.decoding import CorruptImage, open_image, pixels_of
 
     def decoded(name: str) -> Any:
         try:
-            return decode(folder / name, model.framing)
+            return pixels_of(model.framing.square(open_image(folder / name, model.framing.channels)))
         except CorruptImage as error:
             return {"error": str(error.args[0])}
 

@@ -58,7 +58,6 @@ class DatasetDataModule(ListedDataModule):
         super()._load()
         if self.target == "class":
             return
-        self.notes.clear()
         items = [_by_name(dataset[i][1]) for dataset, i in self._items]
         masks = [name for name, value in items[0].items() if isinstance(value, Image.Image) or np.ndim(value) == 2]
         targets = {}

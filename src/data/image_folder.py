@@ -34,7 +34,7 @@ class ImageFolderDataModule(ListedDataModule):
         self._root = local_root(root, "a folder with one folder of images per class")
 
     def list_images(self) -> ImageList:
-        root, left_out, folders, notes = self._root, LeftOut(), list[str](), list[str]()
+        root, left_out, folders = self._root, LeftOut(), list[str]()
         if not root.is_dir():
             fault = "is a file" if root.exists() else "does not exist"
             raise UserError(f"data.root={root} {fault}: give a folder with one folder of images per class.")
@@ -46,9 +46,6 @@ class ImageFolderDataModule(ListedDataModule):
         if not tree:
             raise UserError(f"{root} has no class folders: put the images into {root}/<class>/.")
         splits = self._splits_of(tree)
-        for name in tree.keys() - splits.keys() if splits else ():
-            why = "it holds no class folders" if name.lower() in SPLIT_OF else f"splits are named {', '.join(SPLIT_OF)}"
-            notes.append(f"{root / name} is left out: {why}.")
         images: dict[str, list[Item]] = {}  # by <class>, or by <split>/<class>
         for part in sorted(splits, key=lambda name: (splits[name], name)) or [""]:
             labels = ("images", "masks") if self.target == "mask" else ordered_classes(tree[part] if part else tree)
@@ -56,7 +53,9 @@ class ImageFolderDataModule(ListedDataModule):
         for item in every:
             folder = "/".join(item.name.split("/", 2 if splits else 1)[:-1])
             if folder not in images:
-                left_out.setdefault("images outside of class folders", []).append(item.name)
+                top = f"{item.name.partition('/')[0]}/, which is no split of class folders"
+                why = f"images in {top}" if splits and "/" in item.name else "images outside of class folders"
+                left_out.setdefault(why, []).append(item.name)
                 continue
             part, _, item.label = folder.rpartition("/")
             item.split = splits.get(part, TRAIN)
@@ -78,7 +77,7 @@ class ImageFolderDataModule(ListedDataModule):
                 if name not in mask_of:
                     raise UserError(f"{root / item.name} has no mask {root / name}.png.")
                 item.label = mask_of[name]
-        return ImageList(root, items, left_out=left_out, notes=notes, target=self.target)
+        return ImageList(root, items, left_out=left_out, target=self.target)
 
     def _splits_of(self, tree: dict[str, list[str]]) -> dict[str, int]:
         """Return the folders that are splits; {} where all are classes.

@@ -85,8 +85,7 @@ class CSVDataModule(ListedDataModule):
             if same is not item:
                 left_out.setdefault("repeated lines", []).append(f"line {line}: {name}")
         items = [item for _, item in first.values()]
-        notes = [f"the column {split} tells training and test images"] if parts else []
-        return ImageList(self._folder, items, left_out=left_out, notes=notes, target=self.target, label_columns=several)
+        return ImageList(self._folder, items, left_out=left_out, target=self.target, label_columns=several)
 
     def _rows(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         """Return the names of the columns, and each row with the number of its line."""

@@ -92,17 +92,17 @@ def test_a_folder_beside_train_that_is_no_split_is_named(tmp_path):
     (tmp_path / "set" / "test").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "set" / "test" / "unlabelled.png")
     dm = prepared(tmp_path, tmp_path / "set", test_fraction=0.2)
-    outside = ["extra/a/0.png", "extra/a/1.jpg", "test/unlabelled.png"]
-    assert sorted(dm.left_out["images outside of class folders"]) == outside and dm.num_test == 2
-    assert any("extra is left out: splits are named" in note for note in dm.notes)
-    assert any("test is left out: it holds no class folders" in note for note in dm.notes)
+    assert dm.num_test == 2 and dm.left_out == {
+        "images in extra/, which is no split of class folders": ["extra/a/0.png", "extra/a/1.jpg"],
+        "images in test/, which is no split of class folders": ["test/unlabelled.png"],
+    }
 
 
 def test_imagenets_layout_tests_on_val_and_test_alone_can_be_evaluated(tmp_path):
     write(tmp_path / "set" / "train", {"a": 6, "b": 6})
     write(tmp_path / "set" / "val", {"a": 2, "b": 3})
     dm = prepared(tmp_path, tmp_path / "set")
-    assert counts(dm) == (12, 5, 5) and dm.notes == ["no test images: the validation images are tested"]
+    assert counts(dm) == (12, 5, 5) and dm.splits.note == "no test images: the validation images are tested"
     write(tmp_path / "alone" / "test", {"a": 3, "b": 4})
     assert counts(prepared(tmp_path, tmp_path / "alone", stage="test")) == (0, 0, 7)
     with pytest.raises(UserError, match="has no images to train on"):
@@ -199,7 +199,7 @@ def test_names_of_classes_are_ordered_as_of_torchvision(tmp_path):
 
 
 def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tmp_path, root):
-    why = "the augmentation needs images in their original size, but an array would hold them resized to 24 px"
+    why = "single images are augmented, and an array would hold them resized to 24 px"
     assert prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1)).path_taken() == ("loader", why)
     with pytest.raises(UserError, match=f"data.path=array is not possible: {why}. Set data.path=auto"):
         prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1), path="array")

@@ -11,7 +11,6 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
 
 # Raster formats that Pillow decodes itself: without EPS and WMF (other programs), PDF, and container formats.
@@ -76,11 +75,6 @@ def open_mask(path: Path) -> np.ndarray:
     if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
         raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
     return pixels.astype(np.uint8)
-
-
-def decode(path: Path, framing: Framing) -> np.ndarray:
-    """Return a file as the (resize, resize, channels) uint8 square that evaluation crops, or raise CorruptImage."""
-    return pixels_of(framing.square(open_image(path, framing.channels)))
 
 
 def pixels_of(image: Any) -> np.ndarray:

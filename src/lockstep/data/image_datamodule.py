@@ -34,9 +34,8 @@ from lockstep.runs.provenance import REPOSITORY
 class ImageDataModule(LightningDataModule):
     """Square images in memory with their targets; a subclass returns them from `read`.
 
-    It works in a plain Trainer. Attributes after `prepare`: class_names,
-    num_classes, num_train, num_val, num_test, data_hash, splits, left_out, notes (sentences for the log), and
-    target_kind: class, labels, number, mask or dict.
+    It works in a plain Trainer. Attributes after `prepare`: class_names, num_classes, num_train, num_val, num_test,
+    data_hash, splits, left_out, and target_kind: class, labels, number, mask or dict.
 
     A batch is (images, targets). Images are (n, channels, image_size, image_size) float, in training with several views
     (n, views, channels, image_size, image_size). Targets are (n,) int64 classes, (n, C) float32 labels, (n,)
@@ -91,7 +90,6 @@ class ImageDataModule(LightningDataModule):
         self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
         self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
         self.left_out: LeftOut = {}
-        self.notes: list[str] = []
         self.class_names: list[str] = []
         self.data_hash = ""
         self._pixels: list[np.ndarray] = []  # images and each mask, (n, side, side, channels) uint8, if in memory
@@ -143,14 +141,13 @@ class ImageDataModule(LightningDataModule):
                 raise
             splits = Splits(np.full_like(self._given, TEST), drew_test=True)
         self._set_splits(splits)
-        if self.test_is_drawn:
+        if splits.drew_test:
             self.data_hash = fingerprint([self.data_hash, self.splits.test.tolist()])
-        self.notes += [splits.note] if splits.note else []
         if self.stage != "test":
             self._check()
 
     def _set_splits(self, splits: Splits) -> None:
-        self.splits, self.test_is_drawn = splits, splits.drew_test
+        self.splits = splits
         self.num_train, self.num_val, self.num_test = len(splits.train), len(splits.val), len(splits.test)
 
     def _load(self) -> None:
@@ -239,10 +236,6 @@ class ImageDataModule(LightningDataModule):
             return f"{target:g}"
         places = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
         return ", ".join(self.class_names[place] for place in places)
-
-    def image_sizes(self) -> list[tuple[int, int]]:
-        """Return (width, height) of some images in pixels."""
-        return [(images.shape[2], images.shape[1]) for images in self._pixels[:1]]
 
     def identical_images(self, limit: int | None = None) -> dict[str, list[str]]:
         """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.

@@ -20,7 +20,6 @@ from lockstep.data.targets import BINARY, VOID, as_masks, hash_of, mask_classes
 from lockstep.runs.errors import UserError
 
 CACHE_VERSION, IMAGES = 7, "images.npy"
-SAMPLE = 64  # images whose sizes are reported
 
 
 class ListedDataModule(ImageDataModule):
@@ -68,7 +67,7 @@ class ListedDataModule(ImageDataModule):
     def _load(self) -> None:
         self._list = images = self.list_images()
         self.class_names, self._given, self._groups = images.class_names, images.splits, images.groups
-        self.left_out, self.notes = dict(images.left_out), list(images.notes)
+        self.left_out = images.left_out
         self._set_targets({} if images.has_masks else {"": images.targets}, [""] if images.has_masks else [])
         if images.has_masks:
             folder = self.cache_folder(["masks", images.identity])
@@ -86,8 +85,7 @@ class ListedDataModule(ImageDataModule):
         if self._mask_names:
             return "loader", "masks are read with their images"
         if self._pipeline is not None and self.requested_path != "loader":
-            why = "the augmentation needs images in their original size, but an array would hold them resized to "
-            why += f"{self.resize} px"
+            why = f"single images are augmented, and an array would hold them resized to {self.resize} px"
             if self.requested_path == "array":
                 raise UserError(f"data.path=array is not possible: {why}. Set data.path=auto.")
             return "loader", why
@@ -95,13 +93,6 @@ class ListedDataModule(ImageDataModule):
         if self.requested_path == "auto" and gib > self.array_limit_gib:
             return "loader", f"the decoded images take {gib:.3g} GiB, the limit is {self.array_limit_gib:g} GiB"
         return super().path_taken()
-
-    def image_sizes(self) -> list[tuple[int, int]]:
-        found = []
-        for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
-            with suppress(CorruptImage):  # which the loader names
-                found.append(self.sample_opener()(i)[0].size)
-        return found
 
     def _write_array(self, folder: Path) -> Content:
         """Decode all images into the array file in `folder`."""

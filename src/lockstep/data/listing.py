@@ -61,14 +61,14 @@ class ImageList:
         folder: what names and files are relative to.
         target: what labels are: class, number, or mask, a path relative to `folder`.
         label_columns: with several labels, their names.
-        left_out, notes: for the log.
+        left_out: for the log.
     """
 
     def __init__(
         self, folder: Path, items: Sequence[Item], *, target: str = "class", label_columns: Sequence[str] = (),
-        left_out: LeftOut | None = None, notes: Sequence[str] = (),
+        left_out: LeftOut | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self.left_out, self.notes = folder, dict(left_out or {}), list(notes)
+        self.folder, self.left_out = folder, left_out or {}
         if not items:
             raise UserError(f"{folder} has no images (left out: {counts_of(self.left_out)}).")
         items = sorted(items, key=lambda item: item.split)

@@ -93,7 +93,7 @@ def stream(
         UserError: names an image that cannot be read or decoded.
     """
     loader = DataLoader(
-        samples, batch_size=None, sampler=selections, collate_fn=lambda batch: batch, num_workers=samples.num_workers,
+        samples, batch_size=None, sampler=selections, collate_fn=_unchanged, num_workers=samples.num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )  # fmt: skip
@@ -121,6 +121,10 @@ def _kill_workers() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as failed
     for worker in workers:
         worker.kill()
+
+
+def _unchanged(batch: Any) -> Any:  # by name: a worker that is not forked imports it
+    return batch
 
 
 def prefetched(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,13 @@ It finds images that occur twice: in two splits, or under two labels. `data` is 
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lockstep.data.decoding import CorruptImage
 from lockstep.data.listing import TEST, TRAIN, VAL, counts_of
 from lockstep.runs.files import write_atomically
 from lockstep.runs.output import printable
@@ -18,7 +20,7 @@ from lockstep.runs.output import printable
 log = logging.getLogger(__name__)
 
 LISTS = "data_report.txt"
-SHOWN_CLASSES = 10
+SHOWN_CLASSES, SAMPLE = 10, 64  # classes in the log; images that are opened for their size
 MAX_COMPARED = 50_000  # files of equal size that a start may open
 TILE = 128  # side of a picture in a contact sheet
 IDENTICAL = (  # of one, and of several
@@ -35,7 +37,11 @@ def report_of(data: Any, limit: int | None = MAX_COMPARED) -> tuple[dict[str, An
         limit: the most files of equal size that are compared; None: all.
     """
     identical, counts = data.identical_images(limit), data.counts_per_split
-    sizes = ["×".join(map(str, size)) for size in sorted(data.image_sizes(), key=np.prod)]
+    index, open_one, found = np.flatnonzero(data.splits.of_each >= 0), data.sample_opener(), []
+    for place in np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int):
+        with suppress(CorruptImage, TypeError):  # which the loader names; five channels
+            found.append(open_one(int(index[place]))[0].size)
+    sizes = ["×".join(map(str, size)) for size in sorted(found, key=np.prod)]
     fields = {
         "images_per_class": {name: dict(zip(counts, each)) for name, *each in zip(data.class_names, *counts.values())},
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
@@ -74,8 +80,8 @@ def log_contents(data: Any, lists: Mapping[str, list[str]], augmentation: str | 
     weights = f" · the weights say {', '.join(used['from_weights'])}" if used["from_weights"] else ""
     changed = f" · augmentation={augmentation}" if augmentation else ""
     log.info(f"images: {used['path']}, as {used['why']}{changed} · mean {mean} · std {std}{weights}")
-    for note in data.notes:
-        log.info(note)
+    if data.splits.note:
+        log.info(data.splits.note)
     if data.left_out:
         log.info(f"left out: {counts_of(data.left_out)} ({LISTS})")
     for sentence in lists.keys() - data.left_out.keys():

@@ -28,7 +28,7 @@ NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other ima
 OF_ALL = ("fold", "num_folds", "views")  # in the config of any data set, which need not have them
 RETIRED = (  # options of older versions
     "verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib", "skip_corrupt", "stratify",
-    "download_dir", "train", "val", "test",
+    "download_dir", "train", "val", "test", "split_column", "ratio", "interpolation", "switch_prob",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     if trained_on:
         data.match_classes(trained_on["class_names"])
         keys, is_same = {key_of(word) for word in plan.config["overrides"]}, data.data_hash == trained_on["data_hash"]
-        if keys & NEW_DATA and data.test_is_drawn and not is_same and "data.test_fraction" not in keys:
+        if keys & NEW_DATA and data.splits.drew_test and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
         elif not keys & NEW_DATA and not is_same and cluster.is_rank_zero:
             log.warning("The images have changed since the training, which may have seen some of these test images.")
@@ -78,11 +78,7 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         stated: its options.
         stage: fit, or test for an evaluation.
     """
-    known, _ = options_of(resolve_target(stated.get("_target_"), "data._target_"))
-    options = {
-        key: value for key, value in stated.items()
-        if not (value is None and key in OF_ALL) and (key in known or key not in RETIRED)
-    }  # fmt: skip
+    options = of_this_version(stated, "data")
     copies = copy_from_s3(options, config["s3"])
     try:
         data = build(options, {"seed": config["seed"]})
@@ -92,8 +88,7 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         task = config["task"]
         takes_model = "net" in options_of(resolve_target(task["_target_"], "task._target_"))[0] and "net" not in task
         wanted = model.wanted_images(**own) if takes_model and hasattr(model, "wanted_images") else {}
-        resolve_target(config["augmentation"].get("_target_"), "augmentation._target_")
-        data.use(build(config["augmentation"]), wanted)
+        data.use(build(of_this_version(config["augmentation"], "augmentation")), wanted)
         data.prepare()
     except UserError as error:
         sentence = str(error)
@@ -101,6 +96,15 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
             sentence = sentence.replace(copy, address)
         raise UserError(sentence) from None
     return data
+
+
+def of_this_version(node: Config, group: str) -> Config:
+    """Return a config without the options that its class lacks: of older versions, or null."""
+    known, _ = options_of(resolve_target(node.get("_target_"), f"{group}._target_"))
+    return {
+        key: value for key, value in node.items()
+        if not (value is None and key in OF_ALL) and (key in known or key not in RETIRED)
+    }  # fmt: skip
 
 
 def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:

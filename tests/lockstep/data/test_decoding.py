@@ -8,8 +8,13 @@ from PIL import Image
 
 from augmentations.policies import AutoAugment, RandAugment, ResizedCrop, ThreeAugment, TrivialAugment
 from lockstep.data.augmentation import CropFlip
-from lockstep.data.decoding import SUFFIXES, CorruptImage, decode, open_image
+from lockstep.data.decoding import SUFFIXES, CorruptImage, open_image, pixels_of
 from lockstep.data.framing import Framing
+
+
+def decode(path, framing):
+    return pixels_of(framing.square(open_image(path, framing.channels)))
+
 
 SQUARE, GREY = Framing(24, 24), Framing(24, 24, channels=1)
 
