@@ -58,7 +58,8 @@ def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, na
     path = tmp_path / "best.ckpt"
     path.write_bytes(b"")
     model = FinishedModel(ImageClassifier(net, num_classes=facts["num_classes"]), config, facts, path, RunRecord())
-    assert export.largest_difference(model, export.write_weights(model, tmp_path)) == 0
+    # Not 0: weights in a mapped file may lie at other addresses, for which PyTorch takes another kernel
+    assert export.largest_difference(model, export.write_weights(model, tmp_path)) < 1e-5
     written = json.loads((tmp_path / "config.json").read_text())
     (lines,) = re.findall("```python\n(.*?)```", card_text(model, tmp_path, {"safetensors": 0.0}), re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -66,7 +67,7 @@ def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, na
     exec(lines, found)
     images = example_images(facts, 2)
     with torch.inference_mode():
-        assert torch.equal(found["net"](images), net(images))
+        torch.testing.assert_close(found["net"](images), net(images))
     assert written["pretrained_cfg"]["mean"] == [0.5] * 3 and written["label_names"] == ["a", "b", "c"]
 
 
@@ -100,7 +101,7 @@ def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(export
     net, model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval(), load_finished(str(vit.folder.path))
     images = example_images(model.facts, 5)
     with torch.inference_mode():
-        assert torch.equal(net(images), model.net(images))
+        torch.testing.assert_close(net(images), model.net(images))
     config = json.loads((exported / "config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
 

@@ -23,7 +23,7 @@ from ranks import SRC, free_port
 from runs import run_door, start_door
 
 SMALL = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "run_id=the-run"]
-OUTAGE_S = 20
+OUTAGE_S = 12
 
 
 class Place:
