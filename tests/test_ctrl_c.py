@@ -1,6 +1,5 @@
 """Ctrl-C at any moment of a run: exit code 130 or 75, no traceback, and resume= goes on from there."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -82,25 +81,6 @@ def test_a_stop_in_validation_waits_for_no_loader_worker(number, tmp_path):
     assert process.wait(30) == 75
     _, alive = psutil.wait_procs(workers, 10)
     assert not alive
-
-
-def stop_while_the_page_is_written():
-    import lockstep.logbook.build as build
-
-    original = build.write_run_page
-
-    def write_run_page(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
-    build.write_run_page = write_run_page
-
-
-def test_a_stop_after_the_ranks_have_ended_changes_nothing(tmp_path):
-    done = run_door(
-        "train", *WORDS, "trainer=ddp_sim", "trainer.max_steps=2", logs=tmp_path, before=stop_while_the_page_is_written
-    )
-    assert done.code == 0 and done.record["status"] == "finished" and done.folder.page.exists(), done.output
 
 
 def twice(step):

@@ -45,15 +45,6 @@ def test_a_run_goes_on_with_what_ran_by_its_id_by_auto_and_in_a_renamed_folder(t
     assert plain(resumed(tmp_path, "run_id=r"))["trainer"]["max_epochs"] == 26
 
 
-def test_options_of_an_attempt_that_trained_no_step_do_not_stick_to_a_job_script(tmp_path):
-    leave_run(tmp_path, "r", "trainer=ddp_sim", "optimizer.lr=7", "run_id=r", "resume=auto")
-    words = ["trainer=ddp_sim", "run_id=r", "resume=auto"]
-    assert plain(resumed(tmp_path, *words))["optimizer"]["lr"] == 7
-    (tmp_path / "train/runs/r/run.json").write_text('{"steps": 0, "status": "failed"}')
-    assert plain(resumed(tmp_path, *words))["optimizer"]["lr"] == 0.0001
-    assert plain(resumed(tmp_path, "resume=r"))["optimizer"]["lr"] == 7, "it names what goes on"
-
-
 def test_a_group_that_is_chosen_anew_is_composed_anew(tmp_path):
     leave_run(tmp_path, "r", "model=small_cnn", "data=digits", "optimizer=adamw", "optimizer.lr=0.5",
               "trainer.max_epochs=7", "trainer=ddp_sim", "trainer.devices=4", "metrics=f1")  # fmt: skip
