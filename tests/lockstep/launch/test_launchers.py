@@ -4,14 +4,7 @@ import os
 
 import pytest
 
-from lockstep.launch.launchers import (
-    AGENT,
-    Cluster,
-    agent_id,
-    describe,
-    named_run,
-    set_rank_environment,
-)
+from lockstep.launch.launchers import AGENT, Cluster, agent_id, describe, named_run, set_rank_environment
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import checked_run_id
