@@ -2,22 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lockstep.logbook.folders import Curve, Run
 
-GREY = "#7d8590"  # readable on white and on black
-COLOURS = ("#3b82d6", "#e0812b", "#2f9e57", "#d6455d", "#9467bd", "#a0785a", "#d267ae", "#7d8590")
+STYLE = Path(__file__).parent / "static" / "figures.mplstyle"
 MAX_POINTS, MIN_POINTS = 120, 5
-STYLE: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 9, "axes.edgecolor": GREY, "text.color": GREY,
-    "axes.labelcolor": GREY, "axes.titlecolor": GREY, "xtick.color": GREY, "ytick.color": GREY, "grid.color": GREY,
-    "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"], "axes.spines.top": False, "axes.spines.right": False,
-    "grid.alpha": 0.25, "axes.grid": True, "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10,
-    "axes.titlelocation": "left", "lines.linewidth": 1.4,
-}  # fmt: skip
 
 Panel = tuple[str, str, dict[str, Curve]]  # title, label of the horizontal axis, lines by their labels
 
@@ -75,13 +66,12 @@ def write_figure(path: Path, panels: Sequence[Panel]) -> bool:
 
     columns = 3 if len(shown) == 3 else min(2, len(shown))
     rows = -(-len(shown) // columns)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(10, 2.9 * rows), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).flat
         for ax, (title, along, lines) in zip(axes, shown, strict=False):
-            for number, (label, curve) in enumerate(lines.items()):
-                style = "-" if number < len(COLOURS) else "--"
-                ax.plot(*thin(curve, MAX_POINTS), style, color=COLOURS[number % len(COLOURS)], label=label)
+            for label, curve in lines.items():
+                ax.plot(*thin(curve, MAX_POINTS), label=label)
             ax.set(title=title, xlabel=along, **({"ylim": (0, 105)} if title.startswith("Utilisation") else {}))
             if title != "Learning rate":
                 ax.legend()
