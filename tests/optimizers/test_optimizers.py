@@ -1,4 +1,4 @@
-"""Each optimizer of configs/ states its defaults, steps and loads; timm's by name; unknown names are refused."""
+"""The optimizers, Muon among them."""
 
 from pathlib import Path
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from torch import nn
 
+from local_ranks import meet, run_ranks
 from lockstep.runs.errors import UserError
+from optimizers.muon import Muon, orthogonalise
 from optimizers.timm import timm_optimizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "optimizer"
@@ -56,3 +59,85 @@ def test_it_is_the_one_that_was_named_and_keeps_groups_and_options():
 def test_bad_options_are_refused(options, says):
     with pytest.raises(UserError, match=says):
         timm_optimizer(weights(), **options)
+
+
+# Muon's update against singular values and a step by hand, sharded and resumed.
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(128, 12), nn.GELU(), nn.Linear(12, 3)
+    )
+
+
+def train(net, optimizer, steps, seed):
+    """Return the loss of the last step."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        images = torch.randn(16, 2, 6, 6, generator=generator).to(next(net.parameters()).dtype)
+        labels = (images[:, 0].mean((1, 2)) > 0).long() + (images[:, 1].mean((1, 2)) > 0).long()
+        loss = nn.functional.cross_entropy(net(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8)])
+def test_orthogonalise_makes_singular_values_alike(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalise(matrix, iterations=6))
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    inner = u.T @ orthogonalise(matrix, iterations=6) @ vh.T
+    assert torch.allclose(inner, torch.diag(inner.diag()), atol=1e-9)  # the directions stay
+
+
+def test_hidden_matrices_take_muon_head_and_vectors_take_sgd():
+    net = network()
+    optimizer = Muon(net.named_parameters(), lr=0.1, head_lr=0.2, vector_lr=0.3)
+    names = {id(p): name for name, p in net.named_parameters()}
+    groups = [({names[id(p)] for p in group["params"]}, group["kind"], group["lr"]) for group in optimizer.param_groups]
+    assert groups == [
+        ({"0.weight", "4.weight"}, "muon", 0.1),
+        ({"6.weight"}, "sgd", 0.2),
+        ({"0.bias", "1.weight", "1.bias", "4.bias", "6.bias"}, "sgd", 0.3),
+    ]
+
+
+def test_a_step_by_hand():
+    head, hidden = nn.Parameter(torch.tensor([[2.0, 1.0]])), nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    optimizer = Muon(
+        [("hidden", hidden), ("head", head)], lr=0.5, head_lr=0.1, sgd_momentum=0.5, weight_decay=0.2, iterations=0
+    )
+    hidden.grad, head.grad = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, -1.0]])
+    optimizer.step()
+    assert torch.allclose(head, torch.tensor([[2.0, 1.0]]) * 0.98 - 0.1 * torch.tensor([[1.5, -1.5]]))
+    held = torch.tensor([[3.0, 0.0], [0.0, 4.0]]) * 2**0.5 / 5  # norm held at sqrt(outputs)
+    assert torch.allclose(hidden, held - 0.5 * torch.eye(2) / 2**0.5, atol=1e-6)
+
+
+def trained_in_double(net):
+    train(net, Muon(net.named_parameters()), 3, seed=3)
+    found = dict(net.named_parameters())
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).tolist() for name, p in found.items()}
+
+
+def trained_in_shards(cluster):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    meet(cluster)
+    net = network().double()
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    return trained_in_double(net)
+
+
+@pytest.mark.slow
+def test_sharded_parameters_train_as_whole_ones():
+    expected = trained_in_double(network().double())
+    for sharded in run_ranks(trained_in_shards, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(sharded[name]), torch.tensor(value), rtol=1e-9, atol=1e-12)

@@ -1,13 +1,15 @@
-"""The generators that a checkpoint carries, of one GPU and of several; the rest is in tests/test_train.py."""
+"""The checkpoints that a run writes, and how they are written and read."""
 
 import math
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lockstep.callbacks.checkpoint_io import CheckpointFiles
+from local_ranks import meet, run_ranks
+from lockstep.callbacks.checkpoint_io import CheckpointFiles, load_on_all_ranks, on_host, write_checkpoint
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
 from lockstep.callbacks.resume_point import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
@@ -129,3 +131,38 @@ def test_weights_that_are_not_finite_are_not_saved(value):
         return refuse_non_finite(trainer)
     with pytest.raises(Diverged, match="nan or inf by step 7: nothing was saved"):
         refuse_non_finite(trainer)
+
+
+# Checkpoints are read once for all ranks, and copied before training changes them.
+
+
+def loaded(cluster, folder):
+    """Each rank has a folder of its own; only rank 0's holds the file."""
+    meet(cluster)
+    found, refused = load_on_all_ranks(Path(folder) / f"{cluster.rank}" / "x.ckpt"), []
+    for name in ("torn.ckpt", "none.ckpt"):
+        try:
+            load_on_all_ranks(Path(folder) / f"{cluster.rank}" / name)
+        except UserError as error:
+            refused.append(str(error))
+    return found["state_dict"]["w"].sum().item(), refused
+
+
+def test_rank_zero_reads_a_checkpoint_for_all_ranks(tmp_path):
+    state = {"w": torch.ones(20_000_000)}  # more than one message
+    write_checkpoint({"state_dict": state}, tmp_path / "0" / "x.ckpt")
+    (tmp_path / "0" / "torn.ckpt").write_bytes((tmp_path / "0" / "x.ckpt").read_bytes()[:-1000])
+    results = run_ranks(loaded, 2, str(tmp_path))
+    assert [total for total, _ in results] == [2e7, 2e7]
+    for _, (torn, none) in results:
+        assert "torn.ckpt is not a checkpoint that can be loaded" in torn and none.startswith("There is no checkp")
+
+
+def test_the_copy_does_not_change_with_the_weights():
+    weights = torch.arange(4.0)
+    state = {"w": weights, "tied": weights[:], "plain": [1, {"a": 2}]}
+    copied = on_host(state, always=True)
+    weights.zero_()
+    state["plain"][1]["a"] = 3
+    assert copied["w"].tolist() == [0, 1, 2, 3] and copied["plain"] == [1, {"a": 2}]
+    assert copied["tied"] is copied["w"]

@@ -1,13 +1,22 @@
-"""The record while a run lives, dies and goes on, with a trainer that stands where it is told to."""
+"""What callbacks write into a run's record: its status, its hardware."""
 
+import csv
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
 
+from lockstep.callbacks.hardware_stats import HardwareStats
+from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.run_recorder import RunRecorder
+from lockstep.callbacks.training_log import TrainingLog
 from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
 from lockstep.storage.checkpoint_files import Sidecar
+from plain_task import Small, fit
 
 
 def trainer_at(step, fn="fit"):
@@ -64,3 +73,78 @@ def test_the_best_is_that_of_the_best_checkpoint(path):
     record = read_record(path)
     assert record.metrics == {"val/loss_best": 0.4, "val/acc_best": 0.7}
     assert record.best_checkpoint.metric == {"val/loss": 0.4, "val/acc": 0.7, "val/f1": 0.5}
+
+
+# HardwareStats: samples in a CSV file, medians and maxima in the record, nvidia-smi dumps; no reading ends a run.
+
+
+class Tiny(Small):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_on_the_cpu_leaves_samples_medians_and_maxima(tmp_path):
+    logger, callback = MetricsCsv(tmp_path / "metrics.csv"), HardwareStats(interval_s=0.05)
+    options = {"batches": 40, "default_root_dir": tmp_path}
+    fit(Tiny(), TrainingLog(), callback, logger=logger, log_every_n_steps=20, **options)
+    written = rows(tmp_path / "hardware-node0.csv")
+    assert len(written) >= 5 and float(written[-1]["rank0/memory_gib"]) > 0.05
+    [node] = callback.record_fields()["hardware"]["nodes"]
+    memory = node["stats"]["rank0/memory_gib"]
+    assert memory["max"] == pytest.approx(max(float(row["rank0/memory_gib"]) for row in written), abs=1e-3)
+    assert 0 < memory["p50"] <= memory["max"] < callback.record_fields()["peak_memory_gib"] + 0.01
+    assert node["gpus"] == [] and node["cores"] >= 1 and node["node_rank"] == 0 and node["memory_gib"] > 0.5
+    assert "nvidia_smi" not in node
+    logged = rows(tmp_path / "metrics.csv")
+    assert [row["step"] for row in logged] == ["20", "40"] and 0 < float(logged[1]["hardware/cpu_percent"]) <= 100
+    fit(Tiny(), HardwareStats(interval_s=0.05), **options)  # a second start of the run keeps the first one's samples
+    assert rows(tmp_path / "hardware-node0.0.csv") == written
+
+
+def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "bin/nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho NVIDIA-SMI\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    def unsupported(gpu):
+        raise RuntimeError("not supported")
+
+    readings = iter(range(1000))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: next(readings) * 2**30)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda gpu: 90)
+    monkeypatch.setattr(torch.cuda, "power_draw", unsupported)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda gpu: 60)
+    card = SimpleNamespace(name="NVIDIA T4", total_memory=16 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (15 * 2**30, 16 * 2**30))
+    strategy = SingleDeviceStrategy("cpu")
+    strategy.process_devices = [torch.device("cuda:1")]
+    callback = HardwareStats(interval_s=0.05)
+    fit(Tiny(), callback, strategy=strategy, batches=40, default_root_dir=tmp_path)
+    [node] = callback.record_fields()["hardware"]["nodes"]
+    assert callback.record_fields()["usable_memory_gib"] == 15
+    assert node["gpus"] == [{"name": "NVIDIA T4", "memory_gib": 16.0}] and node["nvidia_smi"] == "NVIDIA-SMI\n"
+    memory = node["stats"]["gpu1/memory_gib"]
+    assert memory["max"] == next(readings) - 1 and memory["p50"] == memory["max"] / 2
+    assert node["stats"]["gpu1/utilisation_percent"] == {"p50": 90, "max": 90}
+    assert capsys.readouterr().out.count("gpu1/power_w is no longer sampled (RuntimeError: not supported)") == 1
+
+
+def test_sampling_ends_when_the_run_fails(tmp_path):
+    class Failing(Tiny):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        fit(Failing(), HardwareStats(interval_s=0.05), default_root_dir=tmp_path)
+    written = rows(tmp_path / "hardware-node0.csv")
+    time.sleep(0.2)
+    assert rows(tmp_path / "hardware-node0.csv") == written

@@ -1,9 +1,12 @@
-"""Loader workers ignore signals to the whole job, follow the cores, and need no shared memory."""
+"""Workers that load batches, and the images that a node keeps."""
 
+import errno
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from PIL import Image
 from lockstep.data import loading
 from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
+from lockstep.data.node_cache import META, cached
+from lockstep.runs.errors import NoRoom, UserError
 
 PROGRAM = """
 import multiprocessing, os, signal, time, numpy as np
@@ -64,3 +69,40 @@ def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
     found = [batch["pixels"][0] for _, batch in loading.stream(samples, selections)]
     assert [(len(images), images.unique().tolist()) for images in found] == [(1, [3]), (0, []), (1, [5])]
+
+
+# Built once per node, complete or not there.
+
+
+def build_slowly(part: Path):
+    with (part.parent / "builds.txt").open("a") as log:
+        log.write(f"{os.getpid()}\n")
+    time.sleep(0.3)
+    (part / "data.bin").write_bytes(b"x" * 100)
+    return {"built_by": os.getpid()}
+
+
+def test_one_of_several_builds_and_all_get_it(tmp_path):
+    """The lock belongs to an open file, so threads stand for processes. A killed build left its folder."""
+    (tmp_path / ".entry.part").mkdir()
+    (tmp_path / ".entry.part" / "stale.bin").write_bytes(b"old")
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: cached(tmp_path / "entry", build_slowly), range(3)))
+    assert results == [{"built_by": os.getpid()}] * 3 and len((tmp_path / "builds.txt").read_text().split()) == 1
+    assert sorted(path.name for path in (tmp_path / "entry").iterdir()) == ["data.bin", META]
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def build(part):
+        (part / "data.bin").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(NoRoom, match="no room on .*: give data.cache_dir=FOLDER on a larger disk"):
+        cached(tmp_path / "entry", build)
+    assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written or locked .*data.cache_dir"):
+        cached(tmp_path / "file" / "entry", build_slowly)

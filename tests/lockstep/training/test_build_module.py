@@ -1,19 +1,28 @@
-"""What build_module decides of a net: its memory format."""
+"""The module of a run, its weights, and what each rank does first."""
 
 import re
+import sys
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
 from sklearn.metrics import average_precision_score, roc_auc_score
+from torch import nn
 from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
 
+from local_ranks import local_cluster
+from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build
 from lockstep.config.schema import missing_option
 from lockstep.runs.errors import UserError
+from lockstep.training import rank
 from lockstep.training.build_module import build_module, uses_channels_last
 from lockstep.training.metrics import averaged_here, values_of
+from lockstep.training.rank import prepare_process, set_breakpoints
+from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 
@@ -71,3 +80,90 @@ def test_a_class_without_images_is_left_out_and_said(metric, capsys):
     metrics[metric.__name__].reset()
     metrics[metric.__name__].update(logits[labels == 1], labels[labels == 1])
     assert values_of(metrics, torch.tensor([0, 9, 0, 0, 0]), "val") == {}
+
+
+# A new run that starts from a checkpoint: its head follows the class names.
+
+
+class Task(pl.LightningModule):
+    def __init__(self, num_classes, width=5):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(4, width), nn.Linear(width, num_classes))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Of a net for cat, dog and fox, and of a projection head that the next task lacks."""
+    before = Task(3)
+    state = {**before.state_dict(), "projection.weight": torch.ones(2)}
+    own = {"config": {}, "data": {"class_names": ["cat", "dog", "fox"]}}
+    write_checkpoint({"state_dict": state, "lockstep": own}, tmp_path / "before.ckpt")
+    return before, str(tmp_path / "before.ckpt")
+
+
+def started(checkpoint, class_names):
+    module = Task(len(class_names))
+    said = start_from(module, checkpoint[1], "m", {}, {"class_names": class_names, "data_hash": "x", "image_size": 2})
+    return module.net, said
+
+
+def test_the_same_classes_in_another_order_keep_their_logits(checkpoint):
+    net, said = started(checkpoint, ["fox", "cat", "dog"])
+    images = torch.randn(3, 4)
+    assert torch.equal(net(images), checkpoint[0].net(images)[:, [2, 0, 1]])
+    assert "the head's rows are in this run's order of classes; skipped projection" in said
+
+
+@pytest.mark.parametrize("names", [["cat", "dog", "gnu"], ["cat", "dog"], ["cat", "dog", "fox", "gnu"]])
+def test_other_classes_get_a_new_head_on_the_trained_body(checkpoint, names):
+    net, said = started(checkpoint, names)
+    assert torch.equal(net[1].weight, checkpoint[0].net[1].weight) and not net(torch.randn(3, 4)).any()
+    assert f"the head is new (net.2.bias, net.2.weight): the classes were cat, dog, fox, now {', '.join(names)}" in said
+
+
+def test_another_net_is_refused(checkpoint):
+    facts = {"class_names": ["cat", "dog", "fox"], "data_hash": "x", "image_size": 2}
+    with pytest.raises(UserError, match=r"net.1.bias is \(5,\) there, \(6,\) here"):
+        start_from(Task(3, width=6), checkpoint[1], "m", {}, facts)
+
+
+# What a rank sets up before it meets the others.
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """A plan for one of two ranks on a GPU, on a machine of four cores."""
+    monkeypatch.setattr(rank, "available_cores", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    trainer = {"num_threads": "auto", "matmul_precision": "high", "deterministic": "auto"}
+    yield SimpleNamespace(trainer=trainer, cluster=local_cluster(0, 2, 29500), config={"seed": 1}, accelerator="gpu")
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_gpus_that_torch_cannot_use_are_refused(plan, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="torch .* cannot use them: update the driver"):
+        prepare_process(plan)
+
+
+def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions(plan, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    prepare_process(plan)
+    assert torch.backends.cudnn.benchmark and "Each rank has 2 CPU core(s)" in caplog.text
+    plan.trainer["deterministic"] = True
+    prepare_process(plan)
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_breakpoint_is_of_rank_zero_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    set_breakpoints(local_cluster(0, 2, 29500))
+    assert sys.breakpointhook is sys.__breakpointhook__, "the debugger of rank 0"
+    set_breakpoints(local_cluster(1, 2, 29500))
+    breakpoint()  # goes on
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
+    set_breakpoints(local_cluster(0, 2, 29500))
+    with pytest.raises(UserError, match="needs a terminal: debug with trainer=cpu"):
+        breakpoint()
