@@ -113,13 +113,13 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else ()
     classes = [str(name) for name in model.facts.get("class_names") or ()]
     if isinstance(model.module, ImageClassifier):
-        best = outputs.topk(min(top, len(classes)), dim=1)
-        ends = ["", *(f"_{i}" for i in range(2, top + 1))]
-        return [
-            {key: value for end, share, place in zip(ends, shares, places)
-             for key, value in ((f"class{end}", classes[place]), (f"probability{end}", share))}
-            for shares, places in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]  # fmt: skip
+        best, rows = outputs.topk(min(top, len(classes)), dim=1), list[Row]()
+        for shares, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            rows.append({})
+            for i, (share, place) in enumerate(zip(shares, places, strict=True), 1):
+                end = f"_{i}" if i > 1 else ""
+                rows[-1] |= {f"class{end}": classes[place], f"probability{end}": share}
+        return rows
     if len(shape) == 1:
         return [{"value": value} for value in outputs.tolist()]
     if len(shape) == 2:
