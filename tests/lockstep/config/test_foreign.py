@@ -35,11 +35,16 @@ def stored(*words: str) -> dict:
     return copy.deepcopy(composed(*words))
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(group, option, monkeypatch):
-    base = stored(*(["model.name=resnet18"] if option == "timm" and group == "model" else []), f"{group}={option}")
+@pytest.fixture
+def composed_once(monkeypatch):
+    """The same options are composed once for all values."""
     monkeypatch.setattr(foreign, "compose", lambda name, words: tuple(words))
     monkeypatch.setattr(foreign, "plain", lambda words: composed(*words))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(group, option, composed_once, monkeypatch):
+    base = stored(*(["model.name=resnet18"] if option == "timm" and group == "model" else []), f"{group}={option}")
     monkeypatch.setattr(foreign, "missing_option", lambda *_: None)
     extra = ("checkpoint_path", "cache_dir", "pretrained_cfg", "act_layer", "hook", "_target_", "_args_", "_partial_")
     for value in HOSTILE:
@@ -56,7 +61,7 @@ def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(group, 
             assert not part & set(found.get(group, {})), value
 
 
-def test_nor_does_any_other_key():
+def test_nor_does_any_other_key(composed_once):
     others = [key for key in OF_RUN if key not in GROUPS]
     for value in [*HOSTILE, {"a": 1}, {"a": {"_target_": "os.system"}}]:
         found, _ = accepted({**stored(), **dict.fromkeys(others, value)}, OF_RUN, "It")
