@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import UserError
 from lockstep.storage import sync as module
 from lockstep.storage.sync import sync
-from object_store import shared_store
+from object_store import FaultyProxy, shared_store
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 OBJECTS = {f"photos/ä {n % 3}+/{n}.jpg": os.urandom(1000 + n) for n in range(60)} | {"photos/large": os.urandom(2**22)}

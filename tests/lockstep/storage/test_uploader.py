@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import pytest
 
 import upload
-from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
 from lockstep.runs.files import checksum_of, sha256_of
 from lockstep.runs.folder import RunFolder
@@ -26,7 +25,7 @@ from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newes
 from lockstep.storage.fetch import fetch_run, locate_checkpoint, read_pointer
 from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import Uploader, finish_upload
-from object_store import SECRETS, shared_store
+from object_store import SECRETS, FaultyProxy, shared_store
 from ranks import SRC
 
 MIB, KILLS = 2**20, 8
