@@ -12,7 +12,7 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from lockstep.config.compose import CONFIGS
 from lockstep.config.instantiate import build, options_of
-from lockstep.data.augmentation import Augmentation, CropFlip
+from lockstep.data.augmentation import Augmentation
 from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
 
@@ -109,8 +109,3 @@ def test_the_yaml_states_every_option_with_its_default(name):
 def test_options_that_are_none(words, message):
     with pytest.raises(UserError, match=message):
         built(words).pipeline(Framing(6, 6))
-
-
-def test_images_that_are_neither_grey_nor_colour():
-    with pytest.raises(UserError, match="these have 5 channels: take augmentation=crop_flip"):
-        CropFlip(erasing_prob=0.1).pipeline(Framing(8, 8, channels=5, mean=(0.5,) * 5))

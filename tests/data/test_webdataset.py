@@ -87,17 +87,17 @@ def test_labels_in_json(tmp_path):
             module(root, tmp_path, label_field=field).prepare()
 
 
-BAD = {
-    "has no .cls file beside it": [("a.png", png("red"))],
-    "a.cls holds no label": [("a.png", png("red")), ("a.cls", b"\xff")],
-    "has no images .left out: 1 .txt members": [("a.txt", b"no image")],
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_a_sample_that_is_not_whole_is_named(words, tmp_path):
-    with pytest.raises(UserError, match=words):
-        module(shard(tmp_path / "0.tar", members=BAD[words]), tmp_path).prepare()
+@pytest.mark.parametrize(
+    ("said", "members"),
+    [
+        ("has no .cls file beside it", [("a.png", png("red"))]),
+        ("a.cls holds no label", [("a.png", png("red")), ("a.cls", b"\xff")]),
+        ("has no images .left out: 1 .txt members", [("a.txt", b"no image")]),
+    ],
+)
+def test_a_sample_that_is_not_whole_is_named(said, members, tmp_path):
+    with pytest.raises(UserError, match=said):
+        module(shard(tmp_path / "0.tar", members=members), tmp_path).prepare()
 
 
 def test_a_shard_that_is_cut_off_before_or_while_it_is_read_is_named(tmp_path):
