@@ -2,14 +2,16 @@
 
     MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=ddp trainer.num_nodes=2
 
-On each node, with the variables and options of the run to come. Exit code 1: there is something to fix. Takes ten
-seconds at most, and waits for other nodes as long as the run would.
+On each node, with the variables and options of the run to come. --json prints a list for scripts. Exit code 1: there is
+something to fix. Takes ten seconds at most, and waits for other nodes as long as the run would.
 """
 
+import json
 import logging
 import os
 import resource
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +30,7 @@ from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.environment import available_cores, environment, network_interface
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.runs.output import say
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ Finding = tuple[bool, str, str]  # whether all is well, what was found, and what
 GIB = 2**30
 DISK, SHARED, HANDLES = 5 * GIB, GIB // 4, 1024  # less is to be mended
 BUCKET_WAIT_S = 6.0
+FIRST_YEAR = 2026  # an earlier date is a clock that was never set
 
 
 def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -53,6 +57,9 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
     if cluster.num_nodes > 1 and not address.startswith(("127.", "localhost", "::1")):
         mend = "it is this host by its loopback interface; give the address of node 0, or correct /etc/hosts"
         yield network_interface(address) != "lo", f"MASTER_ADDR={address}", mend
+    known = ", ".join(name for _, name in socket.if_nameindex())
+    for name in filter(None, environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=^").split(",")):
+        yield name in known, f"NCCL_SOCKET_IFNAME={name}", f"there are {known}: unset NCCL_SOCKET_IFNAME"
     yield from _gpus() if accelerator == "gpu" else ()
     yield from _bucket(config["s3"]) if (config.get("s3") or {}).get("uri") else ()
     if cluster.launcher == "nodes" and cluster.num_nodes > 1:
@@ -69,6 +76,7 @@ def _machine(config: Config) -> Iterator[Finding]:
     yield len(temporary) <= MOST_OF_TMPDIR, f"temporary files in {temporary}", "too long, export TMPDIR=/tmp"
     yield shared > SHARED, f"{shared / 2**20:.0f} MiB of shared memory", "docker run --shm-size=8g"
     yield handles < 0 or handles >= HANDLES, f"{handles} file handles", "ulimit -n 65536"
+    yield time.gmtime().tm_year >= FIRST_YEAR, f"the clock says {time.strftime('%F %T %Z')}", "timedatectl set-ntp true"
 
 
 def _gpus() -> Iterator[Finding]:
@@ -133,17 +141,21 @@ def _other_nodes(config: Config, cluster: Cluster, accelerator: str) -> Iterator
         yield False, f"the ranks' own connections fail ({reason})", "open all ports between the nodes to each other"
 
 
-def diagnose(cfg: Any) -> int:
-    """Log every finding; return the exit code."""
-    code = EXIT_OK
-    for is_fine, said, mend in examine(plain(cfg), chosen_options(cfg)["trainer"], environment()):
-        code = code if is_fine else EXIT_FAILED
-        log.info(f"{'ok  ' if is_fine else 'FIX '}  {said.rstrip('.')}{f': {mend}' if mend and not is_fine else ''}.")
-    return code
-
-
 def main(argv: list[str]) -> int:
-    return run_script("train", argv, diagnose, __doc__ or "")
+    as_json = "--json" in argv
+
+    def diagnose(cfg: Any) -> int:
+        found = []
+        for is_fine, said, mend in examine(plain(cfg), chosen_options(cfg)["trainer"], environment()):
+            sentence = f"{said.rstrip('.')}{f': {mend}' if mend and not is_fine else ''}."
+            found.append({"ok": is_fine, "finding": sentence})
+            if not as_json:
+                log.info(f"{'ok  ' if is_fine else 'FIX '}  {sentence}")
+        if as_json:
+            say(json.dumps(found, indent=1, ensure_ascii=False))
+        return EXIT_OK if all(each["ok"] for each in found) else EXIT_FAILED
+
+    return run_script("train", [word for word in argv if word != "--json"], diagnose, __doc__ or "")
 
 
 if __name__ == "__main__":

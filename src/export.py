@@ -1,7 +1,7 @@
 """Export a trained model: safetensors, ONNX, torch.export and a model card; each is compared with the net itself.
 
     python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>] [formats=safetensors,onnx,pt2]
-    hf upload ORG/NAME exports/<run_id> --private           to the Hugging Face hub
+        [push_to=ORG/NAME]                  and upload the folder to the Hugging Face hub, as a private repository
 
 By default it makes every format whose packages are installed. A timm model is loaded from the folder by
 timm.create_model("local-dir:FOLDER", pretrained=True). ONNX needs onnx, onnxscript and onnxruntime.
@@ -27,7 +27,9 @@ from lockstep.runs.script import run_with_options
 
 log = logging.getLogger(__name__)
 
-OPTIONS: dict[str, str | None] = {"ckpt_path": None, "out": "", "formats": "", "log_dir": str(REPOSITORY / "logs")}
+OPTIONS: dict[str, str | None] = {
+    "ckpt_path": None, "out": "", "formats": "", "log_dir": str(REPOSITORY / "logs"), "push_to": "",
+}  # fmt: skip
 TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
 NEEDED = {"safetensors": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 
@@ -163,12 +165,24 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
     )  # fmt: skip
 
 
+def hub(push_to: str, method: str, **arguments: Any) -> Any:
+    """Call the Hugging Face hub; raise UserError with its reason if it refuses, as without a token."""
+    from huggingface_hub import HfApi
+
+    try:
+        return getattr(HfApi(), method)(**arguments)
+    except Exception as error:  # of the hub, and of whatever HTTP library its client uses
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"push_to={push_to}: {reason} (hf auth login, or HF_TOKEN, gives a token).") from None
+
+
 def export(options: dict[str, str]) -> int:
-    """Write the formats, compare each with the net, and write the card."""
+    """Write the formats, compare each with the net, write the card; upload the folder for push_to=."""
     from lockstep.training.inference import load_finished
 
-    formats = chosen_formats(options["formats"])
+    formats, push_to = chosen_formats(options["formats"]), options["push_to"]
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
+    repository = hub(push_to, "create_repo", repo_id=push_to, private=True, exist_ok=True) if push_to else None
     run_id = str(model.record.run_id)  # names a folder, so it must not climb
     name = run_id if RUN_ID_PATTERN.fullmatch(run_id) and ".." not in run_id else model.path.stem
     out = Path(options["out"] or Path("exports") / name)
@@ -191,6 +205,9 @@ def export(options: dict[str, str]) -> int:
         (out / "model.safetensors").unlink()
     (out / "README.md").write_text(card_text(model, out, compared))
     log.info(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    if repository:
+        hub(push_to, "upload_folder", repo_id=repository.repo_id, folder_path=out, commit_message=f"Export {out.name}")
+        log.info(f"uploaded to {repository}")
     return EXIT_OK
 
 

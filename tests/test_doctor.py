@@ -1,5 +1,6 @@
 """The doctor and the checks of each distributed run: one sentence per finding, with its mend."""
 
+import json
 import socket
 
 import pytest
@@ -32,10 +33,20 @@ def test_a_machine_alone_is_ready_and_what_it_lacks_makes_the_exit_code_1(tmp_pa
     words = ["trainer=cpu", f"paths.log_dir={tmp_path / 'not/yet'}"]
     assert doctor.main(words) == 0
     named = capsys.readouterr().out
-    parts = ("GiB free", "shared memory", "file handles", "temporary files", "1 ranks on 1 nodes", "cores for")
+    parts = (
+        "GiB free",
+        "shared memory",
+        "file handles",
+        "the clock says",
+        "temporary files",
+        "1 ranks on 1 nodes",
+        "cores for",
+    )
     assert [part for part in parts if part not in named] == []
     monkeypatch.setattr(doctor, "HANDLES", 2**40)
-    assert doctor.main(words) == 1 and " file handles: ulimit -n 65536.\n" in capsys.readouterr().out
+    assert doctor.main(["--json", *words]) == 1
+    [bad] = [each["finding"] for each in json.loads(capsys.readouterr().out) if not each["ok"]]
+    assert bad.endswith(" file handles: ulimit -n 65536.")
 
 
 @pytest.mark.parametrize(
@@ -43,6 +54,7 @@ def test_a_machine_alone_is_ready_and_what_it_lacks_makes_the_exit_code_1(tmp_pa
     [
         ("doctor.DISK", 2**60, "pass paths.log_dir=OTHER"),
         ("doctor.SHARED", 2**60, "docker run --shm-size=8g"),
+        ("doctor.FIRST_YEAR", 2999, "timedatectl set-ntp true"),
         ("doctor.available_cores", lambda: 1, "1 cores for 2 ranks: #SBATCH --cpus-per-task"),
         ("tempfile.tempdir", "/tmp/" + 80 * "x", "export TMPDIR=/tmp"),
     ],
@@ -53,10 +65,12 @@ def test_what_this_machine_lacks_is_named_with_its_mend(name, value, mend, monke
     assert mend in fault
 
 
-def test_a_place_or_options_that_cannot_be(tmp_path):
+def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     said = faults("trainer=cpu", "data.global_batch_size=0", f"paths.log_dir={tmp_path / 'file/x'}")
     assert len(said) == 2 and "paths.log_dir=" in said[0] and "data.global_batch_size=0" in said[1], said
+    [said] = faults("trainer=cpu", f"paths.log_dir={tmp_path}", NCCL_SOCKET_IFNAME="=lo,eth77")
+    assert "NCCL_SOCKET_IFNAME=eth77: there are" in said
 
 
 def test_a_driver_that_torch_cannot_use_and_efa_without_its_plugin_are_named(monkeypatch, tmp_path):

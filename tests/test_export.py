@@ -36,6 +36,30 @@ def exported(vit, tmp_path_factory):
     return out
 
 
+def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    class Address(str):
+        repo_id = "me/birds"
+
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            if repo_id == "refused":
+                raise OSError("Token is required\nand more")
+            calls.append((repo_id, options["private"]))
+            return Address(f"https://hub/me/{repo_id}")
+
+        def upload_folder(self, repo_id, folder_path, **options):
+            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path / 'out'}", "formats=safetensors"]
+    assert main([*ask, "push_to=refused"]) == 2 and not (tmp_path / "out").exists()
+    assert "push_to=refused: Token is required (hf auth login, or HF_TOKEN," in capsys.readouterr().err
+    assert main([*ask, "push_to=birds"]) == 0 and "uploaded to https://hub/me/birds" in capsys.readouterr().out
+    assert calls == [("birds", True), ("me/birds", ["README.md", "config.json", "model.safetensors"])]
+
+
 @pytest.mark.parametrize(
     ("name", "size", "arguments"),
     [
