@@ -44,9 +44,14 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
 
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
-    except Exception as error:  # NVML raises errors of its own
-        log.info(f"GPUs cannot be counted ({error}); continuing with the CPU.")
-        return 0
+    except Exception:  # NVML raises errors of its own; a container without it may have CUDA all the same
+        count = ctypes.c_int()
+        try:
+            cuda = ctypes.CDLL("libcuda.so.1")
+            return 0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value
+        except OSError as error:
+            log.info(f"GPUs cannot be counted ({error}); continuing with the CPU.")
+    return 0
 
 
 def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -158,3 +159,24 @@ def test_what_is_harmless_stays_and_is_taken():
     assert redact([*HARMLESS, None, 40]) == [*HARMLESS, None, 40]
     refuse_secrets({"tags": HARMLESS, "model": {"num_tokens": 196, "class_token": True}, "s3": {"sse_kms_key_id": "k"}})
     refuse_secrets({"s3": {"secret_key": None, "token": "", "password": "null"}})
+
+
+@pytest.mark.parametrize(("driver", "count"), [(True, 2), (False, 0)])
+def test_gpus_are_counted_by_the_driver_where_nvml_is_not_there(driver, count, monkeypatch):
+    class Cuda:
+        def cuInit(self, flags):
+            return 0
+
+        def cuDeviceGetCount(self, found):
+            found._obj.value = 2
+            return 0
+
+    def load(name):
+        if not driver:
+            raise OSError(f"{name}: no such file")
+        return Cuda()
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert visible_gpus({}) == count
