@@ -2,9 +2,11 @@
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from boto3.exceptions import S3UploadFailedError
+from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 
 from lockstep.runs.errors import UserError
@@ -134,3 +136,22 @@ def test_the_answers_of_other_stores_are_sentences(status, code, says):
     wrapped.__context__ = ClientError(answer, "PutObject")
     for error in (wrapped, wrapped.__context__):
         assert says in str(translate(error, "runs", "")) and SECRETS[0] not in str(translate(error, "runs", ""))
+
+
+@pytest.mark.parametrize(
+    "style, address", [("virtual", "https://bin.s3.example.com/"), ("path", "https://s3.example.com/bin/")]
+)
+def test_requests_go_to_the_address_of_boto3s_addressing_style(style, address, tmp_path, monkeypatch):
+    (tmp_path / "config").write_text(f"[default]\ns3 =\n    addressing_style = {style}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "key")
+    bucket, sent = Bucket("s3://bin/a b+ü", "https://s3.example.com"), []
+
+    def answer(request, **_):
+        sent.append(request.url)
+        return AWSResponse(request.url, 200, {"ETag": "1"}, SimpleNamespace(stream=list))
+
+    bucket.client.meta.events.register("before-send.s3", answer)
+    bucket.write("x", b"1")
+    assert sent == [address + "a%20b%2B%C3%BC/x"] and bucket.web_url("x") == sent[0]
