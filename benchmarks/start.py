@@ -6,7 +6,6 @@ Whole processes, in turns. The first step counts from the start of the process t
 "bare imports" is a process that imports torch, lightning.pytorch, hydra and numpy and does nothing else.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -19,16 +18,14 @@ from measuring import TRAIN, goal_row, in_turns, median, output_of, paired_ratio
 TORCH = [sys.executable, "-c", "import torch"]
 IMPORTS = [sys.executable, "-c", "import torch, lightning.pytorch, hydra, numpy"]
 FIRST_STEP = "--first-step"
+ROUNDS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5)
-    repetitions = parser.parse_args().repetitions
     with tempfile.TemporaryDirectory() as scratch:
         first_step(scratch, "trainer=cpu")  # decodes the images once, and warms the disk
         torch, help_s, cfg_s, imports, one, two = in_turns(
-            repetitions,
+            ROUNDS,
             partial(seconds_of, TORCH),
             partial(seconds_of, [*TRAIN, "--help"]),
             partial(seconds_of, [*TRAIN, "--cfg", "job"]),

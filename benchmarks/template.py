@@ -23,7 +23,6 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="images in torchvision's layout (FOLDER/MNIST/raw)")
     parser.add_argument("--data", choices=("mnist", "fashion_mnist"), default="mnist")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed")
     arguments = parser.parse_args()
     accuracies: dict[str, list[float]] = {"ours": [], "template": []}
@@ -55,7 +54,7 @@ def main() -> None:
             accuracies["template"].append(float(re.findall(r"accuracy (\S+) threads", said)[-1]))
             return seconds
 
-        theirs, mine = in_turns(arguments.repetitions, template, ours)
+        theirs, mine = in_turns(3, template, ours)
     whole, detail = paired_ratio(mine, theirs), f"{arguments.epochs} epoch(s); images: {arguments.data}"
     detail += f"; ours with {' '.join(arguments.overrides)}" if arguments.overrides else ""
     what = "whole process ÷ the usual Hydra + Lightning template's"
