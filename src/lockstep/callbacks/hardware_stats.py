@@ -39,7 +39,7 @@ class HardwareStats(pl.Callback):
     def __init__(self, run_folder: str | Path | None = None, interval_s: float = 1.0) -> None:
         self.run_folder, self.interval_s = run_folder, interval_s
         self.values: dict[str, array[float]] = {}  # by the column of the file
-        self.shown = 0  # samples that a log point has had
+        self.shown, self.is_host_bound = 0, False  # samples that a log point has had; as was logged
         self.fields: dict[str, object] = {}  # of the record, once training has ended
         self.devices, self.gpus, self.memory = set[torch.device](), list[int](), 0.0  # until fit starts
         self.finished, self.thread = threading.Event(), threading.Thread()
@@ -67,6 +67,19 @@ class HardwareStats(pl.Callback):
             if samples := [sample for each in series for sample in each]:
                 found[f"hardware/{title}"] = round(float(np.mean(samples)), 3)
         return found
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log once that a GPU of this node waits for the host."""
+        used = [
+            float(np.median(v[:])) for name, v in dict(self.values).items() if name.endswith("/utilisation_percent")
+        ]
+        enough = max(map(len, self.values.values()), default=0) > 30
+        if used and enough and min(used) < 60 and not self.is_host_bound and trainer.is_global_zero:
+            self.is_host_bound = True
+            log.info(
+                f"A GPU is busy {min(used):.0f} % of the time: steps wait for the host. Raise data.global_batch_size, "
+                "set trainer.compile=true, or raise data.num_workers where images are loaded."
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end(all_ranks=True)

@@ -3,6 +3,7 @@
 import csv
 import os
 import time
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -148,3 +149,13 @@ def test_sampling_ends_when_the_run_fails(tmp_path):
     written = rows(tmp_path / "hardware-node0.csv")
     time.sleep(0.2)
     assert rows(tmp_path / "hardware-node0.csv") == written
+
+
+@pytest.mark.parametrize(("percent", "samples", "lines"), [(35, 40, 1), (90, 40, 0), (35, 20, 0)])
+def test_gpus_that_wait_for_the_host_are_named_once(percent, samples, lines, caplog):
+    caplog.set_level("INFO", logger="lockstep")
+    callback, trainer = HardwareStats(), SimpleNamespace(is_global_zero=True)
+    callback.values = {"gpu0/utilisation_percent": array("f", [percent] * samples)}
+    for _ in range(2):
+        callback.on_train_epoch_end(trainer, None)
+    assert [f"busy {percent} %" in line for line in caplog.messages] == [True] * lines
