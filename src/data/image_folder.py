@@ -88,9 +88,14 @@ class ImageFolderDataModule(ListedDataModule):
         # A folder named train that holds images and no folders is a class: pictures of trains.
         splits = {name: SPLIT_OF[name.lower()] for name, inner in tree.items() if inner and name.lower() in SPLIT_OF}
         if TRAIN in splits.values() or len(splits) == len(tree):
-            return splits
+            like = {name: splits_in(name) for name, inner in tree.items() if inner and name not in splits}
+            return splits | {
+                name: parts[0] for name, parts in like.items() if parts and parts[0] not in splits.values()
+            }
         if all(map(splits_in, tree)):  # as train_images/ beside test_images/
             if len(tree) > 1 and not any(tree.values()):
+                if TRAIN not in {splits_in(name)[0] for name in tree}:  # classes, as test_tube/ and dev_board/
+                    return {}
                 folders = ", ".join(sorted(tree))
                 raise UserError(
                     f"{self._root}: {folders} hold no class folders: make train/<class>/ there, or use data=csv."

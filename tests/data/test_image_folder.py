@@ -75,8 +75,9 @@ def test_given_parts_stay_as_they_are_and_a_test_folder_may_lack_a_class_and_not
 
 
 @pytest.mark.parametrize(
-    "parts", [("Train", "valid", "TEST"), ("training", "dev", "testing"), ("train_images", "validationset", "Test ")]
-)
+    "parts", [("Train", "valid", "TEST"), ("training", "dev", "testing"), ("train_images", "validationset", "Test "),
+              ("train", "val_set", "test_images")]
+)  # fmt: skip
 def test_splits_by_any_of_their_names(tmp_path, parts):
     for part, count in zip(parts, (6, 2, 3)):
         write(tmp_path / "set" / part, {"a": count, "b": count})
@@ -84,6 +85,8 @@ def test_splits_by_any_of_their_names(tmp_path, parts):
     assert (*counts(dm), dm.class_names) == (12, 4, 6, ["a", "b"])
     with pytest.raises(UserError, match="test, train hold no class folders"):
         prepared(tmp_path, write(tmp_path / "flat", {"train": 6, "test": 6}))
+    dm = prepared(tmp_path, write(tmp_path / "things", {"test_tube": 6, "dev_board": 6}))
+    assert dm.class_names == ["dev_board", "test_tube"]
 
 
 def test_a_folder_beside_train_that_is_no_split_is_named(tmp_path):
