@@ -169,7 +169,7 @@ def lockstep_run(
 
     with tempfile.TemporaryDirectory() as scratch:
         total = warmup + steps + 1
-        count, size = (2 * batch, 32) if cached else (int(1.2 * total * batch), SIZE)
+        count, size = (256 + 2 * batch, 32) if cached else (256 + int(1.2 * total * batch), SIZE)
         overrides = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", f"data.num_images={count}",
                      f"data.stored_size={size}", "data.num_test_images=40", f"data.global_batch_size={batch}",
                      f"trainer.max_steps={total}", *QUIET.split(), *words.split(), *places(scratch)]  # fmt: skip

@@ -160,7 +160,7 @@ def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp
         assert found["compiled"]["compile_s"] > 1
 
 
-@pytest.mark.parametrize("name", ["test_gpu.py", "test_data_parallel.py"])
+@pytest.mark.parametrize("name", ["test_gpu.py", "test_placement.py"])
 def test_tests_that_need_a_gpu_pass(name):
     path = REPOSITORY / "tests/lockstep/strategies" / name
     command = [sys.executable, "-m", "pytest", str(path), "-q", "-m", "gpu", "-p", "no:cacheprovider"]
