@@ -187,6 +187,8 @@ def trainer_arguments() -> tuple[str, ...]:
 def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     """Return the sentence for a key that nothing reads."""
     group = key.partition(".")[0]
+    if group == "classifier":  # of version 1
+        return f"{key} is now task{key.removeprefix(group)}."
     if key in GONE:
         return f"{key} is gone in version 2: {GONE[key]}."
     if others := _options_with(key, folders):

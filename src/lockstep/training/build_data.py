@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.config.instantiate import build, options_of, resolve_target
@@ -101,6 +102,9 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
 def of_this_version(node: Config, group: str) -> Config:
     """Return a config without the options that its class lacks: of older versions, or null."""
     known, _ = options_of(resolve_target(node.get("_target_"), f"{group}._target_"))
+    gone = [f"{group}.{key}={value}" for key, value in node.items() if key in RETIRED and key not in known and value]
+    if gone and rank_zero_only.rank == 0:
+        log.info(f"Options of an older version, which nothing uses any more: {', '.join(gone)}")
     return {
         key: value for key, value in node.items()
         if not (value is None and key in OF_ALL) and (key in known or key not in RETIRED)

@@ -14,7 +14,7 @@ from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.training.build import build_loggers, build_strategy
-from lockstep.training.build_data import check_same_data, prepared_data
+from lockstep.training.build_data import check_same_data, of_this_version, prepared_data
 from runs import run_door, succeed
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
@@ -129,3 +129,11 @@ def test_the_weights_of_a_model_that_the_task_does_not_take_say_nothing_of_its_i
     images = {"crop_pct": "auto", "interpolation": "auto", "mean": "auto", "std": "auto"}
     data = prepared_data(config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": tmp_path, **images})
     assert len(data.settings.from_weights) == from_weights
+
+
+def test_options_of_an_older_version_are_dropped_and_named(caplog):
+    caplog.set_level("INFO", logger="lockstep")
+    node = {"_target_": "data.digits.DigitsDataModule", "stratify": True, "verify": None, "fold": None, "num_val": 5}
+    assert of_this_version(node, "data").keys() == {"_target_", "num_val"}
+    [said] = caplog.messages
+    assert said.endswith(": data.stratify=True")
