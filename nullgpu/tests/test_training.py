@@ -157,7 +157,7 @@ def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp
     if compute:
         assert found["synchronisations"]["bf16-mixed"] == 0
     else:
-        assert found["compiled"]["compile_s"] > 1
+        assert found["compiled"]["over_eager"] > 0 and found["compiled"]["graphs_over_eager"] > 0
 
 
 @pytest.mark.parametrize("name", ["test_gpu.py", "test_placement.py"])

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from lockstep.batch_size.search import GIB, fitting, next_batch
+from lockstep.batch_size.search import GIB, USABLE, fitting, next_batch
 from lockstep.config.compose import plain
 from lockstep.config.instantiate import resolve_target
 from lockstep.runs.config import Config
@@ -35,7 +35,10 @@ def estimate(cfg: Any) -> int:
     trainer = config["trainer"]
     if (trainer["strategy"] or {}).get("_target_", "").rpartition(".")[2] not in KNOWN:
         raise UserError("--estimate does not know this trainer: use trainer=gpu, ddp, fsdp or allreduce.")
-    if not (limit := trainer["memory_limit_gib"]):
+    limit = trainer["memory_limit_gib"]
+    if not limit and torch.cuda.is_available():
+        limit = USABLE * torch.cuda.mem_get_info()[0] / GIB
+    if not limit:
         raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
     devices, nodes = (trainer[key] if trainer[key] != "auto" else 1 for key in ("devices", "num_nodes"))
     ranks = 1 if trainer["launch"] == "one_process" else devices * nodes

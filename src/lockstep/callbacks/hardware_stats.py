@@ -78,7 +78,7 @@ class HardwareStats(pl.Callback):
             self.is_host_bound = True
             log.info(
                 f"A GPU is busy {min(used):.0f} % of the time: steps wait for the host. Raise data.global_batch_size, "
-                "set trainer.compile=true, or raise data.num_workers where images are loaded."
+                "set 'trainer.compile={mode: reduce-overhead}', or raise data.num_workers where images are loaded."
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

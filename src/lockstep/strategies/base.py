@@ -29,6 +29,7 @@ class Capabilities:
     Attributes:
         no_ema: why trainer.ema_decay cannot average the weights; empty if it can.
         supports_compile: trainer.compile can compile the net.
+        compiles_units: it compiles the forward of each of shard_units(), inside the hooks that gather their weights.
         scales_losses: fp16 works, whose losses are scaled.
         micro_batches: the number of parts in which a batch goes through the net.
         process_devices: the devices of one process if it computes on several; one may occur twice.
@@ -36,6 +37,7 @@ class Capabilities:
 
     no_ema = ""
     supports_compile = True
+    compiles_units = False
     scales_losses = True
     micro_batches = 1
     process_devices: list[torch.device] = []

@@ -49,6 +49,7 @@ class FSDP(Ranks):
     """
 
     no_ema = "averaged weights would be a second sharded network, gathered in every validation and checkpoint"
+    compiles_units = True
 
     def __init__(self, shard_within_node: bool = False, reshard_after_forward: bool = True) -> None:
         super().__init__()

@@ -1,8 +1,6 @@
 """Build the parts of a run that follow from its plan: strategy, net, loggers, callbacks, and all together."""
 
 import logging
-import shutil
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +16,6 @@ from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import model_name, seconds_of
-from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.storage.load import Checkpoint
 from lockstep.strategies.base import capabilities
@@ -28,6 +25,7 @@ from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training.build_data import DataFacts, build_data, data_facts
 from lockstep.training.build_module import build_module
+from lockstep.training.compilation import EagerEvaluation, compile_net, is_compiled
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_trainer
 from lockstep.training.weights import check_fits, facts_of, load_weights
@@ -53,14 +51,17 @@ def build_run(session: RankSession, checkpoint: Checkpoint | None = None) -> tup
         facts["class_counts"] = trained_on["class_counts"]
     has_weights, rates = bool(plan.checkpoint), plan.learning_rates
     module = build_module(plan.config, facts, trainable=trainable, has_checkpoint=has_weights, learning_rates=rates)
+    compiled = trainable and is_compiled(module, data, plan, strategy)
     if checkpoint is None:
-        prepare_net(module, data, plan, strategy)
+        prepare_net(module, data, plan, strategy, compiled)
         load_weights(module, facts, plan)
         torch.manual_seed(plan.config["seed"] + 7919 * plan.cluster.rank)  # dropout differs between ranks
     else:
         check_fits(module, checkpoint["state_dict"], str(plan.checkpoint), model_name(plan.config))
         module.load_state_dict(checkpoint["state_dict"])
     callbacks = build_callbacks(plan, session, recorder, facts, trainable=trainable)
+    if compiled:
+        callbacks.append(EagerEvaluation())
     loggers = build_loggers(plan) if trainable else []
     trainer = build_trainer(plan, strategy, callbacks, loggers, data, trainable=trainable)
     return trainer, module, data, recorder
@@ -77,7 +78,7 @@ def build_strategy(plan: RunPlan) -> Any:
     node = own["strategy"] or ({"_target_": "lockstep.strategies.ddp.DDP"} if plan.cluster.world_size > 1 else None)
     strategy = build(node, known) if node else "auto"
     able = capabilities(strategy)
-    if own["compile"] and not able.supports_compile:
+    if own["compile"] not in (False, None, "auto") and not able.supports_compile:
         raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
     if own["ema_decay"] and able.no_ema:
         raise UserError(
@@ -87,7 +88,7 @@ def build_strategy(plan: RunPlan) -> Any:
     return strategy
 
 
-def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any) -> None:
+def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any, compiled: bool) -> None:
     """Change the net as the trainer's options say: synchronised BatchNorm, recomputed activations, torch.compile.
 
     Raises:
@@ -104,16 +105,8 @@ def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any) -> None:
         synchronise(net, "cuda" if plan.accelerator == "gpu" else "cpu")
     if own.get("activation_checkpointing"):
         recompute_activations(net)
-    if own["compile"]:
-        options = own["compile"] if isinstance(own["compile"], Mapping) else {}
-        compiler = environment().get("CXX") or "g++"  # as inductor finds it
-        on_cpu = plan.accelerator == "cpu" and options.get("backend", "inductor") == "inductor"
-        if on_cpu and not shutil.which(compiler):
-            raise UserError(
-                f"trainer.compile needs a C++ compiler on a CPU, and {compiler} is not here: install one (apt-get "
-                "install g++), name it in the variable CXX, or leave trainer.compile out."
-            )
-        net.compile(**options)
+    if compiled:
+        compile_net(net, plan, strategy)
     if not hasattr(data, "place"):
         return  # its batch size is not known
     if hasattr(net, "init_from_images"):
