@@ -1,4 +1,4 @@
-"""torch.compile: where it pays, what it compiles, and evaluation without it."""
+"""Compile the net by torch.compile where it pays; evaluate without it."""
 
 import importlib.util
 import logging
