@@ -34,7 +34,7 @@ def reached_from(script: str) -> set[Path]:
 
 BUDGETS = {
     "lines in src/": (lambda: lines("src"), 15_300),
-    "lines in tests/": (lambda: lines("tests"), 15_000),
+    "lines in tests/": (lambda: lines("tests"), 15_100),
     "lines in benchmarks/": (lambda: lines("benchmarks"), 1_500),
     "modules that src/train.py reaches": (lambda: len(reached_from("train")), 70),
     "lines in README.md": (lambda: len((ROOT / "README.md").read_text().splitlines()), 80),
