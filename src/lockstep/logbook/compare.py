@@ -41,6 +41,7 @@ HELD_FIXED: dict[str, Callable[[Run], Any]] = {
     "the model": lambda run: run.record.model,
     "the number of epochs": lambda run: run.record.epochs,
     "the precision": lambda run: run.record.precision,
+    "torch.compile": lambda run: bool(run.record.compiled),
     "the seed": lambda run: run.record.seed,
     "the hardware": lambda run: [
         (node.get("cpu"), node.get("cores"), str(node.get("gpus"))) for node in run.record.hardware.get("nodes") or []

@@ -65,6 +65,7 @@ class RunRecord:
     num_nodes: int | None = None
     accelerator: str | None = None
     precision: str | int | None = None
+    compiled: bool | None = None  # by torch.compile
     seed: int | None = None
     global_batch_size: int | None = None
     per_device_batch_size: int | None = None

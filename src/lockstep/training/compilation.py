@@ -32,6 +32,9 @@ class EagerEvaluation(pl.Callback):
 
     on_test_start, on_test_end, on_exception = on_validation_start, on_validation_end, on_validation_end
 
+    def record_fields(self) -> dict[str, bool]:
+        return {"compiled": True}
+
 
 def is_compiled(module: Any, data: Any, plan: RunPlan, strategy: Any) -> bool:
     """Return whether trainer.compile compiles the net; auto: in long runs on GPUs, but not under FSDP.

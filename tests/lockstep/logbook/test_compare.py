@@ -29,8 +29,8 @@ def test_numbers_stand_beside_their_ratio_to_the_first_run_and_what_is_not_held_
     assert rows["Status"] == ["finished", "finished", "out of memory"]
     assert not_held_fixed(runs[:2]) == "Not held fixed between these runs: the number of epochs."
     assert not_held_fixed(runs[:1]) == ""
-    runs[1].record.seed, runs[1].record.code["tree_hash"] = 7, "other"
-    assert not_held_fixed(runs[:2]).endswith("the number of epochs, the seed, the code.")
+    runs[1].record.compiled, runs[1].record.seed, runs[1].record.code["tree_hash"] = True, 7, "other"
+    assert not_held_fixed(runs[:2]).endswith("the number of epochs, torch.compile, the seed, the code.")
 
 
 def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):

@@ -86,6 +86,7 @@ def test_a_compiled_net_learns_the_same_under_one_device_ddp_and_fsdp(trainer, c
     assert all(done.code == 0 for done in runs), [done.output for done in runs]
     losses = [done.record["metrics"]["val/loss"] for done in runs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert [done.record["compiled"] for done in runs] == [None, True]
 
 
 def test_without_a_compiler_it_is_one_sentence(tmp_path):
