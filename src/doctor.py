@@ -57,9 +57,11 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
     if cluster.num_nodes > 1 and not address.startswith(("127.", "localhost", "::1")):
         mend = "it is this host by its loopback interface; give the address of node 0, or correct /etc/hosts"
         yield network_interface(address) != "lo", f"MASTER_ADDR={address}", mend
-    known = ", ".join(name for _, name in socket.if_nameindex())
-    for name in filter(None, environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=^").split(",")):
-        yield name in known, f"NCCL_SOCKET_IFNAME={name}", f"there are {known}: unset NCCL_SOCKET_IFNAME"
+    stated, known = environ.get("NCCL_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    for name in filter(None, [] if stated.startswith("^") else stated.removeprefix("=").split(",")):  # ^: not these
+        is_known = name in known or not stated.startswith("=") and any(each.startswith(name) for each in known)
+        mend = f"there are {', '.join(known)}: unset NCCL_SOCKET_IFNAME"
+        yield is_known, f"NCCL_SOCKET_IFNAME={name}", mend
     yield from _gpus() if accelerator == "gpu" else ()
     yield from _bucket(config["s3"]) if (config.get("s3") or {}).get("uri") else ()
     if cluster.launcher == "nodes" and cluster.num_nodes > 1:

@@ -71,6 +71,9 @@ def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
     assert len(said) == 2 and "paths.log_dir=" in said[0] and "data.global_batch_size=0" in said[1], said
     [said] = faults("trainer=cpu", f"paths.log_dir={tmp_path}", NCCL_SOCKET_IFNAME="=lo,eth77")
     assert "NCCL_SOCKET_IFNAME=eth77: there are" in said
+    for fine in ("^docker0,lo", "l", "=lo"):
+        assert faults("trainer=cpu", f"paths.log_dir={tmp_path}", NCCL_SOCKET_IFNAME=fine) == []
+    assert len(faults("trainer=cpu", f"paths.log_dir={tmp_path}", NCCL_SOCKET_IFNAME="=l")) == 1
 
 
 def test_a_driver_that_torch_cannot_use_and_efa_without_its_plugin_are_named(monkeypatch, tmp_path):

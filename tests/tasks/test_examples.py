@@ -21,7 +21,7 @@ from lockstep.runs.folder import read_config
 from lockstep.storage.checkpoint_files import newest_whole
 from lockstep.storage.load import read_checkpoint
 from object_store import shared_store
-from predict import rows_of
+from predict import mask_paths, rows_of
 from runs import run_door, succeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,14 +170,14 @@ def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
     model = SimpleNamespace(module=None, facts={"class_names": ["cat", "dog"]})
     names = ["a/1.png", "2.jpg"]
-    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, tmp_path, 1) == [
+    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, {}, 1) == [
         {"cat": 0.25, "dog": 0.5}, {"cat": 1.0, "dog": 0.0}
     ]  # fmt: skip
-    assert rows_of(model, torch.tensor([1.5, 2.5]), names, tmp_path, 1) == [{"value": 1.5}, {"value": 2.5}]
-    masks = torch.tensor([[[0, 1]], [[2, 0]]])
-    rows = rows_of(model, masks, names, tmp_path / "p", 1)
+    assert rows_of(model, torch.tensor([1.5, 2.5]), names, {}, 1) == [{"value": 1.5}, {"value": 2.5}]
+    names, masks = ["a/1.png", "2.jpg", "2.tif"], torch.tensor([[[0, 1]], [[2, 0]], [[1, 1]]])
+    rows = rows_of(model, masks, names, mask_paths(names, tmp_path / "p"), 1)
     assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist()
-    assert rows[0]["mask"].endswith("p/a/1.png") and rows[1]["mask"].endswith("p/2.png")
+    assert [row["mask"].partition("/p/")[2] for row in rows] == ["a/1.png", "2.jpg.png", "2.tif.png"]
 
 
 def test_the_table_of_the_page_is_what_is_tested_here():

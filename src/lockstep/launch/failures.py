@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OUT_OF_MEMORY_HINT = (
-    "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global batch), less with "
-    "trainer.precision=bf16-mixed; data.global_batch_size=max finds what fits. What else is on the GPU: nvidia-smi."
-)
+UNCOMPILED = "trainer.compile=false trains without torch.compile."
+HINTS = {  # by the exception's class
+    "OutOfMemoryError": "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global batch), "
+    "less with trainer.precision=bf16-mixed; data.global_batch_size=max finds what fits. What else is on the GPU: "
+    "nvidia-smi.",
+    **dict.fromkeys(("BackendCompilerFailed", "InductorError", "InternalTorchDynamoError"), UNCOMPILED),
+}
 PLAIN = ("UserError", "Diverged", "NoRoom")  # exceptions whose message is a sentence
 PEER_TIMEOUT_S = 6.0  # for the other ranks to publish their error, or that they have lost a peer
 NETWORK_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
@@ -146,7 +149,7 @@ def log_failure(failure: RankError, callstack: str) -> None:
         sys.stderr.write(redact_text(callstack))  # it may quote a request with credentials
     if kind not in ("UserError", "NoRoom"):
         text = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {text}".rstrip()
-    log.error(f"{text}\n{OUT_OF_MEMORY_HINT}" if kind == "OutOfMemoryError" else text)
+    log.error(f"{text}\n{HINTS[kind]}" if kind in HINTS else text)
 
 
 def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -> None:

@@ -274,7 +274,7 @@ def write_config(plan: RunPlan) -> None:
 def first_record(plan: RunPlan) -> RunRecord:
     """Return the record before anything has happened."""
     now, folder, cluster, config, batch = utc_now(), plan.folder, plan.cluster, plan.config, plan.batch
-    tags = [config["tags"]] if isinstance(config["tags"], str) else list(config["tags"] or ())
+    tags = config["tags"] if isinstance(config["tags"], list | tuple) else [config["tags"]]
     program = Path(sys.argv[0]).resolve()
     script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
     hardware, chooser = config.get("hardware") or {}, (config.get("callbacks") or {}).get("checkpoints") or {}
@@ -282,7 +282,8 @@ def first_record(plan: RunPlan) -> RunRecord:
     named = initial or config["model"].get("weights")
     starts_from = Path(named) if isinstance(named, str) and not resumed and Path(named).is_file() else None
     return RunRecord(
-        run_id=folder.run_id, task_name=config["task_name"], tags=tags, status="running", phase="start",
+        run_id=folder.run_id, task_name=config["task_name"], status="running", phase="start",
+        tags=[str(tag) for tag in tags if tag is not None],
         started_at=now, updated_at=now, command=f"python {shlex.join([script, *sys.argv[1:]])}",
         overrides=list(config["overrides"]), experiment=config.get("experiment_name") or plan.choices.get("experiment"),
         code=provenance.code_state(REPOSITORY), versions=provenance.versions(),

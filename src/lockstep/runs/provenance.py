@@ -28,6 +28,7 @@ def project_root() -> Path:
 
 REPOSITORY = project_root()
 CODE = ("src", "configs", "requirements.txt")
+GIT_TIMEOUT_S = 20
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
 DIFF_LIMIT = 200_000  # characters
 PLAIN = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")  # whatever the user has configured
@@ -79,9 +80,11 @@ def _git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]
     """Return what git prints and its errors; nothing printed counts unless it ends with 0 or with `differs`."""
     command = ["git", "-C", str(repository), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S)
+    except OSError:
         return "", "git is not installed"
+    except subprocess.TimeoutExpired:
+        return "", f"git took longer than {GIT_TIMEOUT_S} s"
     return done.stdout if done.returncode in (0, differs) else "", done.stderr
 
 

@@ -109,10 +109,10 @@ def freeze(net: nn.Module, stated: str | Sequence[str]) -> None:
         if pattern == BACKBONE:
             found = parameters.keys() - head_names(net)
         if not found:
-            first, *_, last = short.values()
+            names = list(short.values())
             raise UserError(
-                f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, or patterns of names as {first} "
-                f"and {last}."
+                f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, or patterns of names as {names[0]} "
+                f"and {names[-1]}."
             )
         frozen |= found
     if all(name in frozen or not parameter.requires_grad for name, parameter in parameters.items()):

@@ -60,10 +60,12 @@ def test_what_is_refused_is_refused_without_torch(tmp_path):
     assert done.returncode == 2 and "data.root=nowhere does not exist" in done.stderr, done.stderr
 
 
-def test_a_temporary_folder_that_is_too_long_and_a_length_that_cannot_be_are_refused(monkeypatch):
+def test_a_long_temporary_folder_a_length_that_cannot_be_and_another_id_for_a_resumed_run_are_refused(monkeypatch):
     for epochs in (-1, 0):
         assert refused("trainer=cpu", f"trainer.max_epochs={epochs}").startswith(f"trainer.max_epochs={epochs}: give a")
     assert refused("trainer=cpu", "trainer.limit_train_batches=0").startswith("trainer.limit_train_batches=0")
+    assert "under its own id: leave run_id=b out" in refused("trainer=cpu", "resume=a", "run_id=b")
+    assert refused("trainer=cpu", "resume=logs/a/", "run_id=a") is None
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 100)
     assert "too long for the sockets" in refused("trainer=cpu")
 

@@ -70,6 +70,10 @@ def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatc
     assert "dubious ownership" in reason and reason.endswith(f"git config --global --add safe.directory {repository}")
     monkeypatch.setenv("PATH", str(empty))
     assert provenance.code_state(repository)["commit_unknown"] == "git is not installed"
+    (empty / "git").write_text("#!/bin/sh\nread forever </dev/zero\n")
+    (empty / "git").chmod(0o755)
+    monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", 0.1)
+    assert provenance.code_state(repository)["commit_unknown"] == "git took longer than 0.1 s"
 
 
 @pytest.mark.parametrize(

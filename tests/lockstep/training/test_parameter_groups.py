@@ -143,3 +143,5 @@ def test_a_part_that_the_net_itself_does_not_train_stays_so_and_its_norms_train(
 def test_nothing_and_everything_are_refused(stated, says):
     with pytest.raises(UserError, match=says):
         freeze(timm_model("resnet10t"), stated)
+    with pytest.raises(UserError, match="'bias' matches no parameter.* as weight and weight"):
+        freeze(nn.Linear(2, 2, bias=False), "bias")
