@@ -105,6 +105,8 @@ class CSVDataModule(ListedDataModule):
             raise UserError(f"data.root={self._table} cannot be read ({error.strerror}): give a CSV file.") from None
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"data.root={self._table} is not a CSV file in UTF-8 or UTF-16 ({error}).") from None
+        if not rows:
+            raise UserError(f"data.root={self._table} has no rows.")
         return names, rows
 
 

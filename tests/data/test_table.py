@@ -105,7 +105,7 @@ BAD = {
     "line 3: split is extra: give one of train, val": "path,label,split\n00.png,red,train\n01.png,red,extra\n",
     "line 2: a path and a label are needed": "path,label\n00.png,\n",
     "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",
-    "has no images": "path,label\n",
+    "list.csv has no rows": "path,label\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
     "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
 }
