@@ -67,7 +67,8 @@ def compare(options: argparse.Namespace) -> None:
         write_comparison(options.md, runs, title)
         say(options.md)
     if options.html:
-        address = write_report(report_html(title, runs).encode(), options.html)
+        endpoint = next((each for run in runs if (each := run.config.get("s3.endpoint_url"))), None)
+        address = write_report(report_html(title, runs).encode(), options.html, endpoint)
         for folder in {root / run.run_id for run in runs for root in (run.folder.parent, options.logbook)}:
             if (folder / "run.json").exists():
                 run = read_run(folder)
@@ -79,7 +80,7 @@ def compare(options: argparse.Namespace) -> None:
         build.write_index(options.logbook)
 
 
-def write_report(page: bytes, place: str) -> str:
+def write_report(page: bytes, place: str, endpoint: str | None) -> str:
     """Write the interactive report to a file or an object; return where a browser finds it."""
     if not place.startswith("s3://"):
         write_atomically(Path(place), lambda file: file.write(page), binary=True)
@@ -87,7 +88,7 @@ def write_report(page: bytes, place: str) -> str:
     from lockstep.storage.s3 import Bucket
 
     prefix, _, name = place.rpartition("/")
-    bucket = Bucket(prefix)
+    bucket = Bucket(prefix, endpoint)
     bucket.write(name, page, ContentType="text/html; charset=utf-8", CacheControl="no-cache")
     return bucket.web_url(name)
 

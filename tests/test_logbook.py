@@ -67,7 +67,8 @@ def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, c
     store = shared_store()
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.endpoint_url)
+    with (tmp_path / "logs/train/runs/run-ddp/config.yaml").open("a") as config:  # the store that the run used
+        config.write(f"s3: {{endpoint_url: '{store.endpoint_url}'}}\n")
     bucket = store.new_bucket()
     words = ("--html", f"s3://{bucket}/a/b/one.html", "--title", "One")
     assert logbook("compare", "run-ddp", *words) == 0
