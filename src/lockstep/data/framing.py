@@ -171,8 +171,9 @@ class BatchTransforms:
             return images
         border, crop = self.framing.crop_padding, self.framing.image_size
         if images.device.type == "cpu":  # in one thread, as `take`
-            edges = (border, border)
-            images = torch.from_numpy(np.pad(images.numpy(), ((0, 0), edges, edges, (0, 0)))).contiguous()
+            padded = np.zeros((len(images), side + 2 * border, side + 2 * border, images.shape[3]), np.uint8)
+            padded[:, border : side + border, border : side + border] = images.numpy()
+            images = torch.from_numpy(padded)
         else:
             images = pad(images, (0, 0, border, border, border, border)).contiguous()
         n, _, width, channels = images.shape
@@ -203,5 +204,6 @@ def _mirrored(images: Tensor, flip: Tensor) -> Tensor:
     if images.device.type != "cpu":
         return torch.where((flip > 0).view(-1, 1, 1, 1), images.flip(2), images)
     found, chosen = images.numpy().copy(), flip.numpy() > 0
-    found[chosen] = found[chosen, :, ::-1]
+    pixels = found.view(f"V{found.shape[3]}")[..., 0]  # a pixel at a time: several times as fast as a byte at a time
+    pixels[chosen] = pixels[chosen, :, ::-1]
     return torch.from_numpy(found)
