@@ -80,10 +80,14 @@ class ImageClassifier(Task):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
         logits = self.net(images)
-        check_logits(logits, self.num_classes)
-        labels = targets if targets.ndim == 1 else targets.argmax(1)  # the largest share of a mixed image
-        self.count(acc=logits.argmax(1) == labels)
+        self.count_hits(logits, targets)
         return self.loss(logits, targets).mean()
+
+    def count_hits(self, logits: Tensor, targets: Tensor) -> None:
+        """Count the accuracy of a training step; of a mixed image the class with the largest share is right."""
+        check_logits(logits, self.num_classes)
+        labels = targets if targets.ndim == 1 else targets.argmax(1)
+        self.count(acc=logits.argmax(1) == labels)
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
@@ -118,26 +122,21 @@ class ImageClassifier(Task):
         images = batch if isinstance(batch, Tensor) else batch[0]
         return probabilities_of(self.loss, self.predict_logits(images))
 
-    def on_validation_epoch_end(self) -> None:
-        self.log_exactly(self._values("val"))
-
-    def on_test_epoch_end(self) -> None:
-        values, total = self._values("test"), self.trainer.strategy.reduce
-        confusion = total(self.counts.confusion, reduce_op="sum").view(self.num_classes, self.num_classes)
-        self.test_confusion = confusion.long().tolist()
-        scores = scores_of(confusion, total(self.counts.calibration, reduce_op="sum"))
-        self.log_exactly({**values, **{f"test/{name}": value for name, value in scores.items()}})
-
-    def _values(self, stage: str) -> dict[str, float]:
-        """Compute the metrics with one collective and one synchronisation, beside those of `metrics`."""
+    def evaluation_values(self, stage: str) -> dict[str, float]:
+        """Compute the metrics; a validation without `metrics` has one collective and one synchronisation."""
         if not (totals := self.totals(stage)):  # limit_test_batches=0
             return {}
         values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}  # a dry run counts 0
-        if self.metrics:
-            labels = self.counts.confusion.view(self.num_classes, self.num_classes).sum(1)
-            values |= values_of(self.metrics, self.trainer.strategy.reduce(labels, reduce_op="sum"), stage)
-        correct, images = totals[f"{stage}/acc"]
-        return {**values, f"{stage}/correct": correct, f"{stage}/images": images}
+        values[f"{stage}/correct"], values[f"{stage}/images"] = totals[f"{stage}/acc"]
+        if self.metrics or stage == "test":
+            total = self.trainer.strategy.reduce
+            confusion = total(self.counts.confusion, reduce_op="sum").view(self.num_classes, self.num_classes)
+            values |= values_of(self.metrics, confusion.sum(1), stage)
+        if stage == "test":
+            self.test_confusion = confusion.long().tolist()
+            scores = scores_of(confusion, total(self.counts.calibration, reduce_op="sum"))
+            values |= {f"test/{name}": value for name, value in scores.items()}
+        return values
 
 
 def scores_of(confusion: Tensor, calibration: Tensor) -> dict[str, float]:

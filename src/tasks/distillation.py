@@ -57,9 +57,8 @@ class Distillation(ImageClassifier):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
-        logits, temperature = self.predict_logits(images), self.temperature
-        labels = targets if targets.ndim == 1 else targets.argmax(1)
-        self.count(acc=logits.argmax(1) == labels)
+        logits, temperature = self.net(images), self.temperature
+        self.count_hits(logits, targets)
         precise = torch.promote_types(logits.dtype, torch.float32)
         with torch.no_grad():
             taught = (self.teacher[0].to(images.dtype)(images).to(precise) / temperature).log_softmax(1)

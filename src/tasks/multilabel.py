@@ -41,17 +41,10 @@ class MultiLabel(Task):
 
     test_step = validation_step
 
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_precision("val")
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_precision("test")
-
-    def _log_precision(self, stage: str) -> None:
-        self.log_exactly({f"{stage}/map": float(self.average_precision.compute())})
+    def evaluation_values(self, stage: str) -> dict[str, float]:
+        values = {**super().evaluation_values(stage), f"{stage}/map": float(self.average_precision.compute())}
         self.average_precision.reset()
+        return values
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return (B, num_classes) probabilities."""

@@ -49,19 +49,12 @@ class Segmentation(Task):
 
     test_step = validation_step
 
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_overlap("val")
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_overlap("test")
-
-    def _log_overlap(self, stage: str) -> None:
+    def evaluation_values(self, stage: str) -> dict[str, float]:
         confusion = self.trainer.strategy.reduce(self.confusion.clone(), reduce_op="sum")
         right, union = confusion.diag(), confusion.sum(0) + confusion.sum(1) - confusion.diag()
         overlap = (right / union)[union > 0].mean()  # over the classes that occur or were predicted
-        self.log_exactly({f"{stage}/miou": float(overlap), f"{stage}/acc": float(right.sum() / confusion.sum())})
+        scores = {f"{stage}/miou": float(overlap), f"{stage}/acc": float(right.sum() / confusion.sum())}
+        return {**super().evaluation_values(stage), **scores}
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return (B, H, W) classes."""
