@@ -13,12 +13,6 @@ from lockstep.runs.errors import UserError
 AUTO = "auto"
 
 
-def shares_of(targets: Tensor, num_classes: int, label_smoothing: float, dtype: torch.dtype) -> Tensor:
-    """Return (B, classes) that sum to 1, from classes (B,) int64 or shares (B, classes), smoothed to 1 / classes."""
-    shares = targets if targets.ndim == 2 else targets[:, None] == torch.arange(num_classes, device=targets.device)
-    return shares.to(dtype) * (1 - label_smoothing) + label_smoothing / num_classes
-
-
 def weights_of_classes(stated: str | Sequence[float] | None, class_counts: Sequence[int]) -> Tensor:
     """Return (classes,) float64. "auto": images / (classes × images of the class), whose mean over the images is 1.
 
@@ -72,10 +66,12 @@ class CrossEntropy(nn.Module):
             targets: classes (B,) int64, or shares of the classes (B, classes).
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        shares = shares_of(targets, self.num_classes, 0.0, logits.dtype)
+        classes = torch.arange(self.num_classes, device=targets.device)
+        shares = (targets if targets.ndim == 2 else targets[:, None] == classes).to(logits.dtype)
         if not self.training:
             return self.of_each(logits, shares)
-        loss = self.of_each(logits, shares_of(shares, self.num_classes, self.label_smoothing, logits.dtype))
+        smoothing = self.label_smoothing
+        loss = self.of_each(logits, shares * (1 - smoothing) + smoothing / self.num_classes)
         return loss * (shares @ self.weights.to(logits.dtype)) if self.is_weighted else loss
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import difflib
 import logging
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -127,35 +127,30 @@ class TimmModel(nn.Module):
                 f"timm's {type(vit).__name__} does not name its stages: "
                 "trainer=model_parallel works with vit_* names, alexnet, alexnet_bn, small_cnn and airbench."
             )
+
+        def embed(images: Tensor) -> Tensor:
+            return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+
         first = [name for name, _ in vit.named_children() if name not in ("blocks", "norm", *HEAD_NAMES)]
-        return [_Embedding(vit, first), *vit.blocks, vit.norm, _Head(vit, HEAD_NAMES)]
+        first += [name for name, _ in vit.named_parameters(recurse=False)]
+        return [_Part(vit, first, embed), *vit.blocks, vit.norm, _Part(vit, HEAD_NAMES, vit.forward_head)]
 
 
 class _Part(nn.Module):
-    """A part of a VisionTransformer with the same parameter objects, so that it can be moved to another device."""
+    """Children and parameters of a VisionTransformer, the same objects, so that they move to another device together.
 
-    def __init__(self, vit: nn.Module, children: Iterable[str]) -> None:
+    Args:
+        compute: the forward of this part, a method of the whole net.
+    """
+
+    def __init__(self, vit: nn.Module, names: Iterable[str], compute: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        for name in children:
-            if getattr(vit, name, None) is not None:
-                self.add_module(name, getattr(vit, name))
-        self.whole = (vit,)  # in a tuple: not a child, or all of it would be moved
+        for name in names:
+            setattr(self, name, getattr(vit, name, None))
+        self.compute = compute
 
-
-class _Embedding(_Part):
-    def __init__(self, vit: nn.Module, children: Iterable[str]) -> None:
-        super().__init__(vit, children)
-        for name, parameter in vit.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-
-    def forward(self, images: Tensor) -> Tensor:
-        [vit] = self.whole
-        return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
-
-
-class _Head(_Part):
-    def forward(self, features: Tensor) -> Tensor:
-        return self.whole[0].forward_head(features)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
 
 
 def vit_tiny_32(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's coefficients: steepest at zero for few iterations
 
@@ -98,15 +99,5 @@ def _muon_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> N
     whole = direction.full_tensor() if sharded else direction
     update = orthogonalise(whole.flatten(1), group["iterations"]).view(whole.shape)
     if sharded:
-        update = _shard_like(update, direction)
+        update = distribute_tensor(update, direction.device_mesh, direction.placements, src_data_rank=None)
     parameter.add_(update, alpha=-group["lr"])
-
-
-def _shard_like(whole: Tensor, sharded: Any) -> Any:
-    """Return this rank's shard of a tensor that every rank has, without communication."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = sharded.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-        mesh, sharded.placements
-    )

@@ -10,7 +10,6 @@ from lockstep.callbacks.checkpoint_io import load_on_all_ranks
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder
 from lockstep.storage.load import Checkpoint
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import head_names
@@ -37,7 +36,7 @@ def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) ->
         checkpoint = load_on_all_ranks(plan.checkpoint)
         check_fits(module, checkpoint["state_dict"], plan.checkpoint, model_name(plan.config))
         if "data_hash" in facts:
-            check_data_of_run(checkpoint, facts, plan.folder)
+            check_data_of_run(checkpoint, facts, plan.folder.run_id)
     elif plan.checkpoint:
         loaded = start_from(module, plan.checkpoint, model_name(plan.config), plan.config["data"], facts)
         if plan.cluster.is_rank_zero:
@@ -56,15 +55,14 @@ def check_fits(module: torch.nn.Module, found: dict[str, Tensor], path: str, mod
             )
 
 
-def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, folder: RunFolder) -> None:
+def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run with other images than it began with."""
     there = {**facts, **facts_of(checkpoint)}
-    for name in ("class_names", "data_hash"):
-        if there.get(name) != facts.get(name):
-            said = [f"hash {own[name][:12]}" if name == "data_hash" else _shown(own[name]) for own in (there, facts)]
+    for name, shown in (("class_names", _shown), ("data_hash", "hash {:.12}".format)):
+        if there[name] != facts[name]:
             raise UserError(
-                f"The run {folder.run_id} was trained on other images ({said[0]}, now {said[1]}): give it the same "
-                "data.root and data.path, or start a new run with ckpt_path=."
+                f"The run {run_id} was trained on other images ({shown(there[name])}, now {shown(facts[name])}): give "
+                "it the same data.root and data.path, or start a new run with ckpt_path=."
             )
 
 
