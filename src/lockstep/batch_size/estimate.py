@@ -70,12 +70,10 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     with torch.device("meta"):  # timm reads values of fake tensors, so the net is built without any
         module: Any = build_module(config, facts, has_checkpoint=True)
         net = module.net.to(dtype)
+    if not all(weight.requires_grad for weight in net.parameters()):  # MemTracker waits for each one's gradient
+        raise UserError("--estimate does not know frozen parameters: leave --estimate out, to search by short runs.")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for owner in net.modules():
-            for name, weight in list(owner.named_parameters(recurse=False)):
-                setattr(owner, name, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad))
-            for name, value in list(owner.named_buffers(recurse=False)):
-                setattr(owner, name, torch.empty_like(value, device="cpu"))
+        net.to_empty(device="cpu")
         if trainer["activation_checkpointing"]:
             recompute_activations(net)
         module.scheduler_factory, module.trainer = None, SimpleNamespace(precision=precision)
@@ -94,7 +92,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
                 del images, loss
                 tracker.reset_mod_stats()
         moments.append(tracker.get_tracker_snapshot("peak"))
-    weights, trained = _bytes(net), sum(weight.nbytes for weight in net.parameters() if weight.requires_grad)
+    weights = _bytes(net)
     shards = 1 if not sharded else devices if strategy["shard_within_node"] else ranks
     units = getattr(net, "shard_units", list)() or [net]
     gathered = 3 * max(map(_bytes, units)) if shards > 1 else 0  # two units and the gradients of one
@@ -102,7 +100,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
 
     def on_one_device(moment: Any) -> float:
         held = {str(kind).rpartition(".")[2]: size for kind, size in moment[torch.device("cpu")].items()}
-        gradients = max(held["GRAD"], trained) if ranks > 1 and not sharded else held["GRAD"]  # DDP keeps its buckets
+        gradients = max(held["GRAD"], weights) if ranks > 1 and not sharded else held["GRAD"]  # DDP keeps its buckets
         state = held["PARAM"] + gradients + held["OPT"] + (weights if trainer["ema_decay"] else 0)
         return copies * state / shards + held["Total"] - held["PARAM"] - held["GRAD"] - held["OPT"] + gathered
 

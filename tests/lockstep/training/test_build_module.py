@@ -41,20 +41,16 @@ def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
 @pytest.mark.parametrize(
     ("task", "target", "said"),
     [
-        ("classifier", "labels", "takes a class .*task=classifier.*the data has several labels .*task=multilabel"),
-        ("multilabel", "class", "takes several labels .*label_columns=.*the data has a class for each image"),
-        ("segmentation", "class", "takes a mask .*data.target=mask .*the data has a class for each image"),
-        ("regression", "labels", "takes a number .*data.target=number .*the data has several labels"),
+        ("task=classifier", "labels", "takes a class .*task=classifier.*data has several labels .*task=multilabel"),
+        ("task=multilabel", "class", "takes several labels .*label_columns=.*the data has a class for each image"),
+        ("task=segmentation", "class", "takes a mask .*data.target=mask .*the data has a class for each image"),
+        ("task=regression", "labels", "takes a number .*data.target=number .*the data has several labels"),
+        ("task._target_=plain_task.Lazy", None, "layers.weight is of a lazy layer"),
     ],
 )
-def test_targets_that_the_task_does_not_take_are_refused(task, target, said):
+def test_targets_that_the_task_does_not_take_and_a_lazy_layer_are_refused(task, target, said):
     with pytest.raises(UserError, match=said):
-        build_module(plain(compose("train", [f"task={task}", "model=small_cnn"])), {"target": target, "num_classes": 2})
-
-
-def test_a_lazy_layer_is_named():
-    with pytest.raises(UserError, match="layers.weight is of a lazy layer"):
-        build_module(plain(compose("train", ["task._target_=plain_task.Lazy"])), {})
+        build_module(plain(compose("train", [task, "model=small_cnn"])), {"target": target, "num_classes": 2})
 
 
 def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
