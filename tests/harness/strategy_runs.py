@@ -191,6 +191,11 @@ def fit(
     return result
 
 
+def scale(trainer: pl.Trainer) -> float:
+    """The factor of fp16's losses, which an overflow halves."""
+    return trainer.precision_plugin.scaler.get_scale()
+
+
 def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     """The largest relative difference of two sets of weights."""
     assert a.keys() == b.keys(), a.keys() ^ b.keys()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from strategy_runs import adamw, difference, mean_losses, one, plain_sgd, ranks, ranks_all, sgd, worst
+from strategy_runs import adamw, difference, mean_losses, one, plain_sgd, ranks, ranks_all, scale, sgd, worst
 
 SAVED = {
     "one process": lambda path, **s: [one(save=path, **s)],
@@ -54,7 +54,3 @@ def test_a_scaler_goes_from_ddp_names_to_fsdp(tmp_path):
     ranks("fsdp", 2, precision="16-mixed", overflow_at=2, save=path)
     found = ranks("fsdp", 2, precision="16-mixed", epochs=2, resume=path, inspect=scale)
     assert [r["inspect"] for r in found] == [32768.0, 32768.0]
-
-
-def scale(trainer):
-    return trainer.precision_plugin.scaler.get_scale()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runs import succeed
-from strategy_runs import mean_losses, one, ranks, worst
+from strategy_runs import mean_losses, one, ranks, scale, worst
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -20,10 +20,6 @@ def test_losses_are_those_of_the_cpu(name, precision):
     expected = one(precision="32-true")
     found = ranks(name, 1, precision=precision, device=GPU)
     np.testing.assert_allclose(mean_losses(found), expected["losses"], rtol=TOLERANCE[precision])
-
-
-def scale(trainer):
-    return trainer.precision_plugin.scaler.get_scale()
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

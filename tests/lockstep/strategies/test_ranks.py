@@ -42,14 +42,10 @@ def test_equals_one_process_in_float64(world_size, nodes, every):
         assert tiny.difference(found, tiny.one(**same), settings.get("accumulate", 1)) < 1e-12, (name, settings)
 
 
-def scale(trainer):
-    return trainer.precision_plugin.scaler.get_scale()
-
-
 def test_low_precision_stays_close_keeps_float32_weights_and_skips_an_overflow_of_one_rank_on_all():
     cases = [(precision, norm) for precision in ("bf16-mixed", "16-mixed") for norm in (False, True)]
     runs = [("fsdp", {"precision": p, "batch_norm": norm, "sync_batchnorm": norm}) for p, norm in cases]
-    scaled = {"precision": "16-mixed", "inspect": scale}
+    scaled = {"precision": "16-mixed", "inspect": tiny.scale}
     overflow = [("fsdp", {**scaled, "steps": 6, "overflow_at": 5}), ("fsdp", {**scaled, "steps": 5})]
     *close, skipped, without = tiny.ranks_all(2, [*runs, *overflow])
     for (_, norm), found in zip(cases, close, strict=True):
