@@ -177,25 +177,20 @@ def test_weights_of_other_trainings_load_as_timm_loads_them(tmp_path, wrap, take
     assert any(taken in line and str(path) in line for line in caplog.messages)
 
 
-def test_a_new_head_on_trained_weights_starts_at_the_loss_of_chance(tmp_path):
-    save_file(tiny(num_classes=10).backbone.state_dict(), tmp_path / "weights.safetensors")
-    images = 30 * torch.randn(8, 3, 32, 32)
-    for num_classes, is_chance in ((10, False), (7, True)):
-        net = tiny(num_classes=num_classes, image_size=32, weights=str(tmp_path / "weights.safetensors")).eval()
-        loss = torch.nn.functional.cross_entropy(net(images), torch.arange(8) % num_classes)
-        assert (loss.item() == pytest.approx(math.log(num_classes), abs=1e-6)) == is_chance
-
-
-def test_weights_with_another_head_size_and_channels_are_adapted(tmp_path):
+def test_weights_of_another_size_and_channels_are_adapted_and_a_new_head_starts_at_the_loss_of_chance(tmp_path):
     torch.manual_seed(0)
     source = tiny(num_classes=10)
     save_file(source.backbone.state_dict(), tmp_path / "weights.safetensors")
     torch.manual_seed(1)
-    loaded = tiny(num_classes=4, image_size=32, channels=1, weights=str(tmp_path / "weights.safetensors"))
+    for num_classes, is_chance in ((10, False), (7, True)):
+        weights = str(tmp_path / "weights.safetensors")
+        loaded = tiny(num_classes=num_classes, image_size=32, channels=1, weights=weights).eval()
+        loss = torch.nn.functional.cross_entropy(loaded(30 * torch.randn(8, 1, 32, 32)), torch.arange(8) % num_classes)
+        assert (loss.item() == pytest.approx(math.log(num_classes), abs=1e-6)) == is_chance
     assert torch.equal(loaded.backbone.blocks[1].mlp.fc1.weight, source.backbone.blocks[1].mlp.fc1.weight)
     summed = source.backbone.patch_embed.proj.weight.sum(1, keepdim=True)
     assert torch.allclose(loaded.backbone.patch_embed.proj.weight, summed, atol=1e-6)
-    assert loaded.backbone.pos_embed.shape == (1, 65, 48) and loaded.backbone.head.weight.shape == (4, 48)
+    assert loaded.backbone.pos_embed.shape == (1, 65, 48) and loaded.backbone.head.weight.shape == (7, 48)
 
 
 class Trap:
