@@ -11,7 +11,6 @@ decoded has a row with the reason, and the exit code is then 1. A .pt file holds
 import csv
 import logging
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,10 @@ def predict(options: dict[str, str]) -> int:
     if "image_size" not in model.facts or "mean" not in model.facts:
         raise UserError("The run's data module does not define how images are made. Remove images= from the command.")
     out, batch = Path(options["out"] or "predictions.csv"), int(options["batch"])
-    out = out if out.suffix else out.with_suffix(".csv")
-    masks = mask_paths(names, out.with_suffix(""))
     rows: dict[str, Row] = {}
     for start in range(0, len(names), batch):
         part = names[start : start + batch]
-        rows |= predict_files(model, folder, part, masks, int(options["top"]))
+        rows |= predict_files(model, folder, part, out.with_name(f"{out.stem}_masks"), int(options["top"]))
     broken = [row["error"] for row in rows.values() if "error" in row]
     if len(broken) == len(names):
         raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
@@ -79,14 +76,7 @@ def predict(options: dict[str, str]) -> int:
     return EXIT_FAILED if broken else EXIT_OK
 
 
-def mask_paths(names: list[str], folder: Path) -> dict[str, Path]:
-    """Return a file in `folder` for each image: a/1.png for a/1.jpg, but 2.jpg.png where there are 2.jpg and 2.tif."""
-    stems = {name: str(Path(name).with_suffix("")) for name in names}
-    count = Counter(stems.values())
-    return {name: folder / f"{stem if count[stem] == 1 else name}.png" for name, stem in stems.items()}
-
-
-def predict_files(model: Any, folder: Path, names: list[str], masks: dict[str, Path], top: int) -> dict[str, Row]:
+def predict_files(model: Any, folder: Path, names: list[str], masks: Path, top: int) -> dict[str, Row]:
     """Return the row of each file; its only column is `error` if it cannot be decoded."""
     import numpy as np
     import torch
@@ -107,11 +97,11 @@ def predict_files(model: Any, folder: Path, names: list[str], masks: dict[str, P
     return found
 
 
-def rows_of(model: Any, outputs: Any, names: list[str], masks: dict[str, Path], top: int) -> list[Row]:
+def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
     """Return the row of each image from what predict_step returned for a batch; write masks as PNG files.
 
     Args:
-        masks: their paths by the images' names.
+        masks: the folder for them.
     Raises:
         UserError: the result is not a tensor of numbers, vectors or masks.
     """
@@ -140,10 +130,11 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: dict[str, Path], 
         raise UserError(
             f"predict_step returns {found}, which is not a table: leave images= out, and out= is a .pt file."
         )
-    for name, mask in zip(names, outputs.to(torch.uint8).numpy(), strict=True):
-        masks[name].parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(mask).save(masks[name])
-    return [{"mask": str(masks[name])} for name in names]
+    paths = [masks / f"{name}.png" for name in names]  # a.jpg and a.png have a mask each
+    for path, mask in zip(paths, outputs.to(torch.uint8).numpy(), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask).save(path)
+    return [{"mask": str(path)} for path in paths]
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> None:

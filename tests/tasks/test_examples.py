@@ -18,10 +18,13 @@ from PIL import Image
 import shapes
 from faults import signal_at_step
 from lockstep.runs.folder import read_config
+from lockstep.runs.record import RunRecord
 from lockstep.storage.checkpoint_files import newest_whole
 from lockstep.storage.load import read_checkpoint
+from lockstep.training.inference import FinishedModel
 from object_store import shared_store
-from predict import mask_paths, rows_of
+from predict import main as predict
+from predict import rows_of
 from runs import run_door, succeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,15 +172,35 @@ def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
 
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
     model = SimpleNamespace(module=None, facts={"class_names": ["cat", "dog"]})
-    names = ["a/1.png", "2.jpg"]
-    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, {}, 1) == [
+    names = ["a/1.png", "a/1.jpg"]
+    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, tmp_path, 1) == [
         {"cat": 0.25, "dog": 0.5}, {"cat": 1.0, "dog": 0.0}
     ]  # fmt: skip
-    assert rows_of(model, torch.tensor([1.5, 2.5]), names, {}, 1) == [{"value": 1.5}, {"value": 2.5}]
-    names, masks = ["a/1.png", "2.jpg", "2.tif"], torch.tensor([[[0, 1]], [[2, 0]], [[1, 1]]])
-    rows = rows_of(model, masks, names, mask_paths(names, tmp_path / "p"), 1)
-    assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist()
-    assert [row["mask"].partition("/p/")[2] for row in rows] == ["a/1.png", "2.jpg.png", "2.tif.png"]
+    assert rows_of(model, torch.tensor([1.5, 2.5]), names, tmp_path, 1) == [{"value": 1.5}, {"value": 2.5}]
+    masks = torch.tensor([[[0, 1]], [[2, 0]]])
+    rows = rows_of(model, masks, names, tmp_path / "p", 1)
+    assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist(), "one stem, two files"
+    assert [row["mask"] for row in rows] == [str(tmp_path / f"p/{name}.png") for name in names]
+
+
+def test_masks_of_files_have_a_folder_that_is_neither_the_table_nor_the_images(tmp_path, monkeypatch):
+    class Dark(torch.nn.Module):
+        def predict_step(self, images, number):
+            return (images[:, 0] < 0).long()
+
+    facts = {"image_size": 4, "channels": 1, "mean": [0.5], "std": [1.0], "resize": 4}
+    model = FinishedModel(Dark(), {"data": {}}, facts, tmp_path, RunRecord())
+    monkeypatch.setattr("lockstep.training.inference.load_finished", lambda *_: model)
+    (tmp_path / "photos").mkdir()
+    for name, grey in (("a.png", 0), ("a.jpg", 255)):
+        Image.new("L", (4, 4), grey).save(tmp_path / "photos" / name)
+    before = (tmp_path / "photos/a.png").read_bytes()
+    for out in ("photos.csv", "preds"):
+        assert predict(["ckpt_path=r", f"images={tmp_path / 'photos'}", f"out={tmp_path / out}"]) == 0
+        with (tmp_path / out).open() as file:
+            masks = {row["file"]: np.array(Image.open(row["mask"])).mean() for row in csv.DictReader(file)}
+        assert masks == {"a.png": 1, "a.jpg": 0}
+    assert (tmp_path / "photos/a.png").read_bytes() == before and len(list((tmp_path / "photos").iterdir())) == 2
 
 
 def test_the_table_of_the_page_is_what_is_tested_here():
