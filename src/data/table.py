@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ ALIASES = {  # names that are tried where a table has no column path, label or s
     "label": ("labels", "class", "class_name", "target", "category"),
     "split": ("set", "subset", "partition", "fold"),
 }  # fmt: skip
+FLAG = re.compile("is_?(train|val|test)(ing)?(_[a-z_]+)?")  # a column of 0 and 1
 ENCODED, ROWS = "encoded.bin", 64  # rows of a parquet file that are read at a time
 
 
@@ -61,9 +63,14 @@ class CSVDataModule(ListedDataModule):
         path = column_of(table, names, self._path_column, "path_column")
         labels = [column_of(table, names, column, "label_columns") for column in several]
         labels = labels or [column_of(table, names, self._label_column, "label_column")]
-        likely = (name for name in names if name not in (path, *labels) and _tells_splits(row[name] for _, row in rows))
-        split = column_of(table, names, "split") or next(likely, "")
-        parts = splits_of([row.get(split, "") for _, row in rows], split, lambda i: f"{table}, line {rows[i][0]}")
+        likely = [name for name in names if name not in (path, *labels) and _tells_splits(row[name] for _, row in rows)]
+        parts: list[int] = []
+        for name in filter(None, [column_of(table, names, "split"), *likely]):
+            parts = parts or splits_of([row[name] for _, row in rows], name, lambda i: f"{table}, line {rows[i][0]}")
+        if not parts and (flags := [name for name in names if FLAG.fullmatch(name.lower())]):
+            raise UserError(
+                f"{table} has a column {flags[0]}: give one named split, with the names train, val and test."
+            )
         first: dict[str, tuple[int, Item]] = {}  # of each path, with its line
         for i, (line, row) in enumerate(rows):
             if not all(row[column] for column in (path, *labels)):

@@ -57,6 +57,7 @@ def test_unpacked_and_packed_cifar10_is_torchvisions(official):
         dm = made(CIFAR10DataModule, official, root=official / place)
         images, labels = evaluated(dm)
         assert np.array_equal(labels, theirs.targets) and np.array_equal(images, theirs.data)
+        assert dm._arrays[0].is_contiguous()  # else each batch is copied several times as slowly
         assert (dm.num_train, dm.num_val, dm.num_test, dm.class_names) == (54, 6, 12, theirs.classes)
     (official / "batches" / FOLDER / "data_batch_1").write_bytes(b"damaged")
     for root in (None, official / "batches"):

@@ -73,6 +73,10 @@ def test_other_names_of_columns_and_splits_delimiters_and_encodings(header, val,
 def test_a_column_of_splits_by_any_name_counts_and_a_fold_of_numbers_does_not(pictures, tmp_path):
     dm = csv_module(table(pictures / "list.csv", rows(), ["path", "label", "usage"]), tmp_path)
     assert facts(dm) == USUAL
+    kaggle = [[*row[:2], i % 5, {"train": "Training", "val": "PublicTest", "test": "PrivateTest"}[row[2]]]
+              for i, row in enumerate(rows())]  # fmt: skip
+    root = table(pictures / "kaggle.csv", kaggle, ["path", "label", "fold", "Usage"])
+    assert facts(csv_module(root, tmp_path)) == USUAL
     root = table(tmp_path / "list.csv", rows(lambda i: i % 5), ["path", "label", "fold"])
     assert facts(csv_module(root, tmp_path, images=pictures, test_fraction=0.25))[:3] == (16, 2, 6)
     with pytest.raises(UserError, match=r"none.csv cannot be read \(No such file or directory\)"):
@@ -106,6 +110,7 @@ BAD = {
     "line 2: a path and a label are needed": "path,label\n00.png,\n",
     "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",
     "list.csv has no rows": "path,label\n",
+    "has a column is_test: give one named split": "path,label,is_test\n00.png,red,0\n01.png,red,1\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
     "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
 }

@@ -156,7 +156,8 @@ class ImageDataModule(LightningDataModule):
         self.class_names, self._given, arrays = images.class_names, images.splits, images.arrays()
         self.data_hash = hash_of(images.images, arrays, self.class_names, self._given)
         masks = [name for name, array in arrays.items() if array.dtype == np.uint8]
-        self._pixels = [images.images, *(arrays.pop(name)[..., None] for name in masks)]
+        pixels = [images.images, *(arrays.pop(name)[..., None] for name in masks)]
+        self._pixels = list(map(np.ascontiguousarray, pixels))  # torchvision's CIFAR10 has the channels outermost
         self._set_targets(arrays, masks)
 
     def _set_targets(self, targets: Arrays, mask_names: list[str]) -> None:

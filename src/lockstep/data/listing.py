@@ -24,6 +24,7 @@ SPLITS = ("train", "val", "test")
 SPLIT_OF = {  # the names that Hugging Face's datasets know, in any case
     "train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "dev": VAL,
     "test": TEST, "testing": TEST, "eval": TEST, "evaluation": TEST,
+    "publictest": VAL, "privatetest": TEST,  # Kaggle's
 }  # fmt: skip
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
 SYSTEM_NAMES = {  # of macOS, Synology, Linux, Windows, Python
