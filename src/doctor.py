@@ -58,10 +58,10 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
         mend = "it is this host by its loopback interface; give the address of node 0, or correct /etc/hosts"
         yield network_interface(address) != "lo", f"MASTER_ADDR={address}", mend
     stated, known = environ.get("NCCL_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
-    for name in filter(None, [] if stated.startswith("^") else stated.removeprefix("=").split(",")):  # ^: not these
-        is_known = name in known or not stated.startswith("=") and any(each.startswith(name) for each in known)
+    matches = str.__eq__ if stated.startswith("=") else str.startswith  # as NCCL does; ^ names those it must not use
+    for name in filter(None, [] if stated.startswith("^") else stated.removeprefix("=").split(",")):
         mend = f"there are {', '.join(known)}: unset NCCL_SOCKET_IFNAME"
-        yield is_known, f"NCCL_SOCKET_IFNAME={name}", mend
+        yield any(matches(each, name) for each in known), f"NCCL_SOCKET_IFNAME={name}", mend
     yield from _gpus() if accelerator == "gpu" else ()
     yield from _bucket(config["s3"]) if (config.get("s3") or {}).get("uri") else ()
     if cluster.launcher == "nodes" and cluster.num_nodes > 1:

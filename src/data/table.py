@@ -129,10 +129,10 @@ def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -
     Args:
         where: what to call the row of a number.
     Raises:
-        UserError: some values name splits, and others do not.
+        UserError: some values name splits, and others do not; or none does in a column named split, which has several.
     """
     tidy = [value.strip().lower() for value in values]
-    if SPLIT_OF.keys().isdisjoint(tidy):
+    if SPLIT_OF.keys().isdisjoint(tidy) and (column.lower() != "split" or len({*tidy}) == 1):
         return []
     for i, name in enumerate(tidy):
         if name not in SPLIT_OF:

@@ -106,6 +106,7 @@ BAD = {
     "has no column path: it has name, label. Give data.path_column=": "name,label\n00.png,red\n",
     "has no column label: it has path. Give data.label_column=": "path\n00.png\n",
     "line 3: 2 values for 3 columns": "path,label,split\n00.png,red,train\n01.png,red\n",
+    "line 2: split is 0: give one of train, val": "path,label,split\n00.png,red,0\n01.png,red,1\n",
     "line 3: split is extra: give one of train, val": "path,label,split\n00.png,red,train\n01.png,red,extra\n",
     "line 2: a path and a label are needed": "path,label\n00.png,\n",
     "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",

@@ -26,6 +26,7 @@ from object_store import shared_store
 from predict import main as predict
 from predict import rows_of
 from runs import run_door, succeed
+from tasks.distillation import Distillation
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model=small_cnn", "data._target_=shapes.Shapes", "trainer.num_threads=1", "trainer.log_every_n_steps=4",
@@ -168,6 +169,18 @@ def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
     assert best["state_dict"].keys() == teacher["state_dict"].keys()
     evaluated = succeed("eval", "ckpt_path=student", "task.teacher=gone", logs=logs)
     assert evaluated.record["metrics"]["test/acc"] == done.record["metrics"]["test/acc"]
+
+
+def test_a_student_trains_on_images_as_they_are_whatever_its_evaluation_does(monkeypatch):
+    images, targets = torch.rand(4, 1, 2, 2), torch.tensor([0, 1, 1, 0])
+    net, teacher = (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)) for _ in range(2))
+    monkeypatch.setattr(Distillation, "count", lambda *_, **__: None)
+    losses = []
+    for flips in (False, True):
+        student = Distillation(net, num_classes=2, channels=1, teacher=None, log_dir="", test_time_flip=flips)
+        student.teacher = [teacher]
+        losses.append(student.training_step((images, targets), 0))
+    assert losses[0] == losses[1]
 
 
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import Checksum, checksum_of, write_atomically
+from lockstep.runs.files import write_atomically
 from lockstep.storage.load import Checkpoint, read_checkpoint
 
 CHUNK_BYTES = 64 * 2**20
@@ -34,10 +34,9 @@ class CheckpointFiles(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def write_checkpoint(checkpoint: Checkpoint, path: Path) -> Checksum:
-    """Write beside the target, sync, rename; return the size and sha256 of the file."""
+def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    """Write beside the target, sync, rename."""
     write_atomically(path, lambda file: torch.save(checkpoint, file), binary=True)
-    return checksum_of(path)
 
 
 def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:

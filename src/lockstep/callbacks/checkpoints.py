@@ -207,8 +207,8 @@ class Checkpoints(pl.Callback):
             if weights_only:  # nor the weights beside an average of weights
                 held = {**content, "optimizer_states": []}
                 held.pop("current_model_state", None)
-            written = vars(write_checkpoint(held, path))
-            files.write_sidecar(path, replace(sidecar, weights_only=weights_only, **written))
+            write_checkpoint(held, path)
+            files.write_sidecar(path, replace(sidecar, weights_only=weights_only))
 
     def finish_writing(self) -> None:
         """Wait for the checkpoint that is being written; raise its error."""

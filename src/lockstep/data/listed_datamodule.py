@@ -19,7 +19,7 @@ from lockstep.data.report import identical_images
 from lockstep.data.targets import BINARY, VOID, as_masks, hash_of, mask_classes
 from lockstep.runs.errors import UserError
 
-CACHE_VERSION, IMAGES = 7, "images.npy"
+CACHE_VERSION, IMAGES = 8, "images.npy"
 
 
 class ListedDataModule(ImageDataModule):

@@ -122,12 +122,13 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
         Bucket.of(config["s3"])
     if config.get("logbook") not in (None, "keep"):
         raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
-    if config.get("resume") == "auto" and not named_run(config, environment()):
+    resume = config.get("resume")
+    if resume == "auto" and not named_run(config, environment()):
         raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
-    if (resumed := config.get("resume") or "auto") != "auto" and config.get("run_id") not in (None, Path(resumed).name):
+    if resume and resume != "auto" and config["run_id"] not in (None, Path(resume).name):
         raise UserError(
-            f"resume={resumed} continues that run under its own id: leave run_id={config['run_id']} out, or start a "
-            f"new run from its weights with ckpt_path={resumed}."
+            f"resume={resume} continues that run under its own id: leave run_id={config['run_id']} out, or start a new "
+            f"run from its weights with ckpt_path={resume}."
         )
     root, reader = str(data.get("root") or ""), str(data.get("_target_")).rpartition(".")[0]
     # On several nodes the others would wait: all ranks end together where one finds no images

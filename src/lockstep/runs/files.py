@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,18 +52,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@dataclass(frozen=True)
-class Checksum:
-    """The number of bytes of a file, and their sha256 in hex."""
-
-    bytes: int
-    sha256: str
-
-
-def checksum_of(path: Path) -> Checksum:
-    return Checksum(path.stat().st_size, sha256_of(path))
 
 
 def sha256_of(path: Path) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ def sidecar_path(checkpoint: Path) -> Path:
 
 
 def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
+    """Make a checkpoint complete; a sidecar without a sha256 gets the file's size and sha256."""
+    if not sidecar.sha256:
+        sidecar = replace(sidecar, bytes=checkpoint.stat().st_size, sha256=sha256_of(checkpoint))
     write_atomically(sidecar_path(checkpoint), lambda file: json.dump(asdict(sidecar), file, indent=1))
 
 

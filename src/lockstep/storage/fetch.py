@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import checksum_of, locked_file
+from lockstep.runs.files import locked_file, sha256_of
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
 from lockstep.storage import checkpoint_files as files
 from lockstep.storage.checkpoint_files import Sidecar, newest_whole, read_sidecar
@@ -113,12 +113,12 @@ def fetch(bucket: Bucket, key: str, wanted: Sidecar, folder: Path, kind: str) ->
             return path
         log.info(f"Fetching {address} ({wanted.bytes / 1e6:,.0f} MB) …")
         bucket.download(key, part, Progress(f"fetching {name}", wanted.bytes))
-        found = checksum_of(part)
-        if found.bytes != wanted.bytes or wanted.sha256 not in ("", found.sha256):
+        found = sha256_of(part)
+        if part.stat().st_size != wanted.bytes or wanted.sha256 not in ("", found):
             part.unlink()
             raise S3Error(f"{address} is not what was uploaded (its sha256 differs)", "Damaged")
         part.replace(path)
-        files.write_sidecar(path, replace(wanted, sha256=found.sha256))
+        files.write_sidecar(path, replace(wanted, sha256=found))
         return path
 
 

@@ -10,7 +10,6 @@ import torch
 from kills import differences
 from lockstep.callbacks.resume_point import random_state
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import checksum_of
 from lockstep.storage import checkpoint_files as files
 from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newest_whole, read_sidecar, sidecar_path
 from lockstep.storage.load import read_checkpoint
@@ -19,7 +18,7 @@ from lockstep.storage.load import read_checkpoint
 def make(folder, kind, step, data=b"weights"):
     path = files.new_path(folder, kind, step)
     path.write_bytes(data)
-    files.write_sidecar(path, Sidecar(step, **vars(checksum_of(path))))
+    files.write_sidecar(path, Sidecar(step))
     return path
 
 
