@@ -33,7 +33,7 @@ def reached_from(script: str) -> set[Path]:
 
 
 BUDGETS = {
-    "lines in src/": (lambda: lines("src"), 15_280),
+    "lines in src/": (lambda: lines("src"), 15_270),
     "lines in tests/": (lambda: lines("tests"), 15_080),
     "lines in benchmarks/": (lambda: lines("benchmarks"), 1_500),
     "modules that src/train.py reaches": (lambda: len(reached_from("train")), 70),
