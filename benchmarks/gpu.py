@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --out results --budget 560      # make bench-gpu
     python benchmarks/gpu.py --out results --only step,data
     python benchmarks/gpu.py --out results --small           # tiny nets, few steps: a dry run on a simulated GPU
+    python benchmarks/gpu.py --out results --only cifar10 --cifar10 FOLDER --airbench airbench94_muon.py
 
 Each part runs in a process of its own under a time limit. Its figures are in OUT/gpu.json as soon as it ends, so that a
 run that is cut short keeps them. Both sides of a ratio run in turns on the same card; a ratio is the median over the
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import REPOSITORY, in_turns, median, places
+from measuring import REPOSITORY, in_turns, median, output_of, places, run_record
 from step_time import Cached, timed_run
 
 SMALL = "--small" in sys.argv
@@ -41,6 +42,7 @@ QUIET = (
 )
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
 IMAGES = "GPU_BENCHMARK_IMAGES"  # the environment's name of the folder where the parts keep generated images
+CIFAR10, AIRBENCH = "GPU_BENCHMARK_CIFAR10", "GPU_BENCHMARK_AIRBENCH"  # of --cifar10 and --airbench
 PREDICTIONS = {
     "ceilings/copy_tb_per_s": "3.0", "ceilings/bf16_tflops": "798", "step/lockstep_over_bare": "≤ 1.02",
     "step/lockstep_images_per_s": "11,100 to 12,500", "step/share_of_ceiling": "0.36 to 0.41 (goal 0.45)",
@@ -50,6 +52,7 @@ PREDICTIONS = {
     "compiled/over_eager": "0.8", "compiled/bf16_true_over_eager": "0.65", "compiled/fsdp_over_eager": "0.8",
     "memory/search_over_estimate": "0.95 to 1.05",
     "checkpoints/synchronous_over_copy": "5 to 20", "checkpoints/asynchronous_over_copy": "≤ 1.2",
+    "cifar10/lockstep_over_airbench": "≤ 1.3",
 }  # fmt: skip
 
 
@@ -59,6 +62,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--small", action="store_true", help="tiny nets and few steps; the figures mean nothing")
+    parser.add_argument("--cifar10", help="folder that holds cifar-10-batches-py")
+    parser.add_argument("--airbench", help="airbench94_muon.py of github.com/KellerJordan/cifar10-airbench")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # one part, in the process that is measured
     options = parser.parse_args()
     if options.part:
@@ -72,6 +77,8 @@ def main() -> None:
     results: dict[str, Any] = {"small": options.small, "parts": {}}
     with tempfile.TemporaryDirectory() as images:
         os.environ[IMAGES] = images  # generated once
+        given = {CIFAR10: options.cifar10, AIRBENCH: options.airbench}
+        os.environ |= {name: str(Path(path).resolve()) for name, path in given.items() if path}
         for name in chosen:
             limit_s = min(PARTS[name][1] * (5 if SMALL else 1), ends - time.monotonic())  # a simulated GPU is slow
             results["parts"][name] = (
@@ -343,6 +350,35 @@ def checkpoints(out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def cifar10(out: Path) -> dict[str, Any]:
+    """airbench's recipe, 200 steps of 2,000 images without evaluation: our seconds against those of its own script."""
+    import torch
+
+    if not (CIFAR10 in os.environ and AIRBENCH in os.environ):
+        return {"skipped": "needs --cifar10 and --airbench"}
+    root, script = Path(os.environ[CIFAR10]), Path(os.environ[AIRBENCH]).read_text()
+    recipe = ["experiment=cifar10_speedrun", "trainer=gpu", f"data.root={root}", "data.global_batch_size=2000",
+              "optimizer.lr=0.24", "optimizer.vector_lr=106", "trainer.max_epochs=8",
+              "trainer.compile=false"]  # fmt: skip
+    # A warm-up and three runs; its compilation would take minutes
+    script = script.replace("range(200)", "range(3)").replace('model.compile(mode="max-autotune")', "")
+    with tempfile.TemporaryDirectory() as scratch:
+        record = run_record(scratch, recipe)
+        words = [*recipe, *QUIET.split(), NO_CHECKPOINTS, *places(scratch)]
+        ours = 200 * timed_run(words, 24, 144, None, None, torch.cuda.synchronize)  # 24 steps are an epoch
+        Path(scratch, "cifar10").mkdir()
+        Path(scratch, "cifar10", "cifar-10-batches-py").symlink_to(root / "cifar-10-batches-py")
+        Path(scratch, "airbench.py").write_text(script)
+        printed = output_of([sys.executable, "airbench.py"], cwd=Path(scratch))
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")]
+    theirs = median([float(row[6]) for row in rows if row[2] == "7"][1:])
+    return {
+        "lockstep_s": round(ours, 3), "airbench_s": theirs, "lockstep_over_airbench": round(ours / theirs, 3),
+        "accuracy": record["metrics"]["test/acc"], "fit_s": round(record["fit_seconds"], 2),
+        "airbench_accuracy": [float(row[5]) for row in rows if row[2] == "eval"][1:],
+    }  # fmt: skip
+
+
 def profile(out: Path) -> dict[str, Any]:
     """The kernels that take the most time in a step of Lockstep."""
     from torch.profiler import ProfilerActivity
@@ -368,8 +404,9 @@ def profile(out: Path) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[Callable[[Path], dict[str, Any]], float]] = {  # with the most seconds that each may take
     "machine": (machine, 30), "ceilings": (ceilings, 60), "step": (step, 110),
-    "synchronisations": (synchronisations, 50), "data": (data, 90), "strategies": (strategies, 90),
+    "synchronisations": (synchronisations, 50), "data": (data, 150), "strategies": (strategies, 90),
     "checkpoints": (checkpoints, 90), "compiled": (compiled, 220), "memory": (memory, 180), "profile": (profile, 60),
+    "cifar10": (cifar10, 150),
 }  # fmt: skip
 
 if __name__ == "__main__":
