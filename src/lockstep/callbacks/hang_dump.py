@@ -45,6 +45,8 @@ class HangDump(pl.Callback):
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not hasattr(self, "file"):
+            return  # Lightning refused the module before setup
         faulthandler.cancel_dump_traceback_later()
         self.file.close()
         if self.path.exists() and not self.path.stat().st_size:

@@ -54,12 +54,16 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
         own += merge.values_of(stored, named, unresolved(fresh))
     before = (stored.get("overrides") or ()) if own and stored else ()
     rest = [word for word in words if not (word.startswith("~") and word in before)]  # the run has removed it already
-    cfg = _compose(config_name, [*own, *rest], folders)
+    # What fits the chosen data says nothing about data of another class
+    bare = ["~fits/data"] if any(key_of(word) == "data._target_" for word in words) else []
+    cfg = _compose(config_name, [*own, *rest, *bare], folders)
+    if bare:
+        cfg.hydra.overrides.task.pop()
     if own and stored:
         cfg.hydra.overrides.task = [*merge.overrides_of(stored, rest, named), *typed_overrides(cfg)[len(own) :]]
     if words or own:
         chosen = {key: name for key, name in chosen_options(cfg).items() if name and key not in ("experiment", "debug")}
-        options = _of_choices(config_name, (*search, *(f"{key}={name}" for key, name in chosen.items())))
+        options = _of_choices(config_name, (*search, *(f"{key}={name}" for key, name in chosen.items()), *bare))
         schema.check(unresolved(cfg), unresolved(options), words, folders)
         _drop_options_of_another_class(cfg, options)
     return cfg

@@ -163,9 +163,10 @@ def headlines(plan: RunPlan) -> list[str]:
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
     model = model_name(config) if task.startswith("tasks.") else task.rpartition(".")[2]  # which may build its own net
     parts = [f"run {plan.folder.run_id}", model, data_name(config), where]
-    if config["task_name"] != "train":
-        return [" · ".join([*parts, f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
     is_lockstep_data = "global_batch_size" in data or str(data.get("_target_")).startswith("data.")
+    if config["task_name"] != "train":
+        images = [f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"] if is_lockstep_data else []
+        return [" · ".join([*parts, *images])]
     if is_lockstep_data:
         split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
         parts.append(f"global batch {batch.global_size} = {split}")

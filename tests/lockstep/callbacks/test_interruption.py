@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from faults import signal_at_step
 from local_ranks import run_ranks
@@ -191,3 +192,11 @@ def test_a_plain_trainer_writes_the_stack_of_a_slow_step(tmp_path):
 
     fit(Slow(), HangDump(timeout_s=0.5), max_steps=2, default_root_dir=tmp_path)
     assert "in training_step" in (tmp_path / "stack-rank0.txt").read_text()
+
+
+def test_a_module_that_lightning_refuses_is_refused_in_its_own_words(tmp_path):
+    class Manual(Small):
+        automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="gradient clipping is not supported for manual optimization"):
+        fit(Manual(), HangDump(), max_steps=1, gradient_clip_val=1.0, default_root_dir=tmp_path)

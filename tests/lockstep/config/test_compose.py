@@ -91,6 +91,12 @@ def test_callbacks_and_loggers_are_added_to_those_of_every_run(words, group, wan
     assert sorted(name for name, node in plain(compose("train", words))[group].items() if node) == wanted
 
 
+def test_data_of_another_class_get_no_recipe_of_the_default_data():
+    cfg = compose("train", ["task._target_=a.Gan", "data._target_=a.Data"])
+    assert (cfg.trainer.max_epochs, cfg.trainer.gradient_clip_val, list(cfg.data)) == (10, None, ["_target_"])
+    assert typed_overrides(cfg) == ["task._target_=a.Gan", "data._target_=a.Data"]
+
+
 GLOBAL = "# @package _global_\n"
 YAMLS = {
     f"{GLOBAL}defaults:\n  - override /model: birdnet\n": "Could not find 'model/birdnet'",
