@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lockstep.runs.errors import UserError
 from optimizers.muon import Muon
+from schedulers.cosine import linear
 from tasks.classifier import ImageClassifier, check_logits
 
 
@@ -54,6 +56,27 @@ def test_one_kernel_for_all_parameters_where_torch_has_it_for_them(optimizer, pr
 def test_what_the_optimizer_refuses_is_one_sentence():
     with pytest.raises(UserError, match="optimizer: AdamW refuses its options .Invalid learning rate: -1"):
         module(partial(torch.optim.AdamW, lr=-1)).configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "interval", "rates"),
+    [
+        (partial(ExponentialLR, gamma=0.5), "epoch", [1.0, 0.5, 0.25]),
+        (partial(OneCycleLR, max_lr=4.0, pct_start=0.6, anneal_strategy="linear"), "step", [0.16, 2.08, 4.0]),
+        (linear, "step", [1.0, 0.8, 0.6]),
+    ],
+)
+def test_a_schedule_of_torch_is_told_what_it_takes(schedule, interval, rates):
+    classifier = module(partial(torch.optim.SGD, lr=1.0))
+    classifier.scheduler_factory, found = partial(schedule), []
+    classifier.trainer.estimated_stepping_batches = classifier.trainer.num_training_batches = 5
+    classifier.trainer.accumulate_grad_batches = 1
+    stepped = classifier.configure_optimizers()
+    for _ in rates:
+        found.append(stepped["optimizer"].param_groups[0]["lr"])
+        stepped["optimizer"].step()
+        stepped["lr_scheduler"]["scheduler"].step()
+    assert stepped["lr_scheduler"]["interval"] == interval and found == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])

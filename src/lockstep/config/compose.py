@@ -21,7 +21,8 @@ TEXT = re.compile(
     r"\+*(run_id|resume|ckpt_path|experiment_name|tags|sweep_dir|optimized_metric|paths\.\w+|s3\.(uri|endpoint_url)"
     r"|data\.(name|group|root|images|cache_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir))"
 )
-OPTIONAL_KEYS = ("_target_", "monitor", "mode", "outputs")  # keys that any task has, whatever its class
+UNFIT = {"data._target_": ("data", "task"), "model._target_": ("data", "task", "optimizer", "scheduler")}
+OPTIONAL_KEYS = ("_target_", "_partial_", "monitor", "mode", "outputs")  # keys that an option has, whatever its class
 # Values that Hydra reads as they are meant: functions of its grammar, quotes, lists, sweeps, null and plain text
 READ = re.compile(
     r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
@@ -54,10 +55,10 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
         own += merge.values_of(stored, named, unresolved(fresh))
     before = (stored.get("overrides") or ()) if own and stored else ()
     rest = [word for word in words if not (word.startswith("~") and word in before)]  # the run has removed it already
-    # What fits the chosen data says nothing about data of another class
-    bare = ["~fits/data"] if any(key_of(word) == "data._target_" for word in words) else []
+    # What fits the chosen options says nothing about data or a model of another class
+    bare = sorted({f"~fits/{group}" for word in words for group in UNFIT.get(key_of(word), ())})
     cfg = _compose(config_name, [*own, *rest, *bare], folders)
-    if bare:
+    for _ in bare:
         cfg.hydra.overrides.task.pop()
     if own and stored:
         cfg.hydra.overrides.task = [*merge.overrides_of(stored, rest, named), *typed_overrides(cfg)[len(own) :]]
@@ -91,13 +92,13 @@ def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> A
 
 
 def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
-    """Remove what the chosen option says of its class if task._target_= or data._target_= names another one."""
+    """Remove what the chosen option says of its class where task._target_=, data._target_= … name another one."""
     from omegaconf import open_dict
 
     typed = {key_of(word) for word in typed_overrides(cfg)}
-    for group in ("task", "data"):
+    for group in ("task", "data", "model", "scheduler"):
         own, default = cfg[group], unresolved(options)[group]
-        if (target := own.get("_target_")) and target != default.get("_target_"):
+        if own and (target := own.get("_target_")) and target != default.get("_target_"):
             values = unresolved(cfg)[group]
             with open_dict(cfg):
                 for key in default.keys() - {*OPTIONAL_KEYS}:

@@ -248,4 +248,8 @@ def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | No
     close = difflib.get_close_matches(name.lower(), names, 1)
     hint = f"did you mean {group}={close[0]}? " if close else ""
     other = ANY_OTHER.get(group, "").format(name=name)
+    if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name):
+        other = f"a class of any package is {group}._target_={name}; "
+    elif group == "data" and "/" in name:
+        other = f"a folder of images is data=image_folder data.root={name}; "
     return f"There is no {group}={name}: {hint}{other}{group}= takes {', '.join(sorted(names))}."

@@ -73,11 +73,11 @@ def build_module(
     own = config["optimizer"]
     if trainable and "optimizer" in asked:
         stated = {key: value for key, value in own.items() if key not in OF_EVERY_OPTIMIZER}
-        parts["optimizer"] = build({**stated, **(learning_rates or {})})
+        parts["optimizer"] = build({**stated, **(learning_rates or {}), "_partial_": True})
     if "rules" in asked:
         parts["rules"] = GroupRules(**{key: own[key] for key in RULES if key in own})
     if trainable and "scheduler" in asked and "_target_" in (config.get("scheduler") or {}):
-        parts["scheduler"] = build(config["scheduler"])
+        parts["scheduler"] = build({**config["scheduler"], "_partial_": True})
     if "loss" in asked and "num_classes" in facts:
         parts["loss"] = build_loss(config, facts)
     if "metrics" in asked:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.instantiate import options_of
 from lockstep.runs.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
@@ -134,8 +135,12 @@ class Task(pl.LightningModule):
             return optimizer
         total_steps = int(self.trainer.estimated_stepping_batches)
         steps_per_epoch = max(1, int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
-        schedule = self.scheduler_factory(optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+        taken, any_name = options_of(self.scheduler_factory.func)
+        known = {key: value for key, value in lengths.items() if any_name or key in taken}
+        interval = "step" if known else "epoch"  # as torch's own schedules count
+        schedule = self.scheduler_factory(optimizer, **known)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
 
     def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.

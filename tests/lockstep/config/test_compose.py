@@ -23,6 +23,8 @@ WRONG = {
     "callbacks.checkpoints.moniter=x": "use callbacks.checkpoints.monitor.",
     "trainer.strategy.bucket_cap_mb=1": "There is no trainer.strategy.bucket_cap_mb: ",
     "trainer.strategy=ddp": "give a strategy as trainer=ddp",
+    "model=a.Net": "a class of any package is model._target_=a.Net;",
+    "data=/images": "a folder of images is data=image_folder data.root=/images;",
     "callbacks.mine=3": "'+callbacks.mine={_target_: …}' adds one.",
     "model=resnet50": "any model of timm is model=timm model.name=resnet50",
     "metrics=[f1,kapa]": "There is no metrics=kapa: did you mean metrics=kappa?",
@@ -95,6 +97,15 @@ def test_data_of_another_class_get_no_recipe_of_the_default_data():
     cfg = compose("train", ["task._target_=a.Gan", "data._target_=a.Data"])
     assert (cfg.trainer.max_epochs, cfg.trainer.gradient_clip_val, list(cfg.data)) == (10, None, ["_target_"])
     assert typed_overrides(cfg) == ["task._target_=a.Gan", "data._target_=a.Data"]
+
+
+def test_a_model_of_another_class_gets_neither_arguments_nor_recipe_of_the_default_model():
+    cfg = compose("train", ["model._target_=a.Net", "+model.width=3", "scheduler._target_=a.Schedule"])
+    assert cfg.model == {"_target_": "a.Net", "width": 3} and cfg.scheduler == {
+        "_target_": "a.Schedule",
+        "_partial_": True,
+    }
+    assert (cfg.data.image_size, cfg.optimizer.lr, cfg.trainer.max_epochs) == (32, 0.001, 10)
 
 
 GLOBAL = "# @package _global_\n"
