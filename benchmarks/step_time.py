@@ -19,10 +19,7 @@ from measuring import goal_row, in_turns, median, paired_ratio, places, save
 
 TINY = ["model=small_cnn", "data=digits", "data.global_batch_size=64"]
 VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
-PARTS: dict[str, Any] = {
-    "tiny": {"overrides": TINY, "steps": 700, "rounds": 9},
-    "vit": {"overrides": VIT, "steps": 3, "rounds": 3},
-}
+PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}  # overrides, steps, rounds
 VIT_LIMIT = 1.02
 
 
@@ -30,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[*PARTS])
     only = parser.parse_args().only
-    figures = {name: measure(**part) for name, part in PARTS.items() if only in (None, name)}
+    figures = {name: measure(*part) for name, part in PARTS.items() if only in (None, name)}
     goals = []
     if tiny := figures.get("tiny"):
         detail = f"bare loop {tiny['bare_ms']}, ours {tiny['ours_ms']} ms"
