@@ -62,6 +62,16 @@ class Checkpoints(pl.Callback):
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.ckpt_path is None:
+            return
+        best = next(files.complete(self.folder, "best"), None) if trainer.is_global_zero else None
+        # Of another metric there is no best value yet, and its first one is the best; the old best stays until then.
+        known = (best[0], best[1].metric.get(self.monitor)) if best else (None, None)
+        self.best_path, self.best_value = trainer.strategy.broadcast(known, src=0)
+        if best:
+            self._announce(trainer, {"best": best[0]})  # again: a kill may have come before
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = time.monotonic()
         loader: Any = trainer.train_dataloader
@@ -71,12 +81,6 @@ class Checkpoints(pl.Callback):
         if self.loaded is None:
             return
         self.saved_step = trainer.global_step
-        best = next(files.complete(self.folder, "best"), None) if trainer.is_global_zero else None
-        # Of another metric there is no best value yet, and its first one is the best; the old best stays until then.
-        known = (best[0], best[1].metric.get(self.monitor)) if best else (None, None)
-        self.best_path, self.best_value = trainer.strategy.broadcast(known, src=0)
-        if best:
-            self._announce(trainer, {"best": best[0]})  # again: a kill may have come before
         if has_state:  # Lightning loses it if something asked for the number of steps before fit began
             loader.load_state_dict(self.loaded["loader"])
         if len(self.loaded["random"]) == trainer.world_size:

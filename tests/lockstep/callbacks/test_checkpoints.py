@@ -15,6 +15,7 @@ from lockstep.callbacks.resume_point import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import Sidecar, complete, newest_whole, write_sidecar
 from lockstep.storage.load import read_checkpoint
+from plain_task import Small, fit
 from runs import run_door
 
 
@@ -43,16 +44,26 @@ def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its
     here.write_bytes(b"weights")
     write_sidecar(here, Sidecar(40, metric={"val/acc": 0.95}))
     callback = Checkpoints(tmp_path, **options)
-    callback.loaded = {"random": [], "loader": {}, "point": {"phase": "epoch_end"}}
     recorder = SimpleNamespace(on_checkpoint_complete=lambda path, sidecar, kind: told.append((path, kind)))
     trainer = SimpleNamespace(
-        is_global_zero=True, global_step=40, train_dataloader=None, world_size=1, callbacks=[recorder],
+        is_global_zero=True, ckpt_path="last.ckpt", callbacks=[recorder],
         strategy=SimpleNamespace(broadcast=lambda value, src: value), sanity_checking=False,
         callback_metrics={callback.monitor: torch.tensor(value)},
     )  # fmt: skip
-    callback.on_train_start(trainer, None)
+    callback.on_fit_start(trainer, None)
     assert callback.best_path == here and told == [(here, "best")] and here.exists()
     assert callback._finds_best(trainer) is is_best
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_was_stopped_in_its_test_tests_the_best_when_it_goes_on(tmp_path):
+    """Lightning then trains nothing and does not call on_train_start."""
+    trainer = fit(Small(), Checkpoints(tmp_path))
+    best, last = (next(complete(tmp_path, kind))[0] for kind in ("best", "last"))
+    again = Checkpoints(tmp_path)
+    trainer.callbacks = [again]
+    trainer.fit(Small(), trainer.train_dataloader, ckpt_path=last)
+    assert again.best_path == best and again.saved_step == -1, "no step"
 
 
 def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp_path, caplog):
