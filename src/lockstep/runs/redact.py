@@ -13,7 +13,7 @@ NAME = (
 SECRET_NAME = re.compile(rf"{NAME}$", re.IGNORECASE)
 NAMED_VALUE = re.compile(
     rf"((?<![\w-])--?[\w-]{{0,60}}{NAME}[ \t]{{1,8}}|{NAME}[\"']?[ \t]{{0,8}}[=:][ \t]{{0,8}}(?:bearer |basic )?)"
-    r"(\"[^\"\n]*\"|'[^'\n]*'|(?![\[\"'\d])(?!(?:null|none|true|false|bearer|basic)\b)\S+)",
+    r"(\"[^\"\n]*\"|'[^'\n]*'|(?![\[\"'])(?!\d[\d.,]*(?:[\s;)\]}\"']|\Z)|(?:null|none|true|false|bearer|basic)\b)\S+)",
     re.IGNORECASE,
 )
 TOKEN = re.compile(

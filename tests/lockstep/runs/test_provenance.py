@@ -100,7 +100,7 @@ def test_gpus_and_interfaces_are_found_without_a_driver():
 
 # No secret reaches a page, and what is none stays readable.
 
-SECRET = "hunter2-Geheim"
+SECRET = "4hunter2-Geheim"
 LEAKS = [
     (f"s3.secret_key={SECRET} trainer.devices=2", "trainer.devices=2"),
     (f"python src/train.py --password {SECRET} seed=1", "seed=1"),
@@ -127,6 +127,7 @@ HARMLESS = [
     "3b18e512dba79e4c8300dd08aeb37f8e728b8dad",
     "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c",
     "s3://models/vit/2026-11-20_20-15-00_aa11bb/best-step00001925.ckpt",
+    '{"max_tokens": 512, "tokens": 1.5}; tokens=1,024 (tokens=7)',
     "model.num_tokens=196 model.class_token=true s3.secret_key=null",
     "https://github.com/owner/name/pull/12?diff=split",
     "logs/train/runs/2026-11-20_20-15-00_aa11bb/checkpoints/best.ckpt",
