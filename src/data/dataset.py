@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from lockstep.data.decoding import in_8_bits
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLITS, ImageList, Item
 from lockstep.data.loading import OpenSample
@@ -15,7 +16,7 @@ from lockstep.runs.errors import UserError
 
 
 class DatasetDataModule(ListedDataModule):
-    """Images are Pillow images, arrays (height, width, channels) of bytes, or tensors (channels, height, width).
+    """Images are Pillow images, arrays (height, width, channels) or tensors (channels, height, width), of bytes or 0–1.
 
     Labels come from the data set's `targets` or `labels`, as torchvision names them, else from a look at every item;
     class names from its `classes`. Masks are Pillow images, or arrays or tensors (height, width).
@@ -37,25 +38,34 @@ class DatasetDataModule(ListedDataModule):
         items: list[Item] = []
         self._items: list[tuple[Any, int]] = []
         for split, dataset in enumerate(self._datasets):
-            classes = getattr(dataset, "classes", None)
-            for i, label in enumerate([] if dataset is None else self._labels_of(dataset)):
+            labels, classes = ([], None) if dataset is None else self._labels_of(dataset)
+            for i, label in enumerate(labels):
                 title = str(label) if classes is None else str(classes[label])
                 items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
                 self._items.append((dataset, i))
         return ImageList(Path(), items)
 
-    def _labels_of(self, dataset: Any) -> list[int]:
+    def _labels_of(self, dataset: Any) -> tuple[list[int], Any]:
+        """Return the label of each item, and the names of the classes or None."""
         if self.target != "class":
-            return [0] * len(dataset)
-        found = getattr(dataset, "targets", getattr(dataset, "labels", None))
+            return [0] * len(dataset), None
+        known = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        change, classes = getattr(dataset, "target_transform", None), getattr(dataset, "classes", None)
         try:
-            return [int(each) for each in ((dataset[i][1] for i in range(len(dataset))) if found is None else found)]
+            if known is None:
+                return [int(dataset[i][1]) for i in range(len(dataset))], None if change else classes
+            if not change:
+                return [int(each) for each in known], classes
+            plain = [each.item() if hasattr(each, "item") else each for each in known]
+            labels = [int(change(each)) for each in plain]
+            return labels, classes if labels == plain else None
         except (TypeError, ValueError) as error:
             what = f"a label of {type(dataset).__name__} is not an integer ({error})"
             raise UserError(f"data.dataset: {what}; data.target=any takes other targets.") from None
 
     def _load(self) -> None:
         super()._load()
+        self.sample_opener()(0)  # whether images can be used is known before training
         if self.target == "class":
             return
         items = [_by_name(dataset[i][1]) for dataset, i in self._items]
@@ -97,9 +107,22 @@ def _mask_of(value: Any) -> np.ndarray:
 def _open_item(items: list[tuple[Any, int]], channels: int, mask_names: list[str], position: int) -> tuple[Any, ...]:
     dataset, i = items[position]
     image, target = dataset[i]
-    if not isinstance(image, Image.Image):
-        from torchvision.transforms.v2.functional import to_pil_image
-
-        image = to_pil_image(image)
     masks = [_mask_of(_by_name(target)[name]) for name in mask_names]
-    return image.convert("L" if channels == 1 else "RGB"), *as_masks(masks)
+    try:
+        return in_8_bits(_as_pillow(image), channels), *as_masks(masks)
+    except ValueError as error:
+        raise UserError(f"data.dataset: the image of item {i} of {type(dataset).__name__} has {error}.") from None
+
+
+def _as_pillow(image: Any) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return image
+    pixels = np.asarray(image.movedim(0, -1) if hasattr(image, "movedim") and image.ndim == 3 else image)
+    if pixels.dtype.kind == "f":
+        low, high = pixels.min(), pixels.max()
+        if not 0 <= low <= high <= 1:
+            raise ValueError(f"values from {low:.3g} to {high:.3g}: leave out its Normalize, as Lockstep normalises")
+        pixels = np.round(255 * pixels).astype(np.uint8)
+    if pixels.dtype != np.uint8:
+        raise ValueError(f"the type {pixels.dtype}: give bytes, or floats from 0 to 1")
+    return Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[-1] == 1 else pixels)

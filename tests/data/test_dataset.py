@@ -22,8 +22,13 @@ class Shades(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         pixels = np.full((20, 16, 3), 30 + 150 * (i % 2), np.uint8)
-        if self.kind == "tensor":
-            return torch.from_numpy(pixels).permute(2, 0, 1), torch.tensor(i % 2)
+        if "tensor" in self.kind:
+            image = torch.from_numpy(pixels).permute(2, 0, 1)
+            return image / 255 if "float" in self.kind else image, torch.tensor(i % 2)
+        if self.kind == "16 bits":
+            return Image.fromarray(257 * pixels[..., 0].astype(np.uint16)), i % 2
+        if self.kind == "normalised":
+            return (pixels / 255 - 0.5) / 0.5, i % 2
         return pixels if self.kind == "array" else Image.fromarray(pixels), i % 2
 
 
@@ -32,7 +37,7 @@ def module(tmp_path, **options):
     return DatasetDataModule(cache_dir=tmp_path, **options)
 
 
-@pytest.mark.parametrize("kind", ["pillow", "array", "tensor"])
+@pytest.mark.parametrize("kind", ["pillow", "array", "tensor", "tensor of floats", "16 bits"])
 def test_images_of_any_kind_become_batches(kind, tmp_path):
     dm = module(tmp_path, dataset=Shades(kind), test_dataset=Shades(kind, 6))
     dm.place()
@@ -52,6 +57,23 @@ def test_classes_and_targets_are_taken_where_the_data_set_has_them(tmp_path):
         module(tmp_path)
     with pytest.raises(UserError, match="a label of Shades is not an integer"):
         module(tmp_path, dataset=Shades(targets=["a"] * 40)).prepare()
+
+
+@pytest.mark.parametrize(("own", "names"), [({"targets": torch.arange(40) % 4}, ["0", "1"]), ({}, ["0", "1"])])
+def test_labels_are_the_ones_that_the_items_have_after_their_transform(own, names, tmp_path):
+    fine = Shades(classes=["black", "white", "dark", "light"], target_transform=lambda label: label % 2, **own)
+    dm = module(tmp_path, dataset=fine)
+    dm.prepare()
+    assert dm.class_names == names
+    same = module(tmp_path, dataset=Shades(classes=["black", "white"], targets=[i % 2 for i in range(40)],
+                                           target_transform=torch.tensor))  # fmt: skip
+    same.prepare()
+    assert same.class_names == ["black", "white"]
+
+
+def test_images_that_are_normalised_already_are_refused_before_training(tmp_path):
+    with pytest.raises(UserError, match="the image of item 0 of Shades has values from -0.765"):
+        module(tmp_path, dataset=Shades("normalised"), mean=None, std=None).place()
 
 
 @pytest.mark.slow

@@ -46,19 +46,29 @@ def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Ima
     try:
         with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as opened:
             image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
-                # 16 bits, which Pillow's own conversion clips at 255
-                image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
-            if image.mode in ("I", "F"):
-                raise ValueError("32 bits per pixel and no defined white: convert it to 8 or 16 bits")
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
-            return image.convert("L" if channels == 1 else "RGB")
+            image.format = opened.format
+            return in_8_bits(image, channels)
     except UnidentifiedImageError:
         raise CorruptImage(f"{name} cannot be decoded (it is no image of a known format)") from None
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
         raise CorruptImage(f"{name} cannot be decoded ({error})") from None
+
+
+def in_8_bits(image: Image.Image, channels: int) -> Image.Image:
+    """Return an image of any mode as RGB (3 channels) or L (1), on a white background.
+
+    Raises:
+        ValueError: 32 bits per pixel.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        # 16 bits, which Pillow's own conversion clips at 255
+        image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("32 bits per pixel and no defined white: convert it to 8 or 16 bits")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
+    return image.convert("L" if channels == 1 else "RGB")
 
 
 def open_mask(path: Path) -> np.ndarray:
