@@ -92,6 +92,11 @@ class ImageFolderDataModule(ListedDataModule):
             return splits | {
                 name: parts[0] for name, parts in like.items() if parts and parts[0] not in splits.values()
             }
+        for name, inner in tree.items() if len(tree) == 1 else ():
+            if TRAIN in (SPLIT_OF.get(each.lower()) for each in inner):
+                raise UserError(
+                    f"{self._root} holds only {name}/ with {', '.join(sorted(inner))}: add /{name} to data.root."
+                )
         if all(map(splits_in, tree)):  # as train_images/ beside test_images/
             if len(tree) > 1 and not any(tree.values()):
                 if TRAIN not in {splits_in(name)[0] for name in tree}:  # classes, as test_tube/ and dev_board/

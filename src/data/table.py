@@ -22,7 +22,7 @@ ALIASES = {  # names that are tried where a table has no column path, label or s
     "label": ("labels", "class", "class_name", "target", "category"),
     "split": ("set", "subset", "partition", "fold"),
 }  # fmt: skip
-FLAG = re.compile("is_?(train|val|test)(ing)?(_[a-z_]+)?")  # a column of 0 and 1
+FLAG = re.compile("is_?(train|valid|val|validation|dev|test)(ing)?(_[a-z_]+)?")  # a column of 0 and 1
 ENCODED, ROWS = "encoded.bin", 64  # rows of a parquet file that are read at a time
 
 

@@ -24,7 +24,7 @@ from lockstep.runs.errors import UserError
 log = logging.getLogger(__name__)
 
 HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
-PREFIXES = ("net.", "model.", "backbone.")  # of LightningModules; timm removes those of DDP and torch.compile
+PREFIXES = ("net.", "model.", "backbone.", "module.", "_orig_mod.")  # of LightningModules, DDP and torch.compile
 
 
 class TimmModel(nn.Module):

@@ -50,7 +50,8 @@ class SharpnessAware(ImageClassifier):
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
-        steps = [(parameter, parameter.grad * (self.radius / (norm + 1e-12))) for parameter in trained]
+        length = torch.where(norm.isfinite(), self.radius / (norm + 1e-12), 0.0)  # of 16 bits it may overflow
+        steps = [(parameter, parameter.grad.nan_to_num() * length) for parameter in trained]
         for parameter, step in steps:
             parameter.add_(step)
         return steps

@@ -31,7 +31,8 @@ class Segmentation(Task):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, masks = batch
-        return F.cross_entropy(self(images), masks, ignore_index=-1)
+        known = (masks >= 0).sum().clamp(min=1)  # a batch may have none
+        return F.cross_entropy(self(images), masks, ignore_index=-1, reduction="sum") / known
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()

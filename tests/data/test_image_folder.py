@@ -89,6 +89,13 @@ def test_splits_by_any_of_their_names(tmp_path, parts):
     assert dm.class_names == ["dev_board", "test_tube"]
 
 
+def test_a_folder_around_the_splits_as_unzip_makes_it_is_no_class(tmp_path):
+    for part in ("train", "val"):
+        write(tmp_path / "download" / "set" / part, {"a": 6, "b": 6})
+    with pytest.raises(UserError, match="holds only set/ with train, val: add /set to data.root"):
+        prepared(tmp_path, tmp_path / "download")
+
+
 def test_a_folder_beside_train_that_is_no_split_is_named(tmp_path):
     write(tmp_path / "set" / "train", {"a": 6, "b": 6})
     write(tmp_path / "set" / "extra", {"a": 2})

@@ -112,6 +112,7 @@ BAD = {
     "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",
     "list.csv has no rows": "path,label\n",
     "has a column is_test: give one named split": "path,label,is_test\n00.png,red,0\n01.png,red,1\n",
+    "has a column is_valid: give one named split": "path,label,is_valid\n00.png,red,0\n01.png,red,1\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
     "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
 }

@@ -166,6 +166,7 @@ def prefixed(state, prefix):
         (lambda state: prefixed(state, "_orig_mod.module."), "from checkpoint"),
         (lambda state: {"state_dict": {**prefixed(state, "net.backbone."), "loss.w": torch.ones(2)}}, "state_dict"),
         (lambda state: {"state_dict": prefixed(state, "model.")}, "state_dict"),
+        (lambda state: {"state_dict": prefixed(state, "model._orig_mod.")}, "state_dict"),
     ],
 )
 def test_weights_of_other_trainings_load_as_timm_loads_them(tmp_path, wrap, taken, caplog):

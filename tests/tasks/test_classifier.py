@@ -79,6 +79,19 @@ def test_a_schedule_of_torch_is_told_what_it_takes(schedule, interval, rates):
     assert stepped["lr_scheduler"]["interval"] == interval and found == pytest.approx(rates)
 
 
+def test_an_epoch_has_as_many_steps_as_lightning_makes_of_it():
+    def schedule(optimizer, steps_per_epoch):
+        told.append(steps_per_epoch)
+        return ExponentialLR(optimizer, 1)
+
+    classifier, told = module(partial(torch.optim.SGD, lr=1.0)), []
+    classifier.scheduler_factory = partial(schedule)
+    classifier.trainer.estimated_stepping_batches = classifier.trainer.num_training_batches = 5
+    classifier.trainer.accumulate_grad_batches = 2
+    classifier.configure_optimizers()
+    assert told == [3]
+
+
 @pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])
 def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
     first, second = (module(partial(torch.optim.AdamW, lr=0.1), precision) for precision in (saved, loaded))

@@ -17,6 +17,7 @@ from PIL import Image
 
 import shapes
 from faults import signal_at_step
+from lockstep.runs.errors import UserError
 from lockstep.runs.folder import read_config
 from lockstep.runs.record import RunRecord
 from lockstep.storage.checkpoint_files import newest_whole
@@ -27,6 +28,8 @@ from predict import main as predict
 from predict import rows_of
 from runs import run_door, succeed
 from tasks.distillation import Distillation
+from tasks.manual_optimization import SharpnessAware
+from tasks.segmentation import Segmentation
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model=small_cnn", "data._target_=shapes.Shapes", "trainer.num_threads=1", "trainer.log_every_n_steps=4",
@@ -181,6 +184,39 @@ def test_a_student_trains_on_images_as_they_are_whatever_its_evaluation_does(mon
         student.teacher = [teacher]
         losses.append(student.training_step((images, targets), 0))
     assert losses[0] == losses[1]
+
+
+def test_a_teacher_sees_images_in_its_own_normalisation_and_has_the_classes_of_the_data(monkeypatch):
+    facts = {"class_names": ["cat", "dog"], "channels": 1, "mean": [0.25], "std": [0.5]}
+    data = SimpleNamespace(class_names=["cat", "dog"], channels=1, mean=[0.5], std=[0.25])
+    student = Distillation(torch.nn.Flatten(), num_classes=2, channels=1, teacher="t", log_dir="")
+    student._adapt_images(facts, data, torch.device("cpu"))
+    pixels, seen = torch.rand(3, 1, 1, 2), []
+    student.teacher = [torch.nn.Flatten()]
+    student.teacher[0].register_forward_hook(lambda _, images, __: seen.append(images[0]))
+    monkeypatch.setattr(Distillation, "count", lambda *_, **__: None)
+    student.training_step(((pixels - 0.5) / 0.25, torch.tensor([0, 1, 1])), 0)
+    torch.testing.assert_close(seen[0], (pixels - 0.25) / 0.5)
+    for other in ({"class_names": ["dog", "cat"]}, {"channels": 3}):
+        with pytest.raises(UserError, match="task.teacher=t has other c[lh]"):
+            student._adapt_images({**facts, **other}, data, torch.device("cpu"))
+
+
+def test_masks_without_a_known_pixel_cost_nothing():
+    task = Segmentation(torch.nn.Conv2d(1, 2, 1), num_classes=2)
+    unknown = torch.full((2, 4, 4), -1)
+    assert task.training_step((torch.rand(2, 1, 4, 4), unknown), 0) == 0
+
+
+def test_a_gradient_that_overflows_leaves_the_weights(monkeypatch):
+    task = SharpnessAware(torch.nn.Linear(2, 2), num_classes=2)
+    task.net.weight.grad = torch.tensor([[float("inf"), 1.0], [1.0, 1.0]])
+    before = task.net.weight.clone()
+    task._climb()
+    assert torch.equal(task.net.weight, before)
+    task.net.weight.grad = torch.ones(2, 2)
+    task._climb()
+    torch.testing.assert_close(task.net.weight, before + 0.05 / 2)
 
 
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):

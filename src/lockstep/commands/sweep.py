@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import math
+import re
 import shutil
 import signal
 import statistics
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 RESULTS_FOLDER = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
 REPEATED = ("data.fold", "seed", "data.seed")  # keys whose values do not make another configuration
+ERRORS = re.compile(r"loss|error|(?<![a-z])(mse|mae|rmse|ece|nll)(?![a-z])")  # names of metrics; lower is better
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 running: set[Any] = set()  # the processes of jobs
@@ -177,7 +179,9 @@ def is_minimized(config: Any) -> bool:
     direction = OmegaConf.select(config, "hydra.sweeper.direction")
     if direction in ("minimize", "maximize"):
         return bool(direction == "minimize")
-    return bool(checkpoints.mode == "min" if checkpoints and checkpoints.monitor == metric else "loss" in str(metric))
+    if checkpoints and checkpoints.monitor == metric:
+        return bool(checkpoints.mode == "min")
+    return bool(ERRORS.search(str(metric)))
 
 
 def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:

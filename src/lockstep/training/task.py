@@ -1,6 +1,7 @@
 """The base class of a task: a LightningModule with the config's optimizer and schedule, and exact means."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -134,7 +135,7 @@ class Task(pl.LightningModule):
         if self.scheduler_factory is None:
             return optimizer
         total_steps = int(self.trainer.estimated_stepping_batches)
-        steps_per_epoch = max(1, int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
+        steps_per_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
         taken, any_name = options_of(self.scheduler_factory.func)
         known = {key: value for key, value in lengths.items() if any_name or key in taken}

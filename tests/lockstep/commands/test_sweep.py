@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from hydra_plugins import lockstep_sweeps
 from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.commands import sweep
-from lockstep.commands.sweep import Job, forward_stop_signals, ranking, run_child
+from lockstep.commands.sweep import Job, forward_stop_signals, is_minimized, ranking, run_child
 from runs import run_door
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -108,6 +108,12 @@ def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
 def folds(rate, values):
     words = ("experiment=kfold", f"optimizer.lr={rate}")
     return [Job(n, int(v != v), (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)]
+
+
+def test_errors_are_minimized_and_other_metrics_are_not():
+    for metric in ("val/mae", "test/loss", "ece", "val/acc", "val/miou", "val/image"):
+        config = OmegaConf.create({"optimized_metric": metric, "callbacks": None, "hydra": {"sweeper": {}}})
+        assert is_minimized(config) is (metric in ("val/mae", "test/loss", "ece")), metric
 
 
 def test_a_sweep_ends_with_its_ranking_failed_jobs_last_and_the_mean_of_folds_and_seeds():
