@@ -145,6 +145,7 @@ BAD = {  # the first four of them in make test
     "trainer=gpu trainer.num_nodes=2": "trainer.num_nodes=2",
     "trainer=model_parallel trainer.devices=2": "model_parallel trainer.stage_devices",
     "trainer.val_check_interval=500": "from 1 to 20, which is an epoch",
+    "seed=-1": "from 0 to 4294967295",
     "trainer.max_time=soon": "give days:hours:minutes:seconds",
     "callbacks.checkpoints.monitor=val/loss": "give mode=min",
     "experiment=quickstart callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
@@ -231,6 +232,12 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
     done = run_door("train", *SMALL, f"resume={run_id}", "trainer.max_epochs=4", "optimizer.lr=1", logs=logs)
     assert done.code == 2 and "lr was 0.003, now 1" in done.output
     assert uninterrupted.record["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_max_steps_alone_can_end_a_training(tmp_path):
+    done = quickstart(tmp_path, "trainer=cpu", "trainer.max_epochs=null", "trainer.max_steps=25", "test=false")
+    assert done.record["steps"] == 25 and done.record["epochs"] == 2, done.output
 
 
 @pytest.mark.slow

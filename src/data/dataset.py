@@ -121,7 +121,7 @@ def _as_pillow(image: Any) -> Image.Image:
     if pixels.dtype.kind == "f":
         low, high = pixels.min(), pixels.max()
         if not 0 <= low <= high <= 1:
-            raise ValueError(f"values from {low:.3g} to {high:.3g}: leave out its Normalize, as Lockstep normalises")
+            raise ValueError(f"values from {low:.3g} to {high:.3g}: remove its Normalize, as Lockstep normalises")
         pixels = np.round(255 * pixels).astype(np.uint8)
     if pixels.dtype != np.uint8:
         raise ValueError(f"the type {pixels.dtype}: give bytes, or floats from 0 to 1")

@@ -18,7 +18,8 @@ from tasks.classifier import ImageClassifier, check_logits
 def module(optimizer, precision="32-true"):
     torch.manual_seed(0)
     classifier = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double(), optimizer, num_classes=3)
-    classifier._trainer = SimpleNamespace(precision=precision, strategy=SimpleNamespace())
+    loop = SimpleNamespace(setup_data=lambda: None)
+    classifier._trainer = SimpleNamespace(precision=precision, strategy=SimpleNamespace(), fit_loop=loop)
     return classifier
 
 

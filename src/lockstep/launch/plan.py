@@ -108,6 +108,8 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
     if config["task_name"] == "train":
         if isinstance(trainer["max_epochs"], int) and trainer["max_epochs"] < 1:
             raise UserError(f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on.")
+        if not 0 <= config["seed"] < 2**32:
+            raise UserError(f"seed={config['seed']}: give a whole number from 0 to 4294967295, as numpy takes.")
         if trainer.get("limit_train_batches") == 0:
             raise UserError("trainer.limit_train_batches=0 leaves nothing to train on: give 1.0 for all batches.")
         if trainer["max_time"]:

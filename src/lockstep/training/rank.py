@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.seed import seed_everything
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.hang_dump import HangDump
@@ -162,7 +163,7 @@ def prepare_process(plan: RunPlan) -> None:
     bound = int(environment().get("SLURM_CPUS_PER_TASK") or 0) if plan.cluster.launcher == "slurm" else 0
     own_cores = cores if cores <= bound else max(1, cores // plan.cluster.devices)  # bound: to this rank alone
     torch.set_num_threads(own_cores if own["num_threads"] == "auto" else own["num_threads"])
-    torch.manual_seed(plan.config["seed"])
+    seed_everything(plan.config["seed"], verbose=False)  # the order of Lightning's own samplers too
     if plan.accelerator == "gpu":
         if not torch.cuda.is_available():
             raise UserError(

@@ -134,6 +134,7 @@ class Task(pl.LightningModule):
         optimizer.register_load_state_dict_pre_hook(_keep_kernel)
         if self.scheduler_factory is None:
             return optimizer
+        self.trainer.fit_loop.setup_data()  # Lightning does not where max_steps alone ends the training
         total_steps = int(self.trainer.estimated_stepping_batches)
         steps_per_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}

@@ -1,10 +1,13 @@
 """The module of a run, its weights, and what each rank does first."""
 
+import os
+import random
 import re
 import sys
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -150,6 +153,20 @@ def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions
     plan.trainer["deterministic"] = True
     prepare_process(plan)
     assert not torch.backends.cudnn.benchmark
+
+
+def test_the_seed_reaches_every_generator_and_lightnings_samplers(plan, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    plan.accelerator = "cpu"
+
+    def drawn(seed):
+        plan.config["seed"] = seed
+        prepare_process(plan)
+        return [random.random(), np.random.rand(), torch.rand(1).item(), os.environ["PL_GLOBAL_SEED"]]
+
+    first, again, other = map(drawn, (1, 1, 2))
+    assert first == again and not set(first) & set(other)
 
 
 def test_breakpoint_is_of_rank_zero_on_a_terminal(monkeypatch):
