@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config.compose import CONFIGS, as_typed, compose, quoted
 from lockstep.config.schema import key_of
+from lockstep.runs import signals
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 RESULTS_FOLDER = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
 REPEATED = ("data.fold", "seed", "data.seed")  # keys whose values do not make another configuration
 ERRORS = re.compile(r"loss|error|(?<![a-z])(mse|mae|rmse|ece|nll)(?![a-z])")  # names of metrics; lower is better
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 running: set[Any] = set()  # the processes of jobs
 asked: list[int] = []  # signals that asked the sweep to stop
@@ -160,13 +160,13 @@ def forward_stop_signals() -> Iterator[None]:
         for process in list(running):
             process.send_signal(signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else number)
 
-    previous = {number: signal.signal(number, stop) for number in STOPS}
+    previous = signals.on_stop(stop)
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    requeue = previous[signal.SIGUSR1]
+    requeue = previous.get(signal.SIGUSR1)
     if signal.SIGUSR1 in asked and callable(requeue):  # submitit's handler, which requeues the job, now saved
         requeue(signal.SIGUSR1, None)
     if asked and "SUBMITIT_EXECUTOR" not in environment():

@@ -94,7 +94,7 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
     accumulate = config["trainer"]["accumulate_grad_batches"]
     size = size or config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
     if size == "max":
-        return Batch.of_device(1, cluster.world_size, accumulate)
+        return Batch.cut(cluster.world_size * accumulate, cluster.world_size, accumulate)
     if limit is None or states_accumulation(config.get("overrides", ())):
         return Batch.cut(size, cluster.world_size, accumulate)
     return Batch.within(size, cluster.world_size, limit)

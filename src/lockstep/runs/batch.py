@@ -58,11 +58,6 @@ class Batch:
         accumulate = next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
         return cls(size, share // accumulate, accumulate)
 
-    @classmethod
-    def of_device(cls, per_device: int, world_size: int, accumulate: int) -> "Batch":
-        """Return the batch that has so many images for each device."""
-        return cls.cut(per_device * world_size * accumulate, world_size, accumulate)
-
 
 def _checked(global_size: int | str | None) -> int:
     if not isinstance(global_size, int) or isinstance(global_size, bool) or global_size < 1:

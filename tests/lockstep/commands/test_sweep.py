@@ -21,11 +21,12 @@ def job(words: str) -> list[str]:
     return [sys.executable, "-c", f"import os, pathlib, signal, sys, time\n{words}"]
 
 
-@pytest.mark.parametrize(("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (2, 2, 130)])
+@pytest.mark.parametrize(("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (1, 1, 75), (2, 2, 130)])
 def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, times, code):
     saved, before = tmp_path / "saved", signal.getsignal(signal.SIGINT)
     words = (
-        f"signal.signal(15, lambda *_: None)\nfor _ in range({times}): os.kill(os.getppid(), {number}); time.sleep(1)\n"
+        "for each in (1, 15): signal.signal(each, lambda *_: None)\n"
+        f"for _ in range({times}): os.kill(os.getppid(), {number}); time.sleep(1)\n"
         f"pathlib.Path({str(saved)!r}).touch()"
     )
     with pytest.raises(SystemExit) as end, forward_stop_signals():

@@ -92,7 +92,7 @@ def test_a_span_of_time_is_read_and_shown():
 
 
 def test_a_batch_divides_by_ranks_and_accumulation():
-    assert Batch.cut(128, 4, 8) == Batch.of_device(4, 4, 8) == Batch(global_size=128, per_device=4, accumulate=8)
+    assert Batch.cut(128, 4, 8) == Batch(global_size=128, per_device=4, accumulate=8)
     assert states_accumulation(["a=1", "++trainer.accumulate_grad_batches=2"])
     assert not states_accumulation(["trainer.accumulate_grad_batches_=2", "~trainer.accumulate_grad_batches"])
     for sizes, wanted in {
