@@ -241,6 +241,15 @@ def test_max_steps_alone_can_end_a_training(tmp_path):
 
 
 @pytest.mark.slow
+def test_overfitting_goes_on_with_the_same_batches(tmp_path):
+    words = ["debug=overfit", "scheduler=none", "run_id=r", "test=false"]
+    whole = quickstart(tmp_path / "whole", *words, "trainer.max_epochs=4")
+    quickstart(tmp_path, *words, "trainer.max_epochs=2")
+    again = succeed("train", "resume=r", "trainer.max_epochs=4", logs=tmp_path)
+    assert_equal(weights(again.folder), weights(whole.folder))
+
+
+@pytest.mark.slow
 def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
     words = ["trainer=ddp_sim", "data.val_fraction=0", "callbacks.checkpoints.every_n_epochs=2", "run_id=r"]
     quickstart(tmp_path, *words, "trainer.max_epochs=1")

@@ -82,7 +82,10 @@ class Checkpoints(pl.Callback):
             return
         self.saved_step = trainer.global_step
         if has_state:  # Lightning loses it if something asked for the number of steps before fit began
-            loader.load_state_dict(self.loaded["loader"])
+            state = self.loaded["loader"]
+            if self.loaded["point"]["phase"] == place.EPOCH_END and "global_batches" in state:
+                state = {**state, "global_batches": 0}  # the epoch may have been a part of the images (overfit_batches)
+            loader.load_state_dict(state)
         if len(self.loaded["random"]) == trainer.world_size:
             place.set_random_state(self.loaded["random"][trainer.global_rank])
 
