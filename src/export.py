@@ -182,6 +182,8 @@ def export(options: dict[str, str]) -> int:
 
     formats, push_to = chosen_formats(options["formats"]), options["push_to"]
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
+    if not {"image_size", "mean"} <= model.facts.keys():
+        raise UserError("The run's data module does not define how images are made, which an export writes down.")
     repository = hub(push_to, "create_repo", repo_id=push_to, private=True, exist_ok=True) if push_to else None
     run_id = str(model.record.run_id)  # names a folder, so it must not climb
     name = run_id if RUN_ID_PATTERN.fullmatch(run_id) and ".." not in run_id else model.path.stem

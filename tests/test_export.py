@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,11 @@ def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(vit, tmp_path
     monkeypatch.setattr(export, "write_weights", fail)
     assert main(ask) == 1 and f"no room on {tmp_path} (" in capsys.readouterr().err
     assert not (tmp_path / "README.md").exists()
+
+
+def test_a_run_whose_data_module_defines_no_images_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("lockstep.training.inference.load_finished", lambda *_: SimpleNamespace(facts={}))
+    assert main(["ckpt_path=r"]) == 2 and "does not define how images are made" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
