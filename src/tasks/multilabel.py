@@ -26,7 +26,8 @@ class MultiLabel(Task):
     def __init__(self, net: nn.Module, *, num_classes: int, positive_weight: float = 1.0, **parts: Any) -> None:
         super().__init__(net, **parts)
         self.register_buffer("weight", torch.tensor(positive_weight), persistent=False)
-        self.average_precision = MultilabelAveragePrecision(num_classes)
+        self.average_precision = MultilabelAveragePrecision(num_classes, average=None)
+        self.register_buffer("present", torch.zeros(num_classes), persistent=False)  # images with each label
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
@@ -38,13 +39,17 @@ class MultiLabel(Task):
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         self.count(loss=losses, acc=(logits > 0) == (targets > 0.5))
         self.average_precision.update(logits, targets.long())
+        self.present += targets.sum(0)
 
     test_step = validation_step
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
-        values = {**super().evaluation_values(stage), f"{stage}/map": float(self.average_precision.compute())}
+        """Add the mean average precision over the labels that occur; the others have none."""
+        occurs = self.trainer.strategy.reduce(self.present.clone(), reduce_op="sum") > 0
+        precision = self.average_precision.compute()[occurs].mean()
         self.average_precision.reset()
-        return values
+        self.present.zero_()
+        return {**super().evaluation_values(stage), f"{stage}/map": float(precision)}
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return (B, num_classes) probabilities."""

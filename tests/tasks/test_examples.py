@@ -23,12 +23,14 @@ from lockstep.runs.record import RunRecord
 from lockstep.storage.checkpoint_files import newest_whole
 from lockstep.storage.load import read_checkpoint
 from lockstep.training.inference import FinishedModel
+from lockstep.training.task import Task
 from object_store import shared_store
 from predict import main as predict
 from predict import rows_of
 from runs import run_door, succeed
 from tasks.distillation import Distillation
 from tasks.manual_optimization import SharpnessAware
+from tasks.multilabel import MultiLabel
 from tasks.segmentation import Segmentation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,6 +202,18 @@ def test_a_teacher_sees_images_in_its_own_normalisation_and_has_the_classes_of_t
     for other in ({"class_names": ["dog", "cat"]}, {"channels": 3}):
         with pytest.raises(UserError, match="task.teacher=t has other c[lh]"):
             student._adapt_images({**facts, **other}, data, torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples")
+def test_a_label_that_never_occurs_has_no_part_in_the_mean_precision(monkeypatch):
+    task = MultiLabel(torch.nn.Identity(), num_classes=3)
+    task._trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts))
+    monkeypatch.setattr(Task, "count", lambda *_, **__: None)
+    monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
+    logits = torch.tensor([[2.0, -1, 0], [-1, 2, 1], [1, 0, -1]])
+    for _ in range(2):
+        task.validation_step((logits, (logits > 0.5).float() * torch.tensor([1.0, 1, 0])), 0)
+        assert task.evaluation_values("val") == {"val/map": 1.0}
 
 
 def test_masks_without_a_known_pixel_cost_nothing():

@@ -141,7 +141,7 @@ class Checkpoints(pl.Callback):
         metrics, best = trainer.callback_metrics, self.best_value
         validations = sorted(name for name in metrics if name.startswith("val"))
         if validations and self.monitor not in metrics:
-            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
+            raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
         if trainer.sanity_checking:
             self._warn_without_best(trainer)
         value = float(metrics.get(self.monitor, "nan"))
