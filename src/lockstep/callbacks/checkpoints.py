@@ -100,7 +100,7 @@ class Checkpoints(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._writing and self._writing[0].done():
             self.finish_writing()
-        if trainer.global_step == trainer.max_steps:
+        if place.steps_are_over(trainer):
             trainer.should_stop = True  # else Lightning would not validate a run that ends in mid-epoch
             return
         # Every rank looks at the clock of rank 0, and only at log points: other steps have no collective.
@@ -112,7 +112,7 @@ class Checkpoints(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         epochs = trainer.current_epoch + 1
-        due = epochs == trainer.max_epochs or trainer.global_step == trainer.max_steps or trainer.should_stop
+        due = epochs == trainer.max_epochs or place.steps_are_over(trainer) or trainer.should_stop
         if not due and epochs % self.every_n_epochs == 0:
             is_idle = not self._writing or self._writing[0].done()
             due = not self.asynchronous or trainer.strategy.broadcast(is_idle, src=0)

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.resume_point import ends_epoch, ends_step
+from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_over
 from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.output import duration
@@ -100,7 +100,7 @@ class Interruption(pl.Callback):
     def _vote(self, trainer: pl.Trainer, kind: str) -> None:
         """Stop if any rank was asked to; after the last step only in the test, as a resume would not validate it."""
         is_fit = trainer.state.fn == "fit"
-        if (is_fit and trainer.global_step == trainer.max_steps) or not self.votes[kind](bool(self.reason)):
+        if (is_fit and steps_are_over(trainer)) or not self.votes[kind](bool(self.reason)):
             return
         for callback in trainer.callbacks:
             if isinstance(callback, Checkpoints) and is_fit and not trainer.sanity_checking:
@@ -126,7 +126,7 @@ class MaxTime(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         is_last = trainer.current_epoch + 1 == trainer.max_epochs and ends_epoch(trainer)
-        if not ends_step(trainer) or is_last or trainer.global_step == trainer.max_steps:
+        if not ends_step(trainer) or is_last or steps_are_over(trainer):
             return
         if not self.interruption.votes["time"](self.elapsed() >= self.seconds):
             return

@@ -34,6 +34,11 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
     return batches_done(trainer) >= trainer.num_training_batches
 
 
+def steps_are_over(trainer: pl.Trainer) -> bool:
+    """Return whether trainer.max_steps are done; a module with several optimizers may pass them by."""
+    return 0 <= trainer.max_steps <= trainer.global_step
+
+
 def is_validation_epoch(trainer: pl.Trainer) -> bool:
     """Return whether this epoch is validated: at its end, and within it if trainer.val_check_interval says so."""
     every = trainer.check_val_every_n_epoch or 1

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lockstep.callbacks.checkpoint_io import gather_objects
-from lockstep.callbacks.resume_point import ends_epoch, ends_step
+from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_over
 from lockstep.runs.errors import Diverged, UserError
 
 
@@ -71,7 +71,7 @@ class TrainingLog(pl.Callback):
             self.losses = self.losses[0] + outputs["loss"].detach().double() * divided_by, self.losses[1] + 1
         is_step_end, epoch_ends = ends_step(trainer), ends_epoch(trainer)
         self.step += is_step_end
-        is_done = trainer.global_step == trainer.max_steps or trainer.should_stop
+        is_done = steps_are_over(trainer) or trainer.should_stop
         is_point = epoch_ends or is_done or (is_step_end and self.step % trainer.log_every_n_steps == 0)
         if is_point and self.step > self.marked_step:  # all ranks reach it at the same batch: it is a collective
             self._log(trainer, module, epoch_ends)

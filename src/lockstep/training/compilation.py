@@ -46,8 +46,8 @@ def is_compiled(module: Any, data: Any, plan: RunPlan, strategy: Any) -> bool:
     if own["compile"] == "auto":
         if plan.accelerator != "gpu" or not able.supports_compile or able.compiles_units or not hasattr(data, "place"):
             return False
-        steps = own["max_epochs"] * (data.num_train // data.global_batch_size)
-        steps = steps if own["max_steps"] < 0 else min(steps, own["max_steps"])
+        by_epochs = (own["max_epochs"] or -1) * (data.num_train // data.global_batch_size)
+        steps = min((limit for limit in (by_epochs, own["max_steps"]) if limit >= 0), default=PAYS_FROM_STEPS)
         has_tools = importlib.util.find_spec("triton") and shutil.which(environment().get("CC") or "cc")
         return bool(has_tools) and steps >= PAYS_FROM_STEPS and hasattr(module, "net") and module.automatic_optimization
     options = own["compile"] if isinstance(own["compile"], Mapping) else {}

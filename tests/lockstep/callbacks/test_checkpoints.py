@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from local_ranks import meet, run_ranks
 from lockstep.callbacks.checkpoint_io import CheckpointFiles, load_on_all_ranks, on_host, write_checkpoint
@@ -176,3 +177,24 @@ def test_the_copy_does_not_change_with_the_weights():
     state["plain"][1]["a"] = 3
     assert copied["w"].tolist() == [0, 1, 2, 3] and copied["plain"] == [1, {"a": 2}]
     assert copied["tied"] is copied["w"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_with_two_optimizers_is_validated_where_max_steps_end_it(tmp_path):
+    class Two(Small):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [super(Two, self).configure_optimizers() for _ in range(2)]
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                self.manual_backward(self.layer(batch).sum())
+                optimizer.step()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val/acc", 0.5)
+
+    trainer = fit(Two(), Checkpoints(tmp_path), max_steps=3, val_loader=DataLoader(torch.ones(2, 2)))
+    assert trainer.global_step == 4, "two at once"
+    assert [sidecar.step for _, sidecar in complete(tmp_path, "best")] == [4]

@@ -24,6 +24,7 @@ from lockstep.training.compilation import EagerEvaluation, is_compiled
         ("auto", {"accelerator": "cpu"}, False),
         ("auto", {"max_epochs": 19}, False),
         ("auto", {"max_steps": 1999}, False),
+        ("auto", {"max_epochs": None, "max_steps": 2000}, True),
         ("auto", {"automatic_optimization": False}, False),
         ("auto", {"tools": False}, False),
     ],
