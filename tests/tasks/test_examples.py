@@ -116,7 +116,7 @@ def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatc
 @pytest.mark.parametrize("trainer", ["ddp_sim", "fsdp_sim"])
 @pytest.mark.parametrize("task", CASES)
 def test_it_learns_under_ddp_and_fsdp(task, trainer, logs):
-    check_learned(task, trained(task, trainer, logs, "trainer.max_epochs=6"))
+    check_learned(task, trained(task, trainer, logs, "trainer.max_epochs=9"))
 
 
 def exact(kind, logs, *words, **options):
