@@ -98,7 +98,7 @@ def test_all_images_of_another_folder_are_tested_as_the_net_was_trained_and_of_t
     metrics, data = done.record["metrics"], read_config(done.folder.config)["data"]
     assert (metrics["test/images"], metrics["test/acc"], done.record["num_test"]) == (90, 1, 90)
     assert (data["image_size"], data["mean"]) == (8, 0.25)
-    done = evaluated(animals, shutil.copytree(animals.logs / "photos", tmp_path / "moved"))
+    done = evaluated(animals, shutil.copytree(animals.logs / "photos", tmp_path / "moved"), "data.path=loader")
     assert done.code == 0 and "testing on 12 images" in done.output, done.output
 
 

@@ -91,7 +91,7 @@ class ImageDataModule(LightningDataModule):
         self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
         self.left_out: LeftOut = {}
         self.class_names: list[str] = []
-        self.data_hash = ""
+        self.data_hash = self.list_hash = ""  # list_hash: of names and sizes, whatever the pixels are resized to
         self._pixels: list[np.ndarray] = []  # images and each mask, (n, side, side, channels) uint8, if in memory
         self._groups: np.ndarray | None = None
         self._given = np.zeros(0, np.int8)  # (n,) the splits that the source names, −1 for images that are not used

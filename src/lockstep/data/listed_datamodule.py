@@ -67,7 +67,7 @@ class ListedDataModule(ImageDataModule):
     def _load(self) -> None:
         self._list = images = self.list_images()
         self.class_names, self._given, self._groups = images.class_names, images.splits, images.groups
-        self.left_out = images.left_out
+        self.left_out, self.list_hash = images.left_out, images.content_hash()
         self._set_targets({} if images.has_masks else {"": images.targets}, [""] if images.has_masks else [])
         if images.has_masks:
             folder = self.cache_folder(["masks", images.identity])
@@ -79,7 +79,7 @@ class ListedDataModule(ImageDataModule):
             self.data_hash = cached(folder, self._write_array)["data_hash"]
             self._pixels = [np.load(folder / IMAGES, mmap_mode="c")]
         else:
-            self.data_hash = images.content_hash()
+            self.data_hash = self.list_hash
 
     def path_taken(self) -> tuple[str, str]:
         if self._mask_names:

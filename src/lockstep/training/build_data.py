@@ -48,7 +48,8 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     data = prepared_data(config, stated, "fit" if trained_on is None else "test")
     if trained_on:
         data.match_classes(trained_on["class_names"])
-        keys, is_same = {key_of(word) for word in plan.config["overrides"]}, data.data_hash == trained_on["data_hash"]
+        keys = {key_of(word) for word in plan.config["overrides"]}
+        is_same = data.data_hash == trained_on["data_hash"] or data.list_hash == (trained_on.get("list_hash") or None)
         if keys & NEW_DATA and data.splits.drew_test and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
         elif not keys & NEW_DATA and not is_same and cluster.is_rank_zero:
@@ -128,7 +129,7 @@ def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "place"):
         return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
-    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, "mean", "std", "data_hash", "class_counts")}
+    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, "mean", "std", "data_hash", "list_hash", "class_counts")}
     framing = {key: getattr(data.framing, key) for key in ("resize", "fit", "interpolation")}
     names, crop_pct = [str(name) for name in data.class_names], float(data.settings.crop_pct)
     return {**facts, **framing, "class_names": names, "crop_pct": crop_pct, "target": data.target_kind}
