@@ -40,6 +40,9 @@ class MetricsCsv(Logger):
         last = self.rows[-1]["step"] if self.rows else None
         if last is not None and "time_s" not in metrics and step == last - 1:
             step = last
+        if last is not None and step < last:  # several optimizers: resume_step counts the steps of each
+            self.rows = [row for row in self.rows if row["step"] <= step]
+            last = self.rows[-1]["step"] if self.rows else None
         if step != last:
             self.rows.append({"step": step})
         self.rows[-1] |= metrics

@@ -188,8 +188,9 @@ def test_a_start_that_is_killed_at_once_loses_no_row(tmp_path):
     [
         (8, {8: {"val/acc": 0.9}, 12: {"train/loss": 3}}, [{"val/acc": "0.9"}, {"step": "12", "train/loss": "3"}]),
         (6, {7: {"new": 1}, 8: {"val/acc": 8}}, [None, {"step": "7", "new": "1"}, {"step": "8", "val/acc": "8"}]),
+        (12, {6: {"time_s": 1}, 8: {"new": 8}}, [None, {"step": "6", "time_s": "1"}, {"step": "8", "new": "8"}]),
     ],
-    ids=["its row is completed once", "rows after it are removed"],
+    ids=["its row is completed once", "rows after it are removed", "two optimizers"],
 )
 def test_a_resumed_run_goes_on_from_the_row_of_its_step(tmp_path, resume_step, steps, after):
     first, last = written(tmp_path / "m.csv")
