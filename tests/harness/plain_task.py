@@ -81,10 +81,12 @@ class Small(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.25)
 
 
-def fit(module, *callbacks, batches=4, batch_size=1, data=None, val_loader=None, **options) -> pl.Trainer:
+def fit(
+    module, *callbacks, batches=4, batch_size=1, data=None, val_loader=None, ckpt_path=None, **options
+) -> pl.Trainer:  # fmt: skip
     """Fit a `Small` with nothing but these callbacks."""
     data = torch.ones(batches * batch_size, 2) if data is None else data
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(**{"accelerator": "cpu", "max_epochs": 1, "callbacks": list(callbacks), **off, **options})
-    trainer.fit(module, DataLoader(data, batch_size), val_loader)
+    trainer.fit(module, DataLoader(data, batch_size), val_loader, ckpt_path=ckpt_path)
     return trainer

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -172,12 +173,14 @@ class Checkpoints(pl.Callback):
 
     def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
         batches, accumulate = place.batches_done(trainer), trainer.accumulate_grad_batches
+        per_epoch, ends_epoch = math.ceil(trainer.num_training_batches / accumulate), place.ends_epoch(trainer)
         is_due = place.is_validation_epoch(trainer) and batches % trainer.val_check_batch == 0
-        phase = place.EPOCH_END if place.ends_epoch(trainer) else place.TRAINING
+        phase = place.EPOCH_END if ends_epoch else place.TRAINING
         return {
             "epoch": trainer.current_epoch,
-            "batches_done": batches // accumulate,
-            "batches_per_epoch": int(trainer.num_training_batches) // accumulate,
+            "batches_done": per_epoch if ends_epoch else batches // accumulate,
+            "batches_per_epoch": per_epoch,
+            "lacking": per_epoch * accumulate - batches if ends_epoch else 0,
             "phase": place.VALIDATION if is_due and self.validated_step != trainer.global_step else phase,
         }
 

@@ -75,6 +75,7 @@ class Interruption(pl.Callback):
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        silence_lightning(trainer)
         self._previous = self._previous or signals.on_stop(self._on_signal)
         if signals.asked:  # before, in the middle of an import that went on
             self.ask(signal.Signals(signals.asked[0]).name)
@@ -87,6 +88,12 @@ class Interruption(pl.Callback):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if signals.interrupt not in self._previous.values():  # a notebook, which goes on
+            self.teardown(trainer, pl_module, "")
+            self.reason = ""
+            signals.asked.clear()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if ends_step(trainer):

@@ -50,7 +50,8 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
 
     Args:
         point: `epoch`, the current epoch from 0 (at EPOCH_END the one that has just ended); `batches_done`, the
-            optimizer steps done in it; `batches_per_epoch`; `phase`. TRAINING resumes after `batches_done`,
+            optimizer steps done in it; `batches_per_epoch`; `lacking`, the micro-batches that its last step has fewer
+            than `accumulate`; `phase`. TRAINING resumes after `batches_done`,
             VALIDATION repeats the whole validation at that point, EPOCH_END starts the next epoch.
     """
 
@@ -66,6 +67,7 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
         completed = micro - 1  # this is how Lightning recognises a checkpoint saved in on_train_batch_end
     else:
         is_last = point["batches_done"] >= point["batches_per_epoch"]
+        micro = completed = micro - point.get("lacking", 0)
     return {
         **fit_loop,
         "epoch_progress": progress(started, ended, ended),

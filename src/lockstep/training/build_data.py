@@ -129,7 +129,8 @@ def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "place"):
         return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
-    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, "mean", "std", "data_hash", "list_hash", "class_counts")}
+    own = ("mean", "std", "data_hash", "list_hash", "class_counts")
+    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *own)}
     framing = {key: getattr(data.framing, key) for key in ("resize", "fit", "interpolation")}
     names, crop_pct = [str(name) for name in data.class_names], float(data.settings.crop_pct)
     return {**facts, **framing, "class_names": names, "crop_pct": crop_pct, "target": data.target_kind}

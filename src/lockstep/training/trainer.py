@@ -12,7 +12,6 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
-from lockstep.callbacks.interruption import silence_lightning
 from lockstep.callbacks.training_log import ValidationInterval
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan
@@ -59,7 +58,7 @@ def build_trainer(
         plugins.append(plugin)
         precision = None
     try:
-        trainer = pl.Trainer(
+        return pl.Trainer(
             accelerator=plan.accelerator,
             devices=cluster.devices,
             num_nodes=cluster.num_nodes,
@@ -78,8 +77,6 @@ def build_trainer(
         )
     except (MisconfigurationException, ValueError, TypeError) as error:
         raise UserError(f"trainer: {error}") from None
-    silence_lightning(trainer)
-    return trainer
 
 
 def _profiler(stated: Any, plan: RunPlan) -> Any:

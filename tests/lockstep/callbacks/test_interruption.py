@@ -13,7 +13,7 @@ from faults import signal_at_step
 from local_ranks import run_ranks
 from lockstep.callbacks import interruption as module
 from lockstep.callbacks.hang_dump import HangDump
-from lockstep.callbacks.interruption import Interruption, Vote, silence_lightning
+from lockstep.callbacks.interruption import Interruption, Vote
 from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.storage.checkpoint_files import complete, fault_of
@@ -33,7 +33,6 @@ def test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains():
     class Silent(Small):
         def configure_model(self):
             connector, loop = self.trainer._signal_connector, self.trainer.fit_loop.epoch_loop
-            silence_lightning(self.trainer)
             for owner, name in ((connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
                 assert callable(getattr(type(owner), name)) and vars(owner)[name]() is None, name
 
@@ -110,6 +109,19 @@ def test_a_terminal_that_goes_away_interrupts_a_run_and_nohup_keeps_it(tmp_path)
     assert stopped.code == 75 and stopped.record["status"] == "interrupted", stopped.output
     assert stopped.record["steps"] == 2 and len(list(stopped.folder.checkpoints.glob("last-*.ckpt"))) == 1
     assert run_door("train", *one, logs=tmp_path / "nohup", before=partial(ignored, fault)).code == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_a_notebook_a_stop_leaves_no_handler_and_the_next_fit_trains():
+    class Stopped(Small):
+        def on_train_start(self):
+            signal.raise_signal(signal.SIGINT)
+
+    interruption, before = Interruption(), signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted):
+        fit(Stopped(), interruption)
+    assert signal.getsignal(signal.SIGINT) == before
+    assert fit(Small(), interruption).global_step == 4
 
 
 def ignored(fault):

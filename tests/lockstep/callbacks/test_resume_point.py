@@ -10,7 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from faults import signal_at_step
+from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, ends_step, is_validation_epoch, loop_state
+from lockstep.runs.errors import Interrupted
 from lockstep.storage.checkpoint_files import complete
 from lockstep.storage.load import read_checkpoint
 from plain_task import Small, fit
@@ -78,6 +81,28 @@ def test_a_step_ends_where_lightning_counts_it_and_an_epoch_validates_where_it_d
     assert [ends for ends, _ in places.steps] == [after > before for before, after in zip(steps, steps[1:])]
     assert [ends for ends, _ in places.steps[:5]] == [False, True, False, True, True]
     assert places.epochs == [(False, False), (True, True)] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stop_in_the_validation_after_a_remainder_of_accumulation_trains_no_batch_twice(tmp_path):
+    seen, interruption = [], Interruption()
+
+    class Stopped(Net):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            interruption.ask("test") if len(seen) == 5 else None
+
+    options = {"batches": 5, "val_loader": DataLoader(torch.ones(1, 1)), "accumulate_grad_batches": 2, "max_epochs": 2}
+    with pytest.raises(Interrupted):
+        fit(Stopped(), interruption, Checkpoints(tmp_path), num_sanity_val_steps=0, **options)
+    [(path, _)] = complete(tmp_path, "last")
+    seen.clear()
+    interruption.reason = ""
+    trainer = fit(Stopped(), Checkpoints(tmp_path), ckpt_path=path, num_sanity_val_steps=0, **options)
+    assert (seen, trainer.global_step) == ([0, 1, 2, 3, 4], 6)
 
 
 # Validation within an epoch, and a training that its time ends; resumed runs equal uninterrupted ones.
