@@ -185,7 +185,7 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert done.record["steps"] == 20 and done.record["epochs"] == 1
     assert_equal(weights(done.folder, "best"), best)
     assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
-    assert done.record["resumed_from"] is None and "/best-step" in done.record["initial_weights"]
+    assert done.record["restarts"] == [] and "/best-step" in done.record["initial_weights"]
 
 
 @pytest.mark.slow

@@ -43,14 +43,14 @@ def example_record(run_id: str, **changes: Any) -> dict[str, Any]:
         "cost": {"usd": 0.126, "usd_per_epoch": 0.0105, "price_per_hour": 1.052},
         "largest_batch": {"per_device": 412, "global": 824, "peak_memory_gib": 14.2, "limit_gib": 14.6,
                           "bounded_by": "memory"},
-        "restarts": [], "resumed_from": None, "summary": {"changed": [["trainer.devices", 1, 2]]},
+        "restarts": [], "summary": {"changed": [["trainer.devices", 1, 2]]},
         "best_checkpoint": {"path": "checkpoints/best-step00001925.ckpt", "bytes": 64_910_233, "epoch": 11,
                             "sha256": "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c", "step": 1925,
                             "metric": {"val/loss": 0.412, "val/acc": 0.871}, "s3_uri": s3_uri},
         "upload": {"uri": s3_uri, "seconds": 2.1, "error": None},
     }  # fmt: skip
     record.update(changes)
-    return {key: value for key, value in record.items() if value is not None or key in ("error", "resumed_from")}
+    return {key: value for key, value in record.items() if value is not None or key == "error"}
 
 
 def write_run(root: Path, run_id: str, **changes: Any) -> Path:

@@ -70,7 +70,7 @@ class RunRecorder(pl.Callback):
             begun = RunRecord(
                 run_id=self.path.parent.name, task_name="train", status="running", started_at=utc_now(),
                 model=type(pl_module).__name__, world_size=trainer.world_size, num_nodes=trainer.num_nodes,
-                monitor=getattr(chooser, "monitor", "val/acc"), monitor_mode=getattr(chooser, "mode", "max"),
+                monitor=getattr(chooser, "monitor", "val/acc"),
             )  # fmt: skip
             write_record(self.path, begun)
         before = read_record(self.path)

@@ -240,7 +240,7 @@ def begin(
         if diff := provenance.code_diff(REPOSITORY) if record.code["dirty"] else "":
             write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     else:
-        record = continued(previous, record, step=plan.resume_step or 0, checkpoint=plan.checkpoint)
+        record = continued(previous, record, step=plan.resume_step or 0)
     if largest_batch:
         record.take({"largest_batch": largest_batch})
     write_record(folder.record, record)
@@ -278,9 +278,9 @@ def first_record(plan: RunPlan) -> RunRecord:
     program = Path(sys.argv[0]).resolve()
     script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
     hardware, chooser = config.get("hardware") or {}, (config.get("callbacks") or {}).get("checkpoints") or {}
-    initial, resumed = (None, plan.checkpoint) if plan.resume_step else (plan.checkpoint, None)
-    named = initial or config["model"].get("weights")
-    starts_from = Path(named) if isinstance(named, str) and not resumed and Path(named).is_file() else None
+    initial = None if plan.resume_step else plan.checkpoint
+    named = None if plan.resume_step else initial or config["model"].get("weights")
+    starts_from = Path(named) if isinstance(named, str) and Path(named).is_file() else None
     return RunRecord(
         run_id=folder.run_id, task_name=config["task_name"], status="running", phase="start",
         tags=[str(tag) for tag in tags if tag is not None],
@@ -292,9 +292,7 @@ def first_record(plan: RunPlan) -> RunRecord:
         world_size=cluster.world_size, num_nodes=cluster.num_nodes, accelerator=plan.accelerator,
         precision=plan.trainer["precision"], seed=config["seed"], global_batch_size=batch.global_size,
         per_device_batch_size=batch.per_device, per_device_batch_limit=batch.per_device,
-        accumulate_grad_batches=batch.accumulate, monitor=chooser.get("monitor", "val/acc"),
-        monitor_mode=chooser.get("mode", "max"), epochs=0, steps=0,
+        accumulate_grad_batches=batch.accumulate, monitor=chooser.get("monitor", "val/acc"), epochs=0, steps=0,
         cost={"price_per_hour": hardware.get("price_per_hour_usd")}, summary={"changed": _changes_of_recipe(plan)},
         initial_weights=initial, initial_weights_sha256=sha256_of(starts_from) if starts_from else None,
-        resumed_from=resumed,
     )  # fmt: skip

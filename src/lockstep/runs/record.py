@@ -73,7 +73,6 @@ class RunRecord:
     accumulate_grad_batches: int | None = None
     ended_by: str | None = None  # "max_time" if that ended the training before its epochs and steps did
     monitor: str = "val/acc"  # chooses the best checkpoint by its largest or smallest value
-    monitor_mode: str = "max"
     epochs: int | None = None
     steps: int | None = None
     num_parameters: int | None = None
@@ -101,7 +100,6 @@ class RunRecord:
     upload: JsonObject = field(default_factory=JsonObject)
     initial_weights: str | None = None
     initial_weights_sha256: str | None = None
-    resumed_from: str | None = None
     restarts: list[JsonObject] = field(default_factory=list)  # as `continued` makes them
     summary: dict[str, Any] = field(default_factory=dict)  # what pages print, by lockstep.logbook.build at the end
     reports: dict[str, str] = field(default_factory=dict)  # {title: URL} of interactive reports that contain the run
@@ -180,10 +178,10 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
     return "running" if _between(record.updated_at or record.started_at, now or utc_now()) <= silence_s else "lost"
 
 
-def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: str | None) -> RunRecord:
+def continued(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord:
     """Return the record of this start, changed in place: merged with that of the previous start.
 
-    It resumes at `step` from `checkpoint`, or from scratch at 0. The pause before it is `idle_s` if the previous start
+    It resumes at `step`, or from scratch at 0. The pause before it is `idle_s` if the previous start
     had finished, else `downtime_s`.
     """
     silent_s = _between(previous.updated_at, record.started_at)
@@ -200,7 +198,6 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
     # Drop test metrics: they belong to a checkpoint that may not remain the best.
     record.metrics = {name: value for name, value in previous.metrics.items() if not name.startswith("test/")}
     record.restarts = [*record.restarts, restart]
-    record.resumed_from = checkpoint if step else None
     record.steps = step  # so that lost steps are not counted again if this start is killed before it trains
     record.other = {**previous.other, **record.other}
     return record

@@ -37,7 +37,7 @@ def path(tmp_path):
 def restart(path, resumed_step):
     """What a start of the same run makes of the record."""
     fresh = RunRecord(started_at="2026-01-01T01:00:00Z", steps=0, command="again")
-    write_record(path, continued(read_record(path), fresh, step=resumed_step, checkpoint="last.ckpt"))
+    write_record(path, continued(read_record(path), fresh, step=resumed_step))
     return RunRecorder(path)
 
 
@@ -65,7 +65,7 @@ def test_steps_that_a_crash_undid_count_once(path):
 
 def test_the_best_is_that_of_the_best_checkpoint(path):
     with update_record(path) as record:
-        record.monitor, record.monitor_mode = "val/loss", "min"
+        record.monitor = "val/loss"
     recorder = RunRecorder(path)
     recorder.on_fit_start(trainer_at(0), None)
     metric = {"val/loss": 0.4, "val/acc": 0.7, "val/f1": 0.5, "val/auroc": float("nan")}

@@ -92,14 +92,14 @@ def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone
         status="finished", updated_at="2026-01-01T00:00:00Z", steps=10, other={"own": 1},
         metrics={"val/acc_best": 0.9, "test/acc": 0.8}, code={"commit": "a", "tree_hash": "1"},
     )  # fmt: skip
-    found = continued(before, begun(), step=10, checkpoint="last.ckpt")
+    found = continued(before, begun(), step=10)
     [entry] = found.restarts
     assert found.metrics == {"val/acc_best": 0.9} and found.other == {"own": 1}
     assert found.code["commit"] == "a" and entry.code["commit"] == "b"
     assert entry.downtime_s is None and entry.idle_s == 86_400
-    assert (found.resumed_from, found.steps) == ("last.ckpt", 10)
+    assert found.steps == 10
     before.status, before.code = "failed", begun().code
-    [entry] = continued(before, begun(), step=0, checkpoint="first.ckpt").restarts
+    [entry] = continued(before, begun(), step=0).restarts
     assert not entry.code and entry.downtime_s == 86_400 and entry.lost_steps == 10
 
 
@@ -108,11 +108,11 @@ def test_a_restart_tells_the_ranks_of_then_and_now_and_the_limit_is_that_of_the_
         sizes = {"per_device_batch_size": size, "per_device_batch_limit": size}
         return RunRecord(world_size=ranks, overrides=list(words), **sizes)
 
-    more = continued(of(2, 32), of(4, 16), step=3, checkpoint="a")
+    more = continued(of(2, 32), of(4, 16), step=3)
     [entry] = more.restarts
     assert (entry.previous_world_size, entry.world_size) == (2, 4)
     assert (more.world_size, more.per_device_batch_size, more.per_device_batch_limit) == (4, 16, 32)
-    again = continued(more, of(1, 8, "trainer.accumulate_grad_batches=8"), step=5, checkpoint="b")
+    again = continued(more, of(1, 8, "trainer.accumulate_grad_batches=8"), step=5)
     assert [each.world_size for each in again.restarts] == [4, 1] and again.per_device_batch_limit == 8
     older = RunRecord(per_device_batch_size=32)  # of a version that knew no limit
-    assert continued(older, of(4, 16), step=3, checkpoint="a").per_device_batch_limit == 32
+    assert continued(older, of(4, 16), step=3).per_device_batch_limit == 32
