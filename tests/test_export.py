@@ -142,6 +142,20 @@ def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(export
     assert ('InferenceSession("model.onnx")' in text) == HAS_ONNX
 
 
+@pytest.mark.parametrize(
+    ("kind", "says", "is_silent"),
+    [("number", "The number is `logits` × 3 + 15.", "classification"), ("mask", "image-segmentation", "accuracy")],
+)
+def test_the_card_of_another_task_says_what_its_outputs_mean(tmp_path, kind, says, is_silent):
+    facts = {"class_names": [], "num_classes": 1, "image_size": 8, "channels": 3, "mean": [0.5] * 3, "std": [0.2] * 3,
+             "resize": 8, "fit": "crop", "interpolation": "bicubic", "data_hash": "0", "target": kind}  # fmt: skip
+    config = {"model": {"_target_": "a.B"}, "data": {"name": "d"}, "task": {"mean": 15, "std": 3}}
+    (tmp_path / "config.json").write_text('{"architecture": "b", "model": {"a": 1}}')
+    model = FinishedModel(torch.nn.Linear(1, 1), config, facts, tmp_path / "config.json", RunRecord())
+    text = card_text(model, tmp_path, {})
+    assert says in text and is_silent not in text
+
+
 def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(vit, tmp_path, monkeypatch, capsys):
     def fail(model, out):
         raise ValueError("I/O error: No space left on device (os error 28)")

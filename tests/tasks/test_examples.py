@@ -243,6 +243,9 @@ def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
     masks = torch.tensor([[[0, 1]], [[2, 0]]])
     rows = rows_of(model, masks, names, tmp_path / "p", 1)
     assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist(), "one stem, two files"
+    model.facts["class_names"] = ["0", "255"]
+    rows_of(model, masks[:1], names[:1], tmp_path / "p", 1)
+    assert np.array(Image.open(rows[0]["mask"])).tolist() == [[0, 255]], "as in the masks of the training"
     assert [row["mask"] for row in rows] == [str(tmp_path / f"p/{name}.png") for name in names]
 
 
