@@ -176,12 +176,13 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: the images have a class that the checkpoint does not know.
         """
-        if unknown := [name for name in self.class_names if name not in class_names]:
+        void = {str(VOID)} if self._mask_names else set()  # of masks that show one class and pixels that do not count
+        if unknown := [name for name in self.class_names if name not in {*class_names, *void}]:
             raise UserError(
                 f"{self.name} has the class {unknown[0]}, which the checkpoint does not know; it knows "
                 f"{', '.join(class_names[:20])}. Rename the class or remove its images."
             )
-        number_of = np.array([class_names.index(name) for name in self.class_names], np.int64)
+        number_of = np.array([class_names.index(name) for name in self.class_names if name not in void], np.int64)
         if self.target_kind == "labels":  # a label that these images lack is 0
             found = np.zeros((len(self._given), len(class_names)), np.float32)
             found[:, number_of] = self._targets[""]

@@ -170,6 +170,9 @@ def test_masks_of_0_and_255_are_binary_and_255_among_others_does_not_count(pictu
 
     dm, (images, masks) = made(np.array([0, 255], np.uint8))
     assert dm.class_names == ["0", "255"] and torch.equal(images[:, 0] > 0.5, masks == 1)
+    dm.match_classes(["0", "1", "2"])  # of a net whose masks had others besides
+    images, masks = joined(batches(dm))
+    assert torch.equal(images[:, 0] > 0.5, masks == -1)
     dm, (images, masks) = made(np.array([3, 255], np.uint8))
     assert dm.class_names == ["0", "1", "2", "3"] and torch.equal(images[:, 0] > 0.5, masks == -1)
 
