@@ -140,22 +140,3 @@ def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoin
     done = evaluated(animals, tmp_path / "list.csv", "data.mean=0.5", "data.fit=squash", data="csv")
     data = read_config(done.folder.config)["data"]
     assert (data["image_size"], data["mean"], data["fit"]) == (8, 0.5, "squash"), "the command line wins"
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ({"cat": "cat", "dog": "dog", "gnu": "gnu"}, "the head is new (net.head.3.bias, net.head.3.weight): the "
-         "classes were cat, dog, fox, now cat, dog, gnu"),
-        pytest.param(SAME, "Starting from the weights of", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_run_that_starts_from_other_classes_gets_a_new_head(animals, tmp_path, names, said):
-    root = photographs(tmp_path / "new", names, 20)
-    words = ["data=image_folder", f"data.root={root}", "data.image_size=8", "data.mean=0.25", "model=small_cnn",
-             "augmentation=none", "data.global_batch_size=9", "trainer=cpu", "trainer.max_steps=1", "optimizer.lr=0",
-             "run_id=next"]  # fmt: skip
-    done = succeed("train", f"ckpt_path={animals.logs / 'train/runs/animals'}", *words, logs=tmp_path / "logs")
-    assert said in done.output, done.output
-    assert ("the head is new" in done.output) == ("gnu" in names)
-    assert (done.record["metrics"]["test/acc"] == 1) == ("fox" in names)

@@ -40,10 +40,6 @@ def run_script(folder, *words, ranks=1):
     return json.loads((folder / "run/run.json").read_text())
 
 
-def test_the_script_is_short():
-    assert len([line for line in SCRIPT.splitlines() if line]) <= 35
-
-
 @pytest.mark.slow
 def test_it_trains_records_uploads_and_goes_on(tmp_path, monkeypatch):
     store = shared_store()

@@ -49,15 +49,6 @@ def environment(project):
     return {"PYTHONPATH": f"{project.parent / 'installed'}", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def test_the_wheel_holds_lockstep_and_its_hydra_plugins_with_their_templates(first):
-    [wheel] = (first / "vendor").glob("lockstep-*-py3-none-any.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"hydra_plugins", "lockstep"}
-    static = [path for path in (ROOT / "src/lockstep").rglob("*") if path.suffix in (".j2", ".js", ".css", ".html")]
-    assert {str(path.relative_to(ROOT / "src")) for path in static} <= set(names) and static
-    assert wheel.stat().st_size < 1_000_000
-
-
 def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tmp_path):
     [ours] = (first / "vendor").glob("*.whl")
     source = tmp_path / "source"  # setuptools leaves its build folder behind

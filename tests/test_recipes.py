@@ -1,12 +1,10 @@
 """The recipes of configs/experiment that take hours or GPUs: two steps of each, on a few small images on a CPU."""
 
-import inspect
 import json
 
 import pytest
 
 from lockstep.config.compose import compose, plain
-from lockstep.config.instantiate import resolve_target
 from lockstep.runs.config import flatten
 from runs import succeed
 
@@ -56,20 +54,6 @@ SOURCES = {  # what the paper or repository of a recipe states
 def test_a_recipe_composes_what_its_source_states(experiment):
     found = flatten(plain(compose("train", [f"experiment={experiment}", "data.root=x"])))
     assert {key: found[key] for key in SOURCES[experiment]} == SOURCES[experiment]
-
-
-CHOICES = ["model=small_cnn", "model=alexnet", "model=alexnet_bn", "model=airbench", "model=timm", "model=vit_tiny_32",
-           "scheduler=cosine", "scheduler=linear", "scheduler=step", "scheduler=wsd", "optimizer=muon"]  # fmt: skip
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_a_yaml_repeats_the_defaults_of_the_signature_so_that_they_can_be_seen(choice):
-    others = [] if choice.startswith("model=") else ["model=small_cnn"]  # what fits the default model is another
-    node = plain(compose("train", ["data=digits", *others, choice]))[choice.partition("=")[0]]
-    parameters = inspect.signature(resolve_target(node["_target_"], choice)).parameters
-    defaults = {name: list(p.default) if isinstance(p.default, tuple) else p.default for name, p in parameters.items()}
-    stated = {key: value for key, value in node.items() if key in defaults}
-    assert stated and stated == {key: defaults[key] for key in stated}
 
 
 @pytest.mark.slow

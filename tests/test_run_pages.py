@@ -34,13 +34,6 @@ def test_a_run_that_is_to_be_kept_has_its_row_and_debugging_or_evaluating_has_no
     assert len(list((tmp_path / "logbook").glob("*/page.md"))) == 1
 
 
-@pytest.mark.parametrize("words", [["trainer.max_epochs=-3"], ["data.val_fraction=1", "trainer=ddp_sim"]])
-def test_input_that_is_refused_leaves_no_folder(tmp_path, words):
-    done = run_door("train", *SMALL, "logbook=keep", *words, logs=tmp_path)
-    assert done.code == 2 and "error: " in done.output, done.output
-    assert not (tmp_path / "train/runs/r").exists() and not (tmp_path / "logbook").exists()
-
-
 def poor_disk() -> None:
     """Let this process see a disk as exFAT or a mounted drive: no hard links, no permissions, no sync of a folder."""
     sync = os.fsync

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from kills import weights
 from object_store import shared_store
 from runs import run_door
 
@@ -12,11 +13,6 @@ SMALL = (
     "model=small_cnn", "data.image_size=16", "data.global_batch_size=8", "trainer.max_epochs=2", "scheduler=none",
     "trainer.num_threads=1", "callbacks.hardware=null", "trainer.log_every_n_steps=100",
 )  # fmt: skip
-
-
-def weights(folder):
-    [path] = folder.checkpoints.glob("last-*.ckpt")
-    return torch.load(path, weights_only=True)["state_dict"]
 
 
 @pytest.fixture(scope="module")

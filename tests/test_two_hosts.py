@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hosts import make_keys, needs_hosts, two_hosts, wait_until
+from kills import weights
 from lockstep.runs.folder import RunFolder
-from lockstep.storage.checkpoint_files import complete
-from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
 pytestmark = needs_hosts
@@ -73,11 +72,6 @@ def runs(host):
 
 def said(hosts):
     return "\n".join(f"--- {host.name}\n{host.output()}" for host in hosts)
-
-
-def weights(folder):
-    path, _ = next(complete(folder.checkpoints, "last"))
-    return read_checkpoint(path)["state_dict"]
 
 
 @pytest.mark.slow

@@ -213,21 +213,3 @@ def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tm
     assert prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1)).path_taken() == ("loader", why)
     with pytest.raises(UserError, match=f"data.path=array is not possible: {why}. Set data.path=auto"):
         prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1), path="array")
-
-
-def test_identical_images_are_found(tmp_path):
-    root = tmp_path / "set"
-    write(root / "train", {"a": 20, "b": 20})
-    write(root / "val", {"a": 2, "b": 2})
-    write(root / "test", {"a": 4, "b": 4})
-    copies = {"test/a/1.jpg": "train/a/1.jpg", "test/b/0.png": "train/b/2.png", "val/a/1.jpg": "train/a/3.jpg"}
-    for target, source in {**copies, "train/b/4.png": "train/a/4.png"}.items():
-        (root / target).write_bytes((root / source).read_bytes())
-    found = prepared(tmp_path, root, path="loader").identical_images()
-    assert found == {
-        "2 test images are identical to training images": [
-            "test/a/1.jpg = train/a/1.jpg", "test/b/0.png = train/b/2.png",
-        ],
-        "1 validation image is identical to a training image": ["val/a/1.jpg = train/a/3.jpg"],
-        "1 image occurs under two labels": ["train/a/4.png = train/b/4.png"],
-    }  # fmt: skip

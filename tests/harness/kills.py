@@ -22,6 +22,13 @@ TINY = ["trainer.max_epochs=6", "data.global_batch_size=128", "trainer.num_threa
         "data.eval_batch_size=16", "~callbacks.hardware"]  # fmt: skip
 
 
+def weights(folder: RunFolder, kind: str = "last") -> dict[str, torch.Tensor]:
+    """Return the weights of the newest checkpoint of a kind."""
+    path = newest_whole(folder.checkpoints, kind=kind)
+    assert path is not None, list(folder.checkpoints.iterdir())
+    return read_checkpoint(path)["state_dict"]
+
+
 def final_state(folder: RunFolder) -> dict[str, Any]:
     """Return the weights, optimizer and schedule of the last checkpoint."""
     path = newest_whole(folder.checkpoints, kind="last")

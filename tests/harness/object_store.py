@@ -8,7 +8,6 @@ It checks signatures, clocks, checksums and permissions as S3 does; a mock that 
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import functools
 import json
@@ -16,7 +15,6 @@ import os
 import random
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +29,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.runs.environment import die_with_parent
+
 READY_TIMEOUT_S = 30.0
 IDENTITIES = {
     "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
@@ -38,12 +38,6 @@ IDENTITIES = {
 }
 SECRETS = [secret for _, secret, _ in IDENTITIES.values()]
 KEY_IDS = [key for key, _, _ in IDENTITIES.values()]
-
-
-def _die_with_parent() -> None:
-    """A test run that is killed leaves no server behind (Linux; elsewhere a no-op)."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def remove_dead_sockets() -> None:
@@ -100,7 +94,7 @@ class ObjectStore:
         with open(self.folder / "weed.log", "ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, "WEED_S3_SSE_KEK": "5a" * 32}, cwd=self.folder,
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:

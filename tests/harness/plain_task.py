@@ -81,6 +81,26 @@ class Small(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.25)
 
 
+class TwoOptimizers(Small):
+    """A GAN's shape: two optimizer steps a batch, the loss in a dict beside something of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, layer in zip(self.optimizers(), self.layers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch).square().mean())
+            optimizer.step()
+        self.log("own", float(batch_idx))
+        return {"loss": torch.tensor(float(batch_idx)), "more": 1}
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers]
+
+
 def fit(
     module, *callbacks, batches=4, batch_size=1, data=None, val_loader=None, ckpt_path=None, **options
 ) -> pl.Trainer:  # fmt: skip

@@ -16,7 +16,7 @@ from lockstep.callbacks.resume_point import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import Sidecar, complete, newest_whole, write_sidecar
 from lockstep.storage.load import read_checkpoint
-from plain_task import Small, fit
+from plain_task import Small, TwoOptimizers, fit
 from runs import run_door
 
 
@@ -181,17 +181,7 @@ def test_the_copy_does_not_change_with_the_weights():
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_with_two_optimizers_is_validated_where_max_steps_end_it(tmp_path):
-    class Two(Small):
-        automatic_optimization = False
-
-        def configure_optimizers(self):
-            return [super(Two, self).configure_optimizers() for _ in range(2)]
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                self.manual_backward(self.layer(batch).sum())
-                optimizer.step()
-
+    class Two(TwoOptimizers):
         def validation_step(self, batch, batch_idx):
             self.log("val/acc", 0.5)
 

@@ -10,47 +10,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from faults import signal_at_step
+from kills import differences, weights
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import Interruption
-from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, ends_step, is_validation_epoch, loop_state
+from lockstep.callbacks.resume_point import ends_step, is_validation_epoch
 from lockstep.runs.errors import Interrupted
 from lockstep.storage.checkpoint_files import complete
 from lockstep.storage.load import read_checkpoint
 from plain_task import Small, fit
 from runs import run_door
-
-SAVED = {"state_dict": {}, "epoch_loop.automatic_optimization.optim_progress": {"kept": 1}}
-
-
-def counts(part):
-    assert part["total"] == part["current"]
-    return tuple(part["current"][name] for name in ("ready", "started", "processed", "completed"))
-
-
-def state(phase, done, accumulate=1, epoch=2):
-    return loop_state(
-        SAVED, {"epoch": epoch, "batches_done": done, "batches_per_epoch": 20, "phase": phase}, accumulate
-    )
-
-
-@pytest.mark.parametrize(
-    ("phase", "done", "accumulate", "epochs", "batches", "validation", "is_last"),
-    [
-        (TRAINING, 7, 1, (3, 3, 2, 2), (7, 7, 7, 6), (0, 0, 0, 0), False),
-        (TRAINING, 7, 4, (3, 3, 2, 2), (28, 28, 28, 27), (0, 0, 0, 0), False),  # micro-batches of the new accumulation
-        (VALIDATION, 20, 1, (3, 3, 2, 2), (20, 20, 20, 20), (1, 1, 0, 0), True),  # starts again from its first batch
-        (VALIDATION, 8, 2, (3, 3, 2, 2), (16, 16, 16, 16), (1, 1, 0, 0), False),  # within an epoch, which goes on
-        (EPOCH_END, 20, 1, (3, 3, 3, 3), (0, 0, 0, 0), (0, 0, 0, 0), False),  # the next epoch begins
-    ],
-)
-def test_loop_state_of_each_phase(phase, done, accumulate, epochs, batches, validation, is_last):
-    found = state(phase, done, accumulate)
-    assert counts(found["epoch_progress"]) == epochs
-    assert counts(found["epoch_loop.batch_progress"]) == batches
-    assert counts(found["epoch_loop.val_loop.batch_progress"]) == validation
-    assert found["epoch_loop.batch_progress"]["is_last_batch"] == is_last
-    assert found["epoch_loop.automatic_optimization.optim_progress"] == {"kept": 1}
-    assert "epoch_progress" not in SAVED
 
 
 class Net(Small):
@@ -113,15 +81,6 @@ WITHIN = ["trainer.val_check_interval=8", "trainer.accumulate_grad_batches=2"]  
 AT = ["8", "16", "20", "28", "36", "40"]
 
 
-def weights(done, kind="last"):
-    path, _ = next(complete(done.folder.checkpoints, kind))
-    return read_checkpoint(path)["state_dict"]
-
-
-def assert_equal(a, b):
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def validated(done):
     with done.folder.metrics.open(newline="") as file:
         return [(row["step"], row["val/loss"], row["val/acc"]) for row in csv.DictReader(file) if row["val/acc"]]
@@ -161,7 +120,7 @@ def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(whole, tm
     assert [step for step, *_ in validated(done)] == AT
     assert [row[2] for row in validated(done)] == [row[2] for row in validated(whole)]
     for kind in ("last", "best"):
-        assert_equal(weights(done, kind), weights(whole, kind))
+        assert differences(weights(done.folder, kind), weights(whole.folder, kind)) == []
     assert done.record["metrics"]["test/correct"] == whole.record["metrics"]["test/correct"]
 
 
@@ -207,4 +166,4 @@ def test_the_time_counts_over_restarts_and_more_of_it_goes_on_in_mid_epoch(whole
     assert again.code == 0 and "has finished" in again.output
     longer = run_door("train", "resume=r", "trainer.max_time=null", logs=tmp_path)
     assert longer.code == 0 and longer.record["steps"] == 40 and longer.record["ended_by"] is None, longer.output
-    assert_equal(weights(longer), weights(whole))
+    assert differences(weights(longer.folder), weights(whole.folder)) == []

@@ -14,7 +14,7 @@ from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.training_log import TrainingLog, check_eps
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.training.task import Task
-from plain_task import Small, fit
+from plain_task import Small, TwoOptimizers, fit
 
 
 class Net(Small):
@@ -45,26 +45,6 @@ def test_an_epoch_shorter_than_the_interval_or_a_stop_within_it_has_a_row(tmp_pa
     (row,) = logged(tmp_path, Net(stop_at), batches=batches, accumulate_grad_batches=accumulate)
     assert (row["step"], row["lr"]) == (step, "0.25")
     assert float(row["train/loss"]) == (stop_at or 2) / 2
-
-
-class TwoOptimizers(Small):
-    """A GAN's shape: two optimizer steps a batch, the loss in a dict beside something of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
-
-    def training_step(self, batch, batch_idx):
-        for optimizer, layer in zip(self.optimizers(), self.layers, strict=True):
-            optimizer.zero_grad()
-            self.manual_backward(layer(batch).square().mean())
-            optimizer.step()
-        self.log("own", float(batch_idx))
-        return {"loss": torch.tensor(float(batch_idx)), "more": 1}
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers]
 
 
 def test_steps_count_batches_also_under_several_optimizers(tmp_path):

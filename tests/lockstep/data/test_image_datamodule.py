@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torchvision.transforms import v2
 
 from data.digits import DigitsDataModule
 from data.synthetic import SyntheticDataModule
 from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state
-from lockstep.data.augmentation import Augmentation, CropFlip
+from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.runs.errors import UserError
 
@@ -137,26 +136,6 @@ def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, res
     assert resumed.counted == (2 if at <= 6 else 1) * 23  # the validation after step 6 was still to come
     if saved_with == resumed_with:
         assert torch.equal(resumed.net.weight, whole.net.weight)
-
-
-class Mixed(Augmentation):
-    def operations(self, framing):
-        return [v2.RandomResizedCrop(framing.image_size), v2.RandomHorizontalFlip()]
-
-
-@pytest.mark.parametrize("path", ["array", "loader"])
-def test_augmented_and_mixed_images_go_on_in_mid_epoch_bit_equal(make, tmp_path, path):
-    def loaded(num_workers):
-        dm = make(path=path, num_workers=num_workers)
-        dm.use(Mixed(mixup_alpha=0.5, cutmix_alpha=1.0, erasing_prob=0.3, color_jitter=[0.3]))
-        return dm
-
-    whole = run(tmp_path, loaded(0), accumulate_grad_batches=2, callbacks=[SaveAt(tmp_path / "c.ckpt", 8)])
-    resumed = run(tmp_path, loaded(2), ckpt_path=tmp_path / "c.ckpt", accumulate_grad_batches=2)
-    assert steps(resumed, 2) == steps(whole, 2)[8:] and len(steps(whole, 2)) == 12
-    assert torch.equal(resumed.net.weight, whole.net.weight)
-    assert whole.targets.shape == (16, 7) and torch.allclose(whole.targets.sum(1), torch.ones(16))
-    assert not torch.equal(whole.targets, whole.targets.round())
 
 
 def test_mixing_ends_after_its_epochs_and_needs_pairs(make, tmp_path):
