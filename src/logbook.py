@@ -19,10 +19,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from lockstep.logbook import build
 from lockstep.logbook.compare import as_text, write_comparison
-from lockstep.logbook.folders import find_run, read_run
+from lockstep.logbook.folders import Run, find_run, read_run
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
 from lockstep.runs.errors import UserError
@@ -45,7 +46,7 @@ def keep(options: argparse.Namespace) -> None:
 
 
 def remove(options: argparse.Namespace) -> None:
-    for folder in [find_run(word, options.logbook) for word in options.runs]:
+    for folder in [find_run(Path(word).name, options.logbook) for word in options.runs]:  # never one in logs/
         shutil.rmtree(folder)
         say(f"{folder} removed")
     build.write_index(options.logbook)
@@ -100,7 +101,13 @@ def table(options: argparse.Namespace) -> None:
     for name in [*options.columns, *filter(None, [options.sort])]:
         if all(run.value(name) is None for run in runs):
             raise UserError(f"No run has {name}. Names are those of run.json and of config.yaml, as optimizer.lr.")
-    runs.sort(key=lambda run: (run.value(key) is not None, run.value(key)), reverse=True)
+
+    def rank(run: Run) -> tuple[bool, bool, Any]:
+        value = run.value(key)
+        is_number = isinstance(value, int | float)
+        return value is not None, is_number, value if is_number else str(value)
+
+    runs.sort(key=rank, reverse=True)
     rows = [["run_id", *names]]
     for values in ([run.run_id, *map(run.value, names)] for run in runs):
         rows.append(["" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in values])

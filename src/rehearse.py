@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import run_script
-from lockstep.config.compose import plain, typed_overrides
+from lockstep.config.compose import whole_config
 from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
@@ -149,7 +149,8 @@ def main(argv: list[str]) -> int:
 
         failed = False
         with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-            for word, text in lines(plain(cfg), typed_overrides(cfg), capability, Path(folder), run_train):
+            config = whole_config(cfg)
+            for word, text in lines(config, config["overrides"], capability, Path(folder), run_train):
                 log.info(f"{word:7} {text}")
                 failed |= word == "FAILED"
         log.info("Something FAILED." if failed else "Nothing failed. Nothing ran on a GPU, and no speed was measured.")

@@ -36,9 +36,11 @@ def test_the_logbook_holds_what_was_kept_until_it_is_removed(logbook, tmp_path, 
     index = tmp_path / "logbook" / "README.md"
     assert "(run-ddp/page.md)" in index.read_text() and "(run-fsdp/page.md)" in index.read_text()
     assert logbook("build") == 0 and capsys.readouterr().out == f"{tmp_path}/logbook: 2 runs\n"
-    assert logbook("remove", "ddp", "run-fsdp") == 0
+    capsys.readouterr()
+    assert logbook("keep", tmp_path / "logbook/run-ddp") == 2 and "in the logbook already" in capsys.readouterr().err
+    assert logbook("remove", "ddp", tmp_path / "logs/train/runs/run-fsdp") == 0
     assert list(files(tmp_path / "logbook")) == [index] and "No runs yet" in index.read_text()
-    assert (tmp_path / "logs/train/runs/run-ddp/run.json").exists()
+    assert all((tmp_path / f"logs/train/runs/run-{name}/run.json").exists() for name in ("ddp", "fsdp"))
 
 
 def test_compare_prints_and_writes_a_page_and_a_report_that_the_index_and_the_pages_of_the_runs_list(
@@ -82,11 +84,12 @@ def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, c
 def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, capsys):
     logbook("keep", "run-ddp")
     write_run(tmp_path / "logs/train/runs", "run-late", metrics={"test/acc": 0.75})
+    write_run(tmp_path / "logs/train/runs", "run-nan", metrics={"test/acc": "nan"})
     capsys.readouterr()
     columns = ("test/acc", "optimizer.lr", "throughput.step_seconds.p50", "status")
     assert logbook("table", "--csv", "--sort", "test/acc", *columns) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [row["run_id"] for row in rows][2] == "run-late" and len(rows) == 3
+    assert [row["run_id"] for row in rows][2:] == ["run-late", "run-nan"] and len(rows) == 4
     assert list(rows[2].values()) == ["run-late", "0.75", "0.0005", "0.205", "finished"]
     assert logbook("table") == 0 and "run-fsdp" in capsys.readouterr().out
     assert logbook("table", "optimizer.rl") == 2 and "optimizer.lr" in capsys.readouterr().err

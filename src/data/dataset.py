@@ -40,6 +40,9 @@ class DatasetDataModule(ListedDataModule):
         for split, dataset in enumerate(self._datasets):
             labels, classes = ([], None) if dataset is None else self._labels_of(dataset)
             for i, label in enumerate(labels):
+                if classes is not None and not 0 <= label < len(classes):
+                    where = f"item {i} of the {SPLITS[split]} dataset has the label {label}"
+                    raise UserError(f"data.dataset: {where} and there are {len(classes)} classes: remove such items.")
                 title = str(label) if classes is None else str(classes[label])
                 items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
                 self._items.append((dataset, i))
@@ -73,7 +76,7 @@ class DatasetDataModule(ListedDataModule):
         targets = {}
         for name in items[0].keys() - set(masks):
             values = np.stack([np.asarray(item[name]) for item in items])
-            whole = values.dtype.kind in "biu" and self.target != "number"
+            whole = values.dtype.kind in "biu" and self.target != "number" and (name or values.ndim == 1)
             targets[name] = values.astype(np.int64 if whole else np.float32)
         self._set_targets(targets, masks)
         if self.target not in ("any", self.target_kind):
@@ -81,6 +84,8 @@ class DatasetDataModule(ListedDataModule):
         classes = getattr(self._datasets[0], "classes", None)
         if classes is None and self.target_kind == "labels":
             classes = range(targets[""].shape[1])
+        elif classes is None and self.target_kind == "class":
+            classes = range(1 + int(targets[""].max()))
         elif classes is None and self.target_kind == "mask":
             classes = mask_classes(len(items), lambda i: _mask_of(items[i][""]))
         self.class_names = [str(name) for name in classes or ()]

@@ -40,8 +40,9 @@ class SharpnessAware(ImageClassifier):
             for parameter, step in steps:
                 parameter.sub_(step)
         optimizer.step()
-        if schedule := self.lr_schedulers():
-            schedule.step()  # type: ignore[union-attr, call-arg]
+        for each in self.trainer.lr_scheduler_configs:
+            if each.interval == "step" or self.trainer.is_last_batch:
+                each.scheduler.step()  # type: ignore[call-arg]
         return {"loss": loss.detach()}
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MultilabelAveragePrecision
 
+from lockstep.runs.errors import UserError
 from lockstep.training.task import Task
 
 
@@ -25,6 +26,8 @@ class MultiLabel(Task):
 
     def __init__(self, net: nn.Module, *, num_classes: int, positive_weight: float = 1.0, **parts: Any) -> None:
         super().__init__(net, **parts)
+        if num_classes < 2:
+            raise UserError("task=multilabel needs two labels or more: for one of them take task=classifier.")
         self.register_buffer("weight", torch.tensor(positive_weight), persistent=False)
         self.average_precision = MultilabelAveragePrecision(num_classes, average=None)
         self.register_buffer("present", torch.zeros(num_classes), persistent=False)  # images with each label

@@ -189,7 +189,7 @@ def test_groups_stay_in_one_split(tmp_path, options):
             path = tmp_path / "images" / "ab"[patient % 2] / f"p{patient:02d}_{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (patient, i, 0)).save(path)
-    dm = prepared(tmp_path, tmp_path / "images", group="(p[0-9]+)_", test_fraction=0.2, **options)
+    dm = prepared(tmp_path, tmp_path / "images", group="(p0[0-9])_|(p[1-9][0-9])_", test_fraction=0.2, **options)
     groups = [{name[2:5] for name in names(dm, split)} for split in ("train", "val", "test")]
     assert sum(map(len, groups)) == 30 == len(set.union(*groups)) and dm.num_test == 18
     assert 4 <= dm.num_val <= 24 and min(dm.class_counts) > 20

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MARGIN = 1.1  # the allocator's gaps and cuDNN's workspaces: 4 % for ViT-B/32, 9 % for ResNet-18
 KNOWN = ("DDP", "FSDP", "AllReduce", "")
+TASKS = ("tasks.classifier.ImageClassifier", "tasks.multilabel.MultiLabel", "tasks.regression.Regression")
 TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -70,8 +71,12 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     with torch.device("meta"):  # timm reads values of fake tensors, so the net is built without any
         module: Any = build_module(config, facts, has_checkpoint=True)
         net = module.net.to(dtype)
+    unknown = "" if config["task"]["_target_"] in TASKS else str(config["task"]["_target_"])
+    unknown = f"data.views={data['views']}" if data.get("views", 1) > 1 else unknown
     if not all(weight.requires_grad for weight in net.parameters()):  # MemTracker waits for each one's gradient
-        raise UserError("--estimate does not know frozen parameters: leave --estimate out, to search by short runs.")
+        unknown = "frozen parameters"
+    if unknown:
+        raise UserError(f"--estimate does not know {unknown}: leave --estimate out, to search by short runs.")
     with FakeTensorMode(allow_non_fake_inputs=True):
         net.to_empty(device="cpu")
         if trainer["activation_checkpointing"]:

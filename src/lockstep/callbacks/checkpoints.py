@@ -173,14 +173,14 @@ class Checkpoints(pl.Callback):
 
     def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
         batches, accumulate = place.batches_done(trainer), trainer.accumulate_grad_batches
-        per_epoch, ends_epoch = math.ceil(trainer.num_training_batches / accumulate), place.ends_epoch(trainer)
+        ends_epoch = place.ends_epoch(trainer)
         is_due = place.is_validation_epoch(trainer) and batches % trainer.val_check_batch == 0
         phase = place.EPOCH_END if ends_epoch else place.TRAINING
         return {
             "epoch": trainer.current_epoch,
-            "batches_done": per_epoch if ends_epoch else batches // accumulate,
-            "batches_per_epoch": per_epoch,
-            "lacking": per_epoch * accumulate - batches if ends_epoch else 0,
+            "batches_done": math.ceil(batches / accumulate) if ends_epoch else batches // accumulate,
+            "is_last": ends_epoch,
+            "lacking": -batches % accumulate if ends_epoch else 0,
             "phase": place.VALIDATION if is_due and self.validated_step != trainer.global_step else phase,
         }
 

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_over
+from lockstep.callbacks.resume_point import ends_epoch, ends_step, epoch_of, steps_are_over
 from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.output import duration
@@ -142,7 +142,7 @@ class MaxTime(pl.Callback):
         if trainer.is_global_zero:
             log.info(
                 f"trainer.max_time: the limit of {duration(self.seconds)} is reached at step {trainer.global_step}, "
-                f"in epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: it ends here."
+                f"in epoch {epoch_of(trainer)}: it ends here."
             )
 
     def record_fields(self) -> dict[str, object]:

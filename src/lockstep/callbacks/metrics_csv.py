@@ -16,16 +16,20 @@ KEYS = ("step", "epoch", "time_s")
 
 
 class MetricsCsv(Logger):
-    """Rows after `resume_step`, where training resumes, are removed; None: a new file."""
+    """Rows of an earlier start stay, but for those of steps that were lost, which go when TrainingLog begins."""
 
     name, version = "csv", ""  # type: ignore[assignment]
 
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+    def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path, self.columns, self.rows = Path(path), list(KEYS), list[dict[str, Any]]()
-        if resume_step is not None and self.path.exists() and rank_zero_only.rank == 0:
-            self.columns, rows = read_rows(self.path)
-            self.rows = [row for row in rows if row["step"] <= resume_step]
+        self.is_begun = False
+        if self.path.exists() and rank_zero_only.rank == 0:
+            self.columns, self.rows = read_rows(self.path)
+
+    def begin_at(self, step: int) -> None:
+        """Remove the rows after the step at which training begins; from now on steps rise."""
+        self.rows, self.is_begun = [row for row in self.rows if row["step"] <= step], True
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the run folder holds config.yaml."""
@@ -34,16 +38,16 @@ class MetricsCsv(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Add values to the row of their step, which several calls may fill.
 
-        Lightning counts the steps of what self.log brings from 0; these values come after TrainingLog's row, which
-        alone has a `time_s`.
+        Lightning counts the steps of what self.log brings from 0, or takes them from a value named "step"; these values
+        come after TrainingLog's row.
         """
-        last = self.rows[-1]["step"] if self.rows else None
-        if last is not None and "time_s" not in metrics and step == last - 1:
-            step = last
-        if last is not None and step < last:  # several optimizers: resume_step counts the steps of each
-            self.rows = [row for row in self.rows if row["step"] <= step]
-            last = self.rows[-1]["step"] if self.rows else None
-        if step != last:
+        step = int(step or 0)
+        if self.rows and step < self.rows[-1]["step"]:
+            if self.is_begun:
+                step = self.rows[-1]["step"]
+            else:  # without TrainingLog
+                self.rows = [row for row in self.rows if row["step"] <= step]
+        if not self.rows or step != self.rows[-1]["step"]:
             self.rows.append({"step": step})
         self.rows[-1] |= metrics
         self.columns += [name for name in metrics if name not in self.columns]

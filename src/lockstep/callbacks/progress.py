@@ -1,12 +1,13 @@
 """Log epoch, loss, monitored metrics and images per second in a line from time to time."""
 
 import logging
+import math
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.callbacks.resume_point import batches_done, ends_epoch
+from lockstep.callbacks.resume_point import batches_done, ends_epoch, epoch_of
 from lockstep.runs.output import as_read
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Progress(pl.Callback):
         for callback in trainer.callbacks:
             values |= getattr(callback, "latest", {})
         named = [str(callback.monitor) for callback in trainer.callbacks if hasattr(callback, "monitor")]
-        words = [f"epoch {min(trainer.current_epoch + 1, trainer.max_epochs or 0)}/{trainer.max_epochs}", place]
+        words = [f"epoch {epoch_of(trainer)}", place]
         words += [f"loss {values['train/loss']:.4f}"] if "train/loss" in values else []
         for name in dict.fromkeys(named or ["val/acc"]):
             words += [f"{name.replace('/', ' ')} {as_read(name, values[name])}"] if name in values else []
@@ -64,4 +65,5 @@ class Progress(pl.Callback):
 
 
 def within(trainer: pl.Trainer) -> str:
-    return f"batch {batches_done(trainer)}/{int(trainer.num_training_batches)}"
+    whole = "" if trainer.num_training_batches == math.inf else f"/{int(trainer.num_training_batches)}"
+    return f"batch {batches_done(trainer)}{whole}"

@@ -4,6 +4,7 @@ Lightning infers from its progress counters, which change meaning with accumulat
 skipped or repeated. Checkpoints of this project store the position, and `loop_state` computes the counters from it.
 """
 
+import math
 import random
 from typing import Any
 
@@ -31,7 +32,15 @@ def ends_step(trainer: pl.Trainer) -> bool:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
+    if trainer.num_training_batches == math.inf:  # data without a length
+        return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     return batches_done(trainer) >= trainer.num_training_batches
+
+
+def epoch_of(trainer: pl.Trainer) -> str:
+    """Return "1/3", or "1" where trainer.max_epochs names no last epoch."""
+    last = trainer.max_epochs or -1
+    return f"{min(trainer.current_epoch + 1, last)}/{last}" if last > 0 else str(trainer.current_epoch + 1)
 
 
 def steps_are_over(trainer: pl.Trainer) -> bool:
@@ -50,8 +59,8 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
 
     Args:
         point: `epoch`, the current epoch from 0 (at EPOCH_END the one that has just ended); `batches_done`, the
-            optimizer steps done in it; `batches_per_epoch`; `lacking`, the micro-batches that its last step has fewer
-            than `accumulate`; `phase`. TRAINING resumes after `batches_done`,
+            optimizer steps done in it; `is_last`, whether they end it; `lacking`, the micro-batches that its last step
+            has fewer than `accumulate`; `phase`. TRAINING resumes after `batches_done`,
             VALIDATION repeats the whole validation at that point, EPOCH_END starts the next epoch.
     """
 
@@ -66,7 +75,7 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
     elif phase == TRAINING:
         completed = micro - 1  # this is how Lightning recognises a checkpoint saved in on_train_batch_end
     else:
-        is_last = point["batches_done"] >= point["batches_per_epoch"]
+        is_last = point.get("is_last", point["batches_done"] >= point.get("batches_per_epoch", math.inf))  # version 1
         micro = completed = micro - point.get("lacking", 0)
     return {
         **fit_loop,

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lockstep.callbacks.checkpoint_io import gather_objects
+from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_over
 from lockstep.runs.errors import Diverged, UserError
 
@@ -47,6 +48,9 @@ class TrainingLog(pl.Callback):
         # A process of DataParallel or of a pipeline computes on several devices.
         self.num_devices = len(set(getattr(trainer.strategy, "process_devices", ()))) or trainer.world_size
         self.step = self.first_step = self.step or trainer.global_step  # version 1 saved no step of ours
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCsv):
+                logger.begin_at(self.step)
         check_eps(trainer)
         self._mark()
 

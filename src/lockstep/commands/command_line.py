@@ -52,7 +52,7 @@ def run_script(
     set_up()
 
     def run() -> int:
-        if "snapshot=true" in argv:
+        if "snapshot=true" in map(str.lower, argv):
             from lockstep.commands.snapshot import run_from_snapshot
 
             run_from_snapshot(argv)

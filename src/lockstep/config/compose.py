@@ -209,7 +209,9 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 def whole_config(cfg: Any) -> dict[str, Any]:
     """Return the plain config with `choices` (the option of each group) and `overrides` (of the command line)."""
-    return {**plain(cfg), "choices": chosen_options(cfg), "overrides": typed_overrides(cfg)}
+    search = [word for word in cfg.hydra.overrides.hydra if word.startswith("hydra.searchpath=")]  # of --config-dir
+    words = list(dict.fromkeys([*typed_overrides(cfg), *search]))
+    return {**plain(cfg), "choices": chosen_options(cfg), "overrides": words}
 
 
 def typed_overrides(cfg: Any) -> list[str]:

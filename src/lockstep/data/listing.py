@@ -216,7 +216,7 @@ def counts_of(left_out: LeftOut) -> str:
 
 
 def group_of(pattern: str, name: str) -> str:
-    """Return what a regular expression finds in a path: its first group, or else the whole match."""
+    """Return what a regular expression finds in a path: the first group that took part, or else the whole match."""
     try:
         found = re.search(pattern, name)
     except re.error as error:
@@ -226,7 +226,7 @@ def group_of(pattern: str, name: str) -> str:
             f"data.group={pattern!r} does not match {name}: write a regular expression that finds the group in every "
             "path, such as '([^/_]+)_[0-9]+', or the name of a column of a table."
         )
-    return found[1] if found.re.groups else found[0]
+    return next((part for part in found.groups() if part is not None), found[0])
 
 
 def fingerprint(value: Any) -> str:

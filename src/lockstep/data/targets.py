@@ -48,7 +48,8 @@ class ImageSet:
             if values.shape == self.images.shape[:3]:
                 found[name] = np.where(values < 0, VOID, values).astype(np.uint8)
             else:
-                found[name] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+                is_float = values.dtype.kind == "f" or (not name and values.ndim == 2)  # several labels
+                found[name] = values.astype(np.float32 if is_float else np.int64)
         if kind_of(found, []) == "class" and not set(np.unique(found[""])) <= set(range(len(self.class_names))):
             most = len(self.class_names) - 1
             raise UserError(f"A label is {found[''].min()} or {found[''].max()}; the classes go from 0 to {most}.")

@@ -84,7 +84,7 @@ def start_ranks(cluster: Cluster, run_id: str | None, folder: Path, arguments: l
         except ChildFailedError as error:
             return _first_failure(error.failures, cluster)
         except SignalException:
-            if time.monotonic() > stopped_at[0] + GRACE_AFTER_STOP_S:
+            if stopped_at and time.monotonic() > stopped_at[0] + GRACE_AFTER_STOP_S:
                 text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
                 return EXIT_FAILED, rank_error(cluster.rank, text, "killed"), ""
             written = min(Path(errors).rglob("error.json"), key=lambda path: path.stat().st_mtime, default=None)

@@ -116,9 +116,9 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
             seconds_of(trainer["max_time"], "trainer.max_time")
         if accelerator == "cpu" and not any(key_of(word) in CHOSEN for word in config["overrides"]):
             raise UserError(
-                f"This would train {config['model']['name']} on {data['name']} at {data['image_size']} pixels, days on "
-                "a machine without a GPU: make train (experiment=quickstart) takes a minute, and trainer=cpu begins "
-                "all the same."
+                f"This would train {model_name(config)} on {data_name(config)} at {data.get('image_size')} pixels, "
+                "days on a machine without a GPU: make train (experiment=quickstart) takes a minute, and trainer=cpu "
+                "begins all the same."
             )
     if (config.get("s3") or {}).get("uri"):
         Bucket.of(config["s3"])

@@ -111,7 +111,7 @@ def what_is_over(config: Config, before: Config, previous: RunRecord) -> str | N
     elif previous.steps == stored.get("max_steps"):
         what, is_over = "steps", 0 <= now["max_steps"] <= (previous.steps or 0)
     else:
-        what, is_over = "epochs", now["max_epochs"] <= (previous.epochs or 0)
+        what, is_over = "epochs", 0 < (now["max_epochs"] or 0) <= (previous.epochs or 0)
     is_same = all(now.get(key) == stored.get(key) for key in ("max_epochs", "max_steps", "max_time"))
     is_over = is_over or (is_same and what != "time")  # also if a callback, as EarlyStopping, ended it
     return what if is_over and previous.status == "finished" else None

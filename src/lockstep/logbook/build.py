@@ -105,7 +105,9 @@ def write_page(run: Run) -> Path:
 
 def keep_run(folder: Path, logbook: Path) -> Path:
     """Copy what a reader needs of a run folder into the logbook, without secrets; list it there and return its page."""
-    run, target = summarise(folder), logbook / folder.name
+    if (target := logbook / folder.name).resolve() == folder.resolve():
+        raise UserError(f"{folder} is in the logbook already.")
+    run = summarise(folder)
     record = {**json.loads((folder / "run.json").read_text()), "config": config_of(folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
     if drawn(run_panels(run)):

@@ -123,7 +123,7 @@ def build_loggers(plan: RunPlan) -> list[Any]:
     """Return Lockstep's loggers and Lightning's, whose `run_id` would name a run that exists already (MLflow)."""
     folder, step = plan.folder, plan.resume_step
     lightnings = {"save_dir": str(folder.path), "id": folder.run_id, "run_name": folder.run_id}
-    others = {"path": folder.metrics, "resume_step": step, "run_folder": folder.path, "run_id": folder.run_id}
+    others = {"path": folder.metrics, "run_folder": folder.path, "run_id": folder.run_id}
     loggers = []
     for name, node in (plan.config["logger"] or {}).items():
         if not node:

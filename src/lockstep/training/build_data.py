@@ -47,9 +47,10 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         return build_plain_data(config["data"])
     data = prepared_data(config, stated, "fit" if trained_on is None else "test")
     if trained_on:
-        data.match_classes(trained_on["class_names"])
+        data.match_classes(trained_on.get("class_names", data.class_names))  # own data modules may state none
         keys = {key_of(word) for word in plan.config["overrides"]}
-        is_same = data.data_hash == trained_on["data_hash"] or data.list_hash == (trained_on.get("list_hash") or None)
+        is_same = data.data_hash == trained_on.get("data_hash")
+        is_same |= data.list_hash == (trained_on.get("list_hash") or None)  # read in another way or size
         if keys & NEW_DATA and data.splits.drew_test and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
         elif not keys & NEW_DATA and not is_same and cluster.is_rank_zero:

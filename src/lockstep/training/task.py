@@ -135,8 +135,10 @@ class Task(pl.LightningModule):
         if self.scheduler_factory is None:
             return optimizer
         self.trainer.fit_loop.setup_data()  # Lightning does not where max_steps alone ends the training
-        total_steps = int(self.trainer.estimated_stepping_batches)
-        steps_per_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        if (total_steps := self.trainer.estimated_stepping_batches) == math.inf:
+            raise UserError("scheduler: the training has no length, give trainer.max_steps= or scheduler=none.")
+        batches = min(self.trainer.num_training_batches, total_steps * self.trainer.accumulate_grad_batches)
+        steps_per_epoch, total_steps = math.ceil(batches / self.trainer.accumulate_grad_batches), int(total_steps)
         lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
         taken, any_name = options_of(self.scheduler_factory.func)
         known = {key: value for key, value in lengths.items() if any_name or key in taken}
