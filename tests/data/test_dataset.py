@@ -71,6 +71,29 @@ def test_labels_are_the_ones_that_the_items_have_after_their_transform(own, name
     assert same.class_names == ["black", "white"]
 
 
+class Marked(Shades):
+    """Its targets are what `of` makes of a position."""
+
+    def __getitem__(self, i):
+        return super().__getitem__(i)[0], self.of(i)
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "names"),
+    [(lambda i: torch.tensor([1, i % 2, 0]), "labels", ["0", "1", "2"]), (lambda i: i % 3, "class", ["0", "1", "2"])],
+)
+def test_whole_numbers_are_a_class_or_several_labels(of, kind, names, tmp_path):
+    dm = module(tmp_path, dataset=Marked(of=of), target="any")
+    dm.place()
+    assert (dm.target_kind, dm.class_names, dm.num_classes) == (kind, names, 3)
+
+
+def test_a_label_that_is_none_of_the_classes_is_refused(tmp_path):
+    unlabelled = Shades(classes=["black", "white"], targets=[-1, *(i % 2 for i in range(39))])
+    with pytest.raises(UserError, match="item 0 of the train dataset has the label -1 and there are 2 classes"):
+        module(tmp_path, dataset=unlabelled).prepare()
+
+
 def test_images_that_are_normalised_already_are_refused_before_training(tmp_path):
     with pytest.raises(UserError, match="the image of item 0 of Shades has values from -0.765"):
         module(tmp_path, dataset=Shades("normalised"), mean=None, std=None).place()

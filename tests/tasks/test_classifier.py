@@ -1,5 +1,6 @@
 """The module's choice of an optimizer's kernel, its counts, and what it refuses of a net."""
 
+import math
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -91,6 +92,12 @@ def test_an_epoch_has_as_many_steps_as_lightning_makes_of_it():
     classifier.trainer.accumulate_grad_batches = 2
     classifier.configure_optimizers()
     assert told == [3]
+    classifier.trainer.num_training_batches = math.inf  # data without a length
+    classifier.configure_optimizers()
+    assert told == [3, 5], "the steps of the training"
+    classifier.trainer.estimated_stepping_batches = math.inf
+    with pytest.raises(UserError, match="give trainer.max_steps="):
+        classifier.configure_optimizers()
 
 
 @pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])

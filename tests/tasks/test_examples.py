@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from torch.optim.lr_scheduler import ExponentialLR
 
 import shapes
 from faults import signal_at_step
@@ -25,6 +26,7 @@ from lockstep.storage.load import read_checkpoint
 from lockstep.training.inference import FinishedModel
 from lockstep.training.task import Task
 from object_store import shared_store
+from plain_task import fit
 from predict import main as predict
 from predict import rows_of
 from runs import run_door, succeed
@@ -231,6 +233,19 @@ def test_a_gradient_that_overflows_leaves_the_weights(monkeypatch):
     task.net.weight.grad = torch.ones(2, 2)
     task._climb()
     torch.testing.assert_close(task.net.weight, before + 0.05 / 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_schedule_that_counts_epochs_does_so_also_in_manual_optimization():
+    net, schedule = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)), partial(ExponentialLR, gamma=0.5)
+    task = SharpnessAware(net, num_classes=2, optimizer=partial(torch.optim.SGD, lr=1.0), scheduler=schedule)
+    items = [(torch.rand(1, 2, 2), i % 2) for i in range(6)]
+    assert fit(task, data=items, batch_size=2, max_epochs=2).optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+def test_one_label_alone_is_no_multilabel_task():
+    with pytest.raises(UserError, match="needs two labels or more"):
+        MultiLabel(torch.nn.Linear(2, 1), num_classes=1)
 
 
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):

@@ -72,7 +72,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
         module: Any = build_module(config, facts, has_checkpoint=True)
         net = module.net.to(dtype)
     unknown = "" if config["task"]["_target_"] in TASKS else str(config["task"]["_target_"])
-    unknown = f"data.views={data['views']}" if data.get("views", 1) > 1 else unknown
+    unknown = f"data.views={data['views']}" if (data.get("views") or 1) > 1 else unknown
     if not all(weight.requires_grad for weight in net.parameters()):  # MemTracker waits for each one's gradient
         unknown = "frozen parameters"
     if unknown:

@@ -138,6 +138,8 @@ def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
         (["trainer=ddp"], "pass trainer.memory_limit_gib=16"),
         (["trainer=dp", "trainer.memory_limit_gib=16"], "use trainer=gpu, ddp, fsdp or allreduce"),
         (["trainer=gpu", "trainer.memory_limit_gib=16", "model.freeze=backbone"], "does not know frozen parameters"),
+        (["trainer=gpu", "trainer.memory_limit_gib=16", "task=simclr", "data.views=2"], "does not know data.views=2"),
+        (["trainer=gpu", "trainer.memory_limit_gib=16", "task=segmentation"], "does not know tasks.segmentation"),
     ],
 )
 def test_what_it_cannot_estimate_is_refused(words, said):

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from faults import signal_at_step
 from kills import differences, weights
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import Interruption
-from lockstep.callbacks.resume_point import ends_step, is_validation_epoch
+from lockstep.callbacks.progress import Progress
+from lockstep.callbacks.resume_point import EPOCH_END, ends_step, is_validation_epoch
+from lockstep.callbacks.training_log import TrainingLog
 from lockstep.runs.errors import Interrupted
 from lockstep.storage.checkpoint_files import complete
 from lockstep.storage.load import read_checkpoint
@@ -71,6 +73,31 @@ def test_a_stop_in_the_validation_after_a_remainder_of_accumulation_trains_no_ba
     interruption.reason = ""
     trainer = fit(Stopped(), Checkpoints(tmp_path), ckpt_path=path, num_sanity_val_steps=0, **options)
     assert (seen, trainer.global_step) == ([0, 1, 2, 3, 4], 6)
+
+
+class Stream(IterableDataset):
+    """Five items without a length, as of a tar file."""
+
+    def __iter__(self):
+        return iter(torch.ones(5, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_data_without_a_length_train_save_and_go_on(tmp_path, caplog):
+    def train(epochs, **options):
+        caplog.clear()
+        parts = TrainingLog(1), Checkpoints(tmp_path), Progress(0.0, 0.0)
+        options = {"max_epochs": epochs, "accumulate_grad_batches": 2, "log_every_n_steps": 1, **options}
+        trainer = fit(Net(), *parts, data=Stream(), val_loader=DataLoader(torch.ones(1, 1)), **options)
+        return trainer.global_step, [message for message in caplog.messages if message.startswith("epoch")]
+
+    caplog.set_level("INFO", logger="lockstep")
+    steps, said = train(1)
+    assert steps == 3 and any("epoch 1/1 · batch 4 " in line for line in said) and "done" in said[-1]
+    [(path, sidecar)] = complete(tmp_path, "last")
+    assert sidecar.step == 3 and read_checkpoint(path)["lockstep"]["point"]["phase"] == EPOCH_END
+    steps, said = train(-1, max_steps=6, ckpt_path=path)
+    assert steps == 6 and said[-1].startswith("epoch 2 · ")
 
 
 # Validation within an epoch, and a training that its time ends; resumed runs equal uninterrupted ones.
@@ -150,7 +177,7 @@ def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path):
     assert steps == 13 and record["status"] == "finished" and record["ended_by"] == "max_time"
     assert record["best_checkpoint"]["step"] == steps and record["metrics"]["test/images"] == 360
     assert [step for step, *_ in validated(done)] == [str(steps)]
-    assert "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1 of 2" in done.output
+    assert "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1/2: it ends" in done.output
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.commands.command_line import run_script
 from lockstep.config import compose as module
-from lockstep.config.compose import CONFIGS, compose, plain, typed_overrides
+from lockstep.config.compose import CONFIGS, compose, plain, typed_overrides, whole_config
 from lockstep.runs.errors import UserError
 
 WRONG = {
@@ -171,7 +171,9 @@ def test_a_folder_of_more_yamls_counts_in_every_mode(tmp_path, capsys):
     (folder / "model" / "mine.yaml").write_text("_target_: models.small_cnn.SmallCNN\ndropout: 0.125\n")
     argv = ["--config-dir", str(folder), "model=mine"]
     seen = []
-    assert run_script("train", argv, lambda cfg: seen.append(cfg.model.dropout) or 0, "") == 0 and seen == [0.125]
+    assert run_script("train", argv, lambda cfg: seen.append(whole_config(cfg)) or 0, "") == 0
+    assert seen[0]["model"]["dropout"] == 0.125
+    assert plain(compose("train", seen[0]["overrides"]))["model"] == seen[0]["model"], "for a search of the batch"
     assert run_script("train", [*argv, "--cfg", "job"], pytest.fail, "") == 0
     assert "dropout: 0.125" in capsys.readouterr().out
     assert run_script("train", [*argv, "model.dropuot=1"], pytest.fail, "") == 2

@@ -10,7 +10,7 @@ import yaml
 from lockstep.config.compose import compose, whole_config
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan, as_run, check, headlines, resolve_cluster
-from lockstep.launch.start import hold_run_lock, make_plan
+from lockstep.launch.start import hold_run_lock, make_plan, what_is_over
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
@@ -146,6 +146,13 @@ def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
     assert "waiting for it to end" in capsys.readouterr().out
     first.close()
     hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()
+
+
+def test_a_run_of_steps_alone_goes_on_until_its_steps_are_over():
+    trainer = {"max_epochs": None, "max_steps": 9, "max_time": None}
+    stopped, ended = RunRecord(status="interrupted", epochs=1, steps=5), RunRecord(status="finished", epochs=1, steps=9)
+    over = [what_is_over({"trainer": trainer}, {"trainer": trainer}, record) for record in (stopped, ended)]
+    assert over == [None, "steps"]
 
 
 def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
