@@ -20,7 +20,6 @@ from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.storage.fetch import locate_checkpoint
-from lockstep.strategies.placement import in_one_process
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,9 @@ def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[s
         callbacks=callbacks, choices=choices,
     )  # fmt: skip
     if "trainer" not in named:
-        config["trainer"] = in_one_process(config["trainer"], config["trainer"]["accelerator"])
+        spread = ("num_gpus", "stage_devices", "micro_batches", "cut")  # of strategies that spread the work
+        own = {key: value for key, value in config["trainer"].items() if key not in spread}
+        config["trainer"] = {**own, "launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None}
     config["trainer"]["accumulate_grad_batches"] = 1
     return config
 

@@ -53,7 +53,10 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
     assert best["bytes"] == (folder.path / best["path"]).stat().st_size
     assert {"code", "versions", "hosts", "command", "overrides", "seed", "fit_seconds"} <= record.keys()
     assert folder.page.exists() and (folder.path / "curves.svg").stat().st_size > 1000
-    counts = [list(map(int, line.split(",")[1:])) for line in folder.confusion_matrix.read_text().splitlines()[1:]]
+    counts = [
+        list(map(int, line.split(",")[1:]))
+        for line in (folder.path / "confusion_matrix.csv").read_text().splitlines()[1:]
+    ]
     assert sum(map(sum, counts)) == 360 and record["summary"]["confusion"]["counts"] == counts
     assert sum(counts[i][i] for i in range(10)) == record["metrics"]["test/correct"]
     assert list(folder.tensorboard.glob("events*")) and not list(folder.path.rglob("*.part"))

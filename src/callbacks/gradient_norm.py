@@ -15,16 +15,10 @@ class GradientNorm(Callback):
     """Log the 2-norm of the gradient of all parameters, as one process on the whole batch computes it.
 
     Gradients are those that the optimizer steps on: averaged over ranks, accumulated, without fp16's scale.
-
-    Args:
-        name: of the metric.
     """
-
-    def __init__(self, name: str = "train/gradient_norm") -> None:
-        self.name = name
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             norm = torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
             whole = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of shards: a collective
-            pl_module.log(self.name, whole, on_step=True, on_epoch=False)
+            pl_module.log("train/gradient_norm", whole, on_step=True, on_epoch=False)

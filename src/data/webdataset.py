@@ -13,7 +13,7 @@ from tqdm import tqdm
 from lockstep.data.decoding import SUFFIXES
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root, splits_in
-from lockstep.data.node_cache import Content, cached, file_identity
+from lockstep.data.node_cache import Content, cached
 from lockstep.runs.errors import UserError
 
 
@@ -44,14 +44,14 @@ class ShardedDataModule(ListedDataModule):
         shards, items = self._find(left_out), []
         folder = self._root if self._root.is_dir() else self._root.parent
         for name, split in tqdm(shards.items(), f"Reading what {len(shards)} files hold", disable=None):
-            identity = file_identity(path := folder / name)
-            kept = self.cache_folder([identity, self.shard_options])
+            stat = os.stat(path := folder / name)
+            kept = self.cache_folder([[str(path), stat.st_size, stat.st_mtime_ns], self.shard_options])
             shard = cached(kept, partial(self.read_shard, path))
             file = str(kept / shard["data"] if shard["data"] else path)
             for i, (inner, label, start, size, group) in enumerate(shard["items"]):
                 group = group_of(self.group, inner) if self.group and group is None else group
                 part = shard["splits"][i] if split == TRAIN and shard["splits"] else split
-                items.append(Item(f"{name}: {inner}", label, part, size, identity[2], group, file, start))
+                items.append(Item(f"{name}: {inner}", label, part, size, stat.st_mtime_ns, group, file, start))
             for reason, names in shard["left_out"].items():
                 left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
         return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
 
-AUTO = "auto"
-
 
 def weights_of_classes(stated: str | Sequence[float] | None, class_counts: Sequence[int]) -> Tensor:
     """Return (classes,) float64. "auto": images / (classes × images of the class), whose mean over the images is 1.
@@ -22,7 +20,7 @@ def weights_of_classes(stated: str | Sequence[float] | None, class_counts: Seque
     counts = torch.tensor([max(count, 1) for count in class_counts], dtype=torch.float64)
     if stated is None:
         return torch.ones_like(counts)
-    if stated == AUTO:
+    if stated == "auto":
         return sum(class_counts) / (len(class_counts) * counts)
     is_list = not isinstance(stated, str) and len(stated) == len(counts)
     if not is_list or not all(isinstance(weight, int | float) and weight > 0 for weight in stated):

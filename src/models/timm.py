@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -153,14 +154,7 @@ class _Part(nn.Module):
         return self.compute(x)
 
 
-def vit_tiny_32(
-    num_classes: int, image_size: int, channels: int, weights: str | None = None, patch_size: int = 4,
-    embed_dim: int = 192, depth: int = 6, num_heads: int = 3, drop_path_rate: float | None = None,
-) -> TimmModel:  # fmt: skip
-    """A ViT for small images that a CPU can train."""
-    sizes = {"patch_size": patch_size, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-    name, own = "vit_tiny_patch16_224", {**sizes, "drop_path_rate": drop_path_rate}
-    return TimmModel(num_classes, image_size, channels, name, False, weights, **own)
+vit_tiny_32 = partial(TimmModel, name="vit_tiny_patch16_224", pretrained=False)  # for small images, on a CPU
 
 
 def pretrained_config(name: str | None) -> dict[str, Any]:
@@ -180,8 +174,7 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
         raise UserError(f"timm has no model named {name} (model.name); {advice}.")
     offline = _without_network() if name.startswith("hf") else ""
     try:
-        config: dict[str, Any] = resolve_model_input_args(name)["pretrained_cfg"]
-        return config
+        return resolve_model_input_args(name)["pretrained_cfg"]
     except Exception as error:  # timm's, the hub client's and its HTTP library's
         raise UserError(f"model.name={name} cannot be used ({offline or _one_line(error)}).") from error
 

@@ -27,12 +27,6 @@ VOTE_INTERVAL_S = 1.0
 MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
 
 
-def silence_lightning(trainer: pl.Trainer) -> None:
-    """Take Lightning's signal handlers and per-step broadcast out of this trainer."""
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
-
-
 class Vote:
     """Agree on a flag between ranks, with one small collective about once a second and none in other steps.
 
@@ -75,7 +69,8 @@ class Interruption(pl.Callback):
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        silence_lightning(trainer)
+        connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop  # Lightning's handlers and broadcasts
+        connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
         self._previous = self._previous or signals.on_stop(self._on_signal)
         if signals.asked:  # before, in the middle of an import that went on
             self.ask(signal.Signals(signals.asked[0]).name)

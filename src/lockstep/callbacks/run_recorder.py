@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 
 from lockstep.callbacks.resume_point import phase_of
 from lockstep.runs.files import utc_now, write_atomically
-from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record, write_record
 from lockstep.storage.checkpoint_files import Sidecar
 
@@ -102,7 +101,7 @@ class RunRecorder(pl.Callback):
         if trainer.is_global_zero and confusion is not None and hasattr(data, "class_names"):
             rows = [[name, *row] for name, row in zip(data.class_names, confusion, strict=True)]
             rows.insert(0, ["true \\ predicted", *data.class_names])
-            path = RunFolder(self.path.parent).confusion_matrix
+            path = self.path.with_name("confusion_matrix.csv")  # a row per true class, in images
             write_atomically(path, lambda file: csv.writer(file).writerows(rows))
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:

@@ -3,14 +3,13 @@
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from lockstep.runs.environment import environment, set_variables
 from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import CODE, REPOSITORY
+from lockstep.runs.provenance import CODE, REPOSITORY, git
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +31,11 @@ def run_from_snapshot(argv: list[str]) -> None:
             "snapshot=true is for a command that starts its ranks itself: with this launcher use a git worktree."
         )
     folder = REPOSITORY / "logs/code" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}"
-    _git("worktree", "add", "--detach", str(folder), "HEAD")
-    for name in _git("ls-files", "-z", "--modified", "--others", "--exclude-standard", "--", *CODE).split("\0"):
+    done, complaint = git(REPOSITORY, "worktree", "add", "--detach", str(folder), "HEAD")
+    if not done:  # it prints "HEAD is now at …"
+        raise UserError(f"snapshot=true needs a git repository with a commit ({complaint.strip()}).")
+    changed, _ = git(REPOSITORY, "ls-files", "-z", "--modified", "--others", "--exclude-standard", "--", *CODE)
+    for name in changed.split("\0"):
         if name and (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)
@@ -46,12 +48,3 @@ def run_from_snapshot(argv: list[str]) -> None:
     command = [sys.executable, str(script), *argv, *stays]
     set_variables({IN_SNAPSHOT: "1"})
     os.execv(sys.executable, command)
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()
-        raise UserError(f"snapshot=true needs a git repository with a commit ({reason}).") from None
-    return done.stdout

@@ -138,10 +138,7 @@ def run_child(command: list[str], environ: Mapping[str, str] | None = None, outp
     """Start a job and wait for it; return its exit code."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output)
     running.add(process)
-    try:
-        return process.wait()
-    finally:
-        running.discard(process)
+    return process.wait()
 
 
 @contextmanager

@@ -58,10 +58,8 @@ def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
 
     if isinstance(node, list | tuple):
         return [build(value) for value in node]
-    if not isinstance(node, Mapping):
+    if not isinstance(node, Mapping) or "_target_" not in node:
         return node
-    if "_target_" not in node:
-        return {key: build(value) for key, value in node.items()}
     target = node["_target_"]
     parameters, any_name = options_of(resolve_target(target, "_target_"))
     for key in () if any_name else node.keys() - parameters.keys() - {"_target_", "_partial_"}:

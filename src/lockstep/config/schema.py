@@ -32,12 +32,6 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 NAMES = ("run_id", "experiment_name", "data.name")
 
 # Names from other programs
-GONE = {
-    "data.split_column": "a column whose values name splits is found by itself",
-    "data.stratify": "every drawn split has each class in its share",
-    "data.download_dir": "data.cache_dir takes downloads, data.root names data that are here",
-    "data.skip_corrupt": "python src/check_data.py lists the images to remove",
-}
 SYNONYMS = {
     name: key
     for key, names in {
@@ -189,8 +183,6 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     group = key.partition(".")[0]
     if group == "classifier":  # of version 1
         return f"{key} is now task{key.removeprefix(group)}."
-    if key in GONE:
-        return f"{key} is gone in version 2: {GONE[key]}."
     if others := _options_with(key, folders):
         return f"There is no {key} here: {' or '.join(others[:4])} has it."
     here = list(dotted(options))

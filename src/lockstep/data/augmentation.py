@@ -148,14 +148,7 @@ class CropFlip(Augmentation):
         super().__init__(**options)
         self.random_crop = random_crop
 
-    @property
-    def on_whole_batches(self) -> bool:
-        """Return whether the device augments whole batches (BatchTransforms)."""
-        return not self.color_jitter and not self.erasing_prob
-
     def crop(self, framing: Framing) -> list[Operation]:
-        return (
-            super().crop(framing)
-            if self.random_crop
-            else [v2.Lambda(framing.square), v2.CenterCrop(framing.image_size)]
-        )
+        if self.random_crop:
+            return super().crop(framing)
+        return [v2.Lambda(framing.square), v2.CenterCrop(framing.image_size)]

@@ -122,10 +122,8 @@ class EvalBatches:
     ) -> None:  # fmt: skip
         num_batches = -(-len(indices) // (batch_size * world_size))
         parts = np.array_split(indices, max(num_batches * world_size, 1))[rank::world_size][:num_batches]
-        self._deliver, self._selections = (
-            deliver,
-            [Selection(each, draws[:, None].repeat(len(each), 1)) for each in parts],
-        )
+        self._deliver = deliver
+        self._selections = [Selection(each, draws[:, None].repeat(len(each), 1)) for each in parts]
 
     def __len__(self) -> int:
         return len(self._selections)

@@ -117,7 +117,8 @@ class ImageDataModule(LightningDataModule):
             self.channels, tuple(self.mean),
         )  # fmt: skip
         self.augmentation = chosen = augmentation or CropFlip()
-        self._crop_flip = chosen if isinstance(chosen, CropFlip) and chosen.on_whole_batches else None
+        is_plain = not (chosen.color_jitter or chosen.erasing_prob)  # the device augments whole batches
+        self._crop_flip = chosen if isinstance(chosen, CropFlip) and is_plain else None
         self._pipeline = None if self._crop_flip else chosen.pipeline(self.framing)  # of single images
 
     def read(self) -> ImageSet:

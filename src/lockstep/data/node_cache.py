@@ -34,8 +34,7 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
             reason = f"cannot be written or locked ({error.strerror}): give data.cache_dir=FOLDER on a local disk"
             raise UserError(f"{folder.parent} {reason}.") from None
         if meta.exists():
-            content: Content = json.loads(meta.read_text())
-            return content
+            return json.loads(meta.read_text())
         for incomplete in (folder, part):
             shutil.rmtree(incomplete, ignore_errors=True)
         part.mkdir()
@@ -51,9 +50,3 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
             raise no_room(error, folder.parent, "give data.cache_dir=FOLDER on a larger disk") or error from None
         sync_folder(folder.parent)
         return content
-
-
-def file_identity(path: Path) -> list[Any]:
-    """Return path, size and modification time, which tell that a file is unchanged without reading it."""
-    stat = os.stat(path)
-    return [str(path), stat.st_size, stat.st_mtime_ns]

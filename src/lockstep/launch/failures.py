@@ -42,10 +42,6 @@ NETWORK_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed
 RankError = dict[str, Any]  # rank, host, phase, message; kind: the exception's class, or "killed", "lost" or "hangs"
 
 
-class RankFailed(Exception):
-    """Carries a RankError as JSON into the error file that torch's agent reads."""
-
-
 def rank_error(rank: int, message: str | BaseException, kind: str = "", phase: str = "", host: str = "") -> RankError:
     if isinstance(message, BaseException):
         kind = "UserError" if isinstance(message, UserError) else type(message).__name__
@@ -122,7 +118,7 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
     if cluster.has_agent:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(RankFailed(json.dumps(failure)))
+        get_error_handler().record_exception(RuntimeError(json.dumps(failure)))
         if pid := getattr(error, "hung_pid", None):  # kill it now: torch's agent would wait 30 s before it does
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -48,14 +48,12 @@ class RunPlan:
     @property
     def trainer(self) -> Config:
         """The config's options of the trainer."""
-        options: Config = self.config["trainer"]
-        return options
+        return self.config["trainer"]
 
     @property
     def choices(self) -> Config:
         """The option of each config group."""
-        options: Config = self.config["choices"]
-        return options
+        return self.config["choices"]
 
     @property
     def learning_rates(self) -> dict[str, float]:

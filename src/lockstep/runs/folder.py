@@ -49,7 +49,6 @@ class RunFolder:
         self.metrics = self.path / "metrics.csv"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
-        self.confusion_matrix = self.path / "confusion_matrix.csv"  # of the test: a row per true class, in images
         self.page = self.path / "page.md"
         self.code_diff = self.path / "code.diff"  # of src and configs, where they were not committed
 

@@ -42,7 +42,7 @@ OF_A_RANK = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_dir")
 
 def code_state(repository: Path) -> dict[str, Any]:
     """Return commit, dirty and tree_hash, or why a commit is unknown; pages of the logbook do not make a run dirty."""
-    status, complaint = _git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE)
+    status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE)
     head = next((line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")), "")
     found = {"commit": None, "dirty": None, "tree_hash": tree_hash(repository)}
     if head not in ("", "(initial)"):
@@ -68,15 +68,15 @@ def tree_hash(repository: Path) -> str:
 
 def code_diff(repository: Path) -> str:
     """Return what `git apply` takes: `git diff HEAD` of the code and its new files, cut at DIFF_LIMIT."""
-    diff = _git(repository, "diff", *PLAIN, "HEAD", "--", *CODE)[0]
-    new, _ = _git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE)
+    diff = git(repository, "diff", *PLAIN, "HEAD", "--", *CODE)[0]
+    new, _ = git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE)
     for name in filter(None, new.split("\0")):
         if len(diff) <= DIFF_LIMIT:
-            diff += _git(repository, "diff", *PLAIN, "--no-index", "--", os.devnull, name, differs=1)[0]
+            diff += git(repository, "diff", *PLAIN, "--no-index", "--", os.devnull, name, differs=1)[0]
     return diff if len(diff) <= DIFF_LIMIT else diff[:DIFF_LIMIT] + "\n… cut here\n"
 
 
-def _git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
+def git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
     """Return what git prints and its errors; nothing printed counts unless it ends with 0 or with `differs`."""
     command = ["git", "-C", str(repository), *arguments]
     try:

@@ -1,7 +1,6 @@
 """The processes, GPUs and nodes that the options of each trainer ask for. Imports no torch: the launcher asks."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -58,10 +57,3 @@ def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]
             f"trainer={WITHOUT_GPUS.get(name, 'cpu')} works here."
         )
     return accelerator, RequestedDevices(devices, num_nodes, not is_one, gpus if accelerator == "gpu" else 1)
-
-
-def in_one_process(trainer: Config, accelerator: str) -> dict[str, Any]:
-    """Return the same options without the strategy that spread the work."""
-    own = ("num_gpus", "stage_devices", "micro_batches", "cut")
-    one = {"launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None, "accelerator": accelerator}
-    return {**{key: value for key, value in trainer.items() if key not in own}, **one}

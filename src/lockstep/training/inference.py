@@ -41,8 +41,7 @@ class FinishedModel:
     @property
     def net(self) -> nn.Module:
         """The net: (B, C, H, W) float32 normalised → outputs, of a classifier (B, classes) logits."""
-        net: nn.Module = getattr(self.module, "net", self.module)
-        return net
+        return getattr(self.module, "net", self.module)
 
     @property
     def framing(self) -> Framing:

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecis
 from lockstep.runs.errors import UserError
 
 log = logging.getLogger(__name__)
+log_once = cache(log.info)
 
 OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)  # their macro average takes an absent class as 0
 
@@ -56,8 +57,3 @@ def values_of(metrics: nn.ModuleDict, images_of_class: Tensor, stage: str) -> di
         if not value.ndim or present.sum() > 1:  # of one class alone there is no such score
             values[f"{stage}/{name}"] = float(value[present].mean() if value.ndim else value)
     return values
-
-
-@cache
-def log_once(message: str) -> None:
-    log.info(message)

@@ -22,8 +22,7 @@ SHOWN_CLASSES = 5
 def facts_of(checkpoint: Checkpoint) -> DataFacts:
     """Return the facts about the training data in a checkpoint; {} if there are none."""
     own = checkpoint.get("lockstep")
-    facts: DataFacts = own.get("data") or {} if isinstance(own, dict) else {}
-    return facts
+    return own.get("data") or {} if isinstance(own, dict) else {}
 
 
 def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) -> None:

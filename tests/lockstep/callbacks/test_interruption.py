@@ -27,7 +27,7 @@ TWO = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=2", "data
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains():
-    """Fails where a release renames what silence_lightning overrides: then find the new names."""
+    """Fails where a release renames what Interruption.setup overrides: then find the new names."""
     seen, interruption = [], Interruption()
 
     class Silent(Small):

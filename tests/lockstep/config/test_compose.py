@@ -17,7 +17,6 @@ WRONG = {
     "data.root=/images data=digits": "data=csv or data=image_folder or data=mnist has it.",
     "+data.rooot=photos": "There is no data.rooot: use data.root.",
     "classifier.lr=1": "classifier.lr is now task.lr.",
-    "data.stratify=true": "data.stratify is gone in version 2: every drawn split",
     "optimizer.amsgrd=true": "'+optimizer.amsgrd=VALUE' adds one.",
     "trainer.fast_dev_run=true": "use debug=fast_dev_run.",
     "callbacks.checkpoints.moniter=x": "use callbacks.checkpoints.monitor.",

@@ -11,6 +11,7 @@ from PIL import Image
 from data.image_folder import ImageFolderDataModule
 from lockstep.config.compose import CONFIGS
 from lockstep.config.instantiate import build
+from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 
 RNG = np.random.default_rng(0)
@@ -72,7 +73,7 @@ def augmentation(name):
 def world(root, name, ranks, accumulate, path, workers):
     """The ranks' data modules, one after the other in this process."""
     found, chosen = [], augmentation(name)
-    on_batches = getattr(chosen, "on_whole_batches", False)
+    on_batches = isinstance(chosen, CropFlip) and not (chosen.color_jitter or chosen.erasing_prob)
     kind = InMemory if path == "array" and not on_batches else ImageFolderDataModule  # single files come resized
     for rank in range(ranks):
         dm = kind(

@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.config.compose import compose, plain
 from lockstep.runs.errors import UserError
 from lockstep.strategies import data_parallel
-from lockstep.strategies.placement import RequestedDevices, in_one_process, place
+from lockstep.strategies.placement import RequestedDevices, place
 from lockstep.strategies.recompute import recompute_activations
 from strategy_runs import TinyNet, one, worst
 
@@ -50,13 +50,6 @@ def test_what_cannot_be_is_refused_with_what_works(words, name, gpus, said):
     with pytest.raises(UserError) as refused:
         place(options(*words), name, gpus)
     assert said in str(refused.value)
-
-
-def test_an_evaluation_runs_in_one_process_whatever_trained():
-    for trainer in ("fsdp", "dp", "model_parallel", "hivemind"):
-        own = in_one_process(options(f"trainer={trainer}"), "cpu")
-        assert place(own, "some", 0) == ("cpu", RequestedDevices(1, 1, False, 1)), trainer
-        assert own["strategy"] is None and not {"num_gpus", "stage_devices", "cut"} & own.keys()
 
 
 # Activations that are computed again leave losses and weights as they are, under every strategy.
