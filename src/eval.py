@@ -62,7 +62,7 @@ def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
     if not composed["ckpt_path"]:
         raise UserError("eval needs a checkpoint. Pass ckpt_path=<run_id>, ckpt_path=FILE or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
-    path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
+    path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"))
     from lockstep.storage.load import read_checkpoint
     from lockstep.training.weights import facts_of  # imports torch, after the checks above
 

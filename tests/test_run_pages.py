@@ -99,7 +99,7 @@ def no_page() -> None:
     def refuse(*_):
         raise MemoryError("no page today")
 
-    lockstep.logbook.build.write_run_page = refuse
+    lockstep.logbook.build.write_page = refuse
 
 
 def test_a_failing_page_is_said_and_changes_no_exit_code(tmp_path):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from example_runs import write_run
 from lockstep.config.compose import compose
-from lockstep.logbook.build import write_run_page
+from lockstep.logbook.build import summarise, write_page
 
 compose("train", ["experiment=quickstart"])
 with tempfile.TemporaryDirectory() as folder:
-    write_run_page(write_run(Path(folder), "run"))
+    write_page(summarise(write_run(Path(folder), "run")))
 gc.freeze()  # so that the children need not look through the objects of torch

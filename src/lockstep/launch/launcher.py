@@ -184,9 +184,9 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> None:
         return
     pages: list[Path] = []
     try:
-        from lockstep.logbook.build import keep_run, write_run_page
+        from lockstep.logbook.build import keep_run, summarise, write_page
 
-        pages.append(write_run_page(folder.path))
+        pages.append(write_page(summarise(folder.path)))
         if config.get("logbook") == "keep" and not config["choices"].get("debug"):
             pages.append(keep_run(folder.path, Path(config["paths"]["logbook_dir"])))
     except Exception as error:

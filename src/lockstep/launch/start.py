@@ -230,8 +230,7 @@ def begin(
     if (stated := config.get("ckpt_path")) and not plan.checkpoint:
         from lockstep.storage.fetch import locate_checkpoint
 
-        logs = Path(config["paths"]["log_dir"])
-        weights = locate_checkpoint(str(stated), logs, config.get("s3"), logs / "cache")
+        weights = locate_checkpoint(str(stated), Path(config["paths"]["log_dir"]), config.get("s3"))
         plan = replace(plan, checkpoint=str(weights.resolve()))
     folder.path.mkdir(parents=True, exist_ok=True)
     record = first_record(plan)

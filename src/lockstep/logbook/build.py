@@ -91,11 +91,6 @@ def class_scores(confusion: Sequence[Sequence[int]]) -> list[tuple[int, float | 
     return found
 
 
-def write_run_page(folder: Path) -> Path:
-    """Complete a run's record and write its page and curves into its folder."""
-    return write_page(summarise(folder))
-
-
 def write_page(run: Run) -> Path:
     """Write page.md and curves.svg from the record, with the user's words on the page before."""
     has_curves = write_figure(run.folder / "curves.svg", run_panels(run))

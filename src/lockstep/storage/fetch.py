@@ -58,19 +58,18 @@ def read_pointer(run: Bucket, kind: str) -> Pointer:
     return Pointer(checkpoint, str(key) if checkpoint else "", start if isinstance(start, float) else 0.0, etag)
 
 
-def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, cache: Path) -> Path:
+def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) -> Path:
     """Return the absolute path of a checkpoint on this machine.
 
     Args:
         address: a file; a run: its id or its folder; s3://bucket/prefix/run_id, of which best.json names the
             checkpoint; or an object s3://…/x.ckpt.
-        logs: the folder that holds runs.
+        logs: the folder that holds runs, and in cache/ what is fetched.
         s3: the config's node s3 (endpoint_url); its uri is not used.
-        cache: the folder for what is fetched.
     """
     if is_s3(address):
         try:
-            return _fetch_address(address.rstrip("/"), s3 or {}, cache).resolve()
+            return _fetch_address(address.rstrip("/"), s3 or {}, logs / "cache").resolve()
         except S3Error as error:
             raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
     path, run = Path(address), RunFolder(Path(address))

@@ -103,7 +103,7 @@ def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None 
 
 
 def _found(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoint]:
-    path = locate_checkpoint(address, logs, s3, REPOSITORY / "data" / "checkpoints")
+    path = locate_checkpoint(address, logs, s3)
     checkpoint = read_checkpoint(path)
     own = checkpoint.get("lockstep")
     if not isinstance(own, dict) or not {"config", "data"} <= own.keys():

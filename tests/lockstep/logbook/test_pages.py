@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from example_runs import write_run
 from lockstep.logbook import render
-from lockstep.logbook.build import build, keep_run, summarise, write_page, write_run_page
+from lockstep.logbook.build import build, keep_run, summarise, write_page
 from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import NOTE, Run, read_run
@@ -30,7 +30,7 @@ def spaced(text):
 
 
 def test_a_page_answers_in_the_order_of_a_reviewer(folders):
-    text = spaced(write_run_page(folders[0]).read_text())
+    text = spaced(write_page(summarise(folders[0])).read_text())
     assert re.findall("^## (.*)$", text, re.MULTILINE) == HEADINGS
     assert "| **accuracy** (chooses the best checkpoint) | 87.10 % ± 0.47 % | 86.43 % ± 0.34 % |" in text
     assert "`s3://models/vit/ddp/best-step00001925.ckpt`" in text
@@ -46,7 +46,7 @@ def test_a_page_says_what_ended_a_run_and_what_its_code_and_its_data_were(folder
     report = {"duplicates": 12, "skipped": ["a.gif", "b.txt"], "images_per_class": {"cat": {"train": 5, "test": 2}}}
     record = json.loads((folders[2] / "run.json").read_text())
     (folders[2] / "run.json").write_text(json.dumps({**record, "data_report": report}))
-    text = write_run_page(folders[2]).read_text()
+    text = write_page(summarise(folders[2])).read_text()
     assert "**❌ out of memory**" in text and "**Error** of rank 1 on node-a, exit code 1:" in text
     assert "-lr = 1\n+lr = 2" in text and "code.diff" in text
     assert "| 2026-11-20T22:45:00Z | 100 | 12 | 31\N{NO-BREAK SPACE}s |" in text
@@ -83,7 +83,7 @@ def test_a_record_with_nothing_but_its_status_has_a_page(tmp_path):
 
 
 def test_pictures_have_the_same_bytes_each_time_and_parse(folders, tmp_path):
-    write_run_page(folders[0])
+    write_page(summarise(folders[0]))
     first = (folders[0] / "curves.svg").read_bytes()
     write_page(read_run(folders[0]))
     assert (folders[0] / "curves.svg").read_bytes() == first and len(first) < 100_000
@@ -126,7 +126,7 @@ def test_build_writes_pages_from_records_again_and_skips_what_it_cannot_read(fol
 
 
 def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp_path):
-    page = write_run_page(folders[0])
+    page = write_page(summarise(folders[0]))
     text = page.read_text().replace("# ddp\n", "# the <good> one\n", 1)
     page.write_text(text.replace(NOTE[0], f"{NOTE[0]}\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE."))
     text = keep_run(folders[0], tmp_path / "logbook").read_text()

@@ -261,7 +261,7 @@ def test_bad_input_of_upload_py(setting, capsys, argv, status, sentence):
 
 @pytest.fixture
 def located(setting, tmp_path):
-    return lambda address: locate_checkpoint(address, tmp_path, setting.s3, tmp_path / "cache")
+    return lambda address: locate_checkpoint(address, tmp_path, setting.s3)
 
 
 def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, located, caplog):
