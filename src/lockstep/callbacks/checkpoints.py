@@ -51,6 +51,7 @@ class Checkpoints(pl.Callback):
         self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
         self.best_value, self.best_path, self.loaded = None, None, None  # the last one: a checkpoint's own part
         self.saved_step = self.validated_step = -1
+        self.ended: tuple[int, list[str], dict[str, Any]] | None = None  # epoch, what to save of its end, its metrics
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: tuple[Future[None], pl.Trainer, dict[str, Path]] | None = None
 
@@ -59,6 +60,8 @@ class Checkpoints(pl.Callback):
             self.asynchronous = trainer.strategy.root_device.type == "cuda"
         if not isinstance(trainer.strategy.checkpoint_io, CheckpointFiles):
             trainer.strategy.checkpoint_io = CheckpointFiles()
+        if stage == "fit" and not any(getattr(each, "checkpoints", None) is self for each in trainer.callbacks):
+            trainer.callbacks = [AfterEpoch(self), *trainer.callbacks]
         if trainer.is_global_zero and stage == "fit":
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
@@ -119,8 +122,21 @@ class Checkpoints(pl.Callback):
             due = not self.asynchronous or trainer.strategy.broadcast(is_idle, src=0)
         validates = place.is_validation_epoch(trainer)
         is_best = self._finds_best(trainer) if validates else due and not trainer.enable_validation
-        if due or is_best:
-            self.save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
+        kinds = [*(["best"] if is_best else []), *(["last"] if due else [])]
+        if place.ends_epoch(trainer):
+            self.ended = trainer.current_epoch, kinds, dict(trainer.callback_metrics)
+        elif kinds:
+            self.save(trainer, *kinds)
+        trainer.fit_loop.on_iteration_done()  # in the first epoch of a resume Lightning would skip plateau schedules
+
+    def save_ended(self, trainer: pl.Trainer, is_last: bool) -> None:
+        """Save what is due of the epoch that has ended, and its last state if no epoch follows."""
+        if self.ended:
+            kinds = self.ended[1]
+            kinds += ["last"] if is_last and "last" not in kinds else []
+            if kinds:
+                self.save(trainer, *kinds)
+            self.ended = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_writing()
@@ -170,8 +186,15 @@ class Checkpoints(pl.Callback):
         if self.loaded is not None:
             loops, point = checkpoint["loops"], self.loaded["point"]
             loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, trainer.accumulate_grad_batches)
+            # EarlyStopping ended it, and this start asks for no more
+            trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
 
     def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
+        if self.ended:
+            by_limit = place.steps_are_over(trainer) or any(getattr(each, "is_over", False) for each in trainer.callbacks)
+            stops = trainer.should_stop and not by_limit
+            limits = [trainer.max_epochs, trainer.max_steps] if stops else None
+            return {"epoch": self.ended[0], "batches_done": 0, "phase": place.EPOCH_END, "ended": limits}
         batches, accumulate = place.batches_done(trainer), trainer.accumulate_grad_batches
         ends_epoch = place.ends_epoch(trainer)
         is_due = place.is_validation_epoch(trainer) and batches % trainer.val_check_batch == 0
@@ -191,9 +214,10 @@ class Checkpoints(pl.Callback):
         kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
         paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
         self.best_path = paths.get("best", self.best_path)
-        found = trainer.callback_metrics.items() if "best" in paths and trainer.enable_validation else ()
-        metric = {name: float(value) for name, value in found if name == self.monitor or name.startswith("val")}
-        sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
+        epoch, _, found = self.ended or (trainer.current_epoch, (), trainer.callback_metrics)
+        found = found if "best" in paths and trainer.enable_validation else {}
+        metric = {name: float(value) for name, value in found.items() if name == self.monitor or name.startswith("val")}
+        sidecar = Sidecar(trainer.global_step, epoch=epoch, metric=metric)
 
         def begin(checkpoint: Checkpoint, _path: Path) -> None:
             content = on_host(checkpoint, always=bool(self.asynchronous))
@@ -237,6 +261,22 @@ class Checkpoints(pl.Callback):
             for older, _ in files.complete(self.folder, kind):
                 if older != path:
                     files.remove(older)
+
+
+class AfterEpoch(pl.Callback):
+    """The first of all callbacks: it saves an epoch's end before anything begins the next one or ends training.
+
+    In on_train_epoch_end EarlyStopping, plateau schedules and the module itself have not yet had their turn.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.checkpoints.save_ended(trainer, is_last=False)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.checkpoints.save_ended(trainer, is_last=True)
 
 
 def is_plain(value: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.resume_point import ends_epoch, ends_step, epoch_of, steps_are_over
+from lockstep.callbacks.resume_point import ends_epoch, ends_step, epoch_of, is_validation_epoch, steps_are_over
 from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.output import duration
@@ -91,7 +91,8 @@ class Interruption(pl.Callback):
             signals.asked.clear()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if ends_step(trainer):
+        # An epoch that ends without a validation is saved when all have had their turn: the next step votes
+        if ends_step(trainer) and not (ends_epoch(trainer) and not is_validation_epoch(trainer)):
             self._vote(trainer, "train")
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

@@ -95,9 +95,11 @@ def test_an_epochs_last_is_left_out_while_the_one_before_is_written_beside(devic
     strategy = SimpleNamespace(
         root_device=torch.device(device), checkpoint_io=CheckpointFiles(), broadcast=lambda value, src: value
     )
+    done = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=1)))
     trainer = SimpleNamespace(
         strategy=strategy, is_global_zero=False, current_epoch=0, max_epochs=3, global_step=5, max_steps=-1,
-        should_stop=False, enable_validation=False, check_val_every_n_epoch=1, val_check_batch=1,
+        should_stop=False, enable_validation=False, check_val_every_n_epoch=1, num_training_batches=1, callbacks=[],
+        callback_metrics={}, fit_loop=SimpleNamespace(epoch_loop=done, on_iteration_done=lambda: None),
     )  # fmt: skip
     callback.setup(trainer, None, "fit")
     callback.save = lambda trainer, *kinds: saved.append((trainer.current_epoch, *kinds))
@@ -106,6 +108,7 @@ def test_an_epochs_last_is_left_out_while_the_one_before_is_written_beside(devic
     for epoch in range(3):
         trainer.current_epoch = epoch
         callback.on_train_epoch_end(trainer, None)
+        callback.save_ended(trainer, is_last=False)
     epochs = [epoch for epoch, *kinds in saved if "last" in kinds]
     assert epochs == ([2] if writes_beside else [0, 1, 2])  # the end of training waits for it
 

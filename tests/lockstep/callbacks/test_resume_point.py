@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, IterableDataset
 
 from faults import signal_at_step
@@ -73,6 +74,54 @@ def test_a_stop_in_the_validation_after_a_remainder_of_accumulation_trains_no_ba
     interruption.reason = ""
     trainer = fit(Stopped(), Checkpoints(tmp_path), ckpt_path=path, num_sanity_val_steps=0, **options)
     assert (seen, trainer.global_step) == ([0, 1, 2, 3, 4], 6)
+
+
+class Watched(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("own", 1.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_early_stopping_ended_trains_no_more_unless_it_is_asked_for(tmp_path):
+    def steps(**options):
+        stop, val = EarlyStopping("own", patience=1), DataLoader(torch.ones(1, 1))
+        return fit(Watched(), stop, Checkpoints(tmp_path), val_loader=val, **options).global_step
+
+    assert steps(max_epochs=9) == 8
+    [(path, _)] = complete(tmp_path, "last")
+    assert steps(max_epochs=9, ckpt_path=path) == 8
+    assert steps(max_epochs=10, ckpt_path=path) == 12
+
+
+class Lowered(Watched):
+    """Its rate halves after every second epoch that is no better."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_train_epoch_start(self):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own"}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stop", [{"max_epochs": 3}, {"max_epochs": 8, "max_steps": 14}], ids=["epoch", "mid-epoch"])
+def test_a_schedule_of_plateaus_goes_on_as_without_a_stop(stop, tmp_path):
+    def rates(folder, **options):
+        module = Lowered()
+        fit(module, Checkpoints(tmp_path / folder), val_loader=DataLoader(torch.ones(1, 1)), **options)
+        return module.rates
+
+    whole = rates("whole", max_epochs=8)
+    before = rates("r", **stop)
+    [(path, _)] = complete(tmp_path / "r", "last")
+    assert before + rates("r", max_epochs=8, ckpt_path=path) == whole
+    assert whole == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
 
 
 class Stream(IterableDataset):
