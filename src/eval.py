@@ -97,6 +97,8 @@ def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[s
         size_is_stated = named & {"data.image_size", "data.crop_pct"}
         kept = [key for key in IMAGES if f"data.{key}" not in named and not (key == "resize" and size_is_stated)]
         config["data"].update({key: facts[key] for key in kept if key in facts and key in config["data"]})
+        if facts.get("target") in ("number", "mask") and "data.target" not in named and "target" in config["data"]:
+            config["data"]["target"] = facts["target"]
     every_run = plain(compose("train", []))["callbacks"]  # those of training
     callbacks = {name: node for name, node in (config["callbacks"] or {}).items() if name not in every_run}
     config.update(

@@ -55,7 +55,7 @@ def predict(options: dict[str, str]) -> int:
     for start in range(0, len(names), batch):
         part = names[start : start + batch]
         rows |= predict_files(model, folder, part, out.with_name(f"{out.stem}_masks"), int(options["top"]))
-    broken = [row["error"] for row in rows.values() if "error" in row]
+    broken = [row["error"] for row in rows.values() if isinstance(row.get("error"), str)]  # a label may be named so
     if len(broken) == len(names):
         raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
     columns = sorted(dict.fromkeys(key for row in rows.values() for key in row), key="error".__eq__)

@@ -11,7 +11,7 @@ from lockstep.data.decoding import in_8_bits
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLITS, ImageList, Item
 from lockstep.data.loading import OpenSample
-from lockstep.data.targets import VOID, as_masks, mask_classes
+from lockstep.data.targets import BINARY, VOID, as_masks, hash_of, mask_classes
 from lockstep.runs.errors import UserError
 
 
@@ -32,6 +32,8 @@ class DatasetDataModule(ListedDataModule):
             raise UserError(
                 "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with items (image, target)."
             )
+        if self.group:
+            raise UserError("data.group is of files and tables: give data.val_dataset and data.test_dataset.")
         self._datasets = (dataset, val_dataset, test_dataset)
 
     def list_images(self) -> ImageList:
@@ -39,11 +41,14 @@ class DatasetDataModule(ListedDataModule):
         self._items: list[tuple[Any, int]] = []
         for split, dataset in enumerate(self._datasets):
             labels, classes = ([], None) if dataset is None else self._labels_of(dataset)
+            names = list(map(str, classes or ()))
+            repeated = {name for name in names if names.count(name) > 1}  # as the two cranes of ImageNet
             for i, label in enumerate(labels):
                 if classes is not None and not 0 <= label < len(classes):
                     where = f"item {i} of the {SPLITS[split]} dataset has the label {label}"
                     raise UserError(f"data.dataset: {where} and there are {len(classes)} classes: remove such items.")
-                title = str(label) if classes is None else str(classes[label])
+                title = str(label) if classes is None else names[label]
+                title += f" ({label})" if title in repeated else ""
                 items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
                 self._items.append((dataset, i))
         return ImageList(Path(), items)
@@ -56,11 +61,11 @@ class DatasetDataModule(ListedDataModule):
         change, classes = getattr(dataset, "target_transform", None), getattr(dataset, "classes", None)
         try:
             if known is None:
-                return [int(dataset[i][1]) for i in range(len(dataset))], None if change else classes
+                return [_whole(dataset[i][1]) for i in range(len(dataset))], None if change else classes
             if not change:
-                return [int(each) for each in known], classes
+                return [_whole(each) for each in known], classes
             plain = [each.item() if hasattr(each, "item") else each for each in known]
-            labels = [int(change(each)) for each in plain]
+            labels = [_whole(change(each)) for each in plain]
             return labels, classes if labels == plain else None
         except (TypeError, ValueError) as error:
             what = f"a label of {type(dataset).__name__} is not an integer ({error})"
@@ -69,13 +74,25 @@ class DatasetDataModule(ListedDataModule):
     def _load(self) -> None:
         super()._load()
         self.sample_opener()(0)  # whether images can be used is known before training
-        if self.target == "class":
-            return
-        items = [_by_name(dataset[i][1]) for dataset, i in self._items]
-        masks = [name for name, value in items[0].items() if isinstance(value, Image.Image) or np.ndim(value) == 2]
-        targets = {}
+        if self.target != "class":
+            self._read_targets()
+        self.data_hash = self.list_hash = hash_of(np.zeros(0), self._targets, self.class_names, self._given)
+
+    def _read_targets(self) -> None:
+        items, targets = [_by_name(dataset[i][1]) for dataset, i in self._items], {}
+        first, i = self._items[0]
+        size = _as_pillow(first[i][0]).size[::-1]
+        masks = [
+            name for name, value in items[0].items()
+            if isinstance(value, Image.Image) or np.shape(value) == size or self.target == "mask"
+        ]  # fmt: skip
         for name in items[0].keys() - set(masks):
-            values = np.stack([np.asarray(item[name]) for item in items])
+            try:
+                values = np.stack([np.asarray(item[name]) for item in items])
+                values = values if values.dtype.kind in "biu" else values.astype(np.float32)
+            except (ValueError, TypeError, KeyError) as error:
+                what = f"the targets {name!r} are not numbers or arrays of one shape" if name else "the targets are not"
+                raise UserError(f"data.dataset: {what} ({error}).") from None
             whole = values.dtype.kind in "biu" and self.target != "number" and (name or values.ndim == 1)
             targets[name] = values.astype(np.int64 if whole else np.float32)
         self._set_targets(targets, masks)
@@ -97,7 +114,13 @@ class DatasetDataModule(ListedDataModule):
         return {}
 
     def sample_opener(self) -> OpenSample:
-        return partial(_open_item, self._items, self.channels, self._mask_names)
+        return partial(_open_item, self._items, self.channels, self._mask_names, self.class_names == BINARY)
+
+
+def _whole(label: Any) -> int:
+    if (number := int(label)) != label and not isinstance(label, str):
+        raise ValueError(label)
+    return number
 
 
 def _by_name(target: Any) -> dict[str, Any]:
@@ -106,16 +129,21 @@ def _by_name(target: Any) -> dict[str, Any]:
 
 def _mask_of(value: Any) -> np.ndarray:
     pixels = np.asarray(value)
+    if pixels.max() > VOID:
+        raise UserError(f"data.dataset: a mask has the value {pixels.max()}: 0 to 254 are classes, 255 does not count.")
     return np.where(pixels < 0, VOID, pixels).astype(np.uint8)
 
 
-def _open_item(items: list[tuple[Any, int]], channels: int, mask_names: list[str], position: int) -> tuple[Any, ...]:
+def _open_item(
+    items: list[tuple[Any, int]], channels: int, mask_names: list[str], is_binary: bool, position: int
+) -> tuple[Any, ...]:  # fmt: skip
     dataset, i = items[position]
     image, target = dataset[i]
     masks = [_mask_of(_by_name(target)[name]) for name in mask_names]
+    masks = [(mask == VOID).astype(np.uint8) if is_binary else mask for mask in masks]
     try:
         return in_8_bits(_as_pillow(image), channels), *as_masks(masks)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"data.dataset: the image of item {i} of {type(dataset).__name__} has {error}.") from None
 
 

@@ -106,4 +106,14 @@ class ImageFolderDataModule(ListedDataModule):
                     f"{self._root}: {folders} hold no class folders: make train/<class>/ there, or use data=csv."
                 )
             return {name: splits_in(name)[0] for name, inner in tree.items() if inner}
+        within = {name.lower() for found in tree.values() for name in found}
+        if within and all(tree.values()) and within <= SPLIT_OF.keys():
+            one, other = sorted(tree)[0], sorted(within)[0]
+            raise UserError(
+                f"{self._root}: the splits lie within {', '.join(sorted(tree))}: move {one}/{other} to {other}/{one} "
+                "and so on."
+            )
+        for name in splits:
+            if all(set(tree[name]) & set(found) for found in tree.values()):
+                raise UserError(f"{self._root}: {name}/ is a split and no folder beside it is named train: rename one.")
         return {}

@@ -67,7 +67,7 @@ class CSVDataModule(ListedDataModule):
         parts: list[int] = []
         for name in filter(None, [column_of(table, names, "split"), *likely]):
             parts = parts or splits_of([row[name] for _, row in rows], name, lambda i: f"{table}, line {rows[i][0]}")
-        if not parts and (flags := [name for name in names if FLAG.fullmatch(name.lower())]):
+        if not parts and (flags := [name for name in names if FLAG.fullmatch(name.lower()) and name not in labels]):
             raise UserError(
                 f"{table} has a column {flags[0]}: give one named split, with the names train, val and test."
             )
@@ -83,6 +83,10 @@ class CSVDataModule(ListedDataModule):
             except OSError as error:
                 fault = f"{self._folder / name} cannot be read ({error.strerror})"
                 raise UserError(f"{table}, line {line}: {fault}.") from None
+            if self.target == "mask" and isinstance(label, str) and not (self._folder / label).exists():
+                label = label.replace("\\", "/")
+                if not (self._folder / label).exists():
+                    raise UserError(f"{table}, line {line}: the mask {self._folder / label} does not exist.")
             group = (row[self.group] if self.group in row else group_of(self.group, name)) if self.group else None
             item = Item(name, label, parts[i] if parts else TRAIN, stat.st_size, stat.st_mtime_ns, group)
             earlier, same = first.setdefault(os.path.normpath(name), (line, item))
@@ -103,6 +107,8 @@ class CSVDataModule(ListedDataModule):
             delimiter = max(",;\t|", key=text.partition("\n")[0].count)
             reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
             names = [name.strip() for name in next(reader, [])]
+            if len(set(filter(None, names))) < len(list(filter(None, names))):
+                raise UserError(f"{self._table}: two columns have one name.")
             for cells in filter(any, reader):
                 if len(cells) != len(names):
                     where = f"{self._table}, line {reader.line_num}"

@@ -117,13 +117,15 @@ class WebDatasetDataModule(ShardedDataModule):
                     raise EOFError("it ends within a member")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise UserError(f"{path} is cut off or no uncompressed tar file ({error}): repair or remove it.") from None
-        items = []
+        items, used = [], dict[str, str]()
         for member in images:  # the label has the image's name up to its last dot, else up to its first
             where, base = os.path.split(member.name)
             keys = os.path.splitext(member.name)[0], os.path.join(where, base.partition(".")[0])
             if not (found := [key for key in keys if key in labels]):
                 hint = "" if field else " (where a key.json holds the label: data.label_field=FIELD)"
                 raise UserError(f"{path}: {member.name} has no {label_suffix} file beside it{hint}.")
+            if (other := used.setdefault(found[0], member.name)) != member.name:
+                raise UserError(f"{path}: {other} and {member.name} have one label: keep one image for each key.")
             try:
                 label = json.loads(labels[found[0]])[field] if field else labels[found[0]].decode().strip()
                 if label == "" or not isinstance(label, str | int | float):

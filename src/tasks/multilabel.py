@@ -38,11 +38,14 @@ class MultiLabel(Task):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, targets = batch
+        if ((targets < 0) | (targets > 1)).any():  # of the validation before training too
+            raise UserError(f"task=multilabel takes labels from 0 to 1, and one is {targets.min()} or {targets.max()}.")
         logits = self.net(images)
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         self.count(loss=losses, acc=(logits > 0) == (targets > 0.5))
-        self.average_precision.update(logits, targets.long())
-        self.present += targets.sum(0)
+        present = targets > 0.5
+        self.average_precision.update(logits, present.long())
+        self.present += present.sum(0)
 
     test_step = validation_step
 

@@ -80,18 +80,56 @@ class Marked(Shades):
 
 @pytest.mark.parametrize(
     ("of", "kind", "names"),
-    [(lambda i: torch.tensor([1, i % 2, 0]), "labels", ["0", "1", "2"]), (lambda i: i % 3, "class", ["0", "1", "2"])],
-)
-def test_whole_numbers_are_a_class_or_several_labels(of, kind, names, tmp_path):
+    [(lambda i: torch.tensor([1, i % 2, 0]), "labels", ["0", "1", "2"]), (lambda i: i % 3, "class", ["0", "1", "2"]),
+     (lambda i: torch.rand(5, 2), "labels", list("01234"))],
+)  # fmt: skip
+def test_numbers_are_a_class_or_several_values_and_no_mask(of, kind, names, tmp_path):
     dm = module(tmp_path, dataset=Marked(of=of), target="any")
     dm.place()
-    assert (dm.target_kind, dm.class_names, dm.num_classes) == (kind, names, 3)
+    assert (dm.target_kind, dm.class_names, dm._mask_names) == (kind, names, [])
 
 
-def test_a_label_that_is_none_of_the_classes_is_refused(tmp_path):
-    unlabelled = Shades(classes=["black", "white"], targets=[-1, *(i % 2 for i in range(39))])
-    with pytest.raises(UserError, match="item 0 of the train dataset has the label -1 and there are 2 classes"):
-        module(tmp_path, dataset=unlabelled).prepare()
+def test_in_masks_of_0_and_255_alone_255_is_the_second_class(tmp_path):
+    dm = module(tmp_path, dataset=Marked(of=lambda i: np.full((20, 16), 255 * (i % 2), np.uint8)), target="mask")
+    dm.place()
+    for batch in dm.train_dataloader():
+        images, masks = dm.on_after_batch_transfer(batch, 0)
+        assert torch.equal(masks, (images[:, 0] > 0.5).long()) and masks.any()
+
+
+def test_what_random_transforms_of_the_data_set_draw_differs_between_epochs_and_seeds(tmp_path):
+    class Noise(Shades):
+        def __getitem__(self, i):
+            return torch.rand(3, 8, 8), i % 2
+
+    def epoch(seed, number):
+        loader = dm.train_dataloader() if (dm := module(tmp_path, dataset=Noise(), seed=seed)).place() is None else None
+        loader.set_epoch(number)
+        return torch.cat([batch["pixels"][0].reshape(-1) for batch in loader])
+
+    first = epoch(0, 0)
+    assert torch.equal(first, epoch(0, 0))
+    assert not torch.equal(first, epoch(0, 1)) and not torch.equal(first, epoch(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "said"),
+    [
+        ({"classes": ["a", "b"], "targets": [-1] * 40}, {}, "item 0 of the train dataset has the label -1 and there"),
+        ({"targets": [i / 10 for i in range(40)]}, {}, "a label of Shades is not an integer"),
+        ({}, {"group": "x"}, "data.group is of files and tables"),
+    ],
+)
+def test_labels_that_are_no_classes_and_groups_are_refused(own, options, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        module(tmp_path, dataset=Shades(**own), **options).prepare()
+
+
+def test_two_classes_of_one_name_stay_two(tmp_path):
+    dm = module(tmp_path, dataset=Shades(classes=["crane", "dog", "crane"], targets=[i % 3 for i in range(40)]))
+    dm.prepare()
+    assert dm.class_names == ["crane (0)", "crane (2)", "dog"]
+    assert dm.data_hash != (other := module(tmp_path, dataset=Shades(targets=[0, 1] * 20))).prepare() != other.data_hash
 
 
 def test_images_that_are_normalised_already_are_refused_before_training(tmp_path):

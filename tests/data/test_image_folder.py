@@ -75,7 +75,23 @@ def test_given_parts_stay_as_they_are_and_a_test_folder_may_lack_a_class_and_not
 
 
 @pytest.mark.parametrize(
-    "parts", [("Train", "valid", "TEST"), ("training", "dev", "testing"), ("train_images", "validationset", "Test "),
+    ("folders", "said"),
+    [
+        (
+            ["cat/train", "cat/test", "dog/train", "dog/test"],
+            "the splits lie within cat, dog: move cat/test to test/cat",
+        ),
+        (["seen/cat", "seen/dog", "test/cat", "test/dog"], "test/ is a split and no folder beside it is named train"),
+    ],
+)
+def test_splits_that_are_not_clear_are_refused(folders, said, tmp_path):
+    write(tmp_path, dict.fromkeys(folders, 4))
+    with pytest.raises(UserError, match=said):
+        prepared(tmp_path / "cache", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "parts", [("trainval", "val", "test"), ("Train", "valid", "TEST"), ("training", "dev", "testing"), ("train_images", "validationset", "Test "),
               ("train", "val_set", "test_images")]
 )  # fmt: skip
 def test_splits_by_any_of_their_names(tmp_path, parts):

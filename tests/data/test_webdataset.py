@@ -109,3 +109,9 @@ def test_a_shard_that_is_cut_off_before_or_while_it_is_read_is_named(tmp_path):
         list(dm.train_dataloader())
     with pytest.raises(UserError, match=f"{path} is cut off.*: repair or remove it"):
         module(path, tmp_path).prepare()
+
+
+def test_two_images_of_one_label_are_refused(tmp_path):
+    members = [("1.png", png("red")), ("1.mask.png", png("blue")), ("1.cls", b"red")]
+    with pytest.raises(UserError, match="1.png and 1.mask.png have one label: keep one image for each key"):
+        module(shard(tmp_path / "x.tar", members=members), tmp_path).prepare()

@@ -214,8 +214,10 @@ def test_a_label_that_never_occurs_has_no_part_in_the_mean_precision(monkeypatch
     monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
     logits = torch.tensor([[2.0, -1, 0], [-1, 2, 1], [1, 0, -1]])
     for _ in range(2):
-        task.validation_step((logits, (logits > 0.5).float() * torch.tensor([1.0, 1, 0])), 0)
+        task.validation_step((logits, 0.9 * (logits > 0.5) * torch.tensor([1.0, 1, 0])), 0)  # soft
         assert task.evaluation_values("val") == {"val/map": 1.0}
+    with pytest.raises(UserError, match="labels from 0 to 1, and one is -1.0 or 1.0"):
+        task.validation_step((logits, torch.tensor([[-1.0, 0, 1]] * 3)), 0)
 
 
 def test_masks_without_a_known_pixel_cost_nothing():

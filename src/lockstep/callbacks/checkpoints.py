@@ -191,8 +191,8 @@ class Checkpoints(pl.Callback):
 
     def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
         if self.ended:
-            by_limit = place.steps_are_over(trainer) or any(getattr(each, "is_over", False) for each in trainer.callbacks)
-            stops = trainer.should_stop and not by_limit
+            is_out_of_time = any(getattr(each, "is_over", False) for each in trainer.callbacks)
+            stops = trainer.should_stop and not (place.steps_are_over(trainer) or is_out_of_time)
             limits = [trainer.max_epochs, trainer.max_steps] if stops else None
             return {"epoch": self.ended[0], "batches_done": 0, "phase": place.EPOCH_END, "ended": limits}
         batches, accumulate = place.batches_done(trainer), trainer.accumulate_grad_batches

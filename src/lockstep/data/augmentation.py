@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
+from torchvision.tv_tensors import Mask
 
-from lockstep.data.framing import Framing
+from lockstep.data.framing import VOID, Framing
 from lockstep.runs.errors import UserError
 
 Operation = Callable[[Any], Any]
@@ -105,7 +106,8 @@ class Augmentation:
 
     def crop(self, framing: Framing) -> list[Operation]:
         """Return the crop of image_size at a random position of the resized image, as data.crop_padding says."""
-        return [v2.Lambda(framing.square), v2.RandomCrop(framing.image_size, framing.crop_padding or None)]
+        fill = {Mask: VOID, "others": 0}
+        return [v2.Lambda(framing.square), v2.RandomCrop(framing.image_size, framing.crop_padding or None, fill=fill)]
 
     def policy(self, framing: Framing) -> list[Operation]:
         """Return what follows the crop and the flip."""

@@ -79,9 +79,11 @@ def open_mask(path: Path) -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
-            pixels = np.asarray(image)
+            pixels, is_lossy = np.asarray(image), image.format in ("JPEG", "MPO")
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
         raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
+    if is_lossy:
+        raise CorruptImage(f"the mask {path} is a JPEG, which changes values of pixels: save masks as PNG")
     if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
         raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
     return pixels.astype(np.uint8)

@@ -16,6 +16,7 @@ from torchvision.transforms.v2 import functional as F
 from lockstep.runs.errors import UserError
 
 AUTO = "auto"
+VOID = 255  # in a mask: the pixel does not count
 INTERPOLATIONS = ("bilinear", "bicubic")
 MAX_ASPECT = 16  # of longer images only the middle is used: resizing 3000×2 to a short side of 224 would take 225 MB
 
@@ -170,12 +171,13 @@ class BatchTransforms:
         if self.num_starts == 1:
             return images
         border, crop = self.framing.crop_padding, self.framing.image_size
+        fill = VOID if interpolation == "nearest" else 0
         if images.device.type == "cpu":  # in one thread, as `take`
-            padded = np.zeros((len(images), side + 2 * border, side + 2 * border, images.shape[3]), np.uint8)
+            padded = np.full((len(images), side + 2 * border, side + 2 * border, images.shape[3]), fill, np.uint8)
             padded[:, border : side + border, border : side + border] = images.numpy()
             images = torch.from_numpy(padded)
         else:
-            images = pad(images, (0, 0, border, border, border, border)).contiguous()
+            images = pad(images, (0, 0, border, border, border, border), value=fill).contiguous()
         n, _, width, channels = images.shape
         row = width * channels
         # Every window of every image as a view, which costs nothing; the index then copies one window per image.

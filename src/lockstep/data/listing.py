@@ -22,7 +22,7 @@ from lockstep.runs.errors import UserError
 TRAIN, VAL, TEST = 0, 1, 2
 SPLITS = ("train", "val", "test")
 SPLIT_OF = {  # the names that Hugging Face's datasets know, in any case
-    "train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "dev": VAL,
+    "train": TRAIN, "training": TRAIN, "trainval": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "dev": VAL,
     "test": TEST, "testing": TEST, "eval": TEST, "evaluation": TEST,
     "publictest": VAL, "privatetest": TEST,  # Kaggle's
 }  # fmt: skip

@@ -1,11 +1,13 @@
 """Make batches of images that lie in files, in DataLoader worker processes, and copy them to a GPU ahead of time."""
 
 import atexit
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -92,10 +94,14 @@ def stream(
     Raises:
         UserError: names an image that cannot be read or decoded.
     """
+    selections = iter(selections)
+    if (first := next(selections, None)) is None:
+        return
+    seed = zlib.crc32(first.positions.tobytes() + first.draws.tobytes())  # differs by seed, epoch and rank
     loader = DataLoader(
-        samples, batch_size=None, sampler=selections, collate_fn=_unchanged, num_workers=samples.num_workers,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
+        samples, batch_size=None, sampler=itertools.chain([first], selections), collate_fn=_unchanged,
+        num_workers=samples.num_workers, pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed),  # not the global stream, which a resume restores
     )  # fmt: skip
     # Workers are born with these blocked: a signal to all processes of a job is for the rank, which saves first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from lockstep.data.decoding import decode_all
+from lockstep.data.framing import VOID
 from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.runs.errors import UserError
 
-VOID = 255
 BINARY = ["0", str(VOID)]  # the classes of masks that have these two values alone
 Arrays = dict[str, np.ndarray]
 """Targets (n, …) by name: int64, float32, or uint8 for masks; a target that stands alone has the name ""."""

@@ -1,6 +1,7 @@
 """Build the data module of a run, and collect the facts about the data that a checkpoint stores."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     if trained_on:
         data.match_classes(trained_on.get("class_names", data.class_names))  # own data modules may state none
         keys = {key_of(word) for word in plan.config["overrides"]}
+        is_new = bool(keys & NEW_DATA) or any(re.match(r"data\.(val_|test_)?dataset\.", key) for key in keys)
         is_same = data.data_hash == trained_on.get("data_hash")
         is_same |= data.list_hash == (trained_on.get("list_hash") or None)  # read in another way or size
-        if keys & NEW_DATA and data.splits.drew_test and not is_same and "data.test_fraction" not in keys:
+        if is_new and data.splits.drew_test and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
-        elif not keys & NEW_DATA and not is_same and cluster.is_rank_zero:
+        elif not is_new and not is_same and cluster.is_rank_zero:
             log.warning("The images have changed since the training, which may have seen some of these test images.")
     accumulate, device = plan.batch.accumulate, device_of(plan)
     data.place(rank=cluster.rank, world_size=cluster.world_size, accumulate_grad_batches=accumulate, device=device)
@@ -119,7 +121,7 @@ def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
     for key in ("root", "images"):
         if is_s3(address := str(options.get(key) or "").rstrip("/")):
             folder, _, name = address.rpartition("/")
-            if beside := name.endswith(".csv") and not options.get("images"):  # the table names images beside it
+            if beside := name.lower().endswith((".csv", ".tsv", ".txt")) and not options.get("images"):
                 address = folder
             copy = sync(address, cache, s3)
             copies[str(copy)], options[key] = address, str(copy / name if beside else copy)

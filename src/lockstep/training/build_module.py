@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.config.schema import key_of
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.training.build_data import DataFacts
@@ -61,6 +62,10 @@ def build_module(
     outputs = node.get("outputs") or facts.get("num_classes")
     node = {key: value for key, value in node.items() if key in wanted or key not in OPTIONAL_KEYS}
     asked = wanted.keys() - node.keys()
+    for word in config.get("overrides") or () if trainable else ():
+        group = key_of(word).partition(".")[0]
+        if group in ("loss", "metrics", "optimizer", "scheduler") and config.get(group) and group not in wanted:
+            raise UserError(f"{node['_target_']} does not take {group}=: remove {word}, or add the parameter {group}.")
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
     if "net" in asked:
         if not outputs:

@@ -157,6 +157,7 @@ def test_a_mask_moves_with_its_image(case, source, pictures, tmp_path):
     equal = ((images[:, 0] > 0.5) == (masks > 0)).float().mean()
     assert equal == 1 if case != "random parts" else equal > 0.85  # nearest beside bilinear
     assert len({image.numpy().tobytes() for image in images}) == len(images)
+    assert bool((masks == -1).any()) == ("crop_padding" in options), "the border beyond the image does not count"
     images, masks = joined(batches(dm, "val"))
     assert torch.equal(images[:, 0] > 0.5, masks > 0)
 
@@ -184,8 +185,10 @@ def test_masks_that_are_missing_or_do_not_fit(pictures, tmp_path):
         (0, "", "images/03.png has no mask .*masks/03.png"),
         (4, "L", "mask of .*images/03.png has 4×4 pixels and its image 16×16"),
         (16, "RGB", "03.png must have one channel of 8 bits"),
+        (16, "JPEG", "03.png is a JPEG, which changes values of pixels"),
     ):
-        Image.new(mode, (size, size)).save(mask) if size else None
+        as_jpeg = ("L", "JPEG") if mode == "JPEG" else (mode, "PNG")
+        Image.new(as_jpeg[0], (size, size)).save(mask, as_jpeg[1]) if size else None
         with pytest.raises(UserError, match=said):
             dm = ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS)
             [batches(dm, split) for split in ("train", "val", "test")]
