@@ -36,12 +36,14 @@ def evaluate(plan: RunPlan) -> int:
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
     from lockstep.training.rank import joined_ranks
+    from lockstep.training.task import Task
 
     with joined_ranks(plan) as session:
         trainer, module, data, recorder = build_run(session, load_on_all_ranks(str(session.plan.checkpoint)))
         if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
             raise UserError("There is nothing to test: the task has no test_step, or the data no test_dataloader.")
-        trainer.test(module, datamodule=data, verbose=False)
+        own = None if isinstance(module, Task) else session.plan.checkpoint
+        trainer.test(module, datamodule=data, ckpt_path=own, weights_only=True, verbose=False)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if not metrics:
             raise UserError("There is nothing to test: trainer.limit_test_batches=0, or test_step logs nothing.")

@@ -33,8 +33,8 @@ def reached_from(script: str) -> set[Path]:
 
 
 BUDGETS = {
-    "lines in src/": (lambda: lines("src"), 15_360),
-    "lines in tests/": (lambda: lines("tests"), 15_260),
+    "lines in src/": (lambda: lines("src"), 15_560),
+    "lines in tests/": (lambda: lines("tests"), 15_420),
     "lines in benchmarks/": (lambda: lines("benchmarks"), 1_530),
     "modules that src/train.py reaches": (lambda: len(reached_from("train")), 70),
     "lines in README.md": (lambda: len((ROOT / "README.md").read_text().splitlines()), 80),

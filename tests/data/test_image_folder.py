@@ -91,8 +91,8 @@ def test_splits_that_are_not_clear_are_refused(folders, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "parts", [("trainval", "val", "test"), ("Train", "valid", "TEST"), ("training", "dev", "testing"), ("train_images", "validationset", "Test "),
-              ("train", "val_set", "test_images")]
+    "parts", [("Train", "valid", "TEST"), ("training", "dev", "testing"), ("train_images", "validationset", "Test "),
+              ("train", "val_set", "test_images"), ("trainval", "val", "test")]
 )  # fmt: skip
 def test_splits_by_any_of_their_names(tmp_path, parts):
     for part, count in zip(parts, (6, 2, 3)):

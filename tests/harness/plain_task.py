@@ -67,6 +67,13 @@ class Unused(Regression):
         self.other = nn.Linear(4, 4)
 
 
+class Late(Regression):
+    """It makes a layer when Lightning asks for it."""
+
+    def configure_model(self):
+        self.more = nn.Linear(4, 4)
+
+
 class Small(pl.LightningModule):
     """A linear layer of two inputs, which learns nothing."""
 

@@ -106,6 +106,7 @@ def _train_two_steps(plan: RunPlan, batch: int) -> dict[str, Any]:
             *(["model.pretrained=false"] if "pretrained" in plan.config["model"] else []),
             "trainer.max_steps=2", f"trainer.limit_train_batches={2 * accumulate}", "trainer.limit_val_batches=1",
             "test=false", "logbook=null", "s3.uri=null", "++callbacks.checkpoints=null", "run_id=probe",
+            "++callbacks.hardware={_target_: lockstep.callbacks.hardware_stats.HardwareStats}",  # tells the peak
             f"paths.log_dir={folder}",
         ]  # fmt: skip
         code = run_train(overrides, environment(), folder / "output")

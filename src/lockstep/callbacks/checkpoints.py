@@ -1,15 +1,22 @@
 """The best checkpoint and the last one: each is written whole and verified before its predecessor is deleted."""
 
 import contextlib
+import io
 import logging
 import math
+import pickle
+import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lockstep.callbacks import resume_point as place
 from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, gather_objects, on_host, write_checkpoint
@@ -50,9 +57,10 @@ class Checkpoints(pl.Callback):
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
         self.best_value, self.best_path, self.loaded = None, None, None  # the last one: a checkpoint's own part
-        self.saved_step = self.validated_step = -1
+        self.saved_step, self.validated_step, self.is_checked = -1, -1, False
         self.ended: tuple[int, list[str], dict[str, Any]] | None = None  # epoch, what to save of its end, its metrics
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._patient: Any = None  # a group whose ranks wait for a long write
         self._writing: tuple[Future[None], pl.Trainer, dict[str, Path]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -62,6 +70,8 @@ class Checkpoints(pl.Callback):
             trainer.strategy.checkpoint_io = CheckpointFiles()
         if stage == "fit" and not any(getattr(each, "checkpoints", None) is self for each in trainer.callbacks):
             trainer.callbacks = [AfterEpoch(self), *trainer.callbacks]
+        if stage == "fit" and self._patient is None and trainer.world_size > 1 and dist.is_initialized():
+            self._patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
         if trainer.is_global_zero and stage == "fit":
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
@@ -139,7 +149,7 @@ class Checkpoints(pl.Callback):
             self.ended = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.finish_writing()
+        self.finish_together()
         if trainer.enable_validation and self.best_path is None:
             self._warn_without_best(trainer)
 
@@ -160,10 +170,12 @@ class Checkpoints(pl.Callback):
         if validations and self.monitor not in metrics:
             raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
         if trainer.sanity_checking:
-            self._warn_without_best(trainer)
-        value = float(metrics.get(self.monitor, "nan"))
+            if len(trainer.num_sanity_val_batches) < 2:  # Lightning has no metrics of several loaders there
+                self._warn_without_best(trainer)
+            return False
+        value = trainer.strategy.broadcast(float(metrics.get(self.monitor, "nan")), src=0)  # ranks may log their own
         is_better = best is None or (value > best if self.mode == "max" else value < best)
-        if trainer.sanity_checking or not is_better or value != value:
+        if not is_better or value != value:
             return False
         self.best_value = value
         return True
@@ -197,7 +209,11 @@ class Checkpoints(pl.Callback):
             return {"epoch": self.ended[0], "batches_done": 0, "phase": place.EPOCH_END, "ended": limits}
         batches, accumulate = place.batches_done(trainer), trainer.accumulate_grad_batches
         ends_epoch = place.ends_epoch(trainer)
-        is_due = place.is_validation_epoch(trainer) and batches % trainer.val_check_batch == 0
+        every, done = trainer.val_check_batch, batches
+        if trainer.check_val_every_n_epoch is None:
+            done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        is_due = ends_epoch if every == math.inf else bool(every) and done % every == 0
+        is_due = is_due and place.is_validation_epoch(trainer)
         phase = place.EPOCH_END if ends_epoch else place.TRAINING
         return {
             "epoch": trainer.current_epoch,
@@ -209,7 +225,7 @@ class Checkpoints(pl.Callback):
 
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
-        self.finish_writing()
+        self.finish_together()
         refuse_non_finite(trainer)
         kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
         paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
@@ -228,7 +244,7 @@ class Checkpoints(pl.Callback):
         trainer.save_checkpoint(paths[kinds[0]])
         checkpoint_io.write = None
         if not self.asynchronous:
-            self.finish_writing()
+            self.finish_together()
         if "last" in paths:
             self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
 
@@ -241,6 +257,9 @@ class Checkpoints(pl.Callback):
             if weights_only:  # nor the weights beside an average of weights
                 held = {**content, "optimizer_states": []}
                 held.pop("current_model_state", None)
+            if not self.is_checked:
+                check_loadable(held)
+                self.is_checked = True
             write_checkpoint(held, path)
             files.write_sidecar(path, replace(sidecar, weights_only=weights_only))
 
@@ -250,6 +269,12 @@ class Checkpoints(pl.Callback):
             (job, trainer, paths), self._writing = self._writing, None
             job.result()
             self._announce(trainer, paths)
+
+    def finish_together(self) -> None:
+        """Wait on every rank for the checkpoint that rank 0 writes, longer than other collectives do."""
+        self.finish_writing()
+        if self._patient is not None:
+            dist.barrier(self._patient)
 
     def _announce(self, trainer: pl.Trainer, paths: dict[str, Path]) -> None:
         """Tell the callbacks that record it, then delete its predecessors."""
@@ -284,6 +309,21 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
     return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
+
+
+def check_loadable(checkpoint: Checkpoint) -> None:
+    """Raise UserError before the first checkpoint is written if a resume could not read what a module adds to it."""
+    file = io.BytesIO()
+    torch.save(apply_to_collection(checkpoint, torch.Tensor, lambda _: torch.empty(0)), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = re.search(r"GLOBAL (\S+)", str(error))
+        raise UserError(
+            f"on_save_checkpoint adds {what[1] if what else 'an object'}, which is not loaded from files (it could run "
+            "code): store numbers, texts, tensors, lists and dicts."
+        ) from None
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:

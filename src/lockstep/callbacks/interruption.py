@@ -109,7 +109,7 @@ class Interruption(pl.Callback):
             if isinstance(callback, Checkpoints) and is_fit and not trainer.sanity_checking:
                 if callback.saved_step != trainer.global_step:
                     callback.save(trainer, "last")
-                callback.finish_writing()  # exit code 75 promises it
+                callback.finish_together()  # exit code 75 promises it
         stop = Interrupted(self.reason or "another rank was asked to stop")
         asked = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
         stop.agreed, stop.elsewhere = True, (trainer.node_rank, True) not in asked

@@ -64,9 +64,9 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
             VALIDATION repeats the whole validation at that point, EPOCH_END starts the next epoch.
     """
 
-    def progress(ready: int, processed: int, completed: int, **more: bool) -> dict[str, Any]:
+    def progress(ready: int, processed: int, completed: int, earlier: int = 0, **more: bool) -> dict[str, Any]:
         counts = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
-        return {"total": counts, "current": dict(counts), **more}
+        return {"total": {name: earlier + count for name, count in counts.items()}, "current": counts, **more}
 
     phase, started, micro = point["phase"], point["epoch"] + 1, point["batches_done"] * accumulate
     ended, completed, is_last = point["epoch"], micro, False
@@ -77,10 +77,12 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
     else:
         is_last = point.get("is_last", point["batches_done"] >= point.get("batches_per_epoch", math.inf))  # version 1
         micro = completed = micro - point.get("lacking", 0)
+    before = fit_loop["epoch_loop.batch_progress"]  # of earlier epochs: check_val_every_n_epoch=null counts on
+    earlier = before["total"]["ready"] - (0 if phase == EPOCH_END else before["current"]["ready"])
     return {
         **fit_loop,
         "epoch_progress": progress(started, ended, ended),
-        "epoch_loop.batch_progress": progress(micro, micro, completed, is_last_batch=is_last),
+        "epoch_loop.batch_progress": progress(micro, micro, completed, earlier, is_last_batch=is_last),
         "epoch_loop.val_loop.batch_progress": progress(int(phase == VALIDATION), 0, 0, is_last_batch=False),
     }
 

@@ -106,7 +106,7 @@ class TrainingLog(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             metrics = trainer.callback_metrics.items()
-            self._write(trainer, {name: float(value) for name, value in metrics if name.startswith("val/")})
+            self._write(trainer, {name: float(value) for name, value in metrics if name.startswith("val")})
             if not ends_epoch(trainer):  # a run that is killed later has its row
                 self.on_train_epoch_end(trainer, pl_module)
         self._mark()

@@ -57,13 +57,14 @@ def update(average: AveragedModel, decay: float, trained: nn.Module) -> None:
     integers are copied.
     """
     of_average, of_trained = (chain(module.parameters(), module.buffers()) for module in (average.module, trained))
-    floats = []
+    floats: dict[torch.dtype, list[Any]] = {}  # torch has one kernel for many tensors of one dtype
     for own, new in zip(of_average, of_trained, strict=True):
         if own.is_floating_point():
-            floats.append((own, new.detach().to(own)))
+            floats.setdefault(own.dtype, []).append((own, new.detach().to(own)))
         else:
             own.copy_(new)
     steps = int(average.n_averaged)
     decay = min(decay, (1 + steps) / (10 + steps)) if steps else 0.0
-    get_ema_multi_avg_fn(decay)(*map(list, zip(*floats, strict=True)), steps)
+    for pairs in floats.values():
+        get_ema_multi_avg_fn(decay)(*map(list, zip(*pairs, strict=True)), steps)
     average.n_averaged += 1

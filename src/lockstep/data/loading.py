@@ -1,6 +1,7 @@
 """Make batches of images that lie in files, in DataLoader worker processes, and copy them to a GPU ahead of time."""
 
 import atexit
+import functools
 import itertools
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from lockstep.data.augmentation import Operation
 from lockstep.data.batches import Selection
 from lockstep.data.decoding import pixels_of
 from lockstep.data.framing import Framing
-from lockstep.runs.environment import available_cores, environment
+from lockstep.runs.environment import available_cores, cores_of_rank
 from lockstep.runs.errors import UserError
 
 LoadedBatch = dict[str, Any]
@@ -73,8 +74,7 @@ def workers_of(stated: int | str, device: torch.device) -> int:
         stated: "auto": on a GPU the cores of this rank but two, up to 16, else up to 4.
     """
     if stated == "auto":
-        own_cores = available_cores() // int(environment().get("LOCAL_WORLD_SIZE") or 1)
-        return max(1, min(16, own_cores - 2) if device.type == "cuda" else min(4, available_cores()))
+        return max(1, min(16, cores_of_rank() - 2) if device.type == "cuda" else min(4, available_cores()))
     return min(int(stated), len(os.sched_getaffinity(0)))
 
 
@@ -133,13 +133,19 @@ def _unchanged(batch: Any) -> Any:  # by name: a worker that is not forked impor
     return batch
 
 
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all epochs: torch has 32, and never gives memory that one has freed to another."""
+    return torch.cuda.Stream(device)
+
+
 def prefetched(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield each batch on a GPU; a thread makes its successor meanwhile and copies it on a stream of its own.
 
     Args:
         batches: dicts with tensors in CPU memory, pinned where they are large.
     """
-    stream = torch.cuda.Stream(device)
+    stream = _copying(device)
 
     def copy_next() -> dict[str, Any] | None:
         with torch.cuda.stream(stream):  # and its device, which pinned memory belongs to

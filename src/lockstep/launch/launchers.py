@@ -12,12 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.environment import environment, network_interface, set_variables
+from lockstep.runs.environment import AGENT, environment, network_interface, set_variables
 from lockstep.runs.errors import UserError
 from lockstep.strategies.placement import RequestedDevices
 
 Environ = Mapping[str, str]
-AGENT = "LOCKSTEP_AGENT"  # set in the ranks that agent.py starts: its pid, their cluster, the folder for their output
 # Each launcher's variables for rank, world size, local rank and ranks of the node
 VARIABLES = {
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -81,6 +81,10 @@ def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str
     return cluster, accelerator
 
 
+def is_lockstep_data(config: Config) -> bool:
+    return "global_batch_size" in config["data"] or str(config["data"].get("_target_")).startswith("data.")
+
+
 def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, size: int | None = None) -> Batch:
     """Return how the global batch is split; for data.global_batch_size=max the smallest, until the largest is found.
 
@@ -90,6 +94,8 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
         size: the largest global batch, once it is found.
     """
     accumulate = config["trainer"]["accumulate_grad_batches"]
+    if not is_lockstep_data(config):  # whose loaders decide the images: what counts here is their batches
+        size, limit = size or cluster.world_size * max(accumulate, 1), limit and 1
     size = size or config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
     if size == "max":
         return Batch.cut(cluster.world_size * accumulate, cluster.world_size, accumulate)
@@ -105,7 +111,7 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
     data, trainer = config["data"], config["trainer"]
     if config["task_name"] == "train":
         if isinstance(trainer["max_epochs"], int) and trainer["max_epochs"] < 1:
-            raise UserError(f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on.")
+            raise UserError(f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on, or null.")
         if not 0 <= config["seed"] < 2**32:
             raise UserError(f"seed={config['seed']}: give a whole number from 0 to 4294967295, as numpy takes.")
         if trainer.get("limit_train_batches") == 0:
@@ -163,17 +169,22 @@ def headlines(plan: RunPlan) -> list[str]:
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
     model = model_name(config) if task.startswith("tasks.") else task.rpartition(".")[2]  # which may build its own net
     parts = [f"run {plan.folder.run_id}", model, data_name(config), where]
-    is_lockstep_data = "global_batch_size" in data or str(data.get("_target_")).startswith("data.")
     if config["task_name"] != "train":
-        images = [f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"] if is_lockstep_data else []
+        images = (
+            [f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"] if is_lockstep_data(config) else []
+        )
         return [" · ".join([*parts, *images])]
-    if is_lockstep_data:
+    if is_lockstep_data(config):
         split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
         parts.append(f"global batch {batch.global_size} = {split}")
     if not (config.get("callbacks") or {}).get("checkpoints"):
         parts.append("WITHOUT CHECKPOINTS")
     elif "hivemind" not in trainer:  # whose peers draw batches by time
-        where = "in mid-epoch" if is_lockstep_data else "at epoch boundaries, or in mid-epoch with a stateful loader"
+        where = (
+            "in mid-epoch"
+            if is_lockstep_data(config)
+            else "at epoch boundaries, or in mid-epoch with a stateful loader"
+        )
         parts.append(f"resume exact {where}")
     lines = [" · ".join(parts)]
     if rates := plan.learning_rates:

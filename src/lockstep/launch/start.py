@@ -12,8 +12,9 @@ from lockstep.config.compose import compose, plain, whole_config
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, agent_id, is_first_on_node, launcher_of, named_run
-from lockstep.launch.plan import RunPlan, as_run, resolve_batch
+from lockstep.launch.plan import RunPlan, as_run, is_lockstep_data, resolve_batch
 from lockstep.runs import provenance
+from lockstep.runs.batch import states_accumulation
 from lockstep.runs.config import Config, data_name, differences, flatten, model_name, seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError, is_full
@@ -195,7 +196,10 @@ def make_plan(
     """Return the plan, and the result of a search for the largest batch, {} if there was none."""
     record = RunRecord() if fresh else read_record(folder.record)
     limit = record.per_device_batch_limit or record.per_device_batch_size
-    plan = RunPlan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit))
+    size = None
+    if not (is_lockstep_data(config) or states_accumulation(config["overrides"])):
+        size = (record.world_size or 0) * (record.accumulate_grad_batches or 1) or None
+    plan = RunPlan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit, size))
     if config["data"].get("global_batch_size") != "max":
         return plan, {}
     before = {} if fresh else config_before(folder) or {}

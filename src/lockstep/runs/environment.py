@@ -12,6 +12,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+AGENT = "LOCKSTEP_AGENT"  # set in the ranks that agent.py starts: its pid, their cluster, the folder for their output
+
 
 def environment() -> dict[str, str]:
     """Return a copy of the environment variables."""
@@ -70,6 +72,15 @@ def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("
                 continue  # the root group and folders above it state none; "max" is none, too
             cores = max(1, min(cores, quota // period)) if quota > 0 else cores
     return cores
+
+
+def cores_of_rank() -> int:
+    """Return the cores of this rank: those that SLURM has bound it to, else its share of the machine's."""
+    environ = environment()
+    cores, ranks = available_cores(), int(environ.get("LOCAL_WORLD_SIZE") or 1)
+    is_task = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not {AGENT, "TORCHELASTIC_RUN_ID"} & environ.keys()
+    is_bound = is_task and cores < ranks * int(environ.get("SLURM_CPUS_PER_TASK") or 0)
+    return cores if is_bound else max(1, cores // ranks)
 
 
 def cpu_name() -> str:

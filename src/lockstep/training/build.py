@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import MaxTime
@@ -27,6 +27,7 @@ from lockstep.training.build_data import DataFacts, build_data, data_facts
 from lockstep.training.build_module import build_module
 from lockstep.training.compilation import EagerEvaluation, compile_net, is_compiled
 from lockstep.training.rank import RankSession, device_of
+from lockstep.training.task import Task
 from lockstep.training.trainer import build_trainer
 from lockstep.training.weights import check_fits, facts_of, load_weights
 
@@ -56,7 +57,7 @@ def build_run(session: RankSession, checkpoint: Checkpoint | None = None) -> tup
         prepare_net(module, data, plan, strategy, compiled)
         load_weights(module, facts, plan)
         torch.manual_seed(plan.config["seed"] + 7919 * plan.cluster.rank)  # dropout differs between ranks
-    else:
+    elif isinstance(module, Task):  # Lightning loads any other module, whose hooks may make layers first
         check_fits(module, checkpoint["state_dict"], str(plan.checkpoint), model_name(plan.config))
         module.load_state_dict(checkpoint["state_dict"])
     callbacks = build_callbacks(plan, session, recorder, facts, trainable=trainable)
@@ -134,7 +135,7 @@ def build_loggers(plan: RunPlan) -> list[Any]:
             loggers.append(build(node, lightnings if node["_target_"].startswith("lightning.") else others))
         except ModuleNotFoundError as error:
             raise UserError(f"logger {name}: {error}") from None
-    return loggers
+    return loggers[::-1]  # a module's self.logger is the first: the one that was chosen last, else TensorBoard's
 
 
 def build_callbacks(
@@ -152,6 +153,8 @@ def build_callbacks(
     for callback in chosen:
         if not isinstance(callback, pl.Callback):
             raise UserError(f"callbacks: {type(callback).__name__} is not a Lightning callback.")
+        if isinstance(callback, StochasticWeightAveraging):
+            raise UserError("callbacks: StochasticWeightAveraging puts its average in no checkpoint: use ema_decay.")
     if any(isinstance(callback, ProgressBar) for callback in chosen):
         chosen = [callback for callback in chosen if not isinstance(callback, Progress)]
     chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))  # last: it saves the states of the others

@@ -81,8 +81,9 @@ def build_module(
         parts["optimizer"] = build({**stated, **(learning_rates or {}), "_partial_": True})
     if "rules" in asked:
         parts["rules"] = GroupRules(**{key: own[key] for key in RULES if key in own})
-    if trainable and "scheduler" in asked and "_target_" in (config.get("scheduler") or {}):
-        parts["scheduler"] = build({**config["scheduler"], "_partial_": True})
+    if trainable and "scheduler" in asked:
+        stated = config.get("scheduler") or {}
+        parts["scheduler"] = build({**stated, "_partial_": True}) if "_target_" in stated else None
     if "loss" in asked and "num_classes" in facts:
         parts["loss"] = build_loss(config, facts)
     if "metrics" in asked:

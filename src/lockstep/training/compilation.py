@@ -3,8 +3,10 @@
 import importlib.util
 import logging
 import shutil
+import sysconfig
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,7 +50,9 @@ def is_compiled(module: Any, data: Any, plan: RunPlan, strategy: Any) -> bool:
             return False
         by_epochs = (own["max_epochs"] or -1) * (data.num_train // data.global_batch_size)
         steps = min((limit for limit in (by_epochs, own["max_steps"]) if limit >= 0), default=PAYS_FROM_STEPS)
-        has_tools = importlib.util.find_spec("triton") and shutil.which(environment().get("CC") or "cc")
+        headers = Path(sysconfig.get_paths()["include"], "Python.h")  # triton compiles against them
+        has_compiler = headers.exists() and shutil.which(environment().get("CC") or "gcc")
+        has_tools = has_compiler and importlib.util.find_spec("triton") is not None
         return bool(has_tools) and steps >= PAYS_FROM_STEPS and hasattr(module, "net") and module.automatic_optimization
     options = own["compile"] if isinstance(own["compile"], Mapping) else {}
     compiler = environment().get("CXX") or "g++"  # as inductor finds it

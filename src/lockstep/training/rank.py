@@ -23,7 +23,7 @@ from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import join
 from lockstep.runs import provenance, signals
-from lockstep.runs.environment import available_cores, environment
+from lockstep.runs.environment import cores_of_rank
 from lockstep.runs.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -159,9 +159,7 @@ def prepare_process(plan: RunPlan) -> None:
     Raises:
         UserError: the driver shows GPUs that torch cannot use.
     """
-    own, cores = plan.trainer, available_cores()
-    bound = int(environment().get("SLURM_CPUS_PER_TASK") or 0) if plan.cluster.launcher == "slurm" else 0
-    own_cores = cores if cores <= bound else max(1, cores // plan.cluster.devices)  # bound: to this rank alone
+    own, own_cores = plan.trainer, cores_of_rank()
     torch.set_num_threads(own_cores if own["num_threads"] == "auto" else own["num_threads"])
     seed_everything(plan.config["seed"], verbose=False)  # the order of Lightning's own samplers too
     if plan.accelerator == "gpu":

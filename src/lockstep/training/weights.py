@@ -13,6 +13,7 @@ from lockstep.runs.errors import UserError
 from lockstep.storage.load import Checkpoint
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import head_names
+from lockstep.training.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) ->
     """
     if plan.checkpoint and plan.resume_step:
         checkpoint = load_on_all_ranks(plan.checkpoint)
-        check_fits(module, checkpoint["state_dict"], plan.checkpoint, model_name(plan.config))
+        if isinstance(module, Task):  # Lightning loads any other module, whose hooks may make layers first
+            check_fits(module, checkpoint["state_dict"], plan.checkpoint, model_name(plan.config))
         if "data_hash" in facts:
             check_data_of_run(checkpoint, facts, plan.folder.run_id)
     elif plan.checkpoint:

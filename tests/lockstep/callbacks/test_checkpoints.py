@@ -70,8 +70,9 @@ def test_a_run_that_was_stopped_in_its_test_tests_the_best_when_it_goes_on(tmp_p
 def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp_path, caplog):
     metrics = {"accuracy": torch.tensor(0.5)}
     trainer = SimpleNamespace(
-        is_global_zero=True, enable_validation=True, sanity_checking=True, callback_metrics=metrics
-    )
+        is_global_zero=True, enable_validation=True, sanity_checking=True, callback_metrics=metrics,
+        num_sanity_val_batches=[2],
+    )  # fmt: skip
     callback = Checkpoints(tmp_path)
     callback.on_validation_end(trainer, None)
     callback.on_train_end(trainer, None)
@@ -97,9 +98,10 @@ def test_an_epochs_last_is_left_out_while_the_one_before_is_written_beside(devic
     )
     done = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=1)))
     trainer = SimpleNamespace(
-        strategy=strategy, is_global_zero=False, current_epoch=0, max_epochs=3, global_step=5, max_steps=-1,
-        should_stop=False, enable_validation=False, check_val_every_n_epoch=1, num_training_batches=1, callbacks=[],
-        callback_metrics={}, fit_loop=SimpleNamespace(epoch_loop=done, on_iteration_done=lambda: None),
+        strategy=strategy, is_global_zero=False, world_size=1, current_epoch=0, max_epochs=3, global_step=5,
+        max_steps=-1, should_stop=False, enable_validation=False, check_val_every_n_epoch=1,
+        num_training_batches=1, callbacks=[], callback_metrics={},
+        fit_loop=SimpleNamespace(epoch_loop=done, on_iteration_done=lambda: None),
     )  # fmt: skip
     callback.setup(trainer, None, "fit")
     callback.save = lambda trainer, *kinds: saved.append((trainer.current_epoch, *kinds))
@@ -111,6 +113,17 @@ def test_an_epochs_last_is_left_out_while_the_one_before_is_written_beside(devic
         callback.save_ended(trainer, is_last=False)
     epochs = [epoch for epoch, *kinds in saved if "last" in kinds]
     assert epochs == ([2] if writes_beside else [0, 1, 2])  # the end of training waits for it
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_resume_could_not_load_is_refused_at_the_first_checkpoint(tmp_path):
+    class Adds(Small):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["place"] = tmp_path
+
+    with pytest.raises(UserError, match="on_save_checkpoint adds pathlib.PosixPath, which is not loaded from files"):
+        fit(Adds(), Checkpoints(tmp_path), max_epochs=9)
+    assert list(tmp_path.glob("*.ckpt")) == []
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path):

@@ -124,6 +124,22 @@ def test_a_schedule_of_plateaus_goes_on_as_without_a_stop(stop, tmp_path):
     assert whole == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_validations_that_are_counted_over_epochs_are_counted_over_starts_too(tmp_path):
+    class Counted(Net):
+        def on_validation_start(self):
+            seen.append(self.global_step)
+
+    seen: list[int] = []
+    words = {"check_val_every_n_epoch": None, "val_check_interval": 6, "num_sanity_val_steps": 0}
+    path = None
+    for epochs in range(1, 6):
+        fit(Counted(), Checkpoints(tmp_path), val_loader=DataLoader(torch.ones(1, 1)), max_epochs=epochs,
+            ckpt_path=path, **words)  # fmt: skip
+        [(path, _)] = complete(tmp_path, "last")
+    assert seen == [6, 12, 18]
+
+
 class Stream(IterableDataset):
     """Five items without a length, as of a tar file."""
 

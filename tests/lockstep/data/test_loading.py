@@ -17,6 +17,7 @@ from lockstep.data import loading
 from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
 from lockstep.data.node_cache import META, cached
+from lockstep.runs import environment
 from lockstep.runs.errors import NoRoom, UserError
 
 PROGRAM = """
@@ -51,12 +52,17 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
 
 
 @pytest.mark.parametrize(
-    ("stated", "device", "cores", "ranks", "wanted"),
-    [("auto", "cuda", 64, "4", 14), ("auto", "cuda", 4, "4", 1), ("auto", "cpu", 64, "2", 4), (0, "cuda", 64, "1", 0)],
-)
-def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, wanted, monkeypatch):
-    monkeypatch.setattr(loading, "available_cores", lambda: cores)
+    ("stated", "device", "cores", "ranks", "bound", "wanted"),
+    [("auto", "cuda", 64, "4", "", 14), ("auto", "cuda", 4, "4", "", 1), ("auto", "cpu", 64, "2", "", 4),
+     (0, "cuda", 64, "1", "", 0), ("auto", "cuda", 8, "4", "8", 6), ("auto", "cuda", 32, "4", "8", 6)],
+)  # fmt: skip
+def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, bound, wanted, monkeypatch):
+    """SLURM has bound a task to `bound` cores, or lets it see those of all."""
+    for module in (loading, environment):
+        monkeypatch.setattr(module, "available_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    for name, value in {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": bound}.items() if bound else ():
+        monkeypatch.setenv(name, value)
     assert loading.workers_of(stated, torch.device(device)) == wanted
 
 

@@ -132,7 +132,7 @@ def test_another_net_is_refused(checkpoint):
 @pytest.fixture
 def plan(monkeypatch):
     """A plan for one of two ranks on a GPU, on a machine of four cores."""
-    monkeypatch.setattr(rank, "available_cores", lambda: 4)
+    monkeypatch.setattr(rank, "cores_of_rank", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     trainer = {"num_threads": "auto", "matmul_precision": "high", "deterministic": "auto"}

@@ -43,6 +43,17 @@ def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer
         assert again["steps"] == 100 and again["restarts"][0]["resumed_step"] == 60
 
 
+def test_a_module_whose_hooks_make_layers_goes_on_and_is_evaluated(tmp_path):
+    words = ["task._target_=plain_task.Late", "trainer=cpu", "trainer.accumulate_grad_batches=3"]
+    done = succeed("train", *PLAIN, *words, "+data.rows=320", logs=tmp_path)
+    assert done.record["num_parameters"] == 4 * 16 + 16 + 16 + 1 and done.record["steps"] == 3 * 7
+
+    again = succeed("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path).record
+    assert again["steps"] == 5 * 7
+    tested = succeed("eval", "ckpt_path=r", logs=tmp_path).record
+    assert tested["metrics"]["test_loss"] == pytest.approx(again["metrics"]["test_loss"], rel=1e-6)
+
+
 def test_callbacks_of_lightning_work_beside_lockstep_s(tmp_path):
     """Its own checkpoints, progress bar, summary, learning rates and early stopping."""
     own = "{_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/acc, mode: max, "
