@@ -1,5 +1,6 @@
 """Any torch Dataset that returns (image, target)."""
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class DatasetDataModule(ListedDataModule):
         for split, dataset in enumerate(self._datasets):
             labels, classes = ([], None) if dataset is None else self._labels_of(dataset)
             names = list(map(str, classes or ()))
-            repeated = {name for name in names if names.count(name) > 1}  # as the two cranes of ImageNet
+            repeated = {name for name, count in Counter(names).items() if count > 1}  # as the two cranes of ImageNet
             for i, label in enumerate(labels):
                 if classes is not None and not 0 <= label < len(classes):
                     where = f"item {i} of the {SPLITS[split]} dataset has the label {label}"

@@ -62,7 +62,7 @@ def build_module(
     outputs = node.get("outputs") or facts.get("num_classes")
     node = {key: value for key, value in node.items() if key in wanted or key not in OPTIONAL_KEYS}
     asked = wanted.keys() - node.keys()
-    for word in config.get("overrides") or () if trainable else ():
+    for word in config.get("overrides") or () if trainable and not has_checkpoint else ():
         group = key_of(word).partition(".")[0]
         if group in ("loss", "metrics", "optimizer", "scheduler") and config.get(group) and group not in wanted:
             raise UserError(f"{node['_target_']} does not take {group}=: remove {word}, or add the parameter {group}.")
