@@ -292,7 +292,7 @@ def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
         raise UserError(
             f"model.weights={path} cannot be read as weights ({_one_line(error)}): give a .safetensors file or a .pth "
             "file of tensors by name. If you trust the file, this converts it: torch.save(torch.load(FILE, "
-            "weights_only=False)['state_dict'], 'weights.pth')."
+            "weights_only=False)['state_dict'], 'weights.pth'), with .state_dict() where FILE holds a whole net."
         ) from error
     return is_head_new
 

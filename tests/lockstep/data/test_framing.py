@@ -73,6 +73,7 @@ STATED = {"mean": 0.5, "std": [0.2] * 3, "crop_pct": 1.0, "interpolation": "auto
         (AUTO, WANTED, WANTED, {*WANTED}),
         (AUTO, {}, OF_DATA, set()),
         ({**AUTO, "mean": None}, WANTED, {**WANTED, "mean": [0.1, 0.2, 0.3]}, {*WANTED} - {"mean"}),
+        (AUTO, {**WANTED, "crop_pct": 1.15}, {**WANTED, "crop_pct": 1.0}, set(WANTED)),
         (STATED, WANTED, {**WANTED, "std": [0.2] * 3, "crop_pct": 1.0}, {"interpolation"}),
     ],
 )
