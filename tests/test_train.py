@@ -134,7 +134,7 @@ BAD = {  # the first four of them in make test
     "experiment=quickstart trainer.precision=16-true": "optimizer.eps=1e-4",
     "+callbacks.x._target_=lockstep.callbacks.checkpoints.write_checkpoint": "'checkpoint' and 'path'",
     "+callbacks.x._target_=collections.Counter": "Counter is not a Lightning callback",
-    "+callbacks.x={_target_:lightning.pytorch.callbacks.StochasticWeightAveraging,swa_lrs:0.1}": "use ema_decay",
+    "+callbacks.x={_target_:lightning.pytorch.callbacks.StochasticWeightAveraging,swa_lrs:0.1}": "trainer.ema_decay",
     "task=simclr data.views=2 loss=focal": "SimCLR does not take loss=: remove loss=focal",
 }
 FIRST = [pytest.param(words, marks=[SOAK] * (place >= 4)) for place, words in enumerate(BAD)]

@@ -85,14 +85,15 @@ class DatasetDataModule(ListedDataModule):
         size = _as_pillow(first[i][0]).size[::-1]
         masks = [
             name for name, value in items[0].items()
-            if isinstance(value, Image.Image) or np.shape(value) == size or self.target == "mask"
+            if isinstance(value, Image.Image) or np.shape(value) == size
+            or (self.target == "mask" and np.ndim(value) == 2)
         ]  # fmt: skip
         for name in items[0].keys() - set(masks):
             try:
                 values = np.stack([np.asarray(item[name]) for item in items])
                 values = values if values.dtype.kind in "biu" else values.astype(np.float32)
             except (ValueError, TypeError, KeyError) as error:
-                what = f"the targets {name!r} are not numbers or arrays of one shape" if name else "the targets are not"
+                what = f"the targets{f' {name!r}' if name else ''} are not numbers or arrays of one shape"
                 raise UserError(f"data.dataset: {what} ({error}).") from None
             whole = values.dtype.kind in "biu" and self.target != "number" and (name or values.ndim == 1)
             targets[name] = values.astype(np.int64 if whole else np.float32)

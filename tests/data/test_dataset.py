@@ -103,7 +103,7 @@ def test_what_random_transforms_of_the_data_set_draw_differs_between_epochs_and_
             return torch.rand(3, 8, 8), i % 2
 
     def epoch(seed, number):
-        loader = dm.train_dataloader() if (dm := module(tmp_path, dataset=Noise(), seed=seed)).place() is None else None
+        loader = module(tmp_path, dataset=Noise(), seed=seed).train_dataloader()
         loader.set_epoch(number)
         return torch.cat([batch["pixels"][0].reshape(-1) for batch in loader])
 
@@ -125,11 +125,17 @@ def test_labels_that_are_no_classes_and_groups_are_refused(own, options, said, t
         module(tmp_path, dataset=Shades(**own), **options).prepare()
 
 
+def test_two_data_sets_of_one_length_and_other_labels_are_not_the_same_images(tmp_path):
+    one, other = (module(tmp_path, dataset=Shades(targets=targets)) for targets in ([0, 1] * 20, [1, 0] * 20))
+    one.prepare()
+    other.prepare()
+    assert one.data_hash != other.data_hash and one.list_hash != other.list_hash
+
+
 def test_two_classes_of_one_name_stay_two(tmp_path):
     dm = module(tmp_path, dataset=Shades(classes=["crane", "dog", "crane"], targets=[i % 3 for i in range(40)]))
     dm.prepare()
     assert dm.class_names == ["crane (0)", "crane (2)", "dog"]
-    assert dm.data_hash != (other := module(tmp_path, dataset=Shades(targets=[0, 1] * 20))).prepare() != other.data_hash
 
 
 def test_images_that_are_normalised_already_are_refused_before_training(tmp_path):

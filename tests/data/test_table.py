@@ -114,6 +114,7 @@ BAD = {
     "has a column is_test: give one named split": "path,label,is_test\n00.png,red,0\n01.png,red,1\n",
     "has a column is_valid: give one named split": "path,label,is_valid\n00.png,red,0\n01.png,red,1\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
+    "two columns have one name": "path,label,label\n00.png,red,7\n",
     "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
 }
 
@@ -123,6 +124,14 @@ def test_a_line_that_is_no_image_is_named(said, pictures, tmp_path):
     (pictures / "list.csv").write_text(BAD[said], errors="surrogateescape")
     with pytest.raises(UserError, match=said):
         csv_module(pictures / "list.csv", tmp_path, global_batch_size=1, val_fraction=0).prepare()
+
+
+def test_a_label_may_be_named_as_a_split_and_a_mask_that_is_not_there_is_named(pictures, tmp_path):
+    root = table(pictures / "list.csv", [[f"{i:02d}.png", i % 2] for i in range(24)], ["path", "is_test"])
+    dm = csv_module(root, tmp_path, label_column="is_test")
+    assert facts(dm)[3] == ["0", "1"]
+    with pytest.raises(UserError, match="line 2: the mask .*/0 does not exist"):
+        csv_module(root, tmp_path, label_column="is_test", target="mask").prepare()
 
 
 COLOURS = ["red", "green", "blue"]

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import io
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
@@ -32,6 +35,21 @@ class CheckpointFiles(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
+
+
+def check_loadable(checkpoint: Checkpoint) -> None:
+    """Raise UserError before the first checkpoint is written if a resume could not read what a module adds to it."""
+    file = io.BytesIO()
+    torch.save(apply_to_collection(checkpoint, torch.Tensor, lambda _: torch.empty(0)), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = re.search(r"GLOBAL (\S+)", str(error))
+        raise UserError(
+            f"on_save_checkpoint adds {what[1] if what else 'an object'}, which is not loaded from files (it could run "
+            "code): store numbers, texts, tensors, lists and dicts."
+        ) from None
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:

@@ -1,11 +1,8 @@
 """The best checkpoint and the last one: each is written whole and verified before its predecessor is deleted."""
 
 import contextlib
-import io
 import logging
 import math
-import pickle
-import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -14,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from lockstep.callbacks import resume_point as place
-from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, gather_objects, on_host, write_checkpoint
+from lockstep.callbacks.checkpoint_io import (
+    Checkpoint,
+    CheckpointFiles,
+    check_loadable,
+    gather_objects,
+    on_host,
+    write_checkpoint,
+)  # fmt: skip
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage import checkpoint_files as files
@@ -309,21 +311,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
     return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
-
-
-def check_loadable(checkpoint: Checkpoint) -> None:
-    """Raise UserError before the first checkpoint is written if a resume could not read what a module adds to it."""
-    file = io.BytesIO()
-    torch.save(apply_to_collection(checkpoint, torch.Tensor, lambda _: torch.empty(0)), file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        what = re.search(r"GLOBAL (\S+)", str(error))
-        raise UserError(
-            f"on_save_checkpoint adds {what[1] if what else 'an object'}, which is not loaded from files (it could run "
-            "code): store numbers, texts, tensors, lists and dicts."
-        ) from None
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:

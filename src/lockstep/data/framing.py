@@ -42,7 +42,7 @@ def settle(
         value = wanted[key]
         if key in ("mean", "std") and len(value) != channels:  # of weights for colour images, on grey ones
             value = float(np.mean(value))
-        used[key] = min(value, 1.0) if key == "crop_pct" else value  # timm has a few above 1, for a smaller training
+        used[key] = min(value, 1.0) if key == "crop_pct" else value  # timm states 1.15 for volo
     for key in ("mean", "std"):
         try:
             used[key] = np.broadcast_to(np.asarray(used[key], float), channels).tolist()

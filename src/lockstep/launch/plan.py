@@ -82,6 +82,7 @@ def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str
 
 
 def is_lockstep_data(config: Config) -> bool:
+    """Return whether data= is a data module of this project, or one that takes data.global_batch_size as they do."""
     return "global_batch_size" in config["data"] or str(config["data"].get("_target_")).startswith("data.")
 
 
@@ -95,7 +96,8 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
     """
     accumulate = config["trainer"]["accumulate_grad_batches"]
     if not is_lockstep_data(config):  # whose loaders decide the images: what counts here is their batches
-        size, limit = size or cluster.world_size * max(accumulate, 1), limit and 1
+        size = size or cluster.world_size * max(accumulate, 1)
+        limit = None if limit is None else 1
     size = size or config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
     if size == "max":
         return Batch.cut(cluster.world_size * accumulate, cluster.world_size, accumulate)
@@ -169,22 +171,17 @@ def headlines(plan: RunPlan) -> list[str]:
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
     model = model_name(config) if task.startswith("tasks.") else task.rpartition(".")[2]  # which may build its own net
     parts = [f"run {plan.folder.run_id}", model, data_name(config), where]
+    is_ours = is_lockstep_data(config)
     if config["task_name"] != "train":
-        images = (
-            [f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"] if is_lockstep_data(config) else []
-        )
+        images = [f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"] if is_ours else []
         return [" · ".join([*parts, *images])]
-    if is_lockstep_data(config):
+    if is_ours:
         split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
         parts.append(f"global batch {batch.global_size} = {split}")
     if not (config.get("callbacks") or {}).get("checkpoints"):
         parts.append("WITHOUT CHECKPOINTS")
     elif "hivemind" not in trainer:  # whose peers draw batches by time
-        where = (
-            "in mid-epoch"
-            if is_lockstep_data(config)
-            else "at epoch boundaries, or in mid-epoch with a stateful loader"
-        )
+        where = "in mid-epoch" if is_ours else "at epoch boundaries, or in mid-epoch with a stateful loader"
         parts.append(f"resume exact {where}")
     lines = [" · ".join(parts)]
     if rates := plan.learning_rates:

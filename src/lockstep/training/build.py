@@ -154,7 +154,7 @@ def build_callbacks(
         if not isinstance(callback, pl.Callback):
             raise UserError(f"callbacks: {type(callback).__name__} is not a Lightning callback.")
         if isinstance(callback, StochasticWeightAveraging):
-            raise UserError("callbacks: StochasticWeightAveraging puts its average in no checkpoint: use ema_decay.")
+            raise UserError("callbacks: StochasticWeightAveraging saves no average: use trainer.ema_decay.")
     if any(isinstance(callback, ProgressBar) for callback in chosen):
         chosen = [callback for callback in chosen if not isinstance(callback, Progress)]
     chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))  # last: it saves the states of the others
