@@ -12,7 +12,7 @@ from lockstep.runs.folder import find_run, read_config
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
 from lockstep.runs.script import run_with_options
-from lockstep.storage.uploader import finish_upload
+from lockstep.storage.uploader import finish_upload, send_files
 
 OPTIONS = {"run": None, "s3.uri": "", "s3.endpoint_url": "", "paths.log_dir": str(REPOSITORY / "logs")}
 
@@ -26,7 +26,10 @@ def upload(given: dict[str, str]) -> int:
         raise UserError(f"The run {folder.run_id} was trained without s3.uri. Pass s3.uri=s3://bucket/prefix.")
     if status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
-    code = finish_upload({**s3, "flush_timeout_s": 3600.0}, folder, EXIT_OK)
+    s3["flush_timeout_s"] = 3600.0
+    code = finish_upload(s3, folder, EXIT_OK)
+    if code == EXIT_OK:
+        send_files(s3, folder)
     sent = f"{folder.run_id} is in {s3['uri']}." if code == EXIT_OK else "not uploaded: "
     logging.getLogger(__name__).info(sent + (read_record(folder.record).upload.error or ""))
     return code

@@ -16,7 +16,7 @@ from faults import signal_at_step
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.folder import RunFolder, read_config
 from lockstep.storage.checkpoint_files import Sidecar
-from lockstep.storage.fetch import read_pointer
+from lockstep.storage.pointers import read_pointer
 from lockstep.storage.s3 import Bucket
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
 from ranks import SRC, free_port

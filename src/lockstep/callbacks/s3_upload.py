@@ -8,62 +8,116 @@ import lightning.pytorch as pl
 
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.storage.errors import S3Error
+from lockstep.storage.errors import OtherRunError, S3Error
+from lockstep.storage.pointers import read_pointers, refuse_other_run
 from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
-FLUSH_WHEN_INTERRUPTED_S, FLUSH_BESIDE_OTHER_RANKS_S, FLUSH_AFTER_FAILURE_S = 60.0, 30.0, 3.0
+FLUSH_WHEN_INTERRUPTED_S = 60.0
+FLUSH_BESIDE_OTHER_RANKS_S = 30.0
+FLUSH_AFTER_FAILURE_S = 3.0
 
 
 class S3Upload(pl.Callback):
     """Upload a run to s3://bucket/prefix/<the last part of run_folder>.
 
+    A place that holds another run is refused: the run ends before training.
+
     Args:
-        required: end the run before training if the bucket cannot be written; else train on and keep trying.
+        required: end the run before training if the bucket cannot be written; else train on and keep
+            trying.
         flush_timeout_s: how long the end of fit may wait for what is not yet uploaded.
     """
 
     def __init__(
-        self, run_folder: str | Path, uri: str, endpoint_url: str | None = None, required: bool = True,
+        self,
+        run_folder: str | Path,
+        uri: str,
+        endpoint_url: str | None = None,
+        required: bool = True,
         flush_timeout_s: float = 300.0,
-    ) -> None:  # fmt: skip
-        self.folder, self.required, self.flush_timeout_s = RunFolder(Path(run_folder)), required, flush_timeout_s
+    ) -> None:
+        self.folder = RunFolder(Path(run_folder))
         self.bucket = Bucket(uri, endpoint_url)
+        self.required = required
+        self.flush_timeout_s = flush_timeout_s
         self.uploader: Uploader | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or self.uploader is not None:
             return
-        fault, run = None, self.bucket.at(self.folder.run_id)
-        if trainer.is_global_zero:
-            try:
-                run.check_writable()
-            except S3Error as error:
-                fault = f"{self.bucket.uri} cannot be used: {error}"
-        fault = trainer.strategy.broadcast(fault, src=0)
+        refusal = self._start_upload() if trainer.is_global_zero else None
+        refusal = trainer.strategy.broadcast(refusal, src=0)
+        if refusal:
+            raise UserError(refusal)
+
+    def _start_upload(self) -> str | None:
+        """Claim the run's place in the bucket and start to upload; return why the run must end."""
+        run = self.bucket.at(self.folder.run_id)
+        fault: S3Error | None = None
+        try:
+            refuse_other_run(run, read_pointers(run), self.folder)
+            run.check_writable()
+        except OtherRunError as error:
+            return str(error)
+        except S3Error as error:
+            fault = error
+        message = f"{self.bucket.uri} cannot be used: {fault}"
         if fault and self.required:
-            raise UserError(f"{fault} (s3.required=false trains without it).")
-        if fault and trainer.is_global_zero:
-            log.info(f"s3: {fault}; training starts, uploads are tried again.")
-        if trainer.is_global_zero:
-            self.uploader = Uploader(run, self.folder, time.time())
-            self.uploader.start()
+            return f"{message} (s3.required=false trains without it)."
+
+        uploader = Uploader(run, self.folder, time.time())
+        if fault:
+            log.info(f"s3: {message}; training starts, uploads are tried again.")
+        else:
+            refusal = self._claim(uploader)
+            if refusal:
+                return refusal
+        self.uploader = uploader
+        uploader.start()
+        return None
+
+    def _claim(self, uploader: Uploader) -> str | None:
+        """Claim the place before training, so that of two new runs of one id the second is refused."""
+        for _ in range(2):  # another start may have claimed it since its pointers were read
+            try:
+                uploader.claim()
+            except OtherRunError as error:
+                return str(error)
+            except S3Error as error:
+                if error.code != "PreconditionFailed":
+                    break
+            else:
+                break
+        return None  # what else went wrong the thread finds again, and says it
 
     def expect_end(self, seconds: float) -> None:
-        """Upload the newest checkpoints at once from now on, because this machine stops in so many seconds."""
+        """Upload the newest checkpoints at once from now on: this machine stops in so many seconds."""
         self.flush_timeout_s = min(self.flush_timeout_s, seconds)
         if self.uploader is not None:
             self.uploader.intervals_s["last"] = 0.0
             self.uploader.flush(0.0)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        failed_s = FLUSH_AFTER_FAILURE_S if trainer.world_size > 1 else self.flush_timeout_s
-        self._end(FLUSH_WHEN_INTERRUPTED_S if isinstance(exception, Interrupted) else failed_s)
+    def on_exception(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        exception: BaseException,
+    ) -> None:
+        if isinstance(exception, Interrupted):
+            self._end(FLUSH_WHEN_INTERRUPTED_S)
+        elif trainer.world_size > 1:
+            self._end(FLUSH_AFTER_FAILURE_S)
+        else:
+            self._end(self.flush_timeout_s)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._end(FLUSH_BESIDE_OTHER_RANKS_S if trainer.world_size > 1 else self.flush_timeout_s)
+        if trainer.world_size > 1:
+            self._end(FLUSH_BESIDE_OTHER_RANKS_S)
+        else:
+            self._end(self.flush_timeout_s)
 
     def _end(self, timeout_s: float) -> None:
         if self.uploader is not None:
@@ -71,4 +125,6 @@ class S3Upload(pl.Callback):
             self.uploader.stop()
 
     def record_fields(self) -> dict[str, object]:
-        return {} if self.uploader is None else {"upload": self.uploader.status()}
+        if self.uploader is None:
+            return {}
+        return {"uuid": self.uploader.uuid, "upload": self.uploader.status()}

@@ -18,7 +18,15 @@ from typing import Any
 from lockstep.launch import failures
 from lockstep.launch.launchers import AGENT, Cluster, agent_id, named_run, set_rank_environment
 from lockstep.launch.plan import RunPlan, check, headlines, resolve_cluster, resolved
-from lockstep.launch.start import Search, begin, finished_already, has_trained, hold_run_lock, run_folder, write_config
+from lockstep.launch.start import (
+    Search,
+    begin,
+    fetch_newer_checkpoints,
+    finished_already,
+    hold_run_lock,
+    run_folder,
+    write_config,
+)
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config
@@ -26,9 +34,9 @@ from lockstep.runs.environment import die_with_parent, environment, set_variable
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import as_read, set_up, tested_name
-from lockstep.runs.record import RunRecord, read_record
+from lockstep.runs.record import RunRecord, has_trained, read_record
 from lockstep.runs.redact import refuse_secrets
-from lockstep.storage.uploader import finish_upload
+from lockstep.storage.uploader import finish_upload, send_files, withdraw
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +68,7 @@ def launch(config: Config, work: Work, search: Search | None = None) -> int:
             if cluster.is_rank_zero:
                 kept.enter_context(hold_run_lock(done))
             return _finish(config, cluster, done, EXIT_OK) if not cluster.local_rank else EXIT_OK
+        fetch_newer_checkpoints(config)
         if cluster.local_rank is None:
             return _start_ranks(config, cluster, kept)
         return _be_rank(config, cluster, accelerator, work, search, kept)
@@ -161,27 +170,52 @@ def _be_rank(
 
 
 def _finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> int:
-    """Upload what is left, write the page and log the last line, on the run's first process; return the exit code."""
+    """Upload what is left, write the page and log the last line; return the exit code.
+
+    It is called by the run's first process on each node.
+    """
     for path in [*folder.path.glob("stack-rank*.txt"), *folder.path.glob("rank*.log")]:
         if path.exists() and path.stat().st_size == 0:
             path.unlink(missing_ok=True)  # another rank that shares the folder may be first
     if cluster.is_rank_zero:
-        code = finish_upload(config.get("s3"), folder, code)
-        _conclude(config, folder, code)
+        code = _conclude(config, folder, code)
     if code == EXIT_INTERRUPTED and cluster.launcher == "torchrun":
         return EXIT_OK  # the ranks would be started again, although somebody asked them to stop
-    saved = any(folder.checkpoints.glob("*.json"))  # 75 promises a checkpoint to go on from
-    ctrl_c = code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not saved
-    return signals.INTERRUPTED_AT_ONCE if ctrl_c else code
+    has_saved = any(folder.checkpoints.glob("*.json"))  # 75 promises a checkpoint to go on from
+    if code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not has_saved:
+        return signals.INTERRUPTED_AT_ONCE
+    return code
 
 
-def _conclude(config: Config, folder: RunFolder, code: int) -> None:
-    """Write the page of a run and log its last line; remove the folder of a run whose input was refused."""
+def _conclude(config: Config, folder: RunFolder, code: int) -> int:
+    """Upload and describe what a run leaves, or remove all that one with refused input leaves.
+
+    Returns:
+        The exit code.
+    """
     record = read_record(folder.record) if folder.record.exists() else RunRecord()
     if code == EXIT_USER_ERROR and not (record.restarts or has_trained(folder)):
+        withdraw(config.get("s3"), folder)
         shutil.rmtree(folder.path, ignore_errors=True)
     if not folder.record.exists():
-        return
+        return code
+
+    code = finish_upload(config.get("s3"), folder, code)
+    pages = _write_pages(config, folder)
+    # The page tells where the best checkpoint lies, so it is written after that one is sent.
+    record = read_record(folder.record)
+    is_short = record.upload.error is not None or code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)
+    send_files(config.get("s3"), folder, is_short)
+
+    if code == EXIT_OK and record.status == "finished":
+        _log_result(record, pages or [folder.path])
+    if record.upload.error:
+        again = f"python src/upload.py {folder.run_id} sends it"
+        log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")
+    return code
+
+
+def _write_pages(config: Config, folder: RunFolder) -> list[Path]:
     pages: list[Path] = []
     try:
         from lockstep.logbook.build import keep_run, summarise, write_page
@@ -191,11 +225,15 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> None:
             pages.append(keep_run(folder.path, Path(config["paths"]["logbook_dir"])))
     except Exception as error:
         again = f"python src/logbook.py keep {folder.run_id} writes one into logbook/"
-        log.warning(f"The run's page was not written ({type(error).__name__}: {error}); {again}.")
-    if code == EXIT_OK and record.status == "finished":
-        found = ((name, record.metrics.get(name)) for name in (f"{record.monitor}_best", tested_name(record.monitor)))
-        words = [f"{name} {as_read(name, value)}" for name, value in found if isinstance(value, float)]
-        log.info(" · ".join(["finished", *words, *map(os.path.relpath, pages or [folder.path])]))
-    if record.upload.error:
-        again = f"python src/upload.py {folder.run_id} sends it"
-        log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")
+        reason = f"{type(error).__name__}: {error}"
+        log.warning(f"The run's page was not written ({reason}); {again}.")
+    return pages
+
+
+def _log_result(record: RunRecord, paths: list[Path]) -> None:
+    results = []
+    for name in (f"{record.monitor}_best", tested_name(record.monitor)):
+        value = record.metrics.get(name)
+        if isinstance(value, float):
+            results.append(f"{name} {as_read(name, value)}")
+    log.info(" · ".join(["finished", *results, *map(os.path.relpath, paths)]))

@@ -1,5 +1,6 @@
 """The start of a run: its config if it is resumed, its folder and lock, its plan, config.yaml and first record."""
 
+import contextlib
 import logging
 import shlex
 import sys
@@ -21,9 +22,12 @@ from lockstep.runs.errors import UserError, is_full
 from lockstep.runs.files import lock, locked_file, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import RunRecord, continued, read_record, write_record
+from lockstep.runs.record import RunRecord, continued, has_trained, read_record, write_record
 from lockstep.runs.redact import redact, redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
+from lockstep.storage.errors import S3Error
+from lockstep.storage.pointers import new_uuid, read_pointers, refuse_other_run, uuid_of
+from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ def folder_of(config: Config, run_id: str) -> RunFolder:
 def find_stored(overrides: list[str]) -> Config | None:
     """Return the config of the run to resume; None for a new run, or on a node that does not have it.
 
-    A run that only its bucket knows is fetched first, by one process of each node.
+    The record of a run that only its bucket knows is fetched first, by one process of each node.
     """
     if not any(key_of(word) == "resume" for word in overrides):
         return None
@@ -60,13 +64,12 @@ def find_stored(overrides: list[str]) -> Config | None:
     except UserError:  # another node may have it; the launch names what is wrong with it
         return None
     if is_auto and (config.get("s3") or {}).get("uri"):
-        from lockstep.storage.fetch import fetch_run
-        from lockstep.storage.s3 import Bucket
+        from lockstep.storage.fetch import fetch_record
 
         if not is_first_on_node(environ):
             logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
         with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
-            fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
+            fetch_record(Bucket.of(config["s3"]).at(folder.run_id), folder)
     # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
     before = None if is_auto and folder.config.exists() and not has_trained(folder) else config_before(folder)
     if before and not folder.config.exists():  # it came from the bucket
@@ -79,12 +82,28 @@ def find_stored(overrides: list[str]) -> Config | None:
     return before
 
 
-def has_trained(folder: RunFolder) -> bool:
-    """Return whether a run has trained a step or finished: otherwise its id can be used again, with other options."""
-    if any(folder.checkpoints.glob("*.ckpt")):
-        return True
-    record = read_record(folder.record) if folder.record.exists() else RunRecord()
-    return bool(record.steps) or record.status == "finished"
+def fetch_newer_checkpoints(config: Config) -> None:
+    """Fetch the checkpoints of resume=auto that the bucket has and this node has not."""
+    run_id = named_run(config, environment())
+    if config.get("resume") != "auto" or not run_id or not (config.get("s3") or {}).get("uri"):
+        return
+    from lockstep.storage.fetch import fetch_checkpoints
+
+    folder = folder_of(config, run_id)
+    with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
+        fetch_checkpoints(Bucket.of(config["s3"]).at(folder.run_id), folder)
+
+
+def check_bucket(config: Config, folder: RunFolder) -> None:
+    """Refuse a bucket that holds another run of this id, before anything is written or searched.
+
+    A bucket that cannot be used is left to the upload callback, which knows whether it is required.
+    """
+    if config["task_name"] != "train" or not (config.get("s3") or {}).get("uri"):
+        return
+    run = Bucket.of(config["s3"]).at(folder.run_id)
+    with contextlib.suppress(S3Error):
+        refuse_other_run(run, read_pointers(run), folder)
 
 
 def config_before(folder: RunFolder) -> dict[str, Any] | None:
@@ -220,6 +239,7 @@ def begin(
     Returns:
         The plan, with the checkpoint from which a resumed run continues or a new one takes its weights.
     """
+    check_bucket(config, folder)
     plan, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, search)
     previous = None if fresh else read_record(folder.record)
     if previous:
@@ -285,7 +305,8 @@ def first_record(plan: RunPlan) -> RunRecord:
     named = None if plan.resume_step else initial or config["model"].get("weights")
     starts_from = Path(named) if isinstance(named, str) and Path(named).is_file() else None
     return RunRecord(
-        run_id=folder.run_id, task_name=config["task_name"], status="running", phase="start",
+        run_id=folder.run_id, uuid=uuid_of(folder) or new_uuid(), task_name=config["task_name"],
+        status="running", phase="start",
         tags=[str(tag) for tag in tags if tag is not None],
         started_at=now, updated_at=now, command=f"python {shlex.join([script, *sys.argv[1:]])}",
         overrides=list(config["overrides"]), experiment=config.get("experiment_name") or plan.choices.get("experiment"),

@@ -12,13 +12,14 @@ from typing import Any
 from lockstep.runs.batch import states_accumulation
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import utc_now, write_atomically
+from lockstep.runs.folder import RunFolder
 
 SCHEMA_VERSION = 2  # version 1 can still be read
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
 LOST_AFTER_S, LOST_AFTER_STARTING_S = 300.0, 3600.0  # downloads and decoding have no heartbeat
 KEPT_ON_RESTART = (
-    "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
+    "uuid", "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
     "initial_weights", "initial_weights_sha256", "reports",
 )  # fmt: skip
 
@@ -41,6 +42,7 @@ class RunRecord:
 
     schema_version: int = SCHEMA_VERSION
     run_id: str | None = None
+    uuid: str | None = None  # 32 random hex digits, made with the run: others may have its run_id
     task_name: str | None = None
     tags: list[str] = field(default_factory=list)
     status: str | None = None
@@ -137,6 +139,19 @@ def read_record(path: Path) -> RunRecord:
     except (TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a run record: {error}.") from None
     return record
+
+
+def has_trained(folder: RunFolder) -> bool:
+    """Return whether a run has trained a step or finished.
+
+    Otherwise its id can be used again, with other options.
+    """
+    if any(folder.checkpoints.glob("*.ckpt")):
+        return True
+    if not folder.record.exists():
+        return False
+    record = read_record(folder.record)
+    return bool(record.steps) or record.status == "finished"
 
 
 def write_record(path: Path, record: RunRecord) -> None:

@@ -49,6 +49,10 @@ class S3Error(UserError):
         self.code = code
 
 
+class OtherRunError(UserError):
+    """The place of a run in a bucket holds another run of the same id."""
+
+
 @contextlib.contextmanager
 def translated(bucket: Any) -> Iterator[None]:
     """Raise an S3Error for every error of boto3 and the network in the block."""

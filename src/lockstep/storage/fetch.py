@@ -1,69 +1,46 @@
-"""Fetch checkpoints and whole runs from a bucket: verified by sha256, cached, with progress. Imports no torch.
+"""Fetch checkpoints and runs from a bucket: verified by sha256, cached, with progress. Imports no torch."""
 
-<prefix>/<run_id>/best.json, last.json                             each names one complete checkpoint, or none yet
-<prefix>/<run_id>/checkpoints/best-step00000123-1a2b3c4d.ckpt      never changes: step and beginning of the sha256
-"""
-
-import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file, sha256_of
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
+from lockstep.runs.record import has_trained
 from lockstep.storage import checkpoint_files as files
 from lockstep.storage.checkpoint_files import Sidecar, newest_whole, read_sidecar
 from lockstep.storage.errors import S3Error
+from lockstep.storage.pointers import (
+    Pointers,
+    belongs_to,
+    keep_uuid,
+    read_pointer,
+    read_pointers,
+    refuse_other_run,
+)
 from lockstep.storage.s3 import Bucket, Progress, is_s3
 
 log = logging.getLogger(__name__)
 
-KINDS = ("best", "last")
-KEY = re.compile(r"checkpoints/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 STEP = re.compile(r"-step(\d{1,12})")
-# What a run records; nothing here decides anything, because others may write to the bucket.
+# What a run records. Nothing in it decides anything, because others may write to the bucket.
 RECORDED = re.compile(
-    r"run\.json|config\.yaml|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|txt)"
+    r"run\.json|config\.yaml|page\.md|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|txt)"
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
 MAX_FILE_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """The content of best.json or last.json in the bucket."""
-
-    checkpoint: Sidecar | None = None  # the complete checkpoint that it names; None: none yet
-    key: str = ""  # of the checkpoint, relative to the run's place in the bucket
-    start: float = 0.0  # the time at which the run was started that wrote this, in seconds since 1970
-    etag: str | None = None  # None: the pointer is not there
-
-    def as_json(self) -> str:
-        return json.dumps({**asdict(self.checkpoint or Sidecar(0)), "key": self.key, "start": self.start}, indent=1)
-
-
-def read_pointer(run: Bucket, kind: str) -> Pointer:
-    """Return the pointer of a run; one to something that a run could not have written names no checkpoint."""
-    data, etag = run.read(f"{kind}.json")
-    try:
-        held = json.loads(data or b"null")
-    except (ValueError, RecursionError):
-        held = None
-    key, start = (held.get("key"), held.get("start")) if isinstance(held, dict) else (None, None)
-    checkpoint = files.parse_sidecar(held) if KEY.fullmatch(str(key)) else None
-    return Pointer(checkpoint, str(key) if checkpoint else "", start if isinstance(start, float) else 0.0, etag)
 
 
 def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) -> Path:
     """Return the absolute path of a checkpoint on this machine.
 
     Args:
-        address: a file; a run: its id or its folder; s3://bucket/prefix/run_id, of which best.json names the
-            checkpoint; or an object s3://…/x.ckpt.
+        address: a file; a run: its id or its folder; s3://bucket/prefix/run_id, of which best.json
+            names the checkpoint; or an object s3://…/x.ckpt.
         logs: the folder that holds runs, and in cache/ what is fetched.
         s3: the config's node s3 (endpoint_url); its uri is not used.
     """
@@ -72,7 +49,8 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
             return _fetch_address(address.rstrip("/"), s3 or {}, logs / "cache").resolve()
         except S3Error as error:
             raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
-    path, run = Path(address), RunFolder(Path(address))
+    path = Path(address)
+    run = RunFolder(path)
     if not run.record.exists():
         if path.exists():
             return path.resolve()
@@ -85,67 +63,139 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
 
 
 def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
-    above, _, name = address.rpartition("/")
-    if name.endswith(".ckpt"):
-        bucket = Bucket.of(s3, above)
-        head = bucket.call("head_object", name)
-        sha256, step = head["Metadata"].get("sha256", ""), int((STEP.findall(name) or [0])[-1])
-        folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
-        return fetch(bucket, name, Sidecar(step, head["ContentLength"], sha256), folder, "best")
+    if address.endswith(".ckpt"):
+        return _fetch_object(address, s3, cache)
     run = Bucket.of(s3, address)
-    if not (pointer := read_pointer(run, "best")).checkpoint:
-        raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
-    return fetch(run, pointer.key, pointer.checkpoint, cache / pointer.checkpoint.sha256[:16], "best")
+    pointer = read_pointer(run, "best")
+    if pointer.checkpoint is None:
+        raise S3Error(
+            "there is no readable best.json: give the address of a run, or of a .ckpt file"
+        )
+    folder = cache / pointer.checkpoint.sha256[:16]
+    return fetch(run, pointer.key, pointer.checkpoint, folder, "best")
 
 
-def fetch(bucket: Bucket, key: str, wanted: Sidecar, folder: Path, kind: str) -> Path:
+def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
+    """Fetch a checkpoint that no pointer names; its sha256 may be in the object's metadata."""
+    above, _, name = address.rpartition("/")
+    bucket = Bucket.of(s3, above)
+    head = bucket.call("head_object", name)
+    sha256 = head["Metadata"].get("sha256", "")
+    steps = STEP.findall(name) or [0]
+    folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
+    return fetch(
+        bucket, name, Sidecar(int(steps[-1]), head["ContentLength"], sha256), folder, "best"
+    )
+
+
+def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -> Path:
     """Return a checkpoint of the bucket as a whole file in `folder`, with its sidecar.
 
+    Args:
+        sidecar: what the object must be; an empty sha256 is not checked.
+
     Raises:
-        S3Error: code Damaged if the object is not what was uploaded. An empty sha256 is not checked.
+        S3Error: code Damaged if the object is not what was uploaded.
     """
-    name, address = files.checkpoint_name(kind, wanted.step), bucket.address(key)
-    path, part = folder / name, folder / f".{name}.part"
+    name = files.checkpoint_name(kind, sidecar.step)
+    address = bucket.address(key)
+    path = folder / name
+    part = folder / f".{name}.part"
     with locked_file(folder / f".{name}.lock"):
-        known = read_sidecar(path)
-        if known and wanted.sha256 in ("", known.sha256) and files.fault_of(path) is None:
+        local = read_sidecar(path)
+        is_same = local is not None and sidecar.sha256 in ("", local.sha256)
+        if is_same and files.fault_of(path) is None:
             return path
-        log.info(f"Fetching {address} ({wanted.bytes / 1e6:,.0f} MB) …")
-        bucket.download(key, part, Progress(f"fetching {name}", wanted.bytes))
-        found = sha256_of(part)
-        if part.stat().st_size != wanted.bytes or wanted.sha256 not in ("", found):
+        log.info(f"Fetching {address} ({sidecar.bytes / 1e6:,.0f} MB) …")
+        bucket.download(key, part, Progress(f"fetching {name}", sidecar.bytes))
+        sha256 = sha256_of(part)
+        if part.stat().st_size != sidecar.bytes or sidecar.sha256 not in ("", sha256):
             part.unlink()
             raise S3Error(f"{address} is not what was uploaded (its sha256 differs)", "Damaged")
         part.replace(path)
-        files.write_sidecar(path, replace(wanted, sha256=found))
+        files.write_sidecar(path, replace(sidecar, sha256=sha256))
         return path
 
 
-def fetch_run(run: Bucket, folder: RunFolder) -> None:
-    """Bring a run back from its bucket: its best and its newest checkpoint, its record and curves.
+def fetch_record(run: Bucket, folder: RunFolder) -> None:
+    """Bring back record, config and curves of a run from its bucket, unless the local ones are newer.
 
-    Local files stay if nothing in the bucket is newer. A damaged checkpoint in the bucket is passed over;
-    a bucket that cannot be used is an error only where this machine has no whole checkpoint to resume from.
+    Raises:
+        OtherRunError: this machine has trained another run of the same id.
     """
-    is_newer = not folder.record.exists()
     try:
-        for kind in KINDS:
-            pointer = read_pointer(run, kind)
-            # A last that is not newer than the best is not needed, unless the best has weights alone.
-            here = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
-            known = read_sidecar(here) if here else None
-            if pointer.checkpoint and (known is None or pointer.checkpoint.step > known.step):
-                is_newer = True
-                try:
-                    fetch(run, pointer.key, pointer.checkpoint, folder.checkpoints, kind)
-                except S3Error as error:
-                    if error.code not in ("Damaged", "NoSuchKey"):
-                        raise
-                    log.info(f"Skipped {run.address(pointer.key)}: {error}.")
-        for key, size, _ in list(run.list()) if is_newer else ():
-            if RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES:  # its config is not trusted: others may write here
-                run.download(key, folder.bucket_config if key == folder.config.name else folder.path / key)
+        pointers = read_pointers(run)
+        if not belongs_to(run, pointers, folder):
+            if has_trained(folder):
+                refuse_other_run(run, pointers, folder)
+            # A start that trained nothing left this record. The run in the bucket takes its place.
+            folder.record.unlink(missing_ok=True)
+        if folder.record.exists() and not _names_newer(pointers, folder):
+            return
+        for pointer in pointers.values():
+            if pointer.uuid:
+                keep_uuid(folder, pointer.uuid)
+        for key, size, _ in list(run.list()):
+            if RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES:
+                _fetch_file(run, key, folder)
+    except S3Error as error:
+        # With a local checkpoint, the fetching of checkpoints says that the bucket cannot be used.
+        if not any(files.complete(folder.checkpoints)):
+            raise _cannot_be_fetched(run, folder, error) from None
+
+
+def _fetch_file(run: Bucket, key: str, folder: RunFolder) -> None:
+    path = folder.path / key
+    if path == folder.page and path.exists():
+        return  # it may have words of the user's
+    if path == folder.config:
+        path = folder.bucket_config  # it is not trusted: others may write to the bucket
+    run.download(key, path)
+
+
+def fetch_checkpoints(run: Bucket, folder: RunFolder) -> None:
+    """Bring back the best and the newest checkpoint of a run, unless the local ones are newer.
+
+    A damaged checkpoint in the bucket is passed over. A bucket that cannot be used is an error only
+    where this machine has no whole checkpoint to resume from.
+    """
+    try:
+        for kind, pointer in read_pointers(run).items():
+            if pointer.checkpoint is None:
+                continue
+            # A last that is not newer than the best is only needed if the best has weights alone.
+            local = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
+            sidecar = read_sidecar(local) if local else None
+            if sidecar is not None and sidecar.step >= pointer.checkpoint.step:
+                continue
+            try:
+                fetch(run, pointer.key, pointer.checkpoint, folder.checkpoints, kind)
+            except S3Error as error:
+                if error.code not in ("Damaged", "NoSuchKey"):
+                    raise
+                log.info(f"Skipped {run.address(pointer.key)}: {error}.")
     except S3Error as error:
         if newest_whole(folder.checkpoints) is None:
-            raise UserError(f"The run {folder.run_id} cannot be fetched from {run.uri}: {error}.") from None
-        log.info(f"s3: the run cannot be looked up in {run.uri}: {error}; continuing with the local files.")
+            raise _cannot_be_fetched(run, folder, error) from None
+        log.info(
+            f"s3: the run cannot be looked up in {run.uri}: {error}; continuing with the local files."
+        )
+
+
+def _names_newer(pointers: Pointers, folder: RunFolder) -> bool:
+    """Return whether a pointer names a newer checkpoint than this machine has."""
+    sidecars = [sidecar for _, sidecar in files.complete(folder.checkpoints)]
+    best_steps = [sidecar.step for _, sidecar in files.complete(folder.checkpoints, "best")]
+    steps = {
+        "best": max(best_steps, default=-1),
+        # A best checkpoint that a run can resume from is as good as a last one.
+        "last": max((item.step for item in sidecars if not item.weights_only), default=-1),
+    }
+    for kind, pointer in pointers.items():
+        if pointer.checkpoint is not None and pointer.checkpoint.step > steps[kind]:
+            return True
+    return False
+
+
+def _cannot_be_fetched(run: Bucket, folder: RunFolder, error: S3Error) -> UserError:
+    return UserError(f"The run {folder.run_id} cannot be fetched from {run.uri}: {error}.")

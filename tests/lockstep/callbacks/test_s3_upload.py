@@ -12,7 +12,7 @@ from lockstep.callbacks.s3_upload import S3Upload
 from lockstep.callbacks.spot_notice import SpotNotice
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
-from lockstep.storage.fetch import read_pointer
+from lockstep.storage.pointers import read_pointer
 from object_store import shared_store
 
 

@@ -119,12 +119,12 @@ def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_mach
               "+callbacks.x={_target_: os.system}"]  # fmt: skip
     theirs, fetched = leave_run(tmp_path / "theirs", "r", *stated), []
 
-    def fetch_run(bucket, folder):
+    def fetch_record(bucket, folder):
         fetched.append(bucket.uri)
         folder.bucket_config.parent.mkdir(parents=True, exist_ok=True)
         folder.bucket_config.write_text(yaml.safe_dump({**theirs, "task_name": "../../.."}))
 
-    monkeypatch.setattr("lockstep.storage.fetch.fetch_run", fetch_run)
+    monkeypatch.setattr("lockstep.storage.fetch.fetch_record", fetch_record)
     words = ["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"]
     config = plain(resumed(tmp_path, *words))
     assert config["trainer"]["max_epochs"] == 5 and config["optimizer"]["lr"] == 0.5 and config["task_name"] == "train"

@@ -22,9 +22,10 @@ from lockstep.runs.record import JsonObject, RunRecord, read_record, update_reco
 from lockstep.storage import checkpoint_files
 from lockstep.storage import uploader as module
 from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newest_whole, read_sidecar, write_sidecar
-from lockstep.storage.fetch import fetch_run, locate_checkpoint, read_pointer
+from lockstep.storage.fetch import fetch_checkpoints, fetch_record, locate_checkpoint
+from lockstep.storage.pointers import read_pointer
 from lockstep.storage.s3 import Bucket
-from lockstep.storage.uploader import Uploader, finish_upload
+from lockstep.storage.uploader import Uploader, finish_upload, send_files
 from object_store import SECRETS, FaultyProxy, shared_store
 from ranks import SRC
 
@@ -36,11 +37,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 class Setting:
     """A run whose training has ended, and a place for it in a bucket."""
 
-    def __init__(self, logs: Path, s3: dict) -> None:
+    def __init__(self, logs: Path, s3: dict, uuid: str = "5" * 32) -> None:
         self.s3, self.folder = s3, RunFolder(logs / "train/runs/the-run")
         self.run, self.client = Bucket.of(s3).at("the-run"), shared_store().client()
         self.folder.checkpoints.mkdir(parents=True)
-        write_record(self.folder.record, RunRecord(run_id="the-run", status="failed"))
+        write_record(self.folder.record, RunRecord(run_id="the-run", uuid=uuid, status="failed"))
         self.folder.config.write_text(json.dumps({"s3": s3}))
 
     def checkpoint(self, step: int, kind: str = "best", num_bytes: int = 1000) -> Path:
@@ -57,12 +58,14 @@ class Setting:
         made.start()
         return made
 
-    def elsewhere(self, name: object) -> "Setting":
-        """The same run on another machine, with a folder of its own."""
-        return Setting(self.folder.path.parents[2] / f"elsewhere-{name}", self.s3)
+    def elsewhere(self, name: object, uuid: str = "5" * 32) -> "Setting":
+        """A run of this id on another machine, with a folder of its own: the same one, or another."""
+        return Setting(self.folder.path.parents[2] / f"elsewhere-{name}", self.s3, uuid)
 
     def finish(self, code: int = EXIT_OK, **changes) -> int:
-        return finish_upload({**self.s3, **changes}, self.folder, code)
+        code = finish_upload({**self.s3, **changes}, self.folder, code)
+        send_files({**self.s3, **changes}, self.folder, is_short=code != EXIT_OK)
+        return code
 
     def pointed(self, kind: str = "best") -> int | None:
         """The step that the pointer names, after its object was found to be whole."""
@@ -90,6 +93,12 @@ def setting(monkeypatch, tmp_path):
     uri = f"s3://{server.new_bucket()}/my rüns+"
     yield Setting(tmp_path / "logs", {"uri": uri, "endpoint_url": server.endpoint_url, "flush_timeout_s": 30.0})
     gc.collect()
+
+
+def fetch_all(run: Bucket, folder: RunFolder) -> None:
+    """Bring a run back, as resume=auto does."""
+    fetch_record(run, folder)
+    fetch_checkpoints(run, folder)
 
 
 AWAY = {"endpoint_url": "http://127.0.0.1:9"}
@@ -223,7 +232,7 @@ def test_kills_in_the_midst_of_uploads(setting):
     assert setting.finish() == EXIT_OK
     assert setting.pointed() == sidecar.step and len(setting.objects()) == 1 and not setting.unfinished()
     there = setting.elsewhere("fresh").folder
-    fetch_run(setting.run, there)
+    fetch_all(setting.run, there)
     assert sha256_of(newest_whole(there.checkpoints)) == sha256_of(best)
 
 
@@ -310,20 +319,20 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     assert setting.finish() == EXIT_OK
     setting.run.write("plan-node0.yaml", b"of others")
     there = RunFolder(tmp_path / "elsewhere/the-run")
-    fetch_run(setting.run, there)
+    fetch_all(setting.run, there)
     files = {path.relative_to(there.path).as_posix() for path in there.path.rglob("*") if path.is_file()}
     assert {name for name in files if not name.endswith(".lock")} == {
         "checkpoints/best-step00000010.ckpt", "checkpoints/best-step00000010.ckpt.json",
         "checkpoints/last-step00000020.ckpt", "checkpoints/last-step00000020.ckpt.json", "run.json", "metrics.csv",
-        "from-bucket/config.yaml", "tensorboard/version_0/events.out.tfevents.1",
+        "from-bucket/config.yaml", "tensorboard/version_0/events.out.tfevents.1", "upload/uuid",
     }  # fmt: skip
     there.metrics.write_text("is newer")
-    fetch_run(setting.run, there)
+    fetch_all(setting.run, there)
     assert there.metrics.read_text() == "is newer" and caplog.text.count("Fetching") == 2
     [key] = [key for key in setting.objects() if "last" in key]
     setting.run.write(key, b"tampered")
     third = RunFolder(tmp_path / "third/the-run")
-    fetch_run(setting.run, third)
+    fetch_all(setting.run, third)
     assert newest_whole(third.checkpoints).name == "best-step00000010.ckpt" and "Skipped s3://" in caplog.text
 
 
@@ -334,9 +343,9 @@ def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, ca
     assert setting.finish() == EXIT_OK
     there, away = setting.elsewhere("fresh").folder, replace(setting.run, **AWAY)
     with pytest.raises(UserError, match="cannot be fetched from .* cannot be reached"):
-        fetch_run(away, there)
-    fetch_run(setting.run, there)
+        fetch_all(away, there)
+    fetch_all(setting.run, there)
     assert newest_whole(there.checkpoints).name == "last-step00000010.ckpt"
     caplog.set_level("INFO")
-    fetch_run(away, there)
+    fetch_all(away, there)
     assert "continuing with the local files" in caplog.text

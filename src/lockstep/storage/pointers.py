@@ -1,0 +1,150 @@
+"""The place of a run in a bucket: best.json and last.json, and which run they belong to.
+
+<prefix>/<run_id>/best.json, last.json                         name one complete checkpoint, or none
+<prefix>/<run_id>/checkpoints/best-step00000123-1a2b3c4d.ckpt  step and beginning of the sha256
+
+Two machines can give two runs the same id. Each run therefore has a random uuid, in its run.json and
+in its pointers, and a place that holds another uuid is refused. Imports no torch.
+"""
+
+import json
+import re
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.runs.files import write_atomically
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import RunRecord, has_trained, read_record
+from lockstep.storage.checkpoint_files import Sidecar, complete, parse_sidecar
+from lockstep.storage.errors import OtherRunError
+from lockstep.storage.s3 import Bucket
+
+KINDS = ("best", "last")
+KEY = re.compile(r"checkpoints/[A-Za-z0-9_-][A-Za-z0-9._-]*")
+# The names that a run gives its checkpoints: nothing else below checkpoints/ is ever deleted.
+UPLOADED_KEY = re.compile(r"checkpoints/(best|last)-step\d{8,}-[0-9a-f]{8}\.ckpt")
+UUID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """The content of best.json or last.json in the bucket.
+
+    Args:
+        checkpoint: the complete checkpoint that it names; None: there is none yet.
+        key: of the checkpoint, relative to the run's place in the bucket.
+        start: the time at which the run was started that wrote this, in seconds since 1970.
+        uuid: of the run; empty if version 2.0.0 wrote the pointer.
+        leftovers: keys that the run has uploaded or begun to upload, and no longer needs.
+        etag: None: the pointer does not exist.
+    """
+
+    checkpoint: Sidecar | None = None
+    key: str = ""
+    start: float = 0.0
+    uuid: str = ""
+    leftovers: tuple[str, ...] = ()
+    etag: str | None = None
+
+    def as_json(self) -> str:
+        sidecar = asdict(self.checkpoint or Sidecar(0))
+        values = {"key": self.key, "start": self.start, "uuid": self.uuid}
+        return json.dumps({**sidecar, **values, "leftovers": self.leftovers}, indent=1)
+
+
+Pointers = dict[str, Pointer]  # by kind
+
+
+def new_uuid() -> str:
+    return secrets.token_hex(16)
+
+
+def read_pointers(run: Bucket) -> Pointers:
+    return {kind: read_pointer(run, kind) for kind in KINDS}
+
+
+def read_pointer(run: Bucket, kind: str) -> Pointer:
+    """Return a pointer; it names no checkpoint if a run could not have written what it says."""
+    content, etag = run.read(f"{kind}.json")
+    values = _json_object(content)
+    key = str(values.get("key"))
+    start = values.get("start")
+    uuid = str(values.get("uuid"))
+    leftovers = values.get("leftovers")
+    checkpoint = parse_sidecar(values) if KEY.fullmatch(key) else None
+    if not isinstance(leftovers, list):
+        leftovers = []
+    return Pointer(
+        checkpoint=checkpoint,
+        key=key if checkpoint else "",
+        start=start if isinstance(start, float) else 0.0,
+        uuid=uuid if UUID.fullmatch(uuid) else "",
+        leftovers=tuple(name for name in leftovers if UPLOADED_KEY.fullmatch(str(name))),
+        etag=etag,
+    )
+
+
+def _json_object(content: bytes | None) -> dict[str, Any]:
+    try:
+        values = json.loads(content or b"null")
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def uuid_of(folder: RunFolder) -> str:
+    """Return the uuid of the run in this folder; empty if it has none."""
+    if folder.record.exists():
+        uuid = str(read_record(folder.record).uuid)
+        if UUID.fullmatch(uuid):
+            return uuid
+    path = _uuid_path(folder)
+    return path.read_text() if path.exists() else ""
+
+
+def keep_uuid(folder: RunFolder, uuid: str) -> None:
+    """Keep the uuid of a run that has no run.json, or one without a uuid."""
+    write_atomically(_uuid_path(folder), lambda file: file.write(uuid))
+
+
+def _uuid_path(folder: RunFolder) -> Path:
+    return folder.path / "upload" / "uuid"
+
+
+def belongs_to(run: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
+    """Return whether a place in a bucket is free, or holds the run of this folder."""
+    if all(pointer.etag is None for pointer in pointers.values()):
+        return True
+    uuids = {pointer.uuid for pointer in pointers.values() if pointer.uuid}
+    if uuids:
+        return uuids == {uuid_of(folder)}
+    return _is_same_run_of_old_version(run, folder)
+
+
+def _is_same_run_of_old_version(run: Bucket, folder: RunFolder) -> bool:
+    """Compare a place without a uuid by the time at which its run was first started."""
+    content, _ = run.read(folder.record.name)
+    if content is None:
+        return any(complete(folder.checkpoints))
+    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    started_at = _json_object(content).get("started_at")
+    return started_at is not None and started_at == record.started_at
+
+
+def refuse_other_run(run: Bucket, pointers: Pointers, folder: RunFolder) -> None:
+    """Raise OtherRunError if a place in a bucket holds another run than this folder."""
+    if belongs_to(run, pointers, folder):
+        return
+    name = folder.run_id
+    message = f"{run.uri} holds another run named {name}, and nothing was written there."
+    if has_trained(folder):
+        raise OtherRunError(
+            f"{message} Pass another s3.uri= to go on with the run in {folder.path}, or another "
+            f"paths.log_dir= with run_id={name} resume=auto to go on with the run in the bucket."
+        )
+    raise OtherRunError(
+        f"{message} Pass another run_id= to start a new run, or run_id={name} resume=auto to go on "
+        "with the run in the bucket."
+    )
