@@ -23,6 +23,7 @@ from ranks import SRC, free_port
 from runs import run_door, start_door
 
 SMALL = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "run_id=the-run"]
+SHORT = ["trainer.max_epochs=2", "trainer.limit_train_batches=4", "trainer.log_every_n_steps=1"]
 OUTAGE_S = 12
 
 
@@ -84,6 +85,73 @@ def check_no_secret(folder, output: str) -> None:
     assert [word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text] == []
 
 
+# A run that has finished, and what other machines do with its place
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A place whose run has finished, and how it ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        place = Place()
+        for name, value in place.environment.items():
+            patch.setenv(name, value)
+        done = place.train("trainer=cpu", *SHORT, logs=tmp_path_factory.mktemp("first"))
+        assert done.code == EXIT_OK, done.output
+        yield place, done
+
+
+def test_a_finished_run_leaves_page_figures_and_summary_in_the_bucket(finished):
+    place, done = finished
+    for name in ("page.md", "curves.svg", "run.json", "config.yaml", "metrics.csv"):
+        assert place.run.read(name)[0] == (done.path / name).read_bytes(), name
+    assert b"finished" in place.run.read("page.md")[0]
+    assert json.loads(place.run.read("run.json")[0])["summary"]["best"]
+
+
+def test_a_new_run_with_the_id_of_another_in_the_bucket_is_refused(finished, tmp_path):
+    place, _ = finished
+    objects = list(place.bucket.list())
+    other = place.train("trainer=cpu", *SHORT, logs=tmp_path)
+    assert other.code == EXIT_USER_ERROR, other.output
+    assert "run_id=the-run resume=auto" in other.output and "another run_id=" in other.output
+    assert list(place.bucket.list()) == objects
+    assert other.path is None
+
+
+@pytest.mark.slow
+def test_another_trained_run_of_the_id_is_not_resumed_there(finished, tmp_path):
+    place, _ = finished
+    objects = list(place.bucket.list())
+    local = run_door("train", *SMALL, *SHORT, "trainer=cpu", logs=tmp_path)
+    assert local.code == EXIT_OK, local.output
+    record = local.record
+    for resume in ("resume=auto", "resume=the-run"):
+        words = [resume, *place.arguments, "trainer.max_epochs=3"]
+        if resume == "resume=auto":
+            words.append("run_id=the-run")
+        again = run_door("train", *words, logs=tmp_path, environment=place.environment)
+        assert again.code == EXIT_USER_ERROR and "another s3.uri=" in again.output, again.output
+    assert list(place.bucket.list()) == objects
+    assert local.record["metrics"] == record["metrics"]
+
+
+def test_a_finished_run_of_the_bucket_is_not_fetched_whole(finished, tmp_path):
+    place, done = finished
+    words = ["run_id=the-run", "resume=auto", *place.arguments]
+    again = run_door("train", *words, logs=tmp_path, environment=place.environment)
+    assert again.code == EXIT_OK and "The run the-run has finished." in again.output, again.output
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert again.record["metrics"] == done.record["metrics"]
+
+
+@pytest.mark.slow
+def test_refused_input_leaves_its_id_free(place, tmp_path):
+    wrong = place.train("trainer=cpu", "task.monitor=val/nothing", *SHORT, logs=tmp_path / "wrong")
+    assert wrong.code == EXIT_USER_ERROR and "val/nothing" in wrong.output, wrong.output
+    done = place.train("trainer=cpu", *SHORT, logs=tmp_path / "right")
+    assert done.code == EXIT_OK, done.output
+
+
 @pytest.mark.slow
 def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatch):
     done = place.train("trainer=ddp_sim", logs=tmp_path / "here")
@@ -98,11 +166,14 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     stop = partial(signal_at_step, 30, signal.SIGTERM)
     first = place.train("trainer=fsdp_sim", logs=tmp_path / "first", before=stop)
     assert first.code == EXIT_INTERRUPTED, first.output
+    assert place.run.read("page.md")[0] == first.folder.page.read_bytes()
     last = place.checkpoint("last")
     assert last.step == first.record["steps"] >= 30
     bucket_alone = ["run_id=the-run", "resume=auto", *place.arguments]
     again = run_door("train", *bucket_alone, logs=tmp_path / "second", environment=place.environment)
     assert again.code == EXIT_OK, again.output
+    assert place.run.read("page.md")[0] == again.folder.page.read_bytes()
+    assert place.run.read("run.json")[0] == again.folder.record.read_bytes()
     restart = again.record["restarts"][-1]
     assert (restart["resumed_step"], restart["lost_steps"]) == (last.step, 0)
     assert again.record["steps"] == 2 * (again.record["num_train"] // 64)

@@ -262,6 +262,7 @@ class Checkpoints(pl.Callback):
             if not self.is_checked:
                 check_loadable(held)
                 self.is_checked = True
+            files.mark_unfinished(path)
             write_checkpoint(held, path)
             files.write_sidecar(path, replace(sidecar, weights_only=weights_only))
 
@@ -285,8 +286,8 @@ class Checkpoints(pl.Callback):
             for callback in trainer.callbacks:
                 if hasattr(callback, "on_checkpoint_complete"):
                     callback.on_checkpoint_complete(path, sidecar, kind)
-            for older, _ in files.complete(self.folder, kind):
-                if older != path:
+            for older, older_sidecar in files.complete(self.folder, kind):
+                if older != path and not files.is_copy(older, older_sidecar):
                     files.remove(older)
 
 

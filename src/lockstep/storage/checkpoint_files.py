@@ -20,6 +20,7 @@ from lockstep.runs.files import sha256_of, sync_folder, write_atomically
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<again>\d))?\.ckpt")
+PART = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -33,6 +34,7 @@ class Sidecar:
     epoch: int = 0
     metric: dict[str, float] = field(default_factory=dict)  # what a best checkpoint reached
     weights_only: bool = False  # the optimizer's state is left out
+    name: str = ""  # the file that it was written beside; empty in version 2.0.0
 
 
 def parse_sidecar(held: Any) -> Sidecar | None:
@@ -67,8 +69,17 @@ def sidecar_path(checkpoint: Path) -> Path:
 def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
     """Make a checkpoint complete; a sidecar without a sha256 gets the file's size and sha256."""
     if not sidecar.sha256:
-        sidecar = replace(sidecar, bytes=checkpoint.stat().st_size, sha256=sha256_of(checkpoint))
-    write_atomically(sidecar_path(checkpoint), lambda file: json.dump(asdict(sidecar), file, indent=1))
+        size = checkpoint.stat().st_size
+        sidecar = replace(sidecar, bytes=size, sha256=sha256_of(checkpoint))
+    sidecar = replace(sidecar, name=checkpoint.name)
+    path = sidecar_path(checkpoint)
+    write_atomically(path, lambda file: json.dump(asdict(sidecar), file, indent=1))
+    _mark_path(checkpoint).unlink(missing_ok=True)
+
+
+def is_copy(checkpoint: Path, sidecar: Sidecar) -> bool:
+    """Return whether somebody copied a checkpoint and its sidecar to this name."""
+    return sidecar.name not in ("", checkpoint.name)
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
@@ -112,25 +123,52 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a complete checkpoint and its sidecar a second name; where the file system has no hard links, copy them."""
+    """Give a complete checkpoint a second name and sidecar; without hard links it is copied.
+
+    Raises:
+        FileNotFoundError: the source is not complete, or no longer.
+    """
+    sidecar = read_sidecar(source)
+    if sidecar is None:
+        raise FileNotFoundError(sidecar_path(source))
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old, new in ((source, target), (sidecar_path(source), sidecar_path(target))):
-        new.unlink(missing_ok=True)
-        try:
-            os.link(old, new)
-        except OSError:
-            shutil.copyfile(old, new)
+    mark_unfinished(target)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    write_sidecar(target, sidecar)
     sync_folder(target.parent)
 
 
 def remove(checkpoint: Path) -> None:
     """Remove the sidecar first, so that a partly removed checkpoint does not count as complete."""
+    mark_unfinished(checkpoint)
     sidecar_path(checkpoint).unlink(missing_ok=True)
     checkpoint.unlink(missing_ok=True)
+    _mark_path(checkpoint).unlink(missing_ok=True)
+
+
+def mark_unfinished(checkpoint: Path) -> None:
+    """Note that this run is about to write or remove a checkpoint, which a kill may leave in part."""
+    _mark_path(checkpoint).touch()
+
+
+def _mark_path(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.unfinished")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left: half-written files, and checkpoints without a sidecar."""
-    halves = [path for path in folder.glob("*.ckpt") if NAME.fullmatch(path.name) and not sidecar_path(path).exists()]
-    for path in (*folder.glob(".*.part"), *halves):
-        path.unlink(missing_ok=True)
+    """Remove what a killed process of the run left: half-written files, and marked checkpoints.
+
+    A checkpoint without a sidecar and without a mark is a file of the user's, and stays.
+    """
+    for mark in folder.glob(".*.ckpt.unfinished"):
+        checkpoint = folder / mark.name.removeprefix(".").removesuffix(".unfinished")
+        if NAME.fullmatch(checkpoint.name) and not sidecar_path(checkpoint).exists():
+            checkpoint.unlink(missing_ok=True)
+        mark.unlink(missing_ok=True)
+    for part in folder.glob(".*.part"):
+        if PART.fullmatch(part.name):
+            part.unlink(missing_ok=True)

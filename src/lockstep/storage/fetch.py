@@ -112,6 +112,7 @@ def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -
         if part.stat().st_size != sidecar.bytes or sidecar.sha256 not in ("", sha256):
             part.unlink()
             raise S3Error(f"{address} is not what was uploaded (its sha256 differs)", "Damaged")
+        files.mark_unfinished(path)
         part.replace(path)
         files.write_sidecar(path, replace(sidecar, sha256=sha256))
         return path

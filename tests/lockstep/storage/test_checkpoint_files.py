@@ -39,9 +39,22 @@ def test_a_link_has_its_own_life_and_leftovers_of_a_killed_process_go(tmp_path):
     files.link(best, last)
     files.remove(best)
     (tmp_path / ".last-step00000002.ckpt.x.part").write_bytes(b"half")
+    files.mark_unfinished(tmp_path / "last-step00000002.ckpt")
     (tmp_path / "last-step00000002.ckpt").write_bytes(b"no sidecar")
     files.remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {last.name, sidecar_path(last).name} and not fault_of(last)
+
+
+def test_files_of_the_user_among_the_checkpoints_stay(tmp_path):
+    for name in ("best-step00000009.ckpt", "mine.ckpt", ".download.part"):
+        (tmp_path / name).write_bytes(b"mine")
+    files.remove_leftovers(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    best = make(tmp_path, "best", 7)
+    copy = best.with_name("best-step00000007-2.ckpt")
+    for path in (best, sidecar_path(best)):
+        copy.with_name(path.name.replace(best.stem, copy.stem)).write_bytes(path.read_bytes())
+    assert files.is_copy(copy, read_sidecar(copy)) and not files.is_copy(best, read_sidecar(best))
 
 
 def test_a_step_that_is_saved_again_leaves_the_first_one_as_it_is(tmp_path):

@@ -22,8 +22,9 @@ from lockstep.runs.record import JsonObject, RunRecord, read_record, update_reco
 from lockstep.storage import checkpoint_files
 from lockstep.storage import uploader as module
 from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newest_whole, read_sidecar, write_sidecar
+from lockstep.storage.errors import OtherRunError
 from lockstep.storage.fetch import fetch_checkpoints, fetch_record, locate_checkpoint
-from lockstep.storage.pointers import read_pointer
+from lockstep.storage.pointers import KINDS, read_pointer
 from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import Uploader, finish_upload, send_files
 from object_store import SECRETS, FaultyProxy, shared_store
@@ -183,6 +184,98 @@ def test_an_older_start_cannot_move_or_create_a_pointer(setting, caplog):
     assert "a newer start of this run has taken over" in read_record(setting.folder.record).upload.error
     assert setting.pointed() == 40, "what the older start left does not go over it"
     new.stop()
+
+
+# Two runs of one id, and files of others
+
+
+def test_a_place_with_another_run_is_refused_before_anything_is_written(setting):
+    setting.checkpoint(50)
+    assert setting.finish() == EXIT_OK
+    objects = list(setting.run.list())
+    other = setting.elsewhere("other", uuid="6" * 32)
+    other.checkpoint(10)
+    uploader = other.uploader()
+    assert not uploader.flush(30) and "another run named the-run" in uploader.status().error
+    assert other.finish() == EXIT_NOT_UPLOADED
+    with pytest.raises(OtherRunError, match="another s3.uri="):
+        fetch_record(setting.run, other.folder)
+    assert list(setting.run.list()) == objects
+
+
+def without_uuid(setting) -> None:
+    """Make the place of a run what version 2.0.0 has left."""
+    for kind in KINDS:
+        pointer = json.loads(setting.run.read(f"{kind}.json")[0])
+        old = {name: pointer[name] for name in pointer if name not in ("uuid", "leftovers")}
+        setting.run.write(f"{kind}.json", json.dumps(old).encode())
+    setting.run.write("run.json", json.dumps({"started_at": "2026-01-01T00:00:00Z"}).encode())
+
+
+def test_a_run_of_version_2_0_0_goes_on_and_gets_its_uuid(setting):
+    setting.checkpoint(50)
+    assert setting.finish() == EXIT_OK
+    without_uuid(setting)
+    with update_record(setting.folder.record) as record:
+        record.started_at = "2026-01-01T00:00:00Z"
+    setting.checkpoint(60)
+    uploader = setting.uploader()
+    assert uploader.flush(30) and setting.pointed() == 60
+    assert {read_pointer(setting.run, kind).uuid for kind in KINDS} == {"5" * 32}
+    uploader.stop()
+
+
+def test_a_new_run_is_refused_where_version_2_0_0_has_a_run(setting):
+    setting.checkpoint(50)
+    assert setting.finish() == EXIT_OK
+    without_uuid(setting)
+    other = setting.elsewhere("other", uuid="6" * 32)
+    with pytest.raises(OtherRunError, match="run_id=the-run resume=auto"):
+        other.uploader().claim()
+    assert setting.pointed() == 50
+
+
+def test_files_and_uploads_of_others_stay_in_the_bucket(setting):
+    copies = ["checkpoints/my-copy.ckpt", "checkpoints/best-step00000007-00000000.ckpt"]
+    for key in copies:
+        setting.run.write(key, b"mine")
+    copy = setting.run.call("create_multipart_upload", "checkpoints/large-copy.ckpt")
+    for step in (10, 20):
+        setting.checkpoint(step)
+        assert setting.finish() == EXIT_OK
+    uploader = setting.uploader()
+    assert uploader.flush(30)
+    uploader.stop()
+    assert [key for key in setting.objects() if key in copies] == sorted(copies)
+    assert [upload["UploadId"] for upload in setting.unfinished()] == [copy["UploadId"]]
+
+
+def test_an_upload_that_no_pointer_came_to_name_is_cleaned_up(setting, monkeypatch):
+    """The process is killed between the upload and the pointer, and another machine goes on."""
+    setting.checkpoint(10)
+    assert setting.finish() == EXIT_OK
+    monkeypatch.setattr(Uploader, "_upload", kill_after(Uploader._upload, "checkpoints/"))
+    setting.checkpoint(20)
+    assert finish_upload(setting.s3, setting.folder, 75) == 75
+    assert len(setting.objects()) == 2 and setting.pointed() == 10
+    monkeypatch.undo()
+    for name, value in shared_store().environment().items():
+        monkeypatch.setenv(name, value)
+    uploader = setting.elsewhere("next").uploader()
+    assert uploader.flush(30) and setting.pointed() == 10 and len(setting.objects()) == 1
+    uploader.stop()
+
+
+def kill_after(upload, prefix: str):
+    """Return `upload`, after which the thread does nothing more for a key with this prefix."""
+
+    def interrupted(self, key, *arguments):
+        upload(self, key, *arguments)
+        if key.startswith(prefix):
+            self._stopped = True
+            raise OSError("killed")
+
+    return interrupted
 
 
 # What a killed process leaves
