@@ -4,8 +4,9 @@
     python benchmarks/soak.py kills --count 60 --seed 2         make soak PIECE=kills COUNT=60 SEED=2
 
 Pieces: kills (kill -9 of a rank or its parent), sigterm (to the parent), uploads (kill -9 while checkpoints go to an S3
-server). Each runs ddp_sim and fsdp_sim in turn. Exit code 1 if a run ends with other weights, leaves a process behind,
-or leaves a best.json that does not name a whole object.
+server; then a second machine starts a new run of the same id). Each runs ddp_sim and fsdp_sim in turn. Exit code 1 if a
+run ends with other weights, leaves a process behind, or leaves a best.json that does not name a whole object; or if the
+second machine is not refused, or changes the bucket.
 """
 
 import argparse
@@ -44,6 +45,25 @@ def bucket_faults(client: Any, bucket: str) -> list[str]:
     return found
 
 
+def second_machine_faults(
+    client: Any, bucket: str, command: list[str], folder: Path, environment: dict[str, str]
+) -> list[str]:
+    """Start a new run of an id that the bucket has; it must be refused and change nothing there."""
+
+    def objects() -> list[tuple[str, str]]:
+        listed = client.list_objects_v2(Bucket=bucket).get("Contents", [])
+        return [(item["Key"], item["ETag"]) for item in listed]
+
+    before = objects()
+    done = run_door("train", *command, logs=folder, environment=environment)
+    faults = []
+    if done.code != 2:
+        faults.append(f"a second machine ended with exit code {done.code}: {done.output[-600:]}")
+    if objects() != before:
+        faults.append("a second machine changed the bucket")
+    return faults
+
+
 def soak(piece: str, count: int, chance: random.Random, folder: Path) -> tuple[int, list[str]]:
     """Send at least `count` signals; returns how many were sent and what was wrong."""
     wrong: list[str] = []
@@ -71,7 +91,10 @@ def soak(piece: str, count: int, chance: random.Random, folder: Path) -> tuple[i
             sent += hits
             found = [f"exit code {done.code}: {done.output[-600:]}"] if done.code else []
             found += [] if done.code else differences(references[index], final_state(done.folder))
-            found += bucket_faults(client, bucket) if client is not None else []
+            if client is not None:
+                found += bucket_faults(client, bucket)
+                elsewhere = folder / f"{name}-elsewhere"
+                found += second_machine_faults(client, bucket, command, elsewhere, environment)
             wrong += [f"run {number}: {fault}" for fault in found]
             number += 1
             print(f"{piece}: {sent} of {count} signals, {number} runs, {len(wrong)} wrong", flush=True)

@@ -12,8 +12,14 @@ from functools import partial
 
 import pytest
 
-from faults import signal_at_step
-from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
+from faults import fail_at_step, signal_at_step
+from lockstep.runs.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_UPLOADED,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+)
 from lockstep.runs.folder import RunFolder, read_config
 from lockstep.storage.checkpoint_files import Sidecar
 from lockstep.storage.pointers import read_pointer
@@ -142,6 +148,15 @@ def test_a_finished_run_of_the_bucket_is_not_fetched_whole(finished, tmp_path):
     assert again.code == EXIT_OK and "The run the-run has finished." in again.output, again.output
     assert not list(tmp_path.rglob("*.ckpt"))
     assert again.record["metrics"] == done.record["metrics"]
+
+
+@pytest.mark.slow
+def test_a_failed_run_leaves_its_page_in_the_bucket(place, tmp_path):
+    done = place.train("trainer=cpu", *SHORT, logs=tmp_path, before=partial(fail_at_step, 6))
+    assert done.code == EXIT_FAILED and "this step is unhappy" in done.output, done.output
+    for name in ("page.md", "run.json"):
+        assert place.run.read(name)[0] == (done.path / name).read_bytes(), name
+    assert json.loads(place.run.read("run.json")[0])["status"] == "failed"
 
 
 @pytest.mark.slow

@@ -43,6 +43,17 @@ def signal_at_step(step: int, number: int = signal.SIGTERM, rank: int = 0, hook:
     _wrap(Interruption, hook, fault)
 
 
+def fail_at_step(step: int) -> None:
+    """This process raises an error when `step` optimizer steps are done."""
+    from lockstep.callbacks.interruption import Interruption
+
+    def fault(self: Any, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == step:
+            raise ValueError("this step is unhappy")
+
+    _wrap(Interruption, "on_train_batch_end", fault)
+
+
 class Harmed(Callback):
     """One rank of a training comes to harm.
 
