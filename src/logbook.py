@@ -30,6 +30,7 @@ from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import run_folders
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.record import locked_record
 from lockstep.runs.script import exit_code_of
 
 COLUMNS = (
@@ -79,13 +80,15 @@ def link_from_pages(runs: list[Run], logbook: Path, title: str, address: str) ->
     for run in runs:
         kept = logbook / run.run_id
         if (kept / "run.json").exists():
-            build.link_report(kept, title, address)
+            # Only these commands write there: no lock, whose file would lie in the logbook.
+            build.add_report(kept, title, address)
         if run.folder == kept.resolve():
             continue
         if run.status == "running":
             say(f"{run.run_id} is running: its page gets no link to the report.")
-        else:
-            build.link_report(run.folder, title, address)
+            continue
+        with locked_record(run.folder / "run.json"):
+            build.add_report(run.folder, title, address)
 
 
 def write_report(page: bytes, place: str, endpoint: str | None) -> str:

@@ -15,7 +15,7 @@ from lockstep.logbook.render import render
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import run_folders
-from lockstep.runs.record import RunRecord, amend_record, as_json, locked_record, save_record
+from lockstep.runs.record import RunRecord, as_json, locked_record, save_record
 from lockstep.runs.redact import redact, redact_text
 
 MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
@@ -57,13 +57,14 @@ def summary_of(run: Run) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if value not in (None, {}, [])}
 
 
-def link_report(folder: Path, title: str, address: str) -> None:
-    """Link an interactive report from the page of a run."""
+def add_report(folder: Path, title: str, address: str) -> None:
+    """Link an interactive report from the page of a run; the caller holds its record's lock."""
+    run = read_run(folder)
     if "://" not in address:
         address = os.path.relpath(address, folder)
-    with amend_record(folder / "run.json") as record:
-        record.reports[title] = address
-    write_page(read_run(folder))
+    run.record.reports[title] = address
+    save_record(folder / "run.json", run.record)
+    write_page(run)
 
 
 def _standard_errors(record: RunRecord) -> dict[str, float]:

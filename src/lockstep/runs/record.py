@@ -188,15 +188,6 @@ def update_record(path: Path) -> Iterator[RunRecord]:
         write_record(path, record)
 
 
-@contextlib.contextmanager
-def amend_record(path: Path) -> Iterator[RunRecord]:
-    """Change the record of a run that has ended: as `update_record`, but it is no heartbeat."""
-    with locked_record(path):
-        record = read_record(path)
-        yield record
-        save_record(path, record)
-
-
 def status_of(record: RunRecord, now: str | None = None) -> str:
     """Return the record's status, or `lost` if it is unknown or says running without a recent heartbeat."""
     if record.status != "running":
