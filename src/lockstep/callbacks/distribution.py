@@ -20,7 +20,9 @@ class Distribution:
 
     def add(self, value: float) -> None:
         """Count a value that is not negative."""
-        key = round(math.log(value) * RESOLUTION) if value > 0 else -math.inf
+        key = -math.inf
+        if value > 0:
+            key = round(math.log(value) * RESOLUTION)
         count, total = self.bins.get(key, (0, 0.0))
         self.bins[key] = (count + 1, total + value)
         self.count += 1
@@ -28,22 +30,23 @@ class Distribution:
         self.maximum = max(self.maximum, value)
 
     def quantile(self, share: float) -> float:
-        """Return the value below which a share of all values lies, between two of them as numpy does.
+        """Return the value below which a share of all values lies; interpolate as numpy does.
 
         Args:
             share: from 0 to 1; 0.5 is the median.
         """
         position = share * (self.count - 1)
-        below = self._ranked(math.floor(position))
+        rank = math.floor(position)
+        below = self._ranked(rank)
         above = self._ranked(math.ceil(position))
-        between = below + (above - below) * (position - math.floor(position))
-        return min(between, self.maximum)
+        value = below + (above - below) * (position - rank)
+        return min(value, self.maximum)
 
     def _ranked(self, rank: int) -> float:
         """Return the value of a rank, from 0 for the smallest: the mean of its bin."""
         seen = 0
-        # The callers' thread adds values at the same time: sort a copy.
-        for _, (count, total) in sorted(self.bins.copy().items()):
+        for key in sorted(self.bins):
+            count, total = self.bins[key]
             seen += count
             if rank < seen:
                 return total / count

@@ -66,10 +66,13 @@ class Samples:
             self.recent = {}
         means = {}
         for title, (first, last) in MEANS.items():
-            names = [name for name in recent if name.startswith(first) and name.endswith(last)]
-            count = sum(recent[name][0] for name in names)
+            count = 0
+            total = 0.0
+            for name in recent:
+                if name.startswith(first) and name.endswith(last):
+                    count += recent[name][0]
+                    total += recent[name][1]
             if count:
-                total = sum(recent[name][1] for name in names)
                 means[title] = round(total / count, 3)
         return means
 
@@ -102,7 +105,11 @@ class HardwareStats(pl.Callback):
         interval_s: seconds between two samples.
     """
 
-    def __init__(self, run_folder: str | Path | None = None, interval_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        run_folder: str | Path | None = None,
+        interval_s: float = 1.0,
+    ) -> None:
         self.run_folder = run_folder
         self.interval_s = interval_s
         self.samples = Samples()
@@ -121,7 +128,10 @@ class HardwareStats(pl.Callback):
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
         if trainer.local_rank != 0:
             return
-        processes = {rank: pid for node, rank, pid in ranks if node == self.node_rank}
+        processes = {}
+        for node_rank, rank, pid in ranks:
+            if node_rank == self.node_rank:
+                processes[rank] = pid
         folder = Path(self.run_folder or trainer.default_root_dir)
         path = folder / f"hardware-node{self.node_rank}.csv"
         queries = queries_of(self.gpus, processes)
@@ -141,7 +151,8 @@ class HardwareStats(pl.Callback):
 
     def latest_means(self) -> dict[str, float]:
         """Return the means over this node's devices since the last log point, for the loggers."""
-        return {f"hardware/{title}": mean for title, mean in self.samples.take_means().items()}
+        means = self.samples.take_means()
+        return {f"hardware/{title}": mean for title, mean in means.items()}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log once that a GPU of this node waits for the host."""
@@ -169,12 +180,19 @@ class HardwareStats(pl.Callback):
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)
-        mine = (self._peak_memory(), self._usable_memory(can_ask=all_ranks), self._node_at_end())
-        ranks = gather_objects(mine) if all_ranks else [mine]
-        nodes = [node for _, _, node in ranks if node]
+        mine = (
+            self._peak_memory(),
+            self._usable_memory(can_ask=all_ranks),
+            self._node_at_end(),
+        )
+        ranks = [mine]
+        if all_ranks:
+            ranks = gather_objects(mine)
+        peaks, usable, nodes = zip(*ranks, strict=True)
+        nodes = [node for node in nodes if node]
         self.fields = {
-            "peak_memory_gib": round(max(peak for peak, _, _ in ranks) / GIB, 4),
-            "usable_memory_gib": round(min(usable for _, usable, _ in ranks) / GIB, 4),
+            "peak_memory_gib": round(max(peaks) / GIB, 4),
+            "usable_memory_gib": round(min(usable) / GIB, 4),
             "hardware": {"nodes": nodes} if nodes else {},
         }
 
@@ -245,7 +263,8 @@ class HardwareStats(pl.Callback):
 def keep_earlier(path: Path) -> None:
     """Rename the file of an earlier start of the run to <name>.0.csv, <name>.1.csv and so on."""
     if path.exists():
-        number = len(list(path.parent.glob(f"{path.stem}.*.csv")))
+        earlier = list(path.parent.glob(f"{path.stem}.*.csv"))
+        number = len(earlier)
         path.rename(path.with_suffix(f".{number}.csv"))
 
 
@@ -286,10 +305,12 @@ def queries_of(gpus: list[int], processes: dict[int, int]) -> dict[str, Query]:
     for rank, pid in processes.items():
         queries[f"rank{rank}/memory_gib"] = partial(memory_gib, psutil.Process(pid))
     for gpu in gpus:
-        queries[f"gpu{gpu}/utilisation_percent"] = partial(torch.cuda.utilization, gpu)
-        queries[f"gpu{gpu}/memory_gib"] = partial(gpu_memory_gib, gpu)
-        queries[f"gpu{gpu}/power_w"] = partial(gpu_power_w, gpu)
-        queries[f"gpu{gpu}/temperature_c"] = partial(torch.cuda.temperature, gpu)
+        queries |= {
+            f"gpu{gpu}/utilisation_percent": partial(torch.cuda.utilization, gpu),
+            f"gpu{gpu}/memory_gib": partial(gpu_memory_gib, gpu),
+            f"gpu{gpu}/power_w": partial(gpu_power_w, gpu),
+            f"gpu{gpu}/temperature_c": partial(torch.cuda.temperature, gpu),
+        }
     return queries
 
 

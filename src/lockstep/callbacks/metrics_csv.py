@@ -21,6 +21,7 @@ from lockstep.runs.files import write_atomically
 KEYS = ("step", "epoch", "time_s")
 OF_STEPS = ("train/loss", "lr", "images_per_s")  # with KEYS the columns that TrainingLog fills
 Row = dict[str, Any]
+Metrics = dict[str, float]
 
 
 class MetricsCsv(Logger):
@@ -50,10 +51,11 @@ class MetricsCsv(Logger):
         self.has_training_log = True
         self.table = Table(self.path)
         self.table.cut(step)
-        if replaces_loss and self.table.last.get("step") == step:
+        if replaces_loss and self.table.step == step:
             for name in OF_STEPS:
                 self.table.last.pop(name, None)
-        self.table.rewrite(without=[name for name in self.table.columns if name.startswith("test")])
+        tests = [name for name in self.table.columns if name.startswith("test")]
+        self.table.rewrite(without=tests)
 
     @rank_zero_only
     def write_row(self, values: Row, step: int) -> None:
@@ -62,7 +64,7 @@ class MetricsCsv(Logger):
         if self.table is None:
             self.begin_at(step)
         assert self.table is not None
-        self.table.add(max(step, self.table.last.get("step", 0)), values)
+        self.table.add(max(step, self.table.step), values)
         self.table.save()
 
     @rank_zero_only
@@ -71,10 +73,10 @@ class MetricsCsv(Logger):
         if self.table is None:
             self.table = Table(self.path)
             self.table.cut(math.inf)
-        self.table.add(self.table.last.get("step", 0), values)
+        self.table.add(self.table.step, values)
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Take the values that a module logs.
 
         Lightning counts their steps from 0, or takes them from a value named "step". They come
@@ -95,7 +97,7 @@ class MetricsCsv(Logger):
             step = last["step"]
         self.table.add(step, self._without_collisions(metrics, last))
 
-    def _without_collisions(self, metrics: dict[str, float], last: Row) -> Row:
+    def _without_collisions(self, metrics: Metrics, last: Row) -> Row:
         """Return a module's values under names that TrainingLog does not use."""
         if not self.has_training_log:
             return dict(metrics)
@@ -140,6 +142,11 @@ class Table:
         self.offset = 0  # of the last row in the file, in bytes
         self.is_saved = True
 
+    @property
+    def step(self) -> int:
+        """The step of the last row; 0 if there is none."""
+        return self.last.get("step", 0)
+
     def cut(self, step: float) -> None:
         """Drop the rows after a step; the last of the others becomes the row that may change."""
         for row in rows_of(self.path):
@@ -152,7 +159,9 @@ class Table:
         """Add values to the last row, or begin a row."""
         if step != self.last.get("step"):
             self.save()
-            self.offset = self.path.stat().st_size if self.path.exists() else 0
+            self.offset = 0
+            if self.path.exists():
+                self.offset = self.path.stat().st_size
             self.last = {"step": step}
         self.last.update(values)
         self.is_saved = False
@@ -188,7 +197,8 @@ class Table:
         """
         end = self.last.get("step", -1)
         blank = dict.fromkeys(without, "")
-        self.last = {name: value for name, value in self.last.items() if name not in blank}
+        for name in without:
+            self.last.pop(name, None)
 
         def write(file: Any) -> None:
             file.write(encoded(self.columns))
@@ -213,26 +223,31 @@ def encoded(cells: Iterable[Any]) -> bytes:
     return text.getvalue().encode(errors="backslashreplace")
 
 
+def lines_of(file: Iterable[str]) -> Iterator[list[str]]:
+    """Return the cells of each line; a power cut may leave zero bytes, which are no cells."""
+    return csv.reader(line.replace("\0", "") for line in file)
+
+
 def columns_of(path: Path) -> list[str]:
     """Return the head of a metrics.csv; empty if there is no file, or none with steps."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        columns = next(csv.reader(line.replace("\0", "") for line in file), [])
+        columns = next(lines_of(file), [])
     return columns if "step" in columns else []
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a metrics.csv without empty cells; a damaged or shortened line is skipped."""
+    """Yield the rows without empty cells; a damaged or shortened line is skipped."""
     columns = columns_of(path)
     if not columns:
         return
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        lines = csv.reader(line.replace("\0", "") for line in file)
-        for cells in lines:
+        for cells in lines_of(file):
             if len(cells) != len(columns):
                 continue
-            row: Row = {name: cell for name, cell in zip(columns, cells, strict=True) if cell}
+            pairs = zip(columns, cells, strict=True)
+            row: Row = {name: cell for name, cell in pairs if cell}
             step = row.get("step", "")
             if step.isascii() and step.isdecimal():
                 row["step"] = int(step)

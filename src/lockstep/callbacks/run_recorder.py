@@ -1,4 +1,4 @@
-"""Keep run.json up to date during a run: at each phase, after each validation, every few seconds."""
+"""Keep run.json up to date: at each phase, after each validation, every few seconds."""
 
 import contextlib
 import csv
@@ -84,7 +84,7 @@ class RunRecorder(pl.Callback):
     def _set_progress(self, record: RunRecord, trainer: pl.Trainer) -> None:
         record.epochs = max(record.epochs or 0, trainer.current_epoch)
         if trainer.state.fn == "fit" and self.phase in ("training", "validation"):
-            # Steps beyond the checkpoint before a restart are lost, so this may be a smaller number.
+            # After a restart this may be a smaller number: steps beyond its checkpoint are lost.
             record.steps = trainer.global_step
 
     def elapsed(self) -> float:

@@ -1,4 +1,4 @@
-"""The speed of training: seconds of a step between two log points, and the share of waiting for data."""
+"""The speed of training: seconds of a step, and the share of them that waits for data."""
 
 import time
 

@@ -19,6 +19,8 @@ from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_ove
 from lockstep.callbacks.speed import Speed
 from lockstep.runs.errors import Diverged, UserError
 
+Metrics = dict[str, float]
+
 
 class TrainingLog(pl.Callback):
     """Log what a step returns as its loss, and the speed; end the run if the loss is nan or inf.
@@ -32,7 +34,7 @@ class TrainingLog(pl.Callback):
         self.global_batch_size = global_batch_size
         self.started_at = time.monotonic()
         self.seconds_before = 0.0  # in earlier starts of this run
-        self.latest: dict[str, float] = {}  # for the progress line and the record
+        self.latest: Metrics = {}  # for the progress line and the record
         self.step = 0  # optimizer steps: one for all optimizers of a batch
         self.first_step = 0  # at which this start began
         self.lr: Any = None  # of the present step
@@ -43,9 +45,12 @@ class TrainingLog(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the steps, and all ranks' losses since the last log point; a collective."""
         losses = gather_objects((float(self.loss_sum), self.loss_number))
-        total = sum(loss_sum for loss_sum, _ in losses)
-        number = sum(loss_number for _, loss_number in losses)
-        return {"step": self.step, "seconds": self._seconds(), "losses": [total, number]}
+        totals, numbers = zip(*losses, strict=True)
+        return {
+            "step": self.step,
+            "seconds": self._seconds(),
+            "losses": [sum(totals), sum(numbers)],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
@@ -91,7 +96,12 @@ class TrainingLog(pl.Callback):
         self.lr = group["lr"] / group.get("lr_scale", 1.0)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         if self.global_batch_size is None:
             ranks = trainer.world_size * trainer.accumulate_grad_batches
@@ -112,9 +122,10 @@ class TrainingLog(pl.Callback):
         self.speed.end_batch()
 
     def _add_loss(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> None:
-        if not isinstance(outputs, dict) or outputs.get("loss") is None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if loss is None:
             return
-        loss = outputs["loss"].detach().double()
+        loss = loss.detach().double()
         if module.automatic_optimization:
             # Lightning has divided it by the number of micro-batches.
             loss = loss * trainer.accumulate_grad_batches
@@ -128,24 +139,27 @@ class TrainingLog(pl.Callback):
             self.latest |= module.epoch_means("train")
         if self.speed.began_step > self.first_step:
             images = self.global_batch_size or 0
-            self.latest["images_per_s"] = self.speed.end_interval(self.step) * images
+            steps_per_s = self.speed.end_interval(self.step)
+            self.latest["images_per_s"] = steps_per_s * images
         if self.lr is not None:
             self.latest["lr"] = float(self.lr)
         self._refuse_non_finite()
         self._write(trainer, self.latest | latest_means(trainer))
         self.speed.begin_interval(self.step)
 
-    def _mean_loss(self, trainer: pl.Trainer, is_regular: bool) -> dict[str, float]:
+    def _mean_loss(self, trainer: pl.Trainer, is_regular: bool) -> Metrics:
         """Return the mean loss of all ranks since the last regular log point; a collective.
 
         A stop within an epoch is no regular one. After it the losses stay, because the next row of
         a resumed run is the mean over the whole interval, as in a run that was not stopped.
         """
         device = trainer.strategy.root_device
-        pair = [self.loss_sum, self.loss_number]
-        pair = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in pair]
+        pair = torch.zeros(2, dtype=torch.float64, device=device)
+        pair[0] = self.loss_sum
+        pair[1] = self.loss_number
+        pair = trainer.strategy.reduce(pair, reduce_op="sum")
         # This line waits for the device.
-        total, number = trainer.strategy.reduce(torch.stack(pair), reduce_op="sum").tolist()
+        total, number = pair.tolist()
         self.loss_sum = 0.0
         self.loss_number = 0
         if not is_regular and trainer.is_global_zero:
@@ -181,7 +195,7 @@ class TrainingLog(pl.Callback):
                 logger.log_metrics(without_modules(values, trainer), self.step)
         save_loggers(trainer)
 
-    def _write(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
+    def _write(self, trainer: pl.Trainer, values: Metrics) -> None:
         row = {"epoch": trainer.current_epoch, "time_s": self._seconds(), **values}
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
@@ -190,7 +204,8 @@ class TrainingLog(pl.Callback):
                 logger.log_metrics(without_modules(row, trainer), self.step)
 
     def _seconds(self) -> float:
-        return round(self.seconds_before + time.monotonic() - self.started_at, 3)
+        seconds = time.monotonic() - self.started_at
+        return round(self.seconds_before + seconds, 3)
 
     def record_fields(self) -> dict[str, object]:
         """Return `throughput` and `images_per_s`, or nothing before the second log point."""
@@ -200,21 +215,21 @@ class TrainingLog(pl.Callback):
         return {"throughput": throughput, "images_per_s": throughput["images_per_s"]}
 
 
-def metrics_of(trainer: pl.Trainer, stage: str) -> dict[str, float]:
+def metrics_of(trainer: pl.Trainer, stage: str) -> Metrics:
     """Return the metrics of an evaluation, whose names begin with val or test."""
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if name.startswith(stage)}
 
 
-def without_modules(values: dict[str, float], trainer: pl.Trainer) -> dict[str, float]:
+def without_modules(values: Metrics, trainer: pl.Trainer) -> Metrics:
     """Return the values whose names the module does not send to the loggers itself."""
     of_module = trainer.logged_metrics
     return {name: value for name, value in values.items() if name not in of_module}
 
 
-def latest_means(trainer: pl.Trainer) -> dict[str, float]:
+def latest_means(trainer: pl.Trainer) -> Metrics:
     """Return what callbacks have measured since the last log point."""
-    means: dict[str, float] = {}
+    means: Metrics = {}
     for callback in trainer.callbacks:
         if hasattr(callback, "latest_means"):
             means |= callback.latest_means()
@@ -255,9 +270,13 @@ def check_eps(trainer: pl.Trainer) -> None:
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            if isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16) == 0:
+            if isinstance(eps, float) and rounds_to_0(eps):
                 raise UserError(
                     f"optimizer.eps={eps:g} is 0 under trainer.precision=16-true, and updates "
                     "divide by it: give optimizer.eps=1e-4, or trainer.precision=16-mixed, "
                     "bf16-mixed, bf16-true or 32-true."
                 )
+
+
+def rounds_to_0(value: float) -> bool:
+    return torch.tensor(value, dtype=torch.float16).item() == 0
