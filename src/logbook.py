@@ -15,7 +15,6 @@ logs/train/runs/<run_id>/page.md; its heading and the text between its two comme
 import argparse
 import csv
 import io
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -31,7 +30,7 @@ from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import run_folders
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import save_record
+from lockstep.runs.record import locked_record
 from lockstep.runs.script import exit_code_of
 
 COLUMNS = (
@@ -70,15 +69,26 @@ def compare(options: argparse.Namespace) -> None:
     if options.html:
         endpoint = next((each for run in runs if (each := run.config.get("s3.endpoint_url"))), None)
         address = write_report(report_html(title, runs).encode(), options.html, endpoint)
-        for folder in {root / run.run_id for run in runs for root in (run.folder.parent, options.logbook)}:
-            if (folder / "run.json").exists():
-                run = read_run(folder)
-                run.record.reports[title] = address if "://" in address else os.path.relpath(address, folder)
-                save_record(folder / "run.json", run.record)
-                build.write_page(run)
+        link_from_pages(runs, options.logbook, title, address)
         say(address)
     if options.logbook.is_dir() and (options.md or options.html):
         build.write_index(options.logbook)
+
+
+def link_from_pages(runs: list[Run], logbook: Path, title: str, address: str) -> None:
+    """Link the report from each run's page in the logbook and in its folder, unless it is alive."""
+    for run in runs:
+        kept = logbook / run.run_id
+        if (kept / "run.json").exists():
+            # Only these commands write there: no lock, whose file would lie in the logbook.
+            build.add_report(kept, title, address)
+        if run.folder == kept.resolve():
+            continue
+        if run.status == "running":
+            say(f"{run.run_id} is running: its page gets no link to the report.")
+            continue
+        with locked_record(run.folder / "run.json"):
+            build.add_report(run.folder, title, address)
 
 
 def write_report(page: bytes, place: str, endpoint: str | None) -> str:

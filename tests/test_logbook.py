@@ -4,14 +4,19 @@ import csv
 import io
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from example_runs import write_run
-from lockstep.logbook.build import write_index, write_page
+from lockstep.logbook import build
+from lockstep.logbook.build import summary_of, write_index, write_page
 from lockstep.logbook.folders import read_run
 from lockstep.logbook.report import report_html
+from lockstep.runs.files import utc_now
+from lockstep.runs.record import update_record
 from logbook import main
 from object_store import shared_store
 
@@ -140,3 +145,60 @@ def test_every_link_leads_somewhere():
         text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^()\s]+)\)", text):
             assert re.match(r"[a-z]+:", target) or (page.parent / target.partition("#")[0]).exists(), (page, target)
+
+
+# A run that is alive: its trainer alone writes its run.json.
+
+
+@pytest.fixture
+def live(tmp_path):
+    now = utc_now()
+    return write_run(
+        tmp_path / "logs/train/runs", "live", status="running", started_at=now, updated_at=now
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [("keep", "live"), ("compare", "live", "run-ddp", "--html", "r.html"), ("build",)]
+)
+def test_a_command_writes_nothing_into_a_live_run(logbook, live, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = files(live)
+    assert logbook(*words) == 0
+    assert files(live) == before
+
+
+def test_a_kept_copy_of_a_live_run_has_its_summary(logbook, live, tmp_path):
+    assert logbook("keep", "live") == 0
+    kept = read_run(tmp_path / "logbook/live")
+    assert kept.record.status == "running"
+    assert kept.record.summary["best"] == {"val/loss": 0.412, "val/acc": 0.871}
+
+
+def test_a_record_that_is_written_while_a_run_is_kept_loses_nothing(
+    logbook, tmp_path, monkeypatch
+):
+    path = tmp_path / "logs/train/runs/run-ddp/run.json"
+    writers = []
+
+    def begin_to_write():
+        with update_record(path) as record:
+            record.best_checkpoint.step = 2100
+
+    def slow_summary(run):
+        writers.append(threading.Thread(target=begin_to_write))
+        writers[0].start()
+        time.sleep(0.3)
+        return summary_of(run)
+
+    monkeypatch.setattr(build, "summary_of", slow_summary)
+    assert logbook("keep", "run-ddp") == 0
+    writers[0].join()
+    record = read_run(path.parent).record
+    assert record.best_checkpoint.step == 2100 and record.summary["best"]["val/acc"] == 0.871
+
+
+def test_the_logbook_gets_no_lock_files(logbook, tmp_path):
+    logbook("keep", "run-ddp")
+    logbook("compare", "run-ddp", "run-fsdp", "--html", tmp_path / "logbook/r.html")
+    assert not list((tmp_path / "logbook").rglob("*.lock"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from faults import signal_at_step
 from kills import differences, weights
@@ -68,6 +69,16 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
 
 
 @pytest.mark.slow
+def test_the_test_is_in_metrics_csv_and_in_tensorboard(uninterrupted):
+    folder, tested = uninterrupted.folder, uninterrupted.record["metrics"]
+    with folder.metrics.open(newline="") as file:
+        table = [row["test/acc"] for row in csv.DictReader(file)]
+    assert table == [""] * (len(table) - 1) + [str(tested["test/acc"])]
+    [event] = EventAccumulator(str(folder.tensorboard)).Reload().Scalars("test/acc")
+    assert event.value == pytest.approx(tested["test/acc"])
+    assert event.step == uninterrupted.record["steps"]
+
+
 def test_overfit_learns_a_few_batches_by_heart(tmp_path):
     done = quickstart(tmp_path, "debug=overfit", "trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20")
     losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]

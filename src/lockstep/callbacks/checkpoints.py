@@ -22,6 +22,7 @@ from lockstep.callbacks.checkpoint_io import (
     on_host,
     write_checkpoint,
 )  # fmt: skip
+from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage import checkpoint_files as files
@@ -241,6 +242,10 @@ class Checkpoints(pl.Callback):
             content = on_host(checkpoint, always=bool(self.asynchronous))
             self._writing = self._thread.submit(self._write, content, paths, sidecar), trainer, paths
 
+        # The rows up to this step are on the disk before the checkpoint is there to resume from.
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCsv):
+                logger.sync()
         checkpoint_io: Any = trainer.strategy.checkpoint_io
         checkpoint_io.write = begin
         trainer.save_checkpoint(paths[kinds[0]])

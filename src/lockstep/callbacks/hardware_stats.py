@@ -1,6 +1,8 @@
-"""Use and memory of every node's GPUs and CPUs in training: a CSV file per node, medians and maxima in the record.
+"""Use and memory of every node's GPUs and CPUs in training, in a CSV file of each node.
 
-One thread in local rank 0 of each node reads psutil and torch.cuda's own readings (NVML). It starts no CUDA work.
+The record gets their medians and maxima. One thread in local rank 0 of each node reads psutil and
+torch.cuda's own readings (NVML). It starts no CUDA work. Statistics take constant time and memory,
+however long the run is.
 """
 
 import csv
@@ -10,18 +12,17 @@ import resource
 import socket
 import subprocess
 import threading
-from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import psutil
 import torch
 
 from lockstep.callbacks.checkpoint_io import gather_objects
+from lockstep.callbacks.distribution import Distribution
 from lockstep.runs.environment import cpu_name
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now
@@ -29,131 +30,297 @@ from lockstep.runs.files import utc_now
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-MEANS = {"gpu_percent": ("gpu", "/utilisation_percent"), "gpu_memory_gib": ("gpu", "/memory_gib"),
-         "cpu_percent": ("cpu", "/percent")}  # fmt: skip
+MEANS = {  # by the column of metrics.csv: how the names of its readings begin and end
+    "gpu_percent": ("gpu", "/utilisation_percent"),
+    "gpu_memory_gib": ("gpu", "/memory_gib"),
+    "cpu_percent": ("cpu", "/percent"),
+}
+ENOUGH_SAMPLES = 30  # to say that a GPU waits for the host
+BUSY_PERCENT = 60
+Query = Callable[[], float]
+
+
+class Samples:
+    """The distribution of each reading, and its sum since the last log point.
+
+    One thread adds samples while another one reads.
+    """
+
+    def __init__(self) -> None:
+        self.distributions: dict[str, Distribution] = {}  # by the column of the file
+        self.recent: dict[str, tuple[int, float]] = {}  # number and sum since the last log point
+        self.lock = threading.Lock()
+
+    def add(self, name: str, value: float) -> None:
+        with self.lock:
+            if name not in self.distributions:
+                self.distributions[name] = Distribution()
+            self.distributions[name].add(value)
+            count, total = self.recent.get(name, (0, 0.0))
+            self.recent[name] = (count + 1, total + value)
+
+    def take_means(self) -> dict[str, float]:
+        """Return the means of MEANS over this node's devices since the last call."""
+        with self.lock:
+            recent = self.recent
+            self.recent = {}
+        means = {}
+        for title, (first, last) in MEANS.items():
+            count = 0
+            total = 0.0
+            for name in recent:
+                if name.startswith(first) and name.endswith(last):
+                    count += recent[name][0]
+                    total += recent[name][1]
+            if count:
+                means[title] = round(total / count, 3)
+        return means
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Return the median and the maximum of each reading."""
+        with self.lock:
+            return {
+                name: {"p50": round(values.quantile(0.5), 4), "max": values.maximum}
+                for name, values in self.distributions.items()
+            }
+
+    def lowest_gpu_percent(self) -> float | None:
+        """Return the median of the least busy GPU; None without GPUs or of too few samples."""
+        with self.lock:
+            gpus = [
+                values
+                for name, values in self.distributions.items()
+                if name.endswith("/utilisation_percent")
+            ]
+            if not gpus or gpus[0].count <= ENOUGH_SAMPLES:
+                return None
+            return min(values.quantile(0.5) for values in gpus)
 
 
 class HardwareStats(pl.Callback):
-    """Sample every `interval_s` seconds into `run_folder`, or into the trainer's default_root_dir."""
+    """Sample use and memory of the devices, and write them into a file for each node.
 
-    def __init__(self, run_folder: str | Path | None = None, interval_s: float = 1.0) -> None:
-        self.run_folder, self.interval_s = run_folder, interval_s
-        self.values: dict[str, array[float]] = {}  # by the column of the file
-        self.shown, self.is_host_bound = 0, False  # samples that a log point has had; as was logged
+    Args:
+        run_folder: of the files; None: the trainer's default_root_dir.
+        interval_s: seconds between two samples.
+    """
+
+    def __init__(
+        self,
+        run_folder: str | Path | None = None,
+        interval_s: float = 1.0,
+    ) -> None:
+        self.run_folder = run_folder
+        self.interval_s = interval_s
+        self.samples = Samples()
+        self.is_host_bound = False  # as was logged
         self.fields: dict[str, object] = {}  # of the record, once training has ended
-        self.devices, self.gpus, self.memory = set[torch.device](), list[int](), 0.0  # until fit starts
-        self.finished, self.thread = threading.Event(), threading.Thread()
+        self.devices: set[torch.device] = set()  # GPUs of this process
+        self.gpus: list[int] = []  # GPUs that this node's thread samples
+        self.memory_per_rank = 0.0  # bytes of the node
+        self.finished = threading.Event()
+        self.thread = threading.Thread()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.node_rank, self.memory = trainer.node_rank, psutil.virtual_memory().total / trainer.num_devices
-        several = getattr(trainer.strategy, "process_devices", None)  # of a process that computes on several
-        self.devices = {device for device in several or [trainer.strategy.root_device] if device.type == "cuda"}
-        if self.devices:
-            of_process = sorted(device.index or 0 for device in self.devices)
-            self.gpus = of_process if several else list(range(trainer.num_devices))  # one of each rank
+        self.node_rank = trainer.node_rank
+        self.memory_per_rank = psutil.virtual_memory().total / trainer.num_devices
+        self._find_gpus(trainer)
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
-        if trainer.local_rank == 0:
-            queries = queries_of(self.gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
-            path = Path(self.run_folder or trainer.default_root_dir) / f"hardware-node{self.node_rank}.csv"
-            self.thread = threading.Thread(target=self._sample, args=(path, queries), daemon=True)
-            self.thread.start()
+        if trainer.local_rank != 0:
+            return
+        processes = {}
+        for node_rank, rank, pid in ranks:
+            if node_rank == self.node_rank:
+                processes[rank] = pid
+        folder = Path(self.run_folder or trainer.default_root_dir)
+        path = folder / f"hardware-node{self.node_rank}.csv"
+        queries = queries_of(self.gpus, processes)
+        self.finished.clear()
+        self.thread = threading.Thread(target=self._sample, args=(path, queries), daemon=True)
+        self.thread.start()
+
+    def _find_gpus(self, trainer: pl.Trainer) -> None:
+        # A process of DataParallel or of a pipeline computes on several devices.
+        several = getattr(trainer.strategy, "process_devices", None)
+        devices = several or [trainer.strategy.root_device]
+        self.devices = {device for device in devices if device.type == "cuda"}
+        if self.devices and several:
+            self.gpus = sorted(device.index or 0 for device in self.devices)
+        elif self.devices:
+            self.gpus = list(range(trainer.num_devices))
 
     def latest_means(self) -> dict[str, float]:
-        """Return the mean over this node's devices since the last log point, for the loggers."""
-        values, begin, found = dict(self.values), self.shown, {}
-        self.shown = max(map(len, values.values()), default=0)
-        for title, (first, last) in MEANS.items():
-            series = [each[begin:] for name, each in values.items() if name.startswith(first) and name.endswith(last)]
-            if samples := [sample for each in series for sample in each]:
-                found[f"hardware/{title}"] = round(float(np.mean(samples)), 3)
-        return found
+        """Return the means over this node's devices since the last log point, for the loggers."""
+        means = self.samples.take_means()
+        return {f"hardware/{title}": mean for title, mean in means.items()}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log once that a GPU of this node waits for the host."""
-        used = [
-            float(np.median(v[:])) for name, v in dict(self.values).items() if name.endswith("/utilisation_percent")
-        ]
-        enough = max(map(len, self.values.values()), default=0) > 30
-        if used and enough and min(used) < 60 and not self.is_host_bound and trainer.is_global_zero:
+        if self.is_host_bound or not trainer.is_global_zero:
+            return
+        percent = self.samples.lowest_gpu_percent()
+        if percent is not None and percent < BUSY_PERCENT:
             self.is_host_bound = True
             log.info(
-                f"A GPU is busy {min(used):.0f} % of the time: steps wait for the host. Raise data.global_batch_size, "
-                "set 'trainer.compile={mode: reduce-overhead}', or raise data.num_workers where images are loaded."
+                f"A GPU is busy {percent:.0f} % of the time: steps wait for the host. Raise "
+                "data.global_batch_size, set 'trainer.compile={mode: reduce-overhead}', or raise "
+                "data.num_workers where images are loaded."
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end(all_ranks=True)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._end(all_ranks=isinstance(exception, Interrupted) and exception.agreed)
 
-    def _end(self, all_ranks: bool) -> None:
+    def _end(self, *, all_ranks: bool) -> None:
         """Stop sampling, and collect the statistics of all nodes if all ranks call this."""
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)
-        peak = max(map(torch.cuda.max_memory_reserved, self.devices), default=0)
-        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        usable = self.memory  # after an error of the device it cannot be asked
-        if all_ranks and self.devices:
-            usable = min(torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in self.devices)
-        node = self._node() if self.values else None
-        if node and self.gpus:
-            try:
-                node["nvidia_smi"] = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
-            except (OSError, subprocess.TimeoutExpired) as error:
-                node["nvidia_smi"] = str(error)
-        found = gather_objects((peak, usable, node)) if all_ranks else [(peak, usable, node)]
-        nodes = [node for _, _, node in found if node]
+        mine = (
+            self._peak_memory(),
+            self._usable_memory(can_ask=all_ranks),
+            self._node_at_end(),
+        )
+        ranks = [mine]
+        if all_ranks:
+            ranks = gather_objects(mine)
+        peaks, usable, nodes = zip(*ranks, strict=True)
+        nodes = [node for node in nodes if node]
         self.fields = {
-            "peak_memory_gib": round(max(peak for peak, _, _ in found) / GIB, 4),  # the largest of all ranks
-            "usable_memory_gib": round(min(usable for _, usable, _ in found) / GIB, 4),  # of a device, by its process
+            "peak_memory_gib": round(max(peaks) / GIB, 4),
+            "usable_memory_gib": round(min(usable) / GIB, 4),
             "hardware": {"nodes": nodes} if nodes else {},
         }
 
+    def _peak_memory(self) -> int:
+        """Return the most bytes that this process has held, on its GPUs if it has any."""
+        peak = max(map(torch.cuda.max_memory_reserved, self.devices), default=0)
+        return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _usable_memory(self, *, can_ask: bool) -> float:
+        """Return the bytes that this process can use of a device.
+
+        After an error of the device it cannot be asked.
+        """
+        if not can_ask or not self.devices:
+            return self.memory_per_rank
+        return min(
+            torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+            for device in self.devices
+        )
+
+    def _node_at_end(self) -> dict[str, Any] | None:
+        """Return what the record says of this node; None on ranks that have sampled nothing."""
+        if not self.samples.distributions:
+            return None
+        node = self._node()
+        if self.gpus:
+            node["nvidia_smi"] = nvidia_smi()
+        return node
+
     def record_fields(self) -> dict[str, object]:
         """Return this node's statistics so far, or those of all nodes once training has ended."""
-        return self.fields or ({"hardware": {"nodes": [self._node()]}} if self.values else {})
+        if self.fields:
+            return self.fields
+        if self.samples.distributions:
+            return {"hardware": {"nodes": [self._node()]}}
+        return {}
 
-    def _sample(self, path: Path, queries: dict[str, Callable[[], float]]) -> None:
+    def _sample(self, path: Path, queries: dict[str, Query]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():  # of an earlier start of the run
-            path.rename(path.with_suffix(f".{len(list(path.parent.glob(f'{path.stem}.*.csv')))}.csv"))
+        keep_earlier(path)
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, ["time", *queries])
             writer.writeheader()
-            while not self.finished.wait(self.interval_s if self.values else 0):
-                row: dict[str, Any] = {"time": utc_now()}
-                for name, query in list(queries.items()):
-                    try:
-                        row[name] = round(float(query()), 4)
-                        self.values.setdefault(name, array("f")).append(row[name])
-                    except Exception as error:  # NVML and psutil raise errors of their own; none may end a run
-                        log.info(f"hardware: {name} is no longer sampled ({type(error).__name__}: {error})")
-                        del queries[name]
-                writer.writerow(row)
+            is_first = True
+            while is_first or not self.finished.wait(self.interval_s):
+                is_first = False
+                values = readings(queries)
+                for name, value in values.items():
+                    self.samples.add(name, value)
+                writer.writerow({"time": utc_now(), **values})
                 file.flush()
 
     def _node(self) -> dict[str, Any]:
         gpus = map(torch.cuda.get_device_properties, self.gpus)
         return {
-            "node_rank": self.node_rank, "host": socket.gethostname(), "cpu": cpu_name(), "cores": os.cpu_count(),
+            "node_rank": self.node_rank,
+            "host": socket.gethostname(),
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / GIB, 2),
-            "gpus": [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 2)} for gpu in gpus],
-            "stats": {name: {"p50": float(np.median(v[:])), "max": max(v)} for name, v in list(self.values.items())},
-        }  # fmt: skip
+            "gpus": [
+                {"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 2)} for gpu in gpus
+            ],
+            "stats": self.samples.statistics(),
+        }
 
 
-def queries_of(gpus: list[int], processes: dict[int, int]) -> dict[str, Callable[[], float]]:
-    """Return the functions that read each value, by its name; `processes` holds the process id of each rank."""
+def keep_earlier(path: Path) -> None:
+    """Rename the file of an earlier start of the run to <name>.0.csv, <name>.1.csv and so on."""
+    if path.exists():
+        earlier = list(path.parent.glob(f"{path.stem}.*.csv"))
+        number = len(earlier)
+        path.rename(path.with_suffix(f".{number}.csv"))
+
+
+def readings(queries: dict[str, Query]) -> dict[str, float]:
+    """Return the value of each query; one that fails is removed from the queries."""
+    values = {}
+    for name, query in list(queries.items()):
+        try:
+            values[name] = round(float(query()), 4)
+        except Exception as error:  # NVML and psutil raise errors of their own
+            message = f"{type(error).__name__}: {error}"
+            log.info(f"hardware: {name} is no longer sampled ({message})")
+            del queries[name]
+    return values
+
+
+def nvidia_smi() -> str:
+    """Return what nvidia-smi prints, or why it does not."""
+    try:
+        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout
+
+
+def queries_of(gpus: list[int], processes: dict[int, int]) -> dict[str, Query]:
+    """Return the functions that read each value, by its name.
+
+    Args:
+        gpus: indices of this node's GPUs.
+        processes: the process id of each rank of this node.
+    """
     psutil.cpu_percent()  # the first call has nothing to compare with and returns 0
-    queries: dict[str, Any] = {"cpu/percent": psutil.cpu_percent}
-    queries["machine/memory_gib"] = lambda: psutil.virtual_memory().used / GIB
-    for rank, process in ((rank, psutil.Process(pid)) for rank, pid in processes.items()):
-        queries[f"rank{rank}/memory_gib"] = lambda process=process: process.memory_info().rss / GIB
+    queries: dict[str, Query] = {
+        "cpu/percent": psutil.cpu_percent,
+        "machine/memory_gib": lambda: psutil.virtual_memory().used / GIB,
+    }
+    for rank, pid in processes.items():
+        queries[f"rank{rank}/memory_gib"] = partial(memory_gib, psutil.Process(pid))
     for gpu in gpus:
-        queries[f"gpu{gpu}/utilisation_percent"] = partial(torch.cuda.utilization, gpu)
-        queries[f"gpu{gpu}/memory_gib"] = lambda gpu=gpu: torch.cuda.device_memory_used(gpu) / GIB
-        queries[f"gpu{gpu}/power_w"] = lambda gpu=gpu: torch.cuda.power_draw(gpu) / 1000
-        queries[f"gpu{gpu}/temperature_c"] = partial(torch.cuda.temperature, gpu)
+        queries |= {
+            f"gpu{gpu}/utilisation_percent": partial(torch.cuda.utilization, gpu),
+            f"gpu{gpu}/memory_gib": partial(gpu_memory_gib, gpu),
+            f"gpu{gpu}/power_w": partial(gpu_power_w, gpu),
+            f"gpu{gpu}/temperature_c": partial(torch.cuda.temperature, gpu),
+        }
     return queries
+
+
+def memory_gib(process: psutil.Process) -> float:
+    return process.memory_info().rss / GIB
+
+
+def gpu_memory_gib(gpu: int) -> float:
+    return torch.cuda.device_memory_used(gpu) / GIB
+
+
+def gpu_power_w(gpu: int) -> float:
+    return torch.cuda.power_draw(gpu) / 1000

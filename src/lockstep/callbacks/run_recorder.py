@@ -1,92 +1,143 @@
-"""Keep run.json up to date during a run: at each phase, after each validation, and every few seconds."""
+"""Keep run.json up to date: at each phase, after each validation, every few seconds."""
 
+import contextlib
 import csv
 import math
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lockstep.callbacks.resume_point import phase_of
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, Interrupted
 from lockstep.runs.files import utc_now, write_atomically
-from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record, write_record
-from lockstep.storage.checkpoint_files import Sidecar
+from lockstep.runs.record import (
+    HEARTBEAT_INTERVAL_S,
+    RunRecord,
+    continued,
+    locked_record,
+    read_record,
+    update_record,
+    write_record,
+)
+from lockstep.runs.redact import redact_text
+from lockstep.storage.checkpoint_files import Sidecar, read_sidecar
+
+STOPS = (Interrupted, KeyboardInterrupt, SIGTERMException)
 
 
 class RunRecorder(pl.Callback):
-    """Write run.json on rank zero, without collectives; what train.py has not begun this callback begins and ends.
+    """Write run.json on rank zero, without collectives.
 
     Args:
+        path: run.json in the run's folder.
         on_first_step: called on rank zero after the first step of this start.
+        owns_run: begin the record when fit starts, and write how the run ended, as a plain script
+            needs; False where a launch does both.
     """
 
-    def __init__(self, path: str | Path, on_first_step: Callable[[], None] | None = None) -> None:
-        self.path, self.on_first_step, self.phase, self.written_at = Path(path), on_first_step, "start", 0.0
+    def __init__(
+        self,
+        path: str | Path,
+        on_first_step: Callable[[], None] | None = None,
+        owns_run: bool = True,
+    ) -> None:
+        self.path = Path(path)
+        self.on_first_step = on_first_step
+        self.owns_run = owns_run
+        self.phase = "start"
+        self.written_at = 0.0
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
-        self.monitor, self.is_begun_here = "val/acc", False
+        self.monitor = "val/acc"
         self.steps = 0  # as of the last write
 
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
         """Set fields of the record; with a trainer, also those of every callback."""
-        if trainer is not None and not trainer.is_global_zero:
-            return
+        if trainer is None:
+            with self._updated() as record:
+                record.take(fields)
+        elif trainer.is_global_zero:
+            # Collect the values before the lock is taken, because parts may take their time.
+            metrics = latest_metrics(trainer)
+            parts = fields_of_parts(trainer)
+            with self._updated() as record:
+                self._set_progress(record, trainer)
+                record.metrics |= metrics
+                record.take(parts)
+                name_uploaded_best(record)
+                record.take(fields)
+
+    @contextlib.contextmanager
+    def _updated(self) -> Iterator[RunRecord]:
+        """Let the block change the record on the disk."""
         with update_record(self.path) as record:
-            if trainer is not None:
-                self._add_progress(record, trainer)
+            yield record
             record.fit_seconds = self.elapsed() or record.fit_seconds
-            record.take(fields)
             self.steps = record.steps or 0
         self.written_at = time.monotonic()
 
-    def _add_progress(self, record: RunRecord, trainer: pl.Trainer) -> None:
-        values: dict[str, Any] = {} if trainer.sanity_checking else dict(trainer.callback_metrics)
-        for part in (*trainer.callbacks, trainer.strategy):
-            values |= {n: v for n, v in getattr(part, "latest", {}).items() if n.startswith("train/")}
-            if hasattr(part, "record_fields"):
-                record.take(part.record_fields())
-        for name, value in values.items():
-            record.metrics[name] = float(value) if math.isfinite(value) else str(float(value))
+    def _set_progress(self, record: RunRecord, trainer: pl.Trainer) -> None:
         record.epochs = max(record.epochs or 0, trainer.current_epoch)
         if trainer.state.fn == "fit" and self.phase in ("training", "validation"):
-            record.steps = trainer.global_step  # steps beyond the checkpoint before a restart are lost
-        if record.upload.uri and record.upload.step == record.best_checkpoint.step:
-            record.best_checkpoint.s3_uri = record.upload.uri
+            # After a restart this may be a smaller number: steps beyond its checkpoint are lost.
+            record.steps = trainer.global_step
 
     def elapsed(self) -> float:
         """Return the seconds of fit in all starts of this run; 0 on other ranks than 0."""
-        now_s = 0.0 if self.fit_started_at is None else time.monotonic() - self.fit_started_at
+        now_s = 0.0
+        if self.fit_started_at is not None:
+            now_s = time.monotonic() - self.fit_started_at
         return round(self.fit_before_s + now_s, 3)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        self.is_begun_here = not self.path.exists()
-        if self.is_begun_here:
-            chooser = next((each for each in trainer.callbacks if hasattr(each, "best_path")), None)
-            begun = RunRecord(
-                run_id=self.path.parent.name, task_name="train", status="running", started_at=utc_now(),
-                model=type(pl_module).__name__, world_size=trainer.world_size, num_nodes=trainer.num_nodes,
-                monitor=getattr(chooser, "monitor", "val/acc"),
-            )  # fmt: skip
-            write_record(self.path, begun)
-        before = read_record(self.path)
-        self.monitor, self.fit_before_s = before.monitor, before.fit_seconds or 0.0
+        if self.owns_run:
+            self._begin(trainer, pl_module)
+        record = read_record(self.path)
+        self.monitor = record.monitor
+        self.fit_before_s = record.fit_seconds or 0.0
         self.fit_started_at = time.monotonic()
         self.write(trainer, phase="start")
 
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the first record of this start; one of an earlier start goes on."""
+        monitors = [item.monitor for item in trainer.callbacks if hasattr(item, "best_path")]
+        record = RunRecord(
+            run_id=self.path.parent.name,
+            task_name="train",
+            status="running",
+            started_at=utc_now(),
+            model=type(pl_module).__name__,
+            world_size=trainer.world_size,
+            num_nodes=trainer.num_nodes,
+            monitor=monitors[0] if monitors else "val/acc",
+        )
+        with locked_record(self.path):
+            if self.path.exists():
+                previous = read_record(self.path)
+                record = continued(previous, record, step=resume_step(trainer, previous))
+            write_record(self.path, record)
+
     def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write when the phase changes, and every few seconds."""
-        if phase_of(trainer) != self.phase or time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
+        is_due = time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S
+        if is_due or phase_of(trainer) != self.phase:
             self.phase = phase_of(trainer)
             self.write(trainer, phase=self.phase)
 
-    on_train_batch_start = on_validation_batch_start = on_test_batch_start = _beat
+    on_train_batch_start = _beat
+    on_validation_batch_start = _beat
+    on_test_batch_start = _beat
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not self.steps and trainer.global_step:  # from now on the run is one to resume
+        if not self.steps and trainer.global_step:
+            # From now on the run is one to resume.
             self.write(trainer)
         if self.on_first_step is not None and trainer.is_global_zero:
             self.on_first_step()
@@ -94,37 +145,131 @@ class RunRecorder(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.write(trainer)  # now: a stop in the next epoch writes no metrics
+            # Write it now, because a stop in the next epoch writes no metrics.
+            self.write(trainer)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        confusion, data = getattr(pl_module, "test_confusion", None), getattr(trainer, "datamodule", None)
+        confusion = getattr(pl_module, "test_confusion", None)
+        data = getattr(trainer, "datamodule", None)
         if trainer.is_global_zero and confusion is not None and hasattr(data, "class_names"):
-            rows = [[name, *row] for name, row in zip(data.class_names, confusion, strict=True)]
-            rows.insert(0, ["true \\ predicted", *data.class_names])
-            path = self.path.with_name("confusion_matrix.csv")  # a row per true class, in images
-            write_atomically(path, lambda file: csv.writer(file).writerows(rows))
+            path = self.path.with_name("confusion_matrix.csv")
+            write_confusion(path, data.class_names, confusion)
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
-        """Record a best checkpoint at once, because the process may be killed, and its metric as `<metric>_best`."""
-        fields: dict[str, object] = {"steps": max(sidecar.step, self.steps)}
-        if kind == "best":
-            metric = {name: value for name, value in sidecar.metric.items() if math.isfinite(value)}
-            named = {key: getattr(sidecar, key) for key in ("bytes", "sha256", "epoch", "step")}
-            fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named, "metric": metric}
-            best = {f"{name}_best": value for name, value in metric.items() if name in (self.monitor, "val/acc")}
-            fields["metrics"] = {**read_record(self.path).metrics, **best}
-        self.write(None, **fields)
+        """Record a best checkpoint at once, because the process may be killed.
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if trainer.is_global_zero and self.phase in ("training", "validation"):
-            self.write(None, steps=trainer.global_step)  # the launch writes how the run ended
+        Its metric is recorded as `<metric>_best`.
+        """
+        with self._updated() as record:
+            record.steps = max(sidecar.step, self.steps)
+            if kind == "best":
+                self._set_best(record, path, sidecar)
+
+    def _set_best(self, record: RunRecord, path: Path, sidecar: Sidecar) -> None:
+        finite = {name: value for name, value in sidecar.metric.items() if math.isfinite(value)}
+        best = {
+            "path": f"{path.parent.name}/{path.name}",
+            "bytes": sidecar.bytes,
+            "sha256": sidecar.sha256,
+            "epoch": sidecar.epoch,
+            "step": sidecar.step,
+            "metric": finite,
+        }
+        record.take({"best_checkpoint": best})
+        for name in finite.keys() & {self.monitor, "val/acc"}:
+            record.metrics[f"{name}_best"] = finite[name]
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if not trainer.is_global_zero or not self.path.exists():
+            return
+        fields: dict[str, object] = {}
+        if self.phase in ("training", "validation"):
+            fields["steps"] = trainer.global_step
+        if self.owns_run:
+            fields |= self._end_by(exception)
+        if fields:
+            self.write(None, **fields)
+
+    def _end_by(self, exception: BaseException) -> dict[str, object]:
+        """Return how the exception ended a plain script's run."""
+        if isinstance(exception, STOPS):
+            # The script decides on its exit code.
+            return {"status": "interrupted", "exit_code": None, "finished_at": utc_now()}
+        error = {
+            "message": redact_text(f"{type(exception).__name__}: {exception}"),
+            "rank": 0,
+            "host": socket.gethostname(),
+            "phase": self.phase,
+        }
+        return {
+            "status": "failed",
+            "exit_code": EXIT_FAILED,
+            "finished_at": utc_now(),
+            "error": error,
+        }
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            ended = {"status": "finished", "exit_code": 0, "finished_at": utc_now()} if self.is_begun_here else {}
-            self.write(trainer, phase="trained", epochs=trainer.current_epoch, steps=trainer.global_step, **ended)
-            self.fit_before_s, self.fit_started_at = self.elapsed(), None
+        if not trainer.is_global_zero:
+            return
+        fields: dict[str, object] = {
+            "phase": "trained",
+            "epochs": trainer.current_epoch,
+            "steps": trainer.global_step,
+        }
+        if self.owns_run:
+            fields |= {"status": "finished", "exit_code": EXIT_OK, "finished_at": utc_now()}
+        self.write(trainer, **fields)
+        self.fit_before_s = self.elapsed()
+        self.fit_started_at = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.is_global_zero and self.is_begun_here:
-            self.write(trainer)  # what the upload has sent at the end
+        if trainer.is_global_zero and self.owns_run and self.path.exists():
+            # What the upload has sent at the end is known only now.
+            self.write(trainer)
+
+
+def latest_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
+    """Return the latest metrics of training and of evaluations; one that is not finite as text."""
+    values: dict[str, Any] = {}
+    if not trainer.sanity_checking:
+        values |= trainer.callback_metrics
+    for part in (*trainer.callbacks, trainer.strategy):
+        latest = getattr(part, "latest", {})
+        values |= {name: value for name, value in latest.items() if name.startswith("train/")}
+    return {
+        name: float(value) if math.isfinite(value) else str(float(value))
+        for name, value in values.items()
+    }
+
+
+def fields_of_parts(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the fields of the record that callbacks and the strategy know."""
+    fields: dict[str, Any] = {}
+    for part in (*trainer.callbacks, trainer.strategy):
+        if hasattr(part, "record_fields"):
+            fields |= part.record_fields()
+    return fields
+
+
+def name_uploaded_best(record: RunRecord) -> None:
+    """Name the object in the bucket that is the best checkpoint."""
+    if record.upload.uri and record.upload.step == record.best_checkpoint.step:
+        record.best_checkpoint.s3_uri = record.upload.uri
+
+
+def resume_step(trainer: pl.Trainer, previous: RunRecord) -> int:
+    """Return the step at which fit goes on, before Lightning has read the checkpoint."""
+    if trainer.ckpt_path is None:
+        return 0
+    sidecar = read_sidecar(Path(trainer.ckpt_path))
+    return sidecar.step if sidecar else previous.steps or 0
+
+
+def write_confusion(path: Path, class_names: list[str], confusion: Any) -> None:
+    """Write a confusion matrix in images, with a row for each true class."""
+    rows = [["true \\ predicted", *class_names]]
+    for name, counts in zip(class_names, confusion, strict=True):
+        rows.append([name, *counts])
+    write_atomically(path, lambda file: csv.writer(file).writerows(rows))

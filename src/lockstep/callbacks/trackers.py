@@ -1,5 +1,6 @@
 """Loggers for MLflow and trackio that continue the same run after a resume; wandb's own logger does so by its id."""
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger
@@ -32,16 +33,23 @@ class Trackio(Logger):
         super().__init__()
         import trackio
 
+        # It begins the run, or goes on with it.
+        self.open = partial(
+            trackio.init, project, run_id, space_id=space_id, resume="allow", embed=False
+        )
         self.run: Any = None
         if rank_zero_only.rank == 0:
-            self.run = trackio.init(project, run_id, space_id=space_id, resume="allow", embed=False)
+            self.run = self.open()
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the run folder holds config.yaml."""
 
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if self.run is not None:
-            self.run.log(metrics, step)
+        if self.run is None:
+            # A test follows the training, at whose end Lightning has finalized the loggers.
+            self.run = self.open()
+        self.run.log(metrics, step)
 
     def finalize(self, status: str) -> None:
         if self.run is not None:

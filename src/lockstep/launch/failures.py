@@ -21,7 +21,7 @@ from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError, no_room
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import JsonObject, read_record, update_record
+from lockstep.runs.record import JsonObject, locked_record, read_record, write_record
 from lockstep.runs.redact import redact_text
 
 if TYPE_CHECKING:
@@ -150,10 +150,15 @@ def log_failure(failure: RankError, callstack: str) -> None:
 
 def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -> None:
     """Complete the record of a run that failed or, without a failure, was interrupted."""
-    status = read_record(folder.record).status if folder.record.exists() else "finished"
-    if status == "finished" or (failure and status == "interrupted"):
+    if not folder.record.exists():
         return
-    where = {key: value for key, value in (failure or {}).items() if key != "kind"}
-    with update_record(folder.record) as record:
-        record.status, record.exit_code = "failed" if failure else "interrupted", code
-        record.finished_at, record.error = utc_now(), JsonObject(where)
+    with locked_record(folder.record):
+        record = read_record(folder.record)
+        if record.status == "finished" or (failure and record.status == "interrupted"):
+            return
+        where = {key: value for key, value in (failure or {}).items() if key != "kind"}
+        record.status = "failed" if failure else "interrupted"
+        record.exit_code = code
+        record.finished_at = utc_now()
+        record.error = JsonObject(where)
+        write_record(folder.record, record)

@@ -22,7 +22,7 @@ from lockstep.runs.errors import UserError, is_full
 from lockstep.runs.files import lock, locked_file, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import RunRecord, continued, has_trained, read_record, write_record
+from lockstep.runs.record import RunRecord, continued, has_trained, locked_record, read_record, write_record
 from lockstep.runs.redact import redact, redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
 from lockstep.storage.errors import S3Error
@@ -262,11 +262,13 @@ def begin(
         write_config(plan)
         if diff := provenance.code_diff(REPOSITORY) if record.code["dirty"] else "":
             write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
-    else:
-        record = continued(previous, record, step=plan.resume_step or 0)
-    if largest_batch:
-        record.take({"largest_batch": largest_batch})
-    write_record(folder.record, record)
+    with locked_record(folder.record):
+        if previous is not None:
+            # Read it again: a page may have been linked from it since.
+            record = continued(read_record(folder.record), record, step=plan.resume_step or 0)
+        if largest_batch:
+            record.take({"largest_batch": largest_batch})
+        write_record(folder.record, record)
     return plan
 
 

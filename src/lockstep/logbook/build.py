@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from lockstep.logbook.render import render
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import run_folders
-from lockstep.runs.record import RunRecord, save_record
+from lockstep.runs.record import RunRecord, as_json, locked_record, save_record
 from lockstep.runs.redact import redact, redact_text
 
 MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
@@ -23,23 +24,47 @@ MAX_ROWS = 300  # of metrics.csv in the logbook, beside those of validations
 
 
 def summarise(folder: Path) -> Run:
-    """Derive the values that pages print from the files in a run folder, and write them into its run.json."""
+    """Derive the values that pages print from the files in a run folder.
+
+    They go into its run.json, but for a run that is alive: its trainer alone writes there.
+    """
     run = read_run(folder)
+    if run.status == "running":
+        run.record.summary = summary_of(run)
+        return run
+    path = folder / "run.json"
+    with locked_record(path):
+        run = read_run(folder)
+        run.record.summary = summary_of(run)
+        save_record(path, run.record)
+    return run
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """Return what pages print, without empty values."""
     record = run.record
     summary = {
         "folder": run.place,
-        "tensorboard": (folder / "tensorboard").is_dir(),
+        "tensorboard": (run.folder / "tensorboard").is_dir(),
         "best": record.best_checkpoint.metric,
         "errors": _standard_errors(record),
         "gpu_percent": _mean_of_medians(record, "gpu", "utilisation_percent"),
         "cpu_percent": _mean_of_medians(record, "cpu", "percent"),
         "lost_steps": sum(restart.lost_steps or 0 for restart in record.restarts),
         "changed": record.summary.get("changed"),
-        **_classes(folder / "confusion_matrix.csv"),
+        **_classes(run.folder / "confusion_matrix.csv"),
     }
-    record.summary = {key: value for key, value in summary.items() if value not in (None, {}, [])}
-    save_record(folder / "run.json", record)
-    return run
+    return {key: value for key, value in summary.items() if value not in (None, {}, [])}
+
+
+def add_report(folder: Path, title: str, address: str) -> None:
+    """Link an interactive report from the page of a run; the caller holds its record's lock."""
+    run = read_run(folder)
+    if "://" not in address:
+        address = os.path.relpath(address, folder)
+    run.record.reports[title] = address
+    save_record(folder / "run.json", run.record)
+    write_page(run)
 
 
 def _standard_errors(record: RunRecord) -> dict[str, float]:
@@ -103,8 +128,9 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     if (target := logbook / folder.name).resolve() == folder.resolve():
         raise UserError(f"{folder} is in the logbook already.")
     run = summarise(folder)
-    record = {**json.loads((folder / "run.json").read_text()), "config": config_of(folder)}
-    _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
+    # The copy has the summary also where run.json of a live run has none.
+    record = as_json(run.record) | {"config": config_of(folder)}
+    _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
     if drawn(run_panels(run)):
         head, *lines = run.text("metrics.csv").splitlines()
         validated = [i for i, name in enumerate(next(csv.reader([head]))) if name.startswith("val/")]

@@ -81,13 +81,20 @@ def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bo
 
 
 @contextlib.contextmanager
-def locked_file(path: Path, *, required: bool = False) -> Iterator[None]:
-    """Hold `lock` on a lock file for the duration of the block."""
+def locked_file(
+    path: Path, wait_s: float = math.inf, *, required: bool = False
+) -> Iterator[bool]:
+    """Hold `lock` on a lock file for the duration of the block.
+
+    Yields:
+        False if another process has held the lock for longer than `wait_s`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        lock(file, required=required)
+        is_locked = lock(file, wait_s, required=required)
         try:
-            yield
+            yield is_locked
         finally:
-            with contextlib.suppress(OSError):  # not only closed: a child that was forked meanwhile has the handle too
+            # Closing is not enough: a child that was forked meanwhile has the handle too.
+            with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)

@@ -11,12 +11,13 @@ from typing import Any
 
 from lockstep.runs.batch import states_accumulation
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import utc_now, write_atomically
+from lockstep.runs.files import locked_file, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
 
 SCHEMA_VERSION = 2  # version 1 can still be read
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
+LOCK_WAIT_S = 10.0  # no writer holds the lock for longer than a moment, unless it hangs
 LOST_AFTER_S, LOST_AFTER_STARTING_S = 300.0, 3600.0  # downloads and decoding have no heartbeat
 KEPT_ON_RESTART = (
     "uuid", "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
@@ -168,21 +169,38 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 
 def save_record(path: Path, record: RunRecord) -> None:
-    """Write the record as it is; an object without values is null."""
-    values = {name: value for name, value in vars(record).items() if name != "other"} | record.other
-    for name, value in values.items():
-        if isinstance(value, JsonObject) and not any(each is not None for each in value.values()):
-            values[name] = None
-    text = json.dumps(values, indent=1, allow_nan=False, default=str)
+    """Write the record as it is."""
+    text = json.dumps(as_json(record), indent=1, allow_nan=False, default=str)
     write_atomically(path, lambda file: file.write(text + "\n"))
+
+
+def as_json(record: RunRecord) -> dict[str, Any]:
+    """Return what run.json holds; an object without values is null."""
+    values = {name: value for name, value in vars(record).items() if name != "other"}
+    values |= record.other
+    for name, value in values.items():
+        if isinstance(value, JsonObject) and all(item is None for item in value.values()):
+            values[name] = None
+    return values
+
+
+@contextlib.contextmanager
+def locked_record(path: Path) -> Iterator[None]:
+    """Hold the lock of run.json: whoever reads it to write it back does both in this block.
+
+    A writer that hangs must not stop a training: after LOCK_WAIT_S the block runs without the lock.
+    """
+    with locked_file(path.with_name(f".{path.name}.lock"), LOCK_WAIT_S):
+        yield
 
 
 @contextlib.contextmanager
 def update_record(path: Path) -> Iterator[RunRecord]:
     """Read the record, let the block change it, and write it; after an exception nothing is written."""
-    record = read_record(path)
-    yield record
-    write_record(path, record)
+    with locked_record(path):
+        record = read_record(path)
+        yield record
+        write_record(path, record)
 
 
 def status_of(record: RunRecord, now: str | None = None) -> str:

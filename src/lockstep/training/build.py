@@ -44,7 +44,7 @@ def build_run(session: RankSession, checkpoint: Checkpoint | None = None) -> tup
         Trainer, LightningModule, data module, and the callback that writes run.json.
     """
     plan, trainable = session.plan, checkpoint is None
-    strategy, recorder = build_strategy(plan), RunRecorder(plan.folder.record)
+    strategy, recorder = build_strategy(plan), RunRecorder(plan.folder.record, owns_run=False)
     trained_on = None if checkpoint is None else facts_of(checkpoint)
     data = build_data(plan, session, trained_on)
     facts = data_facts(data)

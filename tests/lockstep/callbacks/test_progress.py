@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.callbacks import progress as module
 from lockstep.callbacks.progress import Progress
+from lockstep.callbacks.trackers import Trackio
 
 
 def trainer_at(batch: int, epochs: int) -> SimpleNamespace:
@@ -125,3 +126,27 @@ def test_a_resumed_run_is_one_run_of_the_tracker(python, tmp_path):
     assert done.returncode == 0, done.stderr
     number, steps = json.loads(done.stdout.splitlines()[-1])
     assert number == 1 and min(steps) <= 20 < max(steps) == 40
+
+
+def test_trackio_gets_the_test_after_the_training(monkeypatch):
+    logged, begun = [], []
+
+    class Run:
+        def log(self, metrics, step):
+            logged.append((metrics, step))
+
+        def finish(self):
+            logged.append("finished")
+
+    def init(*names, **options):
+        begun.append((*names, options["resume"]))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    logger = Trackio("r", "lockstep")
+    logger.log_metrics({"val/acc": 0.5}, 4)
+    logger.finalize("success")
+    logger.log_metrics({"test/acc": 0.75}, 4)
+    logger.finalize("success")
+    assert begun == [("lockstep", "r", "allow")] * 2
+    assert logged == [({"val/acc": 0.5}, 4), "finished", ({"test/acc": 0.75}, 4), "finished"]

@@ -2,16 +2,21 @@
 
 import csv
 import os
+import subprocess
+import sys
 import time
-from array import array
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lockstep.callbacks.hardware_stats import HardwareStats
+from lockstep.callbacks.distribution import Distribution
+from lockstep.callbacks.hardware_stats import HardwareStats, Samples
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
@@ -38,11 +43,11 @@ def restart(path, resumed_step):
     """What a start of the same run makes of the record."""
     fresh = RunRecord(started_at="2026-01-01T01:00:00Z", steps=0, command="again")
     write_record(path, continued(read_record(path), fresh, step=resumed_step))
-    return RunRecorder(path)
+    return RunRecorder(path, owns_run=False)
 
 
 def test_steps_that_a_crash_undid_count_once(path):
-    recorder = RunRecorder(path)
+    recorder = RunRecorder(path, owns_run=False)
     recorder.on_fit_start(trainer_at(0), None)
     recorder.on_train_batch_start(trainer_at(0), None)
     recorder.write(trainer_at(900), phase="training")  # killed here, with a checkpoint of step 800
@@ -66,7 +71,7 @@ def test_steps_that_a_crash_undid_count_once(path):
 def test_the_best_is_that_of_the_best_checkpoint(path):
     with update_record(path) as record:
         record.monitor = "val/loss"
-    recorder = RunRecorder(path)
+    recorder = RunRecorder(path, owns_run=False)
     recorder.on_fit_start(trainer_at(0), None)
     metric = {"val/loss": 0.4, "val/acc": 0.7, "val/f1": 0.5, "val/auroc": float("nan")}
     recorder.on_checkpoint_complete(path.parent / "checkpoints/best.ckpt", Sidecar(7, metric=metric), "best")
@@ -155,7 +160,102 @@ def test_sampling_ends_when_the_run_fails(tmp_path):
 def test_gpus_that_wait_for_the_host_are_named_once(percent, samples, lines, caplog):
     caplog.set_level("INFO", logger="lockstep")
     callback, trainer = HardwareStats(), SimpleNamespace(is_global_zero=True)
-    callback.values = {"gpu0/utilisation_percent": array("f", [percent] * samples)}
+    for _ in range(samples):
+        callback.samples.add("gpu0/utilisation_percent", percent)
     for _ in range(2):
         callback.on_train_epoch_end(trainer, None)
     assert [f"busy {percent} %" in line for line in caplog.messages] == [True] * lines
+
+
+WEEK_S = 7 * 24 * 3600
+
+
+def test_a_heartbeat_costs_the_same_after_a_week_of_samples():
+    samples = Samples()
+    for second in range(WEEK_S):
+        samples.add("gpu0/memory_gib", 20 + second % 1000 / 125)
+    began_at = time.perf_counter()
+    for _ in range(42):  # readings of eight GPUs
+        found = samples.statistics()["gpu0/memory_gib"]
+    assert time.perf_counter() - began_at < 0.5  # seconds
+    assert found == {"p50": pytest.approx(23.996, rel=1e-3), "max": 27.992}
+    assert len(samples.distributions["gpu0/memory_gib"].bins) < 300
+    assert samples.take_means() == {"gpu_memory_gib": 23.995} and samples.take_means() == {}
+
+
+def test_quantiles_equal_those_of_numpy():
+    values = np.random.default_rng(0).lognormal(size=5000)
+    distribution = Distribution()
+    for value in [*values, 0.0]:
+        distribution.add(value)
+    for share in (0.05, 0.5, 0.95, 1.0):
+        expected = np.quantile([*values, 0.0], share)
+        assert distribution.quantile(share) == pytest.approx(expected, rel=2e-3)
+    assert distribution.quantile(0.0) == 0.0 and distribution.maximum == values.max()
+
+
+# A plain script, which has no launch to begin and end its record.
+
+
+class Ends(Small):
+    """Raise an exception in the third step."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.error:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "status"),
+    [
+        (KeyboardInterrupt(), SystemExit, "interrupted"),
+        (SIGTERMException(), SystemExit, "interrupted"),
+        (ValueError("bad batch"), ValueError, "failed"),
+    ],
+)
+def test_a_plain_script_records_how_it_ended(tmp_path, error, raised, status):
+    path = tmp_path / "run.json"
+    with pytest.raises(raised):
+        fit(Ends(error), RunRecorder(path))
+    record = read_record(path)
+    assert (record.status, record.steps) == (status, 2) and record.finished_at
+    assert (record.error.message == "ValueError: bad batch") == (status == "failed")
+    fit(Ends(), RunRecorder(path))
+    record = read_record(path)
+    assert (record.status, record.exit_code, record.steps) == ("finished", 0, 4)
+    assert not record.error and record.restarts[0].lost_steps == 2
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from lockstep.callbacks.interruption import Interruption
+from lockstep.callbacks.run_recorder import RunRecorder
+from lockstep.callbacks.checkpoints import Checkpoints
+from plain_task import Small, fit
+folder = Path(sys.argv[1])
+parts = [Checkpoints(folder, "val/x")] if sys.argv[3] == "lockstep" else []
+parts += [Interruption()] if parts else []
+fit(Small(), *parts, RunRecorder(folder / "run.json"), batches=1000, max_epochs=1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["lockstep", "lightning"])
+def test_a_plain_script_that_gets_sigterm_is_interrupted(tmp_path, parts):
+    harness = Path(__file__).parents[2] / "harness"
+    command = [sys.executable, "-c", STOPPED, str(tmp_path), str(harness), parts]
+    script = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    path = tmp_path / "run.json"
+    deadline = time.monotonic() + 60
+    while not (path.exists() and read_record(path).steps) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    script.terminate()
+    script.wait(timeout=60)
+    assert read_record(path).status == "interrupted"

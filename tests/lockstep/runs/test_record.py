@@ -1,6 +1,7 @@
 """The record on disk: what is kept, what is derived, what is refused, and how a restart goes on with it."""
 
 import json
+import time
 
 import pytest
 
@@ -10,11 +11,13 @@ from lockstep.runs.record import (
     JsonObject,
     RunRecord,
     continued,
+    locked_record,
     read_record,
     status_of,
     update_record,
     write_record,
 )
+from ranks import new_process
 
 
 @pytest.fixture
@@ -72,6 +75,31 @@ def test_a_record_of_version_1_is_read_with_null_for_what_it_does_not_know(path)
     record = read_record(path)
     assert (record.cost, record.hosts, record.restarts) == ({}, [{"host": "a"}], [])
     assert record.other == {"goodput": {"wall": 0.9}}
+
+
+def count_up(path, field, times):
+    for _ in range(times):
+        with update_record(path) as record:
+            record.other[field] = record.other.get(field, 0) + 1
+            time.sleep(0.001)
+
+
+def test_writers_at_the_same_time_lose_no_update(path):
+    write_record(path, RunRecord())
+    writers = [new_process(target=count_up, args=(path, name, 40)) for name in ("a", "b", "c")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert read_record(path).other == {"a": 40, "b": 40, "c": 40}
+
+
+def test_a_writer_that_hangs_stops_no_training(path, monkeypatch):
+    write_record(path, RunRecord())
+    monkeypatch.setattr("lockstep.runs.record.LOCK_WAIT_S", 0.1)
+    with locked_record(path), update_record(path) as record:
+        record.steps = 3
+    assert read_record(path).steps == 3
 
 
 def test_a_running_record_without_a_heartbeat_is_lost():
