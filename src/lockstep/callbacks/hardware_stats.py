@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import torch
 
-from lockstep.callbacks.checkpoint_io import gather_objects
+from lockstep.ranks.collectives import gather_objects
 from lockstep.runs.environment import cpu_name
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now

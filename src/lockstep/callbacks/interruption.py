@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.callbacks.checkpoint_io import gather_objects
+from lockstep.ranks.collectives import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.resume_point import ends_epoch, ends_step, epoch_of, is_validation_epoch, steps_are_over
 from lockstep.runs import signals

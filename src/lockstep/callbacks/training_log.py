@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_over
+from lockstep.ranks.collectives import gather_for_checkpoint
 from lockstep.runs.errors import Diverged, UserError
 
 
@@ -28,6 +28,7 @@ class TrainingLog(pl.Callback):
 
     def __init__(self, global_batch_size: int | None = None) -> None:
         self.global_batch_size = global_batch_size
+        self.trainer: pl.Trainer | None = None  # set when a training starts
         self.started_at, self.seconds_before = time.monotonic(), 0.0  # and seconds in earlier starts of this run
         self.latest: dict[str, float] = {}  # for the progress line and the record
         self.step = self.first_step = 0  # optimizer steps: one for all optimizers of a batch
@@ -35,8 +36,12 @@ class TrainingLog(pl.Callback):
         self.spans: list[tuple[int, float, float]] = []  # steps, seconds, seconds of waiting for data
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps, and the losses of all ranks since the last log point; a collective."""
-        sums, numbers = zip(*gather_objects((float(self.losses[0]), self.losses[1])), strict=True)
+        """Return the steps, and the losses of all ranks since the last log point.
+
+        A collective unless fit has failed.
+        """
+        of_rank = (float(self.losses[0]), self.losses[1])
+        sums, numbers = zip(*gather_for_checkpoint(of_rank, self.trainer), strict=True)
         return {"step": self.step, "seconds": self._seconds(), "losses": [sum(sums), sum(numbers)]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -45,6 +50,7 @@ class TrainingLog(pl.Callback):
             self.losses = state_dict.get("losses", (0.0, 0))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.trainer = trainer
         # A process of DataParallel or of a pipeline computes on several devices.
         self.num_devices = len(set(getattr(trainer.strategy, "process_devices", ()))) or trainer.world_size
         self.step = self.first_step = self.step or trainer.global_step  # version 1 saved no step of ours
