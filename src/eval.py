@@ -32,7 +32,7 @@ def evaluate(plan: RunPlan) -> int:
     """Evaluate the checkpoint as one rank."""
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    from lockstep.callbacks.checkpoint_io import load_on_all_ranks
+    from lockstep.ranks.collectives import load_on_all_ranks
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
     from lockstep.training.rank import joined_ranks

@@ -12,6 +12,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 FLOORS = (
     {"runs"},
     {"storage", "data"},
+    {"ranks"},
     {"config", "strategies", "callbacks", "logbook"},
     {"launch", "commands"},
     {"training"},

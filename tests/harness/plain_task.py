@@ -1,9 +1,12 @@
 """A LightningModule and a LightningDataModule as any other project has them: nothing here knows Lockstep."""
 
+import random
+
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class Regression(pl.LightningModule):
@@ -57,6 +60,45 @@ class Numbers(pl.LightningDataModule):
         return DataLoader(self.parts[1], self.batch_size)
 
     test_dataloader = val_dataloader
+
+
+class NoisyRows(Dataset):
+    """Rows with noise from each global generator, as random transforms have it."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        x, y = self.rows[index]
+        noise = torch.rand(()) + np.random.rand() + random.random()
+        return (x + 0.01 * noise).float(), y
+
+
+class NoisyNumbers(Numbers):
+    """Loaders with noise, in training and in validation; the training loader shuffles."""
+
+    def __init__(self, num_workers: int = 0) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+
+    def train_dataloader(self):
+        rows = NoisyRows(self.parts[0])
+        return DataLoader(rows, self.batch_size, shuffle=True, num_workers=self.num_workers)
+
+    def val_dataloader(self):
+        return DataLoader(NoisyRows(self.parts[1]), self.batch_size)
+
+
+class NoisyRegression(Regression):
+    """A step that draws from each global generator."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = np.random.rand() + random.random()
+        return nn.functional.mse_loss(self(nn.functional.dropout(x, 0.1)) + 0.01 * noise, y)
 
 
 class Unused(Regression):

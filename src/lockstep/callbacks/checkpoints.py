@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 from lockstep.callbacks import resume_point as place
 from lockstep.callbacks.checkpoint_io import (
-    Checkpoint,
     CheckpointFiles,
     check_loadable,
-    gather_objects,
     on_host,
     write_checkpoint,
-)  # fmt: skip
+)
+from lockstep.callbacks.loader_state import LoaderState
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage import checkpoint_files as files
 from lockstep.storage.checkpoint_files import Sidecar
+from lockstep.storage.load import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class Checkpoints(pl.Callback):
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
-        self.best_value, self.best_path, self.loaded = None, None, None  # the last one: a checkpoint's own part
+        self.best_value, self.best_path = None, None
+        self.loaded: dict[str, Any] | None = None  # Lockstep's part of the checkpoint that fit resumes
+        self.loader_state = LoaderState()
         self.saved_step, self.validated_step, self.is_checked = -1, -1, False
         self.ended: tuple[int, list[str], dict[str, Any]] | None = None  # epoch, what to save of its end, its metrics
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -71,11 +73,16 @@ class Checkpoints(pl.Callback):
             self.asynchronous = trainer.strategy.root_device.type == "cuda"
         if not isinstance(trainer.strategy.checkpoint_io, CheckpointFiles):
             trainer.strategy.checkpoint_io = CheckpointFiles()
-        if stage == "fit" and not any(getattr(each, "checkpoints", None) is self for each in trainer.callbacks):
+        if stage == "fit":
+            self._set_up_fit(trainer)
+
+    def _set_up_fit(self, trainer: pl.Trainer) -> None:
+        self.loader_state.attach(trainer)
+        if not any(getattr(each, "checkpoints", None) is self for each in trainer.callbacks):
             trainer.callbacks = [AfterEpoch(self), *trainer.callbacks]
-        if stage == "fit" and self._patient is None and trainer.world_size > 1 and dist.is_initialized():
+        if self._patient is None and trainer.world_size > 1 and dist.is_initialized():
             self._patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
-        if trainer.is_global_zero and stage == "fit":
+        if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
 
@@ -91,20 +98,9 @@ class Checkpoints(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = time.monotonic()
-        loader: Any = trainer.train_dataloader
-        has_state = hasattr(loader, "load_state_dict")
-        if trainer.is_global_zero and not has_state:
-            log.info("Resume is exact at epoch boundaries: the training loader has no state_dict.")
-        if self.loaded is None:
-            return
-        self.saved_step = trainer.global_step
-        if has_state:  # Lightning loses it if something asked for the number of steps before fit began
-            state = self.loaded["loader"]
-            if self.loaded["point"]["phase"] == place.EPOCH_END and "global_batches" in state:
-                state = {**state, "global_batches": 0}  # the epoch may have been a part of the images (overfit_batches)
-            loader.load_state_dict(state)
-        if len(self.loaded["random"]) == trainer.world_size:
-            place.set_random_state(self.loaded["random"][trainer.global_rank])
+        self.loader_state.log_what_holds()
+        if self.loaded is not None:
+            self.saved_step = trainer.global_step
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking and self.monitor.startswith("val"):
@@ -183,48 +179,31 @@ class Checkpoints(pl.Callback):
         self.best_value = value
         return True
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
-        """Add Lockstep's part; a collective."""
-        loader: Any = trainer.train_dataloader
-        checkpoint["lockstep"] = {
-            **self.contents,
-            "point": self._point(trainer),
-            "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "random": gather_objects(place.random_state()),
-        }
-        for key in (module.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
-            if key in checkpoint:  # optimizers and nets among them would not load safely
-                checkpoint[key] = {name: value for name, value in checkpoint[key].items() if is_plain(value)}
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
-        self.loaded = checkpoint.get("lockstep")
-        if self.loaded is not None:
-            loops, point = checkpoint["loops"], self.loaded["point"]
-            loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, trainer.accumulate_grad_batches)
-            # EarlyStopping ended it, and this start asks for no more
-            trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
-
-    def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
+    ) -> None:
+        """Add Lockstep's part; a collective unless fit has failed."""
         if self.ended:
-            is_out_of_time = any(getattr(each, "is_over", False) for each in trainer.callbacks)
-            stops = trainer.should_stop and not (place.steps_are_over(trainer) or is_out_of_time)
-            limits = [trainer.max_epochs, trainer.max_steps] if stops else None
-            return {"epoch": self.ended[0], "batches_done": 0, "phase": place.EPOCH_END, "ended": limits}
-        batches, accumulate = place.batches_done(trainer), trainer.accumulate_grad_batches
-        ends_epoch = place.ends_epoch(trainer)
-        every, done = trainer.val_check_batch, batches
-        if trainer.check_val_every_n_epoch is None:
-            done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        is_due = ends_epoch if every == math.inf else bool(every) and done % every == 0
-        is_due = is_due and place.is_validation_epoch(trainer)
-        phase = place.EPOCH_END if ends_epoch else place.TRAINING
-        return {
-            "epoch": trainer.current_epoch,
-            "batches_done": math.ceil(batches / accumulate) if ends_epoch else batches // accumulate,
-            "is_last": ends_epoch,
-            "lacking": -batches % accumulate if ends_epoch else 0,
-            "phase": place.VALIDATION if is_due and self.validated_step != trainer.global_step else phase,
-        }
+            point = place.point_after_epoch(trainer, epoch=self.ended[0])
+        else:
+            point = place.point_in_epoch(trainer, self.validated_step)
+        state = self.loader_state.state_dict(point)
+        checkpoint["lockstep"] = {**self.contents, "point": point, **state}
+        keep_plain_hyperparameters(pl_module, checkpoint)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
+    ) -> None:
+        self.loaded = checkpoint.get("lockstep")
+        if self.loaded is None:
+            return
+        point = self.loaded["point"]
+        loops = checkpoint["loops"]
+        accumulate = trainer.accumulate_grad_batches
+        loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, accumulate)
+        self.loader_state.load_state_dict(point, self.loaded)
+        # EarlyStopping ended the run, and this start asks for no more epochs or steps.
+        trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
 
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
@@ -307,16 +286,29 @@ class AfterEpoch(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.checkpoints.save_ended(trainer, is_last=False)
+        self.checkpoints.loader_state.set_epoch_random_state()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.checkpoints.save_ended(trainer, is_last=True)
+
+
+def keep_plain_hyperparameters(pl_module: pl.LightningModule, checkpoint: Checkpoint) -> None:
+    """Remove optimizers, nets and the like from the hyperparameters, as they would not load safely."""
+    of_module = pl_module.CHECKPOINT_HYPER_PARAMS_KEY
+    of_data = pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
+    for key in (of_module, of_data):
+        if key in checkpoint:
+            values = checkpoint[key].items()
+            checkpoint[key] = {name: value for name, value in values if is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
     """Return whether a hyperparameter is a number, a text, or a list or dict of these."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, str | int | float | None)
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:

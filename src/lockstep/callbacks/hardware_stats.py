@@ -21,8 +21,8 @@ import lightning.pytorch as pl
 import psutil
 import torch
 
-from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.distribution import Distribution
+from lockstep.ranks.collectives import gather_objects
 from lockstep.runs.environment import cpu_name
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now

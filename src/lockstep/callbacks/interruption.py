@@ -1,7 +1,7 @@
 """Replaces how Lightning handles signals: `_signal_connector`, `_broadcast_sigterm_tensor`.
 
-It saves in mid-step, broadcasts inside a signal handler or requeues, and has no public switch. Here a signal only sets
-a flag; the ranks agree on it, save one checkpoint together, and stop.
+It saves in mid-step, broadcasts inside a signal handler or requeues, and has no public switch. Here
+a signal only sets a flag; the ranks agree on it, save one checkpoint together, and stop.
 """
 
 import logging
@@ -14,9 +14,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.resume_point import ends_epoch, ends_step, epoch_of, is_validation_epoch, steps_are_over
+from lockstep.callbacks.resume_point import (
+    ends_epoch,
+    ends_step,
+    epoch_of,
+    is_validation_epoch,
+    steps_are_over,
+)
+from lockstep.ranks.collectives import gather_objects
 from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.output import duration
@@ -24,28 +30,47 @@ from lockstep.runs.output import duration
 log = logging.getLogger(__name__)
 
 VOTE_INTERVAL_S = 1.0
-MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
+# Quick steps may be followed by slow ones.
+MOST_STEPS_BETWEEN_VOTES = 100
 
 
 class Vote:
-    """Agree on a flag between ranks, with one small collective about once a second and none in other steps.
+    """Agree on a flag between ranks by one small collective a second, and by none in other steps.
 
-    Each vote also decides how many steps later the next one comes: as many as the slowest rank makes in a second.
+    Each vote also decides how many steps later the next one comes: as many as the slowest rank
+    makes in a second.
     """
 
     def __init__(self, world_size: int, group: Any = None) -> None:
-        self.world_size, self.group = world_size, group
-        self.count, self.last_count, self.next_at, self.voted_at = 0, 0, 1, time.monotonic()
+        self.world_size = world_size
+        self.group = group
+        self.step = 0
+        self.next_step = 1
+        self.last_step = 0
+        self.last_time = time.monotonic()
 
     def __call__(self, flag: bool) -> bool:
-        """Call once per step on every rank: True on all of them at the same step."""
-        self.count += 1
-        if self.world_size == 1 or self.count < self.next_at:
-            return flag and self.world_size == 1
-        speed = (self.count - self.last_count) / max(time.monotonic() - self.voted_at, 1e-4)
-        ballot = torch.tensor([int(flag), -max(1, min(MOST_STEPS, int(VOTE_INTERVAL_S * speed)))])
-        torch.distributed.all_reduce(ballot, op=torch.distributed.ReduceOp.MAX, group=self.group)
-        self.voted_at, self.last_count, self.next_at = time.monotonic(), self.count, self.count - int(ballot[1])
+        """Return True on all ranks at the same step; every rank calls it once a step."""
+        if self.world_size == 1:
+            return flag
+        self.step += 1
+        if self.step < self.next_step:
+            return False
+        return self._vote(flag)
+
+    def _vote(self, flag: bool) -> bool:
+        seconds = max(time.monotonic() - self.last_time, 1e-4)
+        steps = int(VOTE_INTERVAL_S * (self.step - self.last_step) / seconds)
+        steps = max(1, min(MOST_STEPS_BETWEEN_VOTES, steps))
+
+        # The maximum of the negative steps is the slowest rank's.
+        ballot = torch.tensor([int(flag), -steps])
+        maximum = torch.distributed.ReduceOp.MAX
+        torch.distributed.all_reduce(ballot, op=maximum, group=self.group)
+
+        self.last_time = time.monotonic()
+        self.last_step = self.step
+        self.next_step = self.step - int(ballot[1])
         return bool(ballot[0])
 
 
@@ -57,8 +82,10 @@ class Interruption(pl.Callback):
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
-        self.timeout_s, self.reason = timeout_s, ""
-        self._previous: dict[int, Any] = {}
+        self.timeout_s = timeout_s
+        self.reason = ""
+        self.votes: dict[str, Vote] = {}
+        self._previous: dict[int, Any] = {}  # signal handlers before this callback's
 
     def ask(self, reason: str) -> None:
         """Stop at the next step boundary; safe to call from a signal handler or another thread."""
@@ -69,77 +96,126 @@ class Interruption(pl.Callback):
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop  # Lightning's handlers and broadcasts
-        connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
-        self._previous = self._previous or signals.on_stop(self._on_signal)
-        if signals.asked:  # before, in the middle of an import that went on
+        connector = trainer._signal_connector
+        connector.register_signal_handlers = lambda: None
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+        if not self._previous:
+            self._previous = signals.on_stop(self._on_signal)
+        if signals.asked:
+            # A signal has come in the middle of an import.
             self.ask(signal.Signals(signals.asked[0]).name)
+
         group = None
-        if trainer.world_size > 1 and torch.distributed.is_initialized():  # a vote never waits for a GPU
-            group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
-        self.votes = {stage: Vote(trainer.world_size, group) for stage in ("train", "evaluate", "time")}
+        if trainer.world_size > 1 and torch.distributed.is_initialized():
+            # A vote on the CPU never waits for a GPU.
+            timeout = timedelta(seconds=self.timeout_s)
+            group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        kinds = ("train", "evaluate", "time")
+        self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if signals.interrupt not in self._previous.values():  # a notebook, which goes on
-            self.teardown(trainer, pl_module, "")
-            self.reason = ""
-            signals.asked.clear()
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if signals.interrupt in self._previous.values():
+            # A script ends now, and its handlers stay until it has.
+            return
+        # A notebook goes on.
+        self._restore_handlers()
+        self.reason = ""
+        signals.asked.clear()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        # An epoch that ends without a validation is saved when all have had their turn: the next step votes
-        if ends_step(trainer) and not (ends_epoch(trainer) and not is_validation_epoch(trainer)):
-            self._vote(trainer, "train")
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        if not ends_step(trainer):
+            return
+        if ends_epoch(trainer) and not is_validation_epoch(trainer):
+            # The epoch's end is saved when all callbacks have had their turn: the next step votes.
+            return
+        self._vote(trainer, "train")
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
         self._vote(trainer, "evaluate")
 
     on_test_batch_end = on_validation_batch_end
 
     def _vote(self, trainer: pl.Trainer, kind: str) -> None:
-        """Stop if any rank was asked to; after the last step only in the test, as a resume would not validate it."""
+        """Stop if any rank was asked to."""
         is_fit = trainer.state.fn == "fit"
-        if (is_fit and steps_are_over(trainer)) or not self.votes[kind](bool(self.reason)):
+        if is_fit and steps_are_over(trainer):
+            # A resume would not validate the last step. The test stops instead.
             return
-        for callback in trainer.callbacks:
-            if isinstance(callback, Checkpoints) and is_fit and not trainer.sanity_checking:
-                if callback.saved_step != trainer.global_step:
-                    callback.save(trainer, "last")
-                callback.finish_together()  # exit code 75 promises it
+        vote = self.votes[kind]
+        if not vote(bool(self.reason)):
+            return
+
+        if is_fit and not trainer.sanity_checking:
+            save_last(trainer)
         stop = Interrupted(self.reason or "another rank was asked to stop")
-        asked = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
-        stop.agreed, stop.elsewhere = True, (trainer.node_rank, True) not in asked
+        asked = gather_objects((trainer.node_rank, bool(self.reason)), vote.group)
+        stop.agreed = True
+        stop.elsewhere = (trainer.node_rank, True) not in asked
         raise stop
 
 
+def save_last(trainer: pl.Trainer) -> None:
+    """Save a last checkpoint of this step, and wait for it, as exit code 75 promises one."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, Checkpoints):
+            if callback.saved_step != trainer.global_step:
+                callback.save(trainer, "last")
+            callback.finish_together()
+
+
 class MaxTime(pl.Callback):
-    """End training after a step once its time is over, as after the last epoch: with a validation and a test.
+    """End training after a step once its time is over, as after the last epoch: validated, tested.
 
     Args:
         seconds: limit for all starts of the run together.
         elapsed: returns the seconds so far on rank 0, whose clock counts, and 0 elsewhere.
     """
 
-    def __init__(self, seconds: float, elapsed: Callable[[], float], interruption: Interruption) -> None:
-        self.seconds, self.elapsed, self.interruption, self.is_over = seconds, elapsed, interruption, False
+    def __init__(
+        self, seconds: float, elapsed: Callable[[], float], interruption: Interruption
+    ) -> None:
+        self.seconds = seconds
+        self.elapsed = elapsed
+        self.interruption = interruption
+        self.is_over = False
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        is_last = trainer.current_epoch + 1 == trainer.max_epochs and ends_epoch(trainer)
-        if not ends_step(trainer) or is_last or steps_are_over(trainer):
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        if not ends_step(trainer) or steps_are_over(trainer):
             return
-        if not self.interruption.votes["time"](self.elapsed() >= self.seconds):
+        if ends_epoch(trainer) and trainer.current_epoch + 1 == trainer.max_epochs:
             return
-        self.is_over = trainer.should_stop = True
-        trainer.check_val_every_n_epoch = 1  # validate it also in an epoch that would have none
+        vote = self.interruption.votes["time"]
+        if not vote(self.elapsed() >= self.seconds):
+            return
+
+        self.is_over = True
+        trainer.should_stop = True
+        # Validate it also in an epoch that would have no validation.
+        trainer.check_val_every_n_epoch = 1
         if trainer.is_global_zero:
             log.info(
-                f"trainer.max_time: the limit of {duration(self.seconds)} is reached at step {trainer.global_step}, "
-                f"in epoch {epoch_of(trainer)}: it ends here."
+                f"trainer.max_time: the limit of {duration(self.seconds)} is reached at step "
+                f"{trainer.global_step}, in epoch {epoch_of(trainer)}: it ends here."
             )
 
     def record_fields(self) -> dict[str, object]:
-        return {"ended_by": "max_time"} if self.is_over else {}
+        if not self.is_over:
+            return {}
+        return {"ended_by": "max_time"}

@@ -1,24 +1,37 @@
-"""Resume points: the position of a checkpoint in training, and the loop state and random states to resume there.
+"""Resume points: the position of a checkpoint in training, and the loop state to resume there.
 
-Lightning infers from its progress counters, which change meaning with accumulate_grad_batches, whether a validation is
-skipped or repeated. Checkpoints of this project store the position, and `loop_state` computes the counters from it.
+Lightning infers from its progress counters, which change meaning with accumulate_grad_batches,
+whether a validation is skipped or repeated. Checkpoints of this project store the position, and
+`loop_state` computes the counters from it.
 """
 
 import math
-import random
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 
-TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
-STAGES = {"train": TRAINING, "validate": VALIDATION, "sanity_check": VALIDATION, "test": "test"}
+TRAINING = "training"
+VALIDATION = "validation"
+EPOCH_END = "epoch_end"
+STAGES = {
+    "train": TRAINING,
+    "validate": VALIDATION,
+    "sanity_check": VALIDATION,
+    "test": "test",
+}
+
+Point = dict[str, Any]
 
 
 def phase_of(trainer: pl.Trainer) -> str:
-    """Return what the trainer does now: training, validation, test, else start; not the phase of a point."""
-    return STAGES.get(str(trainer.state.stage and trainer.state.stage.value), "start")
+    """Return what the trainer does now: training, validation or test, else start.
+
+    It is not the phase of a resume point.
+    """
+    stage = trainer.state.stage
+    if stage is None:
+        return "start"
+    return STAGES.get(str(stage.value), "start")
 
 
 def batches_done(trainer: pl.Trainer) -> int:
@@ -27,84 +40,129 @@ def batches_done(trainer: pl.Trainer) -> int:
 
 
 def ends_step(trainer: pl.Trainer) -> bool:
-    """Return whether the batch that has just ended was the last micro-batch of an optimizer step."""
-    return batches_done(trainer) % trainer.accumulate_grad_batches == 0 or ends_epoch(trainer)
+    """Return whether the batch that has just ended was the last one of an optimizer step."""
+    if batches_done(trainer) % trainer.accumulate_grad_batches == 0:
+        return True
+    return ends_epoch(trainer)
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    if trainer.num_training_batches == math.inf:  # data without a length
+    """Return whether the batch that has just ended was the last one of the epoch."""
+    if trainer.num_training_batches == math.inf:
+        # The data have no length.
         return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     return batches_done(trainer) >= trainer.num_training_batches
 
 
 def epoch_of(trainer: pl.Trainer) -> str:
     """Return "1/3", or "1" where trainer.max_epochs names no last epoch."""
+    epoch = trainer.current_epoch + 1
     last = trainer.max_epochs or -1
-    return f"{min(trainer.current_epoch + 1, last)}/{last}" if last > 0 else str(trainer.current_epoch + 1)
+    if last < 0:
+        return str(epoch)
+    return f"{min(epoch, last)}/{last}"
 
 
 def steps_are_over(trainer: pl.Trainer) -> bool:
-    """Return whether trainer.max_steps are done; a module with several optimizers may pass them by."""
+    """Return whether trainer.max_steps are done; several optimizers may pass them by."""
     return 0 <= trainer.max_steps <= trainer.global_step
 
 
 def is_validation_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether this epoch is validated: at its end, and within it if trainer.val_check_interval says so."""
+    """Return whether this epoch has validations: at its end, or where val_check_interval says."""
     every = trainer.check_val_every_n_epoch or 1
     return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
 
 
-def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int) -> dict[str, Any]:
-    """Return the state of Lightning's `loops.fit_loop` that resumes at `point`.
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Return whether Lightning validates after the batch that has just ended."""
+    if not is_validation_epoch(trainer):
+        return False
+    every = trainer.val_check_batch
+    if every == math.inf:
+        return ends_epoch(trainer)
+    if not every:
+        return False
+    if trainer.check_val_every_n_epoch is None:
+        return trainer.fit_loop.epoch_loop.batch_progress.total.ready % every == 0
+    return batches_done(trainer) % every == 0
+
+
+def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> Point:
+    """Return the point after the batch that has just ended.
 
     Args:
-        point: `epoch`, the current epoch from 0 (at EPOCH_END the one that has just ended); `batches_done`, the
-            optimizer steps done in it; `is_last`, whether they end it; `lacking`, the micro-batches that its last step
-            has fewer than `accumulate`; `phase`. TRAINING resumes after `batches_done`,
-            VALIDATION repeats the whole validation at that point, EPOCH_END starts the next epoch.
+        validated_step: the optimizer step of the latest validation.
     """
-
-    def progress(ready: int, processed: int, completed: int, earlier: int = 0, **more: bool) -> dict[str, Any]:
-        counts = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
-        return {"total": {name: earlier + count for name, count in counts.items()}, "current": counts, **more}
-
-    phase, started, micro = point["phase"], point["epoch"] + 1, point["batches_done"] * accumulate
-    ended, completed, is_last = point["epoch"], micro, False
-    if phase == EPOCH_END:
-        ended, micro, completed = started, 0, 0
-    elif phase == TRAINING:
-        completed = micro - 1  # this is how Lightning recognises a checkpoint saved in on_train_batch_end
-    else:
-        is_last = point.get("is_last", point["batches_done"] >= point.get("batches_per_epoch", math.inf))  # version 1
-        micro = completed = micro - point.get("lacking", 0)
-    before = fit_loop["epoch_loop.batch_progress"]  # of earlier epochs: check_val_every_n_epoch=null counts on
-    earlier = before["total"]["ready"] - (0 if phase == EPOCH_END else before["current"]["ready"])
+    batches = batches_done(trainer)
+    accumulate = trainer.accumulate_grad_batches
+    is_last = ends_epoch(trainer)
+    phase = EPOCH_END if is_last else TRAINING
+    if is_validation_due(trainer) and validated_step != trainer.global_step:
+        phase = VALIDATION
     return {
-        **fit_loop,
-        "epoch_progress": progress(started, ended, ended),
-        "epoch_loop.batch_progress": progress(micro, micro, completed, earlier, is_last_batch=is_last),
-        "epoch_loop.val_loop.batch_progress": progress(int(phase == VALIDATION), 0, 0, is_last_batch=False),
+        "epoch": trainer.current_epoch,
+        "batches_done": math.ceil(batches / accumulate) if is_last else batches // accumulate,
+        "is_last": is_last,
+        "lacking": -batches % accumulate if is_last else 0,
+        "phase": phase,
     }
 
 
-def random_state() -> dict[str, Any]:
-    """Return the state of every generator that this process draws from."""
-    cuda: Any = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # one process may use several GPUs (dp)
-        is_one_of_several = torch.distributed.is_initialized()
-        cuda = torch.cuda.get_rng_state() if is_one_of_several else torch.cuda.get_rng_state_all()
-    name, keys, *rest = np.random.get_state()
-    numpy = [name, keys.tolist(), *rest]
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
+def point_after_epoch(trainer: pl.Trainer, epoch: int) -> Point:
+    """Return the point after an epoch; `ended` holds the limits of a run that a callback ended."""
+    is_out_of_time = any(getattr(callback, "is_over", False) for callback in trainer.callbacks)
+    limits = None
+    if trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time:
+        limits = [trainer.max_epochs, trainer.max_steps]
+    return {"epoch": epoch, "batches_done": 0, "phase": EPOCH_END, "ended": limits}
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and torch.cuda.is_available():
-        states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
-        for device, own in zip(range(torch.cuda.device_count()), states, strict=False):  # there may be fewer here
-            torch.cuda.set_rng_state(own.cpu(), device if len(states) > 1 else "cuda")
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+def loop_state(fit_loop: dict[str, Any], point: Point, accumulate: int) -> dict[str, Any]:
+    """Return the state of Lightning's `loops.fit_loop` that resumes at `point`.
+
+    Args:
+        point: `epoch`, the current epoch from 0 (at EPOCH_END the one that has just ended);
+            `batches_done`, the optimizer steps done in it; `is_last`, whether they end it;
+            `lacking`, the micro-batches that its last step has fewer than `accumulate`; `phase`.
+            TRAINING resumes after `batches_done`, VALIDATION repeats the whole validation at that
+            point, EPOCH_END starts the next epoch.
+    """
+    started = point["epoch"] + 1
+    ended = point["epoch"]
+    micro = point["batches_done"] * accumulate
+    is_last = False
+    if point["phase"] == EPOCH_END:
+        ended = started
+        micro = completed = 0
+    elif point["phase"] == TRAINING:
+        # This is how Lightning recognises a checkpoint saved in on_train_batch_end.
+        completed = micro - 1
+    else:
+        micro = completed = micro - point.get("lacking", 0)
+        # Version 1 stored the steps of an epoch in place of `is_last`.
+        steps = point.get("batches_per_epoch", math.inf)
+        is_last = point.get("is_last", point["batches_done"] >= steps)
+
+    # Add the batches of earlier epochs, which check_val_every_n_epoch=null needs.
+    before = fit_loop["epoch_loop.batch_progress"]
+    earlier = before["total"]["ready"]
+    if point["phase"] != EPOCH_END:
+        earlier -= before["current"]["ready"]
+
+    validations = int(point["phase"] == VALIDATION)
+    batch_progress = progress(micro, micro, completed, earlier)
+    val_progress = progress(validations, 0, 0)
+    return {
+        **fit_loop,
+        "epoch_progress": progress(started, ended, ended),
+        "epoch_loop.batch_progress": {**batch_progress, "is_last_batch": is_last},
+        "epoch_loop.val_loop.batch_progress": {**val_progress, "is_last_batch": False},
+    }
+
+
+def progress(ready: int, processed: int, completed: int, earlier: int = 0) -> dict[str, Any]:
+    """Return the state of one of Lightning's progress counters, with `earlier` ones in its total."""
+    current = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
+    total = {name: earlier + count for name, count in current.items()}
+    return {"total": total, "current": current}

@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_over
 from lockstep.callbacks.speed import Speed
+from lockstep.ranks.collectives import gather_for_checkpoint
 from lockstep.runs.errors import Diverged, UserError
 
 Metrics = dict[str, float]
@@ -32,6 +32,8 @@ class TrainingLog(pl.Callback):
 
     def __init__(self, global_batch_size: int | None = None) -> None:
         self.global_batch_size = global_batch_size
+        # It is set when a training starts.
+        self.trainer: pl.Trainer | None = None
         self.started_at = time.monotonic()
         self.seconds_before = 0.0  # in earlier starts of this run
         self.latest: Metrics = {}  # for the progress line and the record
@@ -43,8 +45,12 @@ class TrainingLog(pl.Callback):
         self.speed = Speed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps, and all ranks' losses since the last log point; a collective."""
-        losses = gather_objects((float(self.loss_sum), self.loss_number))
+        """Return the steps, and the losses of all ranks since the last log point.
+
+        A collective unless fit has failed.
+        """
+        losses_of_rank = (float(self.loss_sum), self.loss_number)
+        losses = gather_for_checkpoint(losses_of_rank, self.trainer)
         totals, numbers = zip(*losses, strict=True)
         return {
             "step": self.step,
@@ -59,6 +65,7 @@ class TrainingLog(pl.Callback):
             self.loss_sum, self.loss_number = state_dict.get("losses", (0.0, 0))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.trainer = trainer
         # A process of DataParallel or of a pipeline computes on several devices.
         devices = set(getattr(trainer.strategy, "process_devices", ()))
         self.num_devices = len(devices) or trainer.world_size

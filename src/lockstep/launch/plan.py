@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.class_source import has_method
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, describe, named_run
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
@@ -82,8 +83,12 @@ def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str
 
 
 def is_lockstep_data(config: Config) -> bool:
-    """Return whether data= is a data module of this project, or one that takes data.global_batch_size as they do."""
-    return "global_batch_size" in config["data"] or str(config["data"].get("_target_")).startswith("data.")
+    """Return whether data= makes the batches of a rank itself, from data.global_batch_size.
+
+    Lockstep's data modules have the method `place`; another class may take the option as they do.
+    """
+    data = config["data"]
+    return "global_batch_size" in data or has_method(str(data.get("_target_")), "place")
 
 
 def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, size: int | None = None) -> Batch:
@@ -166,26 +171,60 @@ def as_run(plan: RunPlan) -> dict[str, Any]:
 
 def headlines(plan: RunPlan) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates."""
-    batch, config, data, optimizer = plan.batch, plan.config, plan.config["data"], plan.config["optimizer"]
-    trainer, task = plan.choices["trainer"], str(config["task"].get("_target_"))
-    where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
-    model = model_name(config) if task.startswith("tasks.") else task.rpartition(".")[2]  # which may build its own net
-    parts = [f"run {plan.folder.run_id}", model, data_name(config), where]
-    is_ours = is_lockstep_data(config)
-    if config["task_name"] != "train":
-        images = [f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"] if is_ours else []
-        return [" · ".join([*parts, *images])]
-    if is_ours:
+    parts = [f"run {plan.folder.run_id}", net_name(plan.config), data_name(plan.config)]
+    parts.append(trainer_name(plan))
+    if plan.config["task_name"] == "train":
+        parts += training_parts(plan)
+    elif is_lockstep_data(plan.config):
+        size = plan.config["data"].get("eval_batch_size", DEFAULT_EVAL_BATCH_SIZE)
+        parts.append(f"batches of {size}")
+    return [" · ".join(parts), *scaled_rates_line(plan)]
+
+
+def net_name(config: Config) -> str:
+    """Return the name of model=, or of a LightningModule that may build its own net."""
+    task = str(config["task"].get("_target_"))
+    if task.startswith("tasks."):
+        return model_name(config)
+    return task.rpartition(".")[2]
+
+
+def trainer_name(plan: RunPlan) -> str:
+    name = plan.choices["trainer"]
+    if name == "default":
+        return f"default ({plan.accelerator})"
+    return name
+
+
+def training_parts(plan: RunPlan) -> list[str]:
+    """Return how the batch is split, and how exact a resume is."""
+    parts = []
+    is_lockstep = is_lockstep_data(plan.config)
+    if is_lockstep:
+        batch = plan.batch
         split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
         parts.append(f"global batch {batch.global_size} = {split}")
-    if not (config.get("callbacks") or {}).get("checkpoints"):
+
+    if not (plan.config.get("callbacks") or {}).get("checkpoints"):
         parts.append("WITHOUT CHECKPOINTS")
-    elif "hivemind" not in trainer:  # whose peers draw batches by time
-        where = "in mid-epoch" if is_ours else "at epoch boundaries, or in mid-epoch with a stateful loader"
-        parts.append(f"resume exact {where}")
-    lines = [" · ".join(parts)]
-    if rates := plan.learning_rates:
-        changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in rates.items())
-        base = optimizer["base_batch_size"]
-        lines.append(f"optimizer: {changes} (global batch {batch.global_size} / base_batch_size {base})")
-    return lines
+    elif "hivemind" in plan.choices["trainer"]:
+        # Its peers draw batches by time.
+        pass
+    elif is_lockstep:
+        parts.append("resume exact in mid-epoch")
+    else:
+        # The loaders are not built yet. Checkpoints says what holds where they are no plain ones.
+        parts.append("resume exact, in mid-epoch by reading the epoch's batches again")
+    return parts
+
+
+def scaled_rates_line(plan: RunPlan) -> list[str]:
+    """Return a line on learning rates that follow the batch, or nothing."""
+    rates = plan.learning_rates
+    if not rates:
+        return []
+    optimizer = plan.config["optimizer"]
+    changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in rates.items())
+    base = optimizer["base_batch_size"]
+    size = plan.batch.global_size
+    return [f"optimizer: {changes} (global batch {size} / base_batch_size {base})"]

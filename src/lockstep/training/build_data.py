@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.callbacks.checkpoint_io import gather_objects
+from lockstep.ranks.collectives import gather_objects
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
 from lockstep.data import report

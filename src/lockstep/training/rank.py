@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import seed_everything
 
-from lockstep.callbacks.checkpoint_io import gather_objects
+from lockstep.ranks.collectives import gather_objects
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
 from lockstep.launch.failures import with_culprit

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.callbacks.checkpoint_io import load_on_all_ranks
+from lockstep.ranks.collectives import load_on_all_ranks
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError

@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from local_ranks import meet, run_ranks
-from lockstep.callbacks.checkpoint_io import CheckpointFiles, load_on_all_ranks, on_host, write_checkpoint
+from lockstep.callbacks.checkpoint_io import CheckpointFiles, on_host, write_checkpoint
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
-from lockstep.callbacks.resume_point import random_state, set_random_state
+from lockstep.callbacks.random_state import random_state, set_random_state
+from lockstep.ranks.collectives import load_on_all_ranks
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import Sidecar, complete, newest_whole, write_sidecar
 from lockstep.storage.load import read_checkpoint
@@ -89,30 +90,33 @@ def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "stated", "writes_beside"), [("cuda", "auto", True), ("cpu", "auto", False), ("cuda", False, False)]
+    ("device", "option", "writes_beside"),
+    [("cuda", "auto", True), ("cpu", "auto", False), ("cuda", False, False)],
 )
-def test_an_epochs_last_is_left_out_while_the_one_before_is_written_beside(device, stated, writes_beside, tmp_path):
-    callback, saved = Checkpoints(tmp_path, asynchronous=stated), []
-    strategy = SimpleNamespace(
-        root_device=torch.device(device), checkpoint_io=CheckpointFiles(), broadcast=lambda value, src: value
-    )
-    done = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=1)))
-    trainer = SimpleNamespace(
-        strategy=strategy, is_global_zero=False, world_size=1, current_epoch=0, max_epochs=3, global_step=5,
-        max_steps=-1, should_stop=False, enable_validation=False, check_val_every_n_epoch=1,
-        num_training_batches=1, callbacks=[], callback_metrics={},
-        fit_loop=SimpleNamespace(epoch_loop=done, on_iteration_done=lambda: None),
-    )  # fmt: skip
-    callback.setup(trainer, None, "fit")
-    callback.save = lambda trainer, *kinds: saved.append((trainer.current_epoch, *kinds))
-    callback._finds_best = lambda trainer: False
-    callback._writing = Future(), None, {}  # not done
-    for epoch in range(3):
-        trainer.current_epoch = epoch
-        callback.on_train_epoch_end(trainer, None)
-        callback.save_ended(trainer, is_last=False)
-    epochs = [epoch for epoch, *kinds in saved if "last" in kinds]
-    assert epochs == ([2] if writes_beside else [0, 1, 2])  # the end of training waits for it
+def test_checkpoints_are_written_beside_the_training_on_gpus(device, option, writes_beside):
+    callback = Checkpoints("checkpoints", asynchronous=option)
+    strategy = SimpleNamespace(root_device=torch.device(device), checkpoint_io=CheckpointFiles())
+    callback.setup(SimpleNamespace(strategy=strategy), None, "test")
+    assert callback.asynchronous is writes_beside
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("writes_beside", "epochs"), [(True, [2]), (False, [0, 1, 2])])
+def test_an_epochs_last_waits_for_no_checkpoint_but_the_last(writes_beside, epochs, tmp_path):
+    class Busy(Checkpoints):
+        """It is always writing."""
+
+        def save(self, trainer, *kinds):
+            saved.append((self.ended[0], *kinds))
+
+        def finish_writing(self):
+            pass
+
+    saved = []
+    callback = Busy(tmp_path, asynchronous=writes_beside)
+    callback._writing = Future(), None, {}
+    fit(Small(), callback, max_epochs=3)
+    assert [epoch for epoch, *kinds in saved if "last" in kinds] == epochs
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from lockstep.config import class_source
 from lockstep.config.compose import compose, whole_config
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan, as_run, check, headlines, resolve_cluster
@@ -93,6 +94,40 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
     batch = plan.config["data"]["eval_batch_size"]
     assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]
     assert headlines(plan_of(tmp_path / "r", "callbacks=none"))[0].endswith(" · WITHOUT CHECKPOINTS")
+
+
+OWN_DATA = """
+import lightning.pytorch as pl
+import lockstep.data.image_datamodule as images
+from data.digits import DigitsDataModule
+
+class Plain(pl.LightningDataModule):
+    def train_dataloader(self): ...
+
+class Fewer(DigitsDataModule): ...
+
+class Half(Fewer): ...
+
+class Own(images.ImageDataModule): ...
+"""
+
+
+def test_own_data_count_as_lockstep_s_by_what_their_class_can_do(tmp_path, monkeypatch):
+    """All of them lie in src/data."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.py").write_text(OWN_DATA)
+    for folder in ("lockstep", "data/digits.py"):
+        (tmp_path / folder).symlink_to(class_source.SOURCE / folder)
+    monkeypatch.setattr(class_source, "SOURCE", tmp_path)
+
+    def first_line(name):
+        plan = plan_of(tmp_path / "r", f"data._target_=data.mine.{name}")
+        return headlines(plan)[0]
+
+    for name in ("Fewer", "Half", "Own"):
+        assert "global batch 128 = 64 × 2 × 1 · resume exact in mid-epoch" in first_line(name)
+    plain = first_line("Plain")
+    assert plain.endswith("ddp_sim · resume exact, in mid-epoch by reading the epoch's batches again")
 
 
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):

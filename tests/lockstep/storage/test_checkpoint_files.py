@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kills import differences
-from lockstep.callbacks.resume_point import random_state
+from lockstep.callbacks.random_state import random_state
 from lockstep.runs.errors import UserError
 from lockstep.storage import checkpoint_files as files
 from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newest_whole, read_sidecar, sidecar_path

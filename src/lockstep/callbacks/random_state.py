@@ -1,0 +1,152 @@
+"""Random states: of torch, numpy and Python, and of generators that loaders, data and modules hold."""
+
+import random
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+State = dict[str, Any]
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# A trainer leads to every object of a run.
+NOT_ENTERED = (type, ModuleType, torch.Tensor, np.ndarray, pl.Trainer, pl.Callback)
+# A generator lies near its owner. These limits keep the search below some milliseconds.
+MOST_LEVELS = 6
+MOST_ITEMS = 100
+MOST_OBJECTS = 20_000
+
+
+def random_state(owners: Any = ()) -> State:
+    """Return the state of every generator that this process draws from, as plain values.
+
+    Args:
+        owners: objects whose attributes may be generators, such as loaders, data and modules.
+    """
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": _cuda_state(),
+        "numpy": [name, keys.tolist(), *rest],
+        "python": random.getstate(),
+        "generators": {path: _state_of(item) for path, item in generators_of(owners).items()},
+    }
+
+
+def set_random_state(state: State, owners: Any = ()) -> None:
+    """Set what `random_state` has returned; generators that `owners` no longer hold are left out."""
+    torch.set_rng_state(state["torch"].cpu())
+    _set_cuda_state(state["cuda"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(_as_tuples(state["python"]))
+
+    # Checkpoints of earlier versions have no such states.
+    states = state.get("generators", {})
+    for path, generator in generators_of(owners).items():
+        if path in states:
+            _set_state_of(generator, states[path])
+
+
+def _cuda_state() -> Any:
+    """Return the state of this rank's GPU, of all GPUs of a single process, or None."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    if torch.distributed.is_initialized():
+        return torch.cuda.get_rng_state()
+    # One process may use several GPUs (trainer=dp).
+    return torch.cuda.get_rng_state_all()
+
+
+def _set_cuda_state(state: Any) -> None:
+    if state is None or not torch.cuda.is_available():
+        return
+    if not isinstance(state, list) or len(state) == 1:
+        state = state[0] if isinstance(state, list) else state
+        torch.cuda.set_rng_state(state.cpu(), "cuda")
+        return
+    # This machine may have fewer GPUs than the one that saved.
+    for device, of_device in zip(range(torch.cuda.device_count()), state, strict=False):
+        torch.cuda.set_rng_state(of_device.cpu(), device)
+
+
+def generators_of(owners: Any) -> dict[str, Any]:
+    """Return the generators among the attributes of some objects, by the path of their attributes."""
+    generators: dict[str, Any] = {}
+    seen: set[int] = set()
+    to_visit: list[tuple[str, int, Any]] = [("", 0, owners)]
+    while to_visit and len(seen) < MOST_OBJECTS:
+        path, level, value = to_visit.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, GENERATORS):
+            generators[path] = value
+        elif level < MOST_LEVELS:
+            children = _children(value)
+            to_visit += [(f"{path}.{name}", level + 1, child) for name, child in children]
+    return generators
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    """Return the items of a short container or the attributes of an object, with their names."""
+    if isinstance(value, NOT_ENTERED):
+        return []
+    if isinstance(value, dict):
+        items = value
+    elif isinstance(value, list | tuple):
+        if len(value) > MOST_ITEMS:
+            return []
+        items = dict(enumerate(value))
+    else:
+        items = getattr(value, "__dict__", {})
+    if not isinstance(items, dict) or len(items) > MOST_ITEMS:
+        return []
+    return [(str(name), child) for name, child in list(items.items())]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _as_plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _as_plain(generator.get_state(legacy=False))
+    return generator.getstate()
+
+
+def _set_state_of(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _as_arrays(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_as_arrays(state))
+    else:
+        generator.setstate(_as_tuples(state))
+
+
+def _as_plain(value: Any) -> Any:
+    """Replace arrays by lists, since a checkpoint is loaded with weights_only=True."""
+    if isinstance(value, dict):
+        return {key: _as_plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _as_arrays(value: Any) -> Any:
+    """Undo `_as_plain`."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "values"}:
+        return np.array(value["values"], dtype=value["dtype"])
+    return {key: _as_arrays(item) for key, item in value.items()}
+
+
+def _as_tuples(state: Any) -> tuple[Any, ...]:
+    """Return the state of Python's generator as it asks for it."""
+    version, internal, gauss = state
+    return version, tuple(internal), gauss
