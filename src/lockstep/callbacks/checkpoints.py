@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
