@@ -180,7 +180,7 @@ def headlines(plan: RunPlan) -> list[str]:
         parts.append(f"global batch {batch.global_size} = {split}")
     if not (config.get("callbacks") or {}).get("checkpoints"):
         parts.append("WITHOUT CHECKPOINTS")
-    elif "hivemind" not in trainer:  # whose peers draw batches by time
+    elif plan.trainer.get("resumes_exactly", True):
         where = "in mid-epoch" if is_ours else "at epoch boundaries, or in mid-epoch with a stateful loader"
         parts.append(f"resume exact {where}")
     lines = [" · ".join(parts)]

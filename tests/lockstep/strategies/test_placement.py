@@ -1,7 +1,6 @@
-"""Where ranks run, DataParallel, and activations that are computed again."""
+"""Where ranks run, and activations that are computed again."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ from torch import nn
 
 from lockstep.config.compose import compose, plain
 from lockstep.runs.errors import UserError
-from lockstep.strategies import data_parallel
 from lockstep.strategies.placement import RequestedDevices, place
 from lockstep.strategies.recompute import recompute_activations
-from strategy_runs import TinyNet, one, worst
+from strategy_runs import one, worst
 
 
 def options(*words):
@@ -40,7 +38,7 @@ def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
     [
         (["trainer=ddp"], "ddp", 0, "trainer=ddp asks for 1 GPU and this machine has no GPU: trainer=ddp_sim works"),
         (["trainer=fsdp", "trainer.devices=4"], "fsdp", 2, "asks for 4 GPUs and this machine has 2 GPUs"),
-        (["trainer=dp"], "dp", 1, "asks for 2 GPUs and this machine has 1 GPU: trainer=ddp_sim works"),
+        (["trainer=dp"], "dp", 1, "asks for 2 GPUs and this machine has 1 GPU: trainer=cpu works"),
         (["trainer=dp", "trainer.devices=2"], "dp", 2, "dp takes trainer.num_gpus"),
         (["trainer=cpu", "trainer.num_nodes=2"], "cpu", 0, "is one process: trainer=ddp (on CPUs ddp_sim) has several"),
         (["trainer=ddp_sim", "++trainer.devices=0"], "ddp_sim", 0, "trainer.devices=0: give a number from 1 on"),
@@ -95,58 +93,3 @@ def test_what_cannot_be_computed_again_is_refused():
         recompute_activations(Net(Counting(), nn.BatchNorm1d(4)))
     with pytest.raises(UserError, match="needs shard_units.. of Linear"):
         recompute_activations(nn.Linear(1, 1))
-
-
-# DataParallel spreads the forward and keeps the net.
-
-
-class Recorder(nn.DataParallel):
-    """Two replicas on the CPU, as nn.DataParallel makes them on GPUs."""
-
-    def forward(self, images):
-        replicas = [self.module, self.module]
-        return torch.cat([replica(part) for replica, part in zip(replicas, images.chunk(2), strict=True)])
-
-
-class Dropping(TinyNet):
-    def forward(self, images):
-        return nn.functional.dropout(super().forward(images), 0.99, training=self.training)
-
-
-def test_forward_is_spread_names_stay_and_the_replicas_follow_train_and_eval(monkeypatch):
-    monkeypatch.setattr(data_parallel, "_Spread", Recorder)
-    net = Dropping().eval()
-    names, images = list(net.state_dict()), torch.randn(64, 1, 3, 4)
-    expected = net(images)
-    data_parallel.spread_forward(net, [0, 1])
-    torch.testing.assert_close(net(images), expected)
-    net(images).sum().backward()
-    assert list(net.state_dict()) == names and all(parameter.grad is not None for parameter in net.parameters())
-    assert (net.train()(images) == 0).any()
-
-
-def dtype_in_a_thread(call):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(call(torch.randn(2, 4)).dtype))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def test_threads_compute_in_the_dtype_of_autocast_here():
-    """torch's own threads know that autocast is on and forget in which dtype."""
-    linear = nn.Linear(4, 4)
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert dtype_in_a_thread(data_parallel.under_this_autocast(linear, "cpu")) == torch.float16
-    assert dtype_in_a_thread(data_parallel.under_this_autocast(linear, "cpu")) == torch.float32
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_give_the_logits_of_one():
-    net, images = TinyNet().cuda(), torch.randn(8, 1, 3, 4).cuda()
-    expected = net(images)
-    data_parallel.spread_forward(net, [0, 1])
-    torch.testing.assert_close(net(images), expected)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert net(images).dtype == torch.bfloat16

@@ -15,10 +15,10 @@ import torch
 
 from lockstep.data.batches import TrainBatches
 from lockstep.runs.errors import UserError
-from lockstep.strategies import hivemind
-from lockstep.strategies.hivemind import Hivemind, clip_before_step, initialise_state
+from strategies import hivemind
+from strategies.hivemind import Hivemind, clip_before_step, initialise_state
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 14  # of five steps of the swarm
 missing = importlib.util.find_spec("hivemind") is None
 
@@ -80,9 +80,17 @@ class Peer:
     def __init__(self, folder, name, address=()):
         self.log = folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
-        command = [sys.executable, str(ROOT / "tests/harness/swarm_peer.py"), str(EPOCHS), str(folder), *address]
+        command = [
+            sys.executable,
+            str(ROOT / "tests/harness/swarm_peer.py"),
+            str(EPOCHS),
+            str(folder),
+            *address,
+        ]
         with self.log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment
+            )
 
     def wait_for(self, pattern):
         deadline = time.monotonic() + 120
@@ -93,10 +101,14 @@ class Peer:
 
     def result(self):
         assert self.process.wait(300) == 0, self.log.read_text()
-        return json.loads([line for line in self.log.read_text().splitlines() if line.startswith("{")][-1])
+        return json.loads(
+            [line for line in self.log.read_text().splitlines() if line.startswith("{")][-1]
+        )
 
 
-@pytest.mark.skipif(missing, reason="hivemind is not installed: pip install -r requirements-hivemind.txt")
+@pytest.mark.skipif(
+    missing, reason="hivemind is not installed: pip install -r requirements-hivemind.txt"
+)
 def test_two_peers_a_late_third_and_a_killed_one(tmp_path):
     first = Peer(tmp_path, "first")
     address = [first.wait_for(r"initial_peers=\[([^\],]+)")[1]]
