@@ -142,7 +142,7 @@ def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) ->
 
 
 def check_stages(net: nn.Module, stages: list[nn.Module]) -> None:
-    """Refuse stages that leave out a parameter of the net, or hold one twice."""
+    """Refuse stages that miss a parameter of the net, or hold one twice."""
     owners: Counter[int] = Counter()
     for stage in stages:
         owners.update(id(parameter) for parameter in stage.parameters())
