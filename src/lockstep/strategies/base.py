@@ -1,4 +1,4 @@
-"""The common parts of strategies: facts that the run asks for, the base of one process per device."""
+"""The common parts of strategies: facts that a run asks for, the base of one process per device."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
