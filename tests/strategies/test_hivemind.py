@@ -16,7 +16,7 @@ import torch
 from lockstep.data.batches import TrainBatches
 from lockstep.runs.errors import UserError
 from strategies import hivemind
-from strategies.hivemind import Hivemind, clip_before_step, initialise_state
+from strategies.hivemind import Hivemind, clip_before_step, device_of_peer, initialise_state
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 14  # of five steps of the swarm
@@ -60,6 +60,20 @@ def test_what_the_swarm_steps_on_is_clipped(largest_norm):
     optimizer.step()
     expected = torch.tensor([-3.0, -4.0]) * min(1.0, largest_norm / 5.0)
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_gpu", "expected"),
+    [
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda:0"),
+        ("cpu", True, "cpu"),
+        ("gpu", True, "cuda:0"),
+    ],
+)
+def test_a_peer_computes_where_the_trainers_accelerator_says(name, has_gpu, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert device_of_peer(name) == torch.device(expected)
 
 
 def test_each_peer_has_an_order_of_its_own(monkeypatch):

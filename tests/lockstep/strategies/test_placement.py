@@ -85,6 +85,20 @@ def test_what_cannot_be_is_refused_with_what_works(words, name, gpus, said):
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("process_devices", "gpus", "refused"),
+    [(2, 1, True), (2, 2, False), (["cpu", "cuda:0"], 0, False)],
+)
+def test_a_new_trainer_states_the_devices_of_its_process(process_devices, gpus, refused):
+    trainer = {**options("trainer=gpu"), "process_devices": process_devices}
+    if refused:
+        with pytest.raises(UserError, match="trainer=mine asks for 2 GPUs .* trainer=cpu works"):
+            place(trainer, "mine", gpus)
+    else:
+        accelerator, _ = place(trainer, "mine", gpus)
+        assert accelerator == ("gpu" if process_devices == 2 else "cpu")
+
+
 # Activations that are computed again leave losses and weights as they are, under every strategy.
 
 
