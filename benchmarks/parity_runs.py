@@ -15,16 +15,16 @@ from data.synthetic import SyntheticDataModule
 from local_ranks import meet
 from lockstep.data.augmentation import CropFlip
 from lockstep.launch.launchers import Cluster
-from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
-from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.parameter_groups import GroupRules, freeze, parameter_groups
 from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
+from strategies.allreduce import AllReduce
+from strategies.model_parallel import ModelParallel
 from tasks.classifier import ImageClassifier
 
 STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5

@@ -108,9 +108,8 @@ def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[s
         callbacks=callbacks, choices=choices,
     )  # fmt: skip
     if "trainer" not in named:
-        spread = ("num_gpus", "stage_devices", "micro_batches", "cut")  # of strategies that spread the work
-        own = {key: value for key, value in config["trainer"].items() if key not in spread}
-        config["trainer"] = {**own, "launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None}
+        one_device = {"launch": "one_process", "devices": 1, "num_nodes": 1, "process_devices": 1}
+        config["trainer"].update(one_device, strategy=None)
     config["trainer"]["accumulate_grad_batches"] = 1
     return config
 

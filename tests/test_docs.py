@@ -46,6 +46,13 @@ def test_help_lists_every_option():
             assert all(f" {option.name} " in text for option in options)
 
 
+def test_help_lists_the_everyday_trainers_first():
+    lines = help_text(CONFIGS, "train", "what it does").splitlines()
+    first = lines[lines.index("trainer=") + 1 :][:7]
+    names = [line.lstrip(" *").split()[0] for line in first]
+    assert names == ["cpu", "gpu", "ddp", "fsdp", "ddp_sim", "fsdp_sim", "allreduce"]
+
+
 def test_the_page_of_options_has_each_key_once_and_at_most_250_rows():
     spec = importlib.util.spec_from_file_location("make_options", REPOSITORY / "docs" / "make_options.py")
     module = importlib.util.module_from_spec(spec)
@@ -295,10 +302,11 @@ def test_the_other_scripts_run_as_printed(copy):
 
 
 @pytest.mark.slow
-def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_recipe_of_ones_own(copy):
-    own = ("model=mlp", "loss=logit_adjusted", "worst_class", "augmentation=coarse", "weight_norm", "data=squares")
+def test_each_component_that_the_howto_adds_works(copy):
+    own = ("model=mlp", "loss=logit_adjusted", "worst_class", "augmentation=coarse", "weight_norm")
+    own += ("data=squares", "trainer=signs")
     commands = [line for line in (*blocks("howto.md"), *blocks("data.md")) if any(word in line for word in own)]
-    assert len(commands) == 6, commands
+    assert len(commands) == 7, commands
     for command in commands:
         run_in(copy, f"{command} trainer.max_steps=2")
     (early,) = set(re.findall(r"`'(\+callbacks\.early=\{.*?\})'`", PAGES["howto.md"]))

@@ -74,12 +74,19 @@ def read_metadata(archive):
 
 def test_a_new_project_is_small_committed_and_has_no_machinery(first):
     files = git("ls-files", cwd=first).splitlines()
-    assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 150
+    assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 155
     assert sum((first / name).read_text().count("\n") for name in files if name.endswith(".py")) <= 4_500
     assert not [name for name in files if name.startswith(("src/lockstep", "docs", "benchmarks", "nullgpu"))]
     assert {"src/train.py", "configs/train.yaml", "logbook/README.md", "Makefile", "pyproject.toml"} <= set(files)
     assert (first / "requirements.txt").read_text().startswith("./vendor/lockstep-")
     assert "{{" not in (first / "README.md").read_text() + (first / "pyproject.toml").read_text()
+
+
+def test_a_new_project_has_the_strategies_that_its_yamls_name(first):
+    yamls = [path.read_text() for path in (first / "configs/trainer").glob("*.yaml")]
+    targets = re.findall(r"_target_: (strategies\.\w+)", "\n".join(yamls))
+    files = {f"strategies.{path.stem}" for path in (first / "src/strategies").glob("[a-z]*.py")}
+    assert set(targets) == files == {"strategies.data_parallel", "strategies.model_parallel"}
 
 
 def test_its_own_tests_pass(project):

@@ -160,9 +160,9 @@ def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp
         assert found["compiled"]["over_eager"] > 0 and found["compiled"]["graphs_over_eager"] > 0
 
 
-@pytest.mark.parametrize("name", ["test_gpu.py", "test_placement.py"])
+@pytest.mark.parametrize("name", ["lockstep/strategies/test_gpu.py", "strategies/test_data_parallel.py"])
 def test_tests_that_need_a_gpu_pass(name):
-    path = REPOSITORY / "tests/lockstep/strategies" / name
+    path = REPOSITORY / "tests" / name
     command = [sys.executable, "-m", "pytest", str(path), "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(command, env=null_gpus(devices=2), cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout

@@ -51,7 +51,8 @@ class LocalJobs(Launcher):
         trainer, environ = self.config.trainer, environment()
         gpus = 0 if trainer.accelerator == "cpu" else visible_gpus(environ)
         each = trainer.devices if isinstance(trainer.devices, int) else 1
-        if "num_gpus" in trainer or "stage_devices" in trainer:  # one process uses them all
+        if "process_devices" in trainer:
+            # One process may use all GPUs.
             each = gpus or 1
         number = self.n_jobs or max(1, gpus // each)
         if number == 1 or gpus < 2:

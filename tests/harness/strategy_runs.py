@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from local_ranks import local_cluster, meet, run_ranks
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.launch.launchers import Cluster
-from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
-from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.rank import StartedRanks
+from strategies.allreduce import AllReduce
+from strategies.model_parallel import ModelParallel
 
 CLASSES, FEATURES = 7, 12
 CPU = torch.device("cpu")

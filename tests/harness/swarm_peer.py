@@ -14,8 +14,8 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
 
     from data.digits import DigitsDataModule
     from lockstep.runs.output import set_up
-    from lockstep.strategies.hivemind import Hivemind
     from models.small_cnn import SmallCNN
+    from strategies.hivemind import Hivemind
     from tasks.classifier import ImageClassifier
 
     set_up()  # the addresses are logged

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
-from lockstep.config.schema import missing_option
+from lockstep.config.schema import keys, missing_option
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder, read_config, with_current_names
@@ -29,6 +29,7 @@ KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # so no _target_
 NAMES = {"model.name": re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)?"), "experiment_name": WORD, "tags": WORD}
 PLACE = re.compile(r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers|cfg$")
 LARGEST = 2**31
+ADDRESS = re.compile(r"addr|peers")
 
 
 def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[str, Any], list[str]]:
@@ -53,10 +54,10 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
 
     for group in (group for group in GROUPS if group in roots):
         name = named.get(group)
-        if group == "trainer" and name == "hivemind":  # the config would name the swarm to talk to
-            rejected[f"trainer={name}"] = None
-        elif is_option(group, name):
+        if is_option(group, name) and not connects(group, str(name)):
             choices[group] = str(name)
+        elif is_option(group, name):
+            rejected[f"{group}={name}"] = None
         elif group in NEEDED or (group in NET and stored.get(group)):
             there = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
             raise UserError(f"{whose} names {group}={name!r:.60}, which is not here: there is {there}.")
@@ -70,6 +71,17 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
         if root in NET and name not in WEIGHTS and not (root == "task" and PLACE.search(name)):
             raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
     return {**found, "choices": choices}, list(rejected)
+
+
+def connects(group: str, name: str) -> bool:
+    """Return whether a trainer connects to the addresses of its yaml, as trainer=hivemind does.
+
+    An untrusted config must not choose with whom a run exchanges its weights.
+    """
+    if group != "trainer":
+        return False
+    listed = keys(CONFIGS / group / f"{name}.yaml", commented=False)
+    return any(ADDRESS.search(key.name) for key in listed)
 
 
 def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ what is chosen from a config group (model=vit). `named` holds the options that t
 Imports no torch.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,13 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
 
     A key that is an interpolation in the configs keeps it, and a key that is no longer in the configs is dropped,
     unless the run overrode the key (`typed`), or the class of its group may accept it (CLASS_GROUPS).
+    A class whose module was moved meanwhile gives way to that of the option's yaml.
     """
     kept = {}
     for name, value in values.items():
         key, now = f"{place}{name}", fresh.get(name)
+        if name == "_target_" and value != now and key not in typed and _is_gone(value):
+            continue
         stated = key in typed or any("." in other and key.startswith(f"{other}.") for other in typed)
         may_be_new = name in fresh or place[:-1] in FREE_GROUPS or key.split(".")[0] in CLASS_GROUPS
         is_derived = key in OF_MACHINE or (isinstance(now, str) and "${" in now)
@@ -91,3 +95,12 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
             both = isinstance(value, Mapping) and isinstance(now, Mapping)
             kept[name] = _kept(value, now or {}, typed, f"{key}.") if both else value
     return kept
+
+
+def _is_gone(target: Any) -> bool:
+    """Return whether the module of a `_target_` does not exist any more."""
+    module = str(target).rpartition(".")[0]
+    try:
+        return importlib.util.find_spec(module) is None
+    except (ImportError, ValueError):
+        return True

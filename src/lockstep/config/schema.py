@@ -28,6 +28,8 @@ REFUSED_TRAINER_KEYS = {
 }  # fmt: skip
 WORDS = {"data.global_batch_size": "max", "trainer.devices": "auto", "trainer.num_nodes": "auto"}  # beside a number
 NODES = ("trainer.compile", "trainer.strategy")  # that may be a node in place of their default
+# The options that --help lists before the others of their group.
+EVERYDAY = {"trainer": ("cpu", "gpu", "ddp", "fsdp", "ddp_sim", "fsdp_sim")}
 KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 NAMES = ("run_id", "experiment_name", "data.name")
 
@@ -99,7 +101,7 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     defaults = set(re.findall(r"^  - (\w+)(?:: |/)(\w+)$", text, re.MULTILINE))
     for group, options in groups(configs).items():
         lines.append(f"{group}=")
-        for option in options:
+        for option in everyday_first(group, options):
             mark = "*" if (group, option.name) in defaults else " "
             lines.append(f"  {mark} {option.name:22} {option.description}")
     lines += ["", "  * chosen by default", "", "Keys (docs/options.md has those of every option):"]
@@ -107,6 +109,14 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     lines += [f"  {key.name + '=' + key.default:44} {key.comment}" for key in shown]
     lines += ["", "Hydra: -m sweeps (optimizer.lr=1e-3,1e-2), --cfg job prints the config, --info explains it."]
     return "\n".join(lines)
+
+
+def everyday_first(group: str, options: list[Option]) -> list[Option]:
+    """Return the options of a group with those of EVERYDAY at the top."""
+    everyday = EVERYDAY.get(group, ())
+    first = [option for option in options if option.name in everyday]
+    first.sort(key=lambda option: everyday.index(option.name))
+    return [*first, *(option for option in options if option.name not in everyday)]
 
 
 def key_of(override: str) -> str:

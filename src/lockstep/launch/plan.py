@@ -207,8 +207,8 @@ def training_parts(plan: RunPlan) -> list[str]:
 
     if not (plan.config.get("callbacks") or {}).get("checkpoints"):
         parts.append("WITHOUT CHECKPOINTS")
-    elif "hivemind" in plan.choices["trainer"]:
-        # Its peers draw batches by time.
+    elif not plan.trainer.get("resumes_exactly", True):
+        # The peers of a swarm draw batches by time.
         pass
     elif is_lockstep:
         parts.append("resume exact in mid-epoch")

@@ -1,6 +1,6 @@
-"""The common parts of strategies: facts that the run asks for, the base of one process per device."""
+"""The common parts of strategies: facts that a run asks for, the base of one process per device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,23 @@ from lockstep.runs.errors import UserError
 
 
 class SixteenBits(MixedPrecision):
-    """Autocast; in bf16 it clips with a fused optimizer too, which Lightning refuses although nothing is scaled."""
+    """Autocast that also clips gradients of a fused optimizer in bf16.
+
+    Lightning refuses to clip them, because it expects scaled losses. In bf16 nothing is scaled.
+    """
 
     def __init__(self, precision: str, device_type: str) -> None:
-        scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
+        scaler = None
+        if precision == "16-mixed":
+            scaler = torch.amp.GradScaler(device_type)
         super().__init__(precision, device_type, scaler)
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        (Precision if self.scaler is None else MixedPrecision).clip_gradients(self, *args, **kwargs)
+        if self.scaler is None:
+            # Skip MixedPrecision's refusal.
+            Precision.clip_gradients(self, *args, **kwargs)
+        else:
+            super().clip_gradients(*args, **kwargs)
 
 
 class Capabilities:
@@ -29,8 +38,10 @@ class Capabilities:
     Attributes:
         no_ema: why trainer.ema_decay cannot average the weights; empty if it can.
         supports_compile: trainer.compile can compile the net.
-        compiles_units: it compiles the forward of each of shard_units(), inside the hooks that gather their weights.
+        compiles_units: the forward of each of shard_units() is compiled, inside the hooks that
+            gather its weights.
         scales_losses: fp16 works, whose losses are scaled.
+        spreads_net: the strategy replaces the forward of the module's attribute `net`.
         micro_batches: the number of parts in which a batch goes through the net.
         process_devices: the devices of one process if it computes on several; one may occur twice.
     """
@@ -39,22 +50,27 @@ class Capabilities:
     supports_compile = True
     compiles_units = False
     scales_losses = True
+    spreads_net = False
     micro_batches = 1
-    process_devices: list[torch.device] = []
+    process_devices: Sequence[torch.device] = ()
 
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision | None:
-        """Return a plugin for the Trainer in place of `precision=`; None if Lightning's own works."""
-        return SixteenBits(precision, device_type) if precision == "bf16-mixed" else None
+        """Return a plugin for the Trainer in place of `precision=`; None if Lightning's works."""
+        if precision == "bf16-mixed":
+            return SixteenBits(precision, device_type)
+        return None
 
 
 def capabilities(strategy: Any) -> Capabilities:
-    """Return the facts about any strategy, Lightning's own too."""
-    return strategy if isinstance(strategy, Capabilities) else Capabilities()
+    """Return the facts about any strategy, also about one of Lightning."""
+    if isinstance(strategy, Capabilities):
+        return strategy
+    return Capabilities()
 
 
 class Ranks(Capabilities, DDPStrategy):
-    """One process per device, started already: Lightning's DDPStrategy without DistributedDataParallel."""
+    """One process per device, started already: Lightning's DDPStrategy without the wrapper."""
 
     @property
     def launcher(self) -> None:
@@ -63,10 +79,12 @@ class Ranks(Capabilities, DDPStrategy):
     def setup_environment(self) -> None:
         """
         Raises:
-            UserError: in a script of the user's own that was not started with torchrun.
+            UserError: a script that does not use src/train.py was not started with torchrun.
         """
-        alone = not dist.is_initialized() and not self.cluster_environment.creates_processes_externally
-        if alone and self.num_nodes * self.num_processes > 1:
+        nobody_started_ranks = (
+            not dist.is_initialized() and not self.cluster_environment.creates_processes_externally
+        )
+        if nobody_started_ranks and self.num_nodes * self.num_processes > 1:
             raise UserError(f"{type(self).__name__} needs ranks: start this script with torchrun.")
         super().setup_environment()
 
@@ -74,7 +92,10 @@ class Ranks(Capabilities, DDPStrategy):
         """Keep the module as it is."""
 
     def on_validation_start(self) -> None:
-        """Evaluate with rank 0's buffers, which checkpoints contain: BatchNorm's statistics differ between ranks."""
+        """Evaluate with rank 0's buffers, because BatchNorm's statistics differ between ranks.
+
+        Checkpoints contain those of rank 0, so that an evaluation of a checkpoint gives the same.
+        """
         broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
 
     on_test_start = on_validation_start
@@ -82,8 +103,9 @@ class Ranks(Capabilities, DDPStrategy):
 
 def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Overwrite each tensor by rank 0's, one at a time, through `device` (NCCL needs a GPU)."""
-    if dist.is_initialized():
-        for tensor in tensors:
-            sent = tensor.detach().to(device).contiguous()
-            dist.broadcast(sent, src=0)
-            tensor.detach().copy_(sent)
+    if not dist.is_initialized():
+        return
+    for tensor in tensors:
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.detach().copy_(sent)

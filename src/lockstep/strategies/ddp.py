@@ -1,6 +1,7 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are averaged in buckets during backward.
+"""DistributedDataParallel: each rank holds the whole model, backward averages the gradients.
 
-trainer=ddp (GPUs), trainer=ddp_sim (the same in CPU processes over gloo).
+trainer=ddp (GPUs), trainer=ddp_sim (the same in CPU processes over gloo). The gradients are
+averaged in buckets while backward still computes the others.
 """
 
 from typing import Any
@@ -11,15 +12,23 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import Ranks
 
-HOOKS = {"float32": None, "bfloat16": default_hooks.bf16_compress_hook, "float16": default_hooks.fp16_compress_hook}
+HOOKS = {
+    "float32": None,
+    "bfloat16": default_hooks.bf16_compress_hook,
+    "float16": default_hooks.fp16_compress_hook,
+}
 
 
 class DDP(Ranks):
-    """Lightning's DDPStrategy over a process group that exists already, without collectives in evaluation's forwards.
+    """Lightning's DDPStrategy over a process group that exists already.
+
+    Forwards of an evaluation need no collectives.
 
     Args:
-        gradient_dtype: float32, or bfloat16 or float16, in which gradients travel between ranks: half the bytes.
-        options: of DistributedDataParallel, as find_unused_parameters, static_graph and bucket_cap_mb.
+        gradient_dtype: float32, or bfloat16 or float16, in which gradients travel between ranks
+            with half the bytes.
+        options: of DistributedDataParallel, as find_unused_parameters, static_graph and
+            bucket_cap_mb.
     Raises:
         UserError: gradient_dtype is none of these.
     """
@@ -27,23 +36,35 @@ class DDP(Ranks):
     def __init__(self, gradient_dtype: str = "float32", **options: Any) -> None:
         if gradient_dtype not in HOOKS:
             raise UserError(f"trainer.gradient_dtype={gradient_dtype}: give {', '.join(HOOKS)}.")
-        # Gradients are views of the buckets: no second copy. Buffers are broadcast before an evaluation.
-        super().__init__(**{"gradient_as_bucket_view": True, "broadcast_buffers": False, **options})
+        defaults = {
+            # Gradients are views of the buckets, which saves a second copy of them.
+            "gradient_as_bucket_view": True,
+            # Ranks.on_validation_start broadcasts the buffers once for each evaluation.
+            "broadcast_buffers": False,
+        }
+        super().__init__(**{**defaults, **options})
         self.hook = HOOKS[gradient_dtype]
 
     def configure_ddp(self) -> None:
-        """Wrap the module; Lightning's own `ddp_comm_hook` is ignored on CPUs, where the tests compare losses."""
+        """Wrap the module, and compress the gradients.
+
+        Lightning ignores its `ddp_comm_hook` on CPUs, where the tests compare losses.
+        """
         DDPStrategy.configure_ddp(self)
         if self.hook:
             self.model.register_comm_hook(None, self.hook)
 
     def determine_ddp_device_ids(self) -> None:
-        """Return no device. With one, Lightning builds DDP in a stream of its own, and torch warns in every run."""
+        """Return no device, because torch warns in every run if Lightning passes one.
+
+        Lightning then builds DDP in a CUDA stream other than that of the training.
+        """
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """
         Raises:
-            UserError: a parameter gets no gradient, as in a GAN, whose parts are trained one after the other.
+            UserError: a parameter gets no gradient, as in a GAN, whose parts are trained one
+                after the other.
         """
         try:
             return super().training_step(*args, **kwargs)
@@ -51,6 +72,6 @@ class DDP(Ranks):
             if "parameters that were not used in producing" not in str(error):
                 raise
             raise UserError(
-                "Some parameters get no gradient in a step, and DDP waits for it: freeze them, remove them, or add "
-                "+trainer.strategy.find_unused_parameters=true."
+                "Some parameters get no gradient in a step, and DDP waits for it: freeze them, "
+                "remove them, or add +trainer.strategy.find_unused_parameters=true."
             ) from error

@@ -1,7 +1,8 @@
-"""Fully sharded data parallelism (FSDP2): each rank keeps 1/N of weights, gradients and optimizer state.
+"""Fully sharded data parallelism (FSDP2): each rank keeps 1/N of weights, gradients and optimizer.
 
-trainer=fsdp (GPUs), trainer=fsdp_sim (the same code in CPU processes over gloo). The weights of a block are gathered
-just before it computes, and freed after it. See https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+trainer=fsdp (GPUs), trainer=fsdp_sim (the same code in CPU processes over gloo). The weights of a
+block are gathered just before it computes, and freed after it.
+See https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
 import logging
@@ -30,12 +31,17 @@ LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedPrecision(SixteenBits):
-    """Train in bf16, or fp16 with loss scaling: shards and reduced gradients are float32, gathered weights 16 bits."""
+    """Train in bf16, or in fp16 with loss scaling.
 
-    __qualname__ = "MixedPrecision"  # names its state in checkpoints: either resumes from DDP's
+    Shards and reduced gradients are float32, gathered weights have 16 bits.
+    """
+
+    # Lightning stores a plugin's state under this name. With the name of Lightning's class, a run
+    # of DDP resumes under FSDP with its loss scale, and the other way round.
+    __qualname__ = "MixedPrecision"
 
     def forward_context(self) -> Any:
-        """No autocast: fully_shard casts weights and inputs."""
+        """Return no autocast, because fully_shard casts weights and inputs."""
         return nullcontext()
 
 
@@ -43,27 +49,40 @@ class FSDP(Ranks):
     """Shard each network of the LightningModule by fully_shard: its `shard_units()`, then itself.
 
     Args:
-        shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a
-            node, which pays off if the network between nodes is slow and the model fits one node.
-        reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
+        shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP). The
+            gathers stay inside a node, which pays off if the network between nodes is slow and
+            the model fits one node.
+        reshard_after_forward: free a unit's weights between forward and backward; False trades
+            memory for time.
     """
 
-    no_ema = "averaged weights would be a second sharded network, gathered in every validation and checkpoint"
+    no_ema = (
+        "averaged weights would be a second sharded network, gathered in every validation and "
+        "checkpoint"
+    )
     compiles_units = True
+    # Lightning then loads a checkpoint after setup(), into the shards.
+    restore_checkpoint_after_setup = True
 
     def __init__(self, shard_within_node: bool = False, reshard_after_forward: bool = True) -> None:
         super().__init__()
-        self.shard_within_node, self.reshard_after_forward = shard_within_node, reshard_after_forward
+        self.shard_within_node = shard_within_node
+        self.reshard_after_forward = reshard_after_forward
 
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision | None:
-        return ShardedPrecision(precision, device_type) if precision in LOW_PRECISION else None
+        if precision in LOW_PRECISION:
+            return ShardedPrecision(precision, device_type)
+        return None
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        per_node = len(self.parallel_devices)
-        shape = (self.world_size // per_node, per_node) if self.shard_within_node else (self.world_size,)
-        names = ("replicate", "shard")[-len(shape) :]
+        shape: tuple[int, ...] = (self.world_size,)
+        names: tuple[str, ...] = ("shard",)
+        if self.shard_within_node:
+            per_node = len(self.parallel_devices)
+            shape = (self.world_size // per_node, per_node)
+            names = ("replicate", "shard")
         self.device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     def setup(self, trainer) -> None:
@@ -71,9 +90,14 @@ class FSDP(Ranks):
         module = self.lightning_module
         self.model = self.precision_plugin.convert_module(module)
         networks = networks_of(module)
-        if not any(hasattr(net, "shard_units") for net in networks) and self.global_rank == 0:
-            log.info("The model does not define shard_units(): FSDP gathers all its weights at once and saves little.")
+        names_units = any(hasattr(net, "shard_units") for net in networks)
+        if not names_units and self.is_global_zero:
+            log.info(
+                "The model does not define shard_units(): FSDP gathers all its weights at once "
+                "and saves little."
+            )
         for net in networks:
+            # A second fit finds networks that are sharded already.
             if not isinstance(net, FSDPModule):
                 self._shard(net)
         self.model_to_device()
@@ -83,7 +107,8 @@ class FSDP(Ranks):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        self.lightning_module.to(self.root_device)  # what is sharded lies there already
+        """Move what is not sharded; the shards lie on the device already."""
+        self.lightning_module.to(self.root_device)
 
     def teardown(self) -> None:
         """Tear down without Lightning's move of the shards to the CPU."""
@@ -94,22 +119,35 @@ class FSDP(Ranks):
     def _shard(self, net: nn.Module) -> None:
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():
-            parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights
-        block = root = MixedPrecisionPolicy()
-        shard = partial(fully_shard, mesh=self.device_mesh, reshard_after_forward=self.reshard_after_forward)
+            # fully_shard refuses channels_last weights.
+            parameter.data = parameter.data.contiguous()
+
+        shard = partial(
+            fully_shard, mesh=self.device_mesh, reshard_after_forward=self.reshard_after_forward
+        )
+        unit_policy = MixedPrecisionPolicy()
+        net_policy = MixedPrecisionPolicy()
         if isinstance(self.precision_plugin, ShardedPrecision):
-            dtype, full = LOW_PRECISION[self.precision_plugin.precision], torch.float32
-            block = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full)
-            root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full, output_dtype=full)  # logits in float32
-            for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:  # statistics in float32
-                shard(layer, mp_policy=MixedPrecisionPolicy(full, full, output_dtype=dtype))
-        for unit in getattr(net, "shard_units", list)():
-            shard(unit, mp_policy=block)
-        shard(net, mp_policy=root)
+            low = LOW_PRECISION[self.precision_plugin.precision]
+            full = torch.float32
+            unit_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full)
+            # The logits are float32.
+            net_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full, output_dtype=full)
+            # BatchNorm computes its statistics in float32.
+            norm_policy = MixedPrecisionPolicy(full, full, output_dtype=low)
+            for layer in layers_with_statistics(net):
+                shard(layer, mp_policy=norm_policy)
+
+        for unit in units_of(net):
+            shard(unit, mp_policy=unit_policy)
+        shard(net, mp_policy=net_policy)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Skip gradient reduction; Lightning uses this for all but the last micro-batch of an accumulated step."""
+        """Skip the reduction of gradients.
+
+        Lightning enters this in all but the last micro-batch of an accumulated step.
+        """
         networks = networks_of(self.lightning_module)
         for net in networks:
             net.set_requires_gradient_sync(False)
@@ -119,68 +157,116 @@ class FSDP(Ranks):
             for net in networks:
                 net.set_requires_gradient_sync(True)
 
-    # --- checkpoints hold whole tensors: any strategy and world size can load them; every rank calls, rank 0 saves.
-    # torch's get_optimizer_state_dict is not used because it runs an optimizer step if the state is empty.
-
-    restore_checkpoint_after_setup = True
+    # Checkpoints hold whole tensors, so that any strategy and world size can load them. Every rank
+    # gathers, rank 0 saves. torch's get_optimizer_state_dict is not used, because it runs an
+    # optimizer step if the state is empty.
 
     def lightning_module_state_dict(self) -> State:
-        return self._whole(self.lightning_module.state_dict())
+        return self._gather(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
-        return {**state, "state": self._whole(state["state"])}
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        state = optimizer.state_dict()
+        return {**state, "state": self._gather(state["state"])}
 
-    def _whole(self, state: Mapping[Any, Any]) -> State:
+    def _gather(self, state: Mapping[Any, Any]) -> State:
+        """Return the whole state on rank 0, an empty one elsewhere; every rank must call it."""
         whole: State = gathered(state, self.is_global_zero)
         if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # copies from a GPU are only queued
-        return whole if self.is_global_zero else {}
+            # The copies from the GPU are only queued.
+            torch.cuda.current_stream().synchronize()
+        if not self.is_global_zero:
+            return {}
+        return whole
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        own = self.lightning_module.state_dict()
-        state = {name: sharded_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+        current = self.lightning_module.state_dict()
+        state = {
+            name: sharded_like(value, current.get(name))
+            for name, value in checkpoint["state_dict"].items()
+        }
         self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-            states = {
-                number: {name: sharded_like(value, parameters.get(number)) for name, value in values.items()}
-                for number, values in state["state"].items()
+        states = checkpoint["optimizer_states"]
+        for optimizer, whole in zip(self.optimizers, states, strict=True):
+            parameters: list[Tensor] = []
+            for group in optimizer.param_groups:
+                parameters.extend(group["params"])
+            # A checkpoint names each parameter by its number over all groups.
+            by_number = dict(enumerate(parameters))
+            sharded = {
+                number: _sharded_moments(moments, by_number.get(number))
+                for number, moments in whole["state"].items()
             }
-            optimizer.load_state_dict({**state, "state": states})
+            optimizer.load_state_dict({**whole, "state": sharded})
+
+
+def _sharded_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> State:
+    return {name: sharded_like(value, parameter) for name, value in moments.items()}
+
+
+def units_of(net: nn.Module) -> list[nn.Module]:
+    """Return the net's shard_units(); none if it does not define them."""
+    if hasattr(net, "shard_units"):
+        return net.shard_units()
+    return []
+
+
+def layers_with_statistics(net: nn.Module) -> list[nn.Module]:
+    return [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]
 
 
 def networks_of(module: nn.Module) -> list[Any]:
     """Return the children with parameters, and in place of a ModuleList or ModuleDict its members.
 
     Raises:
-        UserError: a parameter belongs directly to the module, so that no forward of a network gathers it.
+        UserError: a parameter belongs directly to the module, so that no forward of a network
+            gathers it.
     """
-    if own := [name for name, _ in module.named_parameters(recurse=False)]:
+    for name, _ in module.named_parameters(recurse=False):
         raise UserError(
-            f"The parameter {own[0]} lies on {type(module).__name__} itself, where FSDP does not gather it: put it "
-            "into a module with a forward, or choose trainer=ddp (on CPUs ddp_sim)."
+            f"The parameter {name} lies on {type(module).__name__} itself, where FSDP does not "
+            "gather it: put it into a module with a forward, or choose trainer=ddp "
+            "(on CPUs ddp_sim)."
         )
-    lists = (nn.ModuleList, nn.ModuleDict)
-    found = [net for child in module.children() for net in (child.children() if isinstance(child, lists) else [child])]
-    return [net for net in found if any(True for _ in net.parameters())]
+    networks: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            networks.extend(child.children())
+        else:
+            networks.append(child)
+    return [net for net in networks if any(True for _ in net.parameters())]
 
 
 def gathered(value: Any, keep: bool) -> Any:
-    """Return copies in CPU memory of tensors in dicts, of sharded ones whole if `keep`; every rank must call it."""
+    """Return copies in CPU memory of the tensors in dicts; every rank must call it.
+
+    Args:
+        keep: whether a sharded tensor becomes a whole one (else None).
+    """
     if isinstance(value, dict):
         return {name: gathered(part, keep) for name, part in value.items()}
     if isinstance(value, DTensor):
-        value = value.detach().full_tensor()
-        return value.to("cpu", non_blocking=True) if keep else None
-    return value.detach().to("cpu", copy=True, non_blocking=True) if isinstance(value, Tensor) else value
+        whole = value.detach().full_tensor()
+        if not keep:
+            return None
+        return whole.to("cpu", non_blocking=True)
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True, non_blocking=True)
+    return value
 
 
-def sharded_like(value: Any, own: Any) -> Any:
-    """Return `value` (full, equal on every rank) sharded like `own`; unchanged if `own` is not sharded."""
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or value.shape != own.shape:
-        return value  # as the count of steps
-    whole = value.detach().to(torch.device(own.device_mesh.device_type))
-    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+def sharded_like(value: Any, sharded: Any) -> Any:
+    """Return `value` (whole, equal on every rank) cut as the tensor `sharded` is.
+
+    What has no such counterpart stays, such as the count of steps.
+    """
+    if not isinstance(sharded, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != sharded.shape:
+        return value
+    mesh = sharded.device_mesh
+    whole = value.detach().to(torch.device(mesh.device_type))
+    return distribute_tensor(whole, mesh, sharded.placements, src_data_rank=None)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-
-WITHOUT_GPUS = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_sim", "dp": "ddp_sim"}
+from lockstep.runs.provenance import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,40 @@ def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]
     if devices is not None and (not isinstance(devices, int) or devices < 1):
         raise UserError(f"trainer.devices={devices!r}: give a number from 1 on, or auto.")
     accelerator = str(trainer["accelerator"])
-    if stages := trainer.get("stage_devices"):
-        accelerator = "cpu" if str(stages[0]).startswith("cpu") else "gpu"
+    needed = gpus_needed(trainer, devices or 1)
+    process_devices = trainer.get("process_devices")
+    if isinstance(process_devices, list):
+        accelerator = "cpu" if str(process_devices[0]).startswith("cpu") else "gpu"
     elif accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
-    needed = (trainer["num_gpus"] or 2) if "num_gpus" in trainer else devices or 1
     if accelerator == "gpu" and gpus < needed:
         has = f"{gpus or 'no'} GPU{'s' if gpus > 1 else ''}"
         raise UserError(
             f"trainer={name} asks for {needed} GPU{'s' if needed > 1 else ''} and this machine has {has}: "
-            f"trainer={WITHOUT_GPUS.get(name, 'cpu')} works here."
+            f"trainer={option_for_cpus(name)} works here."
         )
     return accelerator, RequestedDevices(devices, num_nodes, not is_one, gpus if accelerator == "gpu" else 1)
+
+
+def gpus_needed(trainer: Config, devices: int) -> int:
+    """Return the number of GPUs of a node that a trainer needs, if it runs on GPUs.
+
+    Args:
+        devices: the processes on each node.
+    """
+    process_devices = trainer.get("process_devices", devices)
+    if isinstance(process_devices, int):
+        return process_devices
+    # The strategy itself checks the names of its devices, and that `null` leaves it enough of them
+    # where it runs on CPUs too.
+    if process_devices or trainer["accelerator"] != "gpu":
+        return 1
+    return 2
+
+
+def option_for_cpus(name: str) -> str:
+    """Return the option that a machine without the GPUs of trainer=NAME can run."""
+    simulated = f"{name}_sim"
+    if (REPOSITORY / "configs" / "trainer" / f"{simulated}.yaml").is_file():
+        return simulated
+    return "cpu"

@@ -18,25 +18,43 @@ def recompute_activations(net: nn.Module) -> None:
     """Recompute the net's `shard_units()`; their names, parameters and values stay.
 
     Raises:
-        UserError: the net names no units, or one of them has BatchNorm, whose statistics would count twice.
+        UserError: the net names no units, or one of them has BatchNorm.
     """
-    units: list[nn.Module] = getattr(net, "shard_units", list)()
-    has_norm = any(isinstance(layer, BATCH_NORMS) for unit in units for layer in unit.modules())
-    if not units or has_norm:
-        why = "computes BatchNorm's statistics twice" if has_norm else f"needs shard_units() of {type(net).__name__}"
-        raise UserError(f"trainer.activation_checkpointing=true {why}: leave it off for this model.")
+    units: list[nn.Module] = []
+    if hasattr(net, "shard_units"):
+        units = net.shard_units()
+    if not units:
+        raise _refusal(f"needs shard_units() of {type(net).__name__}")
+    # A second forward would count each batch twice in the running statistics.
+    if any(has_batch_norm(unit) for unit in units):
+        raise _refusal("computes BatchNorm's statistics twice")
     for unit in units:
         unit.__class__ = _recomputed(type(unit))
 
 
+def has_batch_norm(unit: nn.Module) -> bool:
+    return any(isinstance(layer, BATCH_NORMS) for layer in unit.modules())
+
+
+def _refusal(reason: str) -> UserError:
+    return UserError(
+        f"trainer.activation_checkpointing=true {reason}: leave it off for this model."
+    )
+
+
 @cache
-def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that recomputes; DataParallel's replicas and averaged copies have it too."""
+def _recomputed(unit_class: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass that recomputes.
+
+    A class, because replicas of DataParallel and averaged copies of the net keep it.
+    """
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        original = super(subclass, self).forward
         if torch.is_grad_enabled():
-            return checkpoint(super(found, self).forward, *inputs, use_reentrant=False, **named)
-        return super(found, self).forward(*inputs, **named)
+            return checkpoint(original, *inputs, use_reentrant=False, **named)
+        return original(*inputs, **named)
 
-    found = type(f"Recomputed{cls.__name__}", (cls,), {"forward": forward, "__module__": cls.__module__})
-    return found
+    members = {"forward": forward, "__module__": unit_class.__module__}
+    subclass = type(f"Recomputed{unit_class.__name__}", (unit_class,), members)
+    return subclass

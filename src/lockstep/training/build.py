@@ -1,7 +1,6 @@
 """Build the parts of a run that follow from its plan: strategy, net, loggers, callbacks, and all together."""
 
 import logging
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,8 +18,7 @@ from lockstep.runs.config import model_name, seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.storage.load import Checkpoint
 from lockstep.strategies.base import capabilities
-from lockstep.strategies.data_parallel import DataParallel
-from lockstep.strategies.model_parallel import ModelParallel
+from lockstep.strategies.ddp import DDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training.build_data import DataFacts, build_data, data_facts
@@ -74,17 +72,24 @@ def build_strategy(plan: RunPlan) -> Any:
     Raises:
         UserError: it cannot do what the trainer's options ask for, or this machine lacks what it needs.
     """
-    own = plan.trainer
-    known = {"timeout": timedelta(seconds=own["timeout_s"]), "device": device_of(plan)}
-    node = own["strategy"] or ({"_target_": "lockstep.strategies.ddp.DDP"} if plan.cluster.world_size > 1 else None)
-    strategy = build(node, known) if node else "auto"
-    able = capabilities(strategy)
-    if own["compile"] not in (False, None, "auto") and not able.supports_compile:
-        raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
-    if own["ema_decay"] and able.no_ema:
+    strategy: Any = "auto"
+    if plan.trainer["strategy"]:
+        strategy = build(plan.trainer["strategy"])
+    elif plan.cluster.world_size > 1:
+        strategy = DDP()
+
+    supports = capabilities(strategy)
+    is_compile_asked = plan.trainer["compile"] not in (False, None, "auto")
+    if is_compile_asked and not supports.supports_compile:
         raise UserError(
-            f"trainer.ema_decay={own['ema_decay']} cannot average weights under {type(strategy).__name__}, where "
-            f"{able.no_ema}: leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
+            "trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp."
+        )
+    ema_decay = plan.trainer["ema_decay"]
+    if ema_decay and supports.no_ema:
+        raise UserError(
+            f"trainer.ema_decay={ema_decay} cannot average weights under "
+            f"{type(strategy).__name__}, where {supports.no_ema}: leave it out, or choose "
+            "trainer=ddp (on CPUs ddp_sim)."
         )
     return strategy
 
@@ -96,7 +101,7 @@ def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any, compiled: 
         UserError: the strategy spreads a net that the module does not have, or BatchNorm would get single images.
     """
     own, cluster = plan.trainer, plan.cluster
-    if not hasattr(module, "net") and isinstance(strategy, ModelParallel | DataParallel):
+    if not hasattr(module, "net") and capabilities(strategy).spreads_net:
         raise UserError(
             f"trainer={plan.choices.get('trainer')} spreads the attribute `net` of a LightningModule, which "
             f"{type(module).__name__} lacks: name its network self.net, or choose trainer=ddp (on CPUs ddp_sim)."

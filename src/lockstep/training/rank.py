@@ -134,9 +134,13 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
 
 def device_of(plan: RunPlan) -> torch.device:
     """Return the device of this rank's data and of the first layers of its net."""
-    stages = plan.trainer.get("stage_devices")
-    name = str(stages[0]) if stages else f"cuda:{plan.cluster.local_rank or 0}" if plan.accelerator == "gpu" else "cpu"
-    return torch.device("cuda:0" if name == "cuda" else name)
+    process_devices = plan.trainer.get("process_devices")
+    if isinstance(process_devices, list):
+        first = str(process_devices[0])
+        return torch.device("cuda:0" if first == "cuda" else first)
+    if plan.accelerator == "gpu":
+        return torch.device("cuda", plan.cluster.local_rank or 0)
+    return torch.device("cpu")
 
 
 def set_breakpoints(cluster: Cluster) -> None:

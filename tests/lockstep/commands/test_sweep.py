@@ -73,7 +73,7 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
         (2, "5,7", {}, None, (2, ["5", "7"])),
         (4, None, {"devices": 2}, None, (2, ["0,1", "2,3"])),
         (4, None, {"accelerator": "cpu"}, None, (1, [])),
-        (2, None, {"devices": 1, "num_gpus": 2}, None, (1, [])),
+        (2, None, {"devices": 1, "process_devices": None}, None, (1, [])),
         (0, None, {}, 3, (3, [])),
     ],
 )

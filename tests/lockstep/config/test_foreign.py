@@ -68,6 +68,13 @@ def test_nor_does_any_other_key(composed_once):
         assert not {*others} & {*found}, value
 
 
+def test_a_foreign_config_chooses_no_peers_to_train_with():
+    theirs = stored("trainer=hivemind", "trainer.initial_peers=[/ip4/1.2.3.4/tcp/1]")
+    taken, rejected = accepted(theirs, OF_CHECKPOINT, "It")
+    assert "trainer" not in taken["choices"] and "trainer" not in taken
+    assert "trainer=hivemind" in rejected
+
+
 def test_nothing_outside_the_roots_is_taken_and_a_place_is_left_to_this_machine():
     before = stored(
         "s3.uri=s3://theirs/x", "paths.logbook_dir=/etc", "logger=wandb", "+callbacks.mine={_target_: os.system}",

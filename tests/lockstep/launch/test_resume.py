@@ -97,6 +97,21 @@ def test_keys_that_only_the_older_version_had_are_left_out_and_new_ones_get_thei
     assert not {"gone"} & {*now, *now["data"], *now["callbacks"]["checkpoints"]}
 
 
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ("lockstep.strategies.allreduce.AllReduce", "strategies.allreduce.AllReduce"),
+        ("lockstep.strategies.ddp.DDP", "lockstep.strategies.ddp.DDP"),
+    ],
+)
+def test_a_stored_class_is_kept_unless_its_module_has_moved(stored, expected, tmp_path):
+    before = leave_run(tmp_path, "r", "trainer=allreduce_sim")
+    before["trainer"]["strategy"]["_target_"] = stored
+    (tmp_path / "train/runs/r/config.yaml").write_text(yaml.safe_dump(before))
+    now = plain(resumed(tmp_path, "resume=r"))
+    assert now["trainer"]["strategy"]["_target_"] == expected
+
+
 def test_learning_rates_are_not_scaled_twice_and_accumulation_follows_the_ranks(tmp_path):
     leave_run(
         tmp_path, "r", "optimizer.scale_lr_with_batch=true", "optimizer.lr=0.5", "trainer.accumulate_grad_batches=4"

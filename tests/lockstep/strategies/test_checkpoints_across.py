@@ -1,8 +1,21 @@
 """A checkpoint written under any strategy and world size loads under any other."""
 
 import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
 
-from strategy_runs import adamw, difference, mean_losses, one, plain_sgd, ranks, ranks_all, scale, sgd, worst
+from strategy_runs import (
+    adamw,
+    difference,
+    mean_losses,
+    one,
+    plain_sgd,
+    ranks,
+    ranks_all,
+    scale,
+    sgd,
+    worst,
+)
 
 SAVED = {
     "one process": lambda path, **s: [one(save=path, **s)],
@@ -16,7 +29,9 @@ LOADED = {2: ["ddp", "fsdp"], 3: ["allreduce", "fsdp"]}
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param(sgd, marks=pytest.mark.slow), plain_sgd, adamw], ids=["sgd", "no state", "adamw"]
+    "optimizer",
+    [pytest.param(sgd, marks=pytest.mark.slow), plain_sgd, adamw],
+    ids=["sgd", "no state", "adamw"],
 )
 def test_saved_under_one_strategy_tested_and_resumed_under_the_others(saved, optimizer, tmp_path):
     path = tmp_path / "epoch1.ckpt"
@@ -48,9 +63,12 @@ def test_fsdp_saved_on_two_ranks_goes_on_bit_equal_on_two_and_close_on_four(tmp_
     assert mean_losses(four) == pytest.approx(mean_losses(whole)[6:], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_scaler_goes_from_ddp_names_to_fsdp(tmp_path):
+def test_fsdp_stores_its_loss_scale_under_the_name_of_ddps(tmp_path):
     path = tmp_path / "scaled.ckpt"
-    ranks("fsdp", 2, precision="16-mixed", overflow_at=2, save=path)
-    found = ranks("fsdp", 2, precision="16-mixed", epochs=2, resume=path, inspect=scale)
-    assert [r["inspect"] for r in found] == [32768.0, 32768.0]
+    scaled = {"precision": "16-mixed", "inspect": scale}
+    runs = [{"overflow_at": 2, "save": path}, {"epochs": 2, "resume": path}]
+    _, resumed = ranks_all(2, [("fsdp", {**scaled, **run}) for run in runs])
+    # An overflow halves the first scale of 65536.
+    assert [result["inspect"] for result in resumed] == [32768.0, 32768.0]
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint[MixedPrecision.__qualname__]["scale"] == 32768.0

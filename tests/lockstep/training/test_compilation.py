@@ -9,9 +9,9 @@ from torch import nn
 
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
-from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.training import compilation
 from lockstep.training.compilation import EagerEvaluation, is_compiled
+from strategies.model_parallel import ModelParallel
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch import nn
 
 from local_ranks import local_cluster
 from lockstep.runs.errors import UserError
-from lockstep.strategies.model_parallel import ModelParallel, balanced_cut, checked_devices, cut_into_groups
 from models.alexnet import AlexNetBN
+from strategies.model_parallel import ModelParallel, balanced_cut, checked_devices, cut_into_groups
 from strategy_runs import difference, fit, one
 from tasks.classifier import ImageClassifier
 
@@ -24,7 +24,13 @@ def split(**settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"accumulate": 2}, {"clip": 0.5}, {"own": {"micro_batches": 5}}, {"own": {"stage_devices": ["cpu"] * 4}}],
+    [
+        {},
+        {"accumulate": 2},
+        {"clip": 0.5},
+        {"own": {"micro_batches": 5}},
+        {"own": {"stage_devices": ["cpu"] * 4}},
+    ],
     ids=str,
 )
 def test_equals_one_process_in_float64(settings):
@@ -36,9 +42,15 @@ def test_equals_one_process_in_float64(settings):
 def test_checkpoints_go_both_ways(tmp_path):
     split(save=tmp_path / "split.ckpt")
     one(save=tmp_path / "whole.ckpt")
-    states = [torch.load(tmp_path / name, weights_only=True)["state_dict"] for name in ("split.ckpt", "whole.ckpt")]
+    states = [
+        torch.load(tmp_path / name, weights_only=True)["state_dict"]
+        for name in ("split.ckpt", "whole.ckpt")
+    ]
     assert states[0].keys() == states[1].keys()
-    tests = one(test=True, resume=tmp_path / "split.ckpt"), split(test=True, resume=tmp_path / "whole.ckpt")
+    tests = (
+        one(test=True, resume=tmp_path / "split.ckpt"),
+        split(test=True, resume=tmp_path / "whole.ckpt"),
+    )
     assert tests[0]["test"] == tests[1]["test"]
     more = {"epochs": 2, "resume": tmp_path / "split.ckpt"}
     assert difference([split(**more)], one(**more)) < 1e-12
@@ -73,7 +85,10 @@ TWO_HERE = "must name two devices or more of this machine"
     [
         (lambda: cut_into_groups(Stages(3, 1), 2), "Stages.*layers.1.weight"),
         (lambda: cut_into_groups(Stages(3, 3), 4), "3 stages, fewer than .* 4"),
-        *((partial(cut_into_groups, Stages(4, 4), 2, cut), NO_CUT) for cut in ([], [0], [4], [2, 1], ["a"], [1.5])),
+        *(
+            (partial(cut_into_groups, Stages(4, 4), 2, cut), NO_CUT)
+            for cut in ([], [0], [4], [2, 1], ["a"], [1.5])
+        ),
         (lambda: checked_devices(["cpu"]), TWO_HERE),
         (lambda: checked_devices(["cpu", "cuda:63"]), TWO_HERE),
         (lambda: checked_devices(["cpu", "toaster"]), "stage_devices"),

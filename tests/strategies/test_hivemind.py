@@ -15,10 +15,10 @@ import torch
 
 from lockstep.data.batches import TrainBatches
 from lockstep.runs.errors import UserError
-from lockstep.strategies import hivemind
-from lockstep.strategies.hivemind import Hivemind, clip_before_step, initialise_state
+from strategies import hivemind
+from strategies.hivemind import Hivemind, clip_before_step, device_of_peer, initialise_state
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 14  # of five steps of the swarm
 missing = importlib.util.find_spec("hivemind") is None
 
@@ -62,6 +62,20 @@ def test_what_the_swarm_steps_on_is_clipped(largest_norm):
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "has_gpu", "expected"),
+    [
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda:0"),
+        ("cpu", True, "cpu"),
+        ("gpu", True, "cuda:0"),
+    ],
+)
+def test_a_peer_computes_where_the_trainers_accelerator_says(name, has_gpu, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert device_of_peer(name) == torch.device(expected)
+
+
 def test_each_peer_has_an_order_of_its_own(monkeypatch):
     monkeypatch.setattr(hivemind.importlib.util, "find_spec", lambda name: object())
     orders = []
@@ -80,9 +94,17 @@ class Peer:
     def __init__(self, folder, name, address=()):
         self.log = folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
-        command = [sys.executable, str(ROOT / "tests/harness/swarm_peer.py"), str(EPOCHS), str(folder), *address]
+        command = [
+            sys.executable,
+            str(ROOT / "tests/harness/swarm_peer.py"),
+            str(EPOCHS),
+            str(folder),
+            *address,
+        ]
         with self.log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment
+            )
 
     def wait_for(self, pattern):
         deadline = time.monotonic() + 120
@@ -93,10 +115,14 @@ class Peer:
 
     def result(self):
         assert self.process.wait(300) == 0, self.log.read_text()
-        return json.loads([line for line in self.log.read_text().splitlines() if line.startswith("{")][-1])
+        return json.loads(
+            [line for line in self.log.read_text().splitlines() if line.startswith("{")][-1]
+        )
 
 
-@pytest.mark.skipif(missing, reason="hivemind is not installed: pip install -r requirements-hivemind.txt")
+@pytest.mark.skipif(
+    missing, reason="hivemind is not installed: pip install -r requirements-hivemind.txt"
+)
 def test_two_peers_a_late_third_and_a_killed_one(tmp_path):
     first = Peer(tmp_path, "first")
     address = [first.wait_for(r"initial_peers=\[([^\],]+)")[1]]

@@ -1,0 +1,42 @@
+"""Data parallelism by hand, to read before DDP (trainer=allreduce, trainer=allreduce_sim).
+
+Every rank holds the whole model and sees its part of the global batch. Three things make N ranks
+one: equal weights at the start; after backward every gradient summed over the ranks; and divided
+by their number. DDP does the same in buckets while backward still runs: faster, and harder to see.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from lockstep.strategies.base import Ranks, broadcast_from_rank_zero
+
+
+class AllReduce(Ranks):
+    is_last_micro_batch = True
+
+    def model_to_device(self) -> None:
+        self.model.to(self.root_device)
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        broadcast_from_rank_zero(tensors, self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Add gradients up without exchanging them.
+
+        Lightning enters this in all micro-batches of an accumulated step but the last.
+        """
+        self.is_last_micro_batch = False
+        yield
+        self.is_last_micro_batch = True
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        if not self.is_last_micro_batch:
+            return
+        # The ranks' batches are equal, so the mean over ranks is the global batch's gradient.
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.world_size

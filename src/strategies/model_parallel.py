@@ -1,0 +1,212 @@
+"""Split the net into stages on several devices of one process (trainer=model_parallel).
+
+The devices work one after the other. With micro-batches the next one enters the first stage while
+the last stage still computes; this needs GPUs, whose kernels run asynchronously.
+`trainer.stage_devices=[cpu,cpu]` runs the same code without a GPU.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lockstep.runs.errors import UserError
+from lockstep.strategies.base import Capabilities
+
+
+class ModelParallel(Capabilities, SingleDeviceStrategy):
+    """Weights keep their names: checkpoints are those of the unsplit model.
+
+    Args:
+        stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all
+            GPUs.
+        micro_batches: the number of parts in which a batch goes through the stages.
+        cut: the stages with which the second device, the third, … begin, as [5]; None: balance
+            the parameters.
+    Raises:
+        UserError: fewer than two devices, devices that this machine lacks, a net with fewer
+            stages than devices.
+    """
+
+    no_ema = "the averaged copy would lie on one device, which the stages are there to avoid"
+    spreads_net = True
+    supports_compile = False
+
+    def __init__(
+        self,
+        stage_devices: list[str] | None = None,
+        micro_batches: int = 1,
+        cut: list[int] | None = None,
+    ) -> None:
+        if micro_batches < 1:
+            raise UserError(
+                f"trainer.micro_batches={micro_batches}: give a whole number from 1 on."
+            )
+        self.process_devices = checked_devices(stage_devices)
+        super().__init__(device=self.process_devices[0])
+        self.micro_batches = micro_batches
+        self.cut = cut
+
+    def model_to_device(self) -> None:
+        """Move each group of stages to its device, and other parts of the module to the first."""
+        module = self.lightning_module
+        net = module.net
+        if not hasattr(net, "stages"):
+            raise UserError(
+                f"{type(net).__name__} names no stages(): trainer=model_parallel cannot cut it."
+            )
+        groups = cut_into_groups(net, len(self.process_devices), self.cut)
+
+        # The whole net may not fit on the first device.
+        module.net = nn.Identity()
+        module.to(self.root_device)
+        module.net = net
+        for group, device in zip(groups, self.process_devices, strict=True):
+            group.to(device)
+        net.__dict__["forward"] = Pipeline(groups, self.process_devices, self.micro_batches)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each state to its parameter's device; Lightning moves all of them to the first."""
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        self.lightning_module.net.__dict__.pop("forward", None)
+        super().teardown()
+
+
+class Pipeline:
+    """Run the net's forward: micro-batches pass through the stages one after the other.
+
+    The logits return to the first device.
+    """
+
+    def __init__(
+        self, groups: list[nn.Module], devices: list[torch.device], micro_batches: int
+    ) -> None:
+        self.groups = groups
+        self.micro_batches = micro_batches
+        self.steps = [*zip(groups, devices, strict=True), (nn.Identity(), devices[0])]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        parts = images.tensor_split(min(self.micro_batches, len(images)))
+        return torch.cat([self._through_all_stages(part) for part in parts])
+
+    def _through_all_stages(self, x: Tensor) -> Tensor:
+        for group, device in self.steps:
+            x = group(_moved(x, device, group))
+        return x
+
+
+def _moved(x: Tensor, device: torch.device, group: nn.Module) -> Tensor:
+    """Return a stage's input on its device."""
+    if device.type != "cpu":
+        return x.to(device, non_blocking=True)
+    # Wait for the copy, because a CPU would read values that have not arrived.
+    x = x.to(device)
+    # A GPU's autocast does not reach a CPU: bf16 meets float32 weights.
+    weight = next(group.parameters(), None)
+    if weight is not None:
+        x = x.to(weight.dtype)
+    return x
+
+
+def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) -> list[nn.Module]:
+    """Return the net's stages in `count` groups.
+
+    Raises:
+        UserError: the stages do not hold each parameter once, or cannot be cut so.
+    """
+    stages = net.stages()
+    check_stages(net, stages)
+    if count > len(stages):
+        raise UserError(
+            f"The model has {len(stages)} stages, fewer than trainer.stage_devices has devices: "
+            f"{count}."
+        )
+    balanced = balanced_cut([size_of(stage) for stage in stages], count)
+    starts = balanced if cut is None else cut
+    bounds = [0, *starts, len(stages)]
+    if len(bounds) != count + 1 or not are_rising_integers(bounds):
+        raise UserError(
+            f"trainer.cut={cut} does not cut {len(stages)} stages into {count}: give {count - 1} "
+            f"rising numbers from 1 to {len(stages) - 1}, as {balanced}."
+        )
+    return [nn.Sequential(*stages[start:end]) for start, end in pairwise(bounds)]
+
+
+def check_stages(net: nn.Module, stages: list[nn.Module]) -> None:
+    """Refuse stages that miss a parameter of the net, or hold one twice."""
+    owners: Counter[int] = Counter()
+    for stage in stages:
+        owners.update(id(parameter) for parameter in stage.parameters())
+    wrong = [name for name, parameter in net.named_parameters() if owners[id(parameter)] != 1]
+    if wrong:
+        raise UserError(
+            f"{type(net).__name__}.stages() does not hold each parameter once: "
+            f"{', '.join(wrong[:3])}."
+        )
+
+
+def size_of(stage: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in stage.parameters())
+
+
+def are_rising_integers(bounds: list[Any]) -> bool:
+    if not all(isinstance(bound, int) for bound in bounds):
+        return False
+    return all(start < end for start, end in pairwise(bounds))
+
+
+def balanced_cut(costs: list[int], parts: int) -> list[int]:
+    """Return the first stage of the second part, the third, …
+
+    The most expensive part is as cheap as possible.
+
+    >>> balanced_cut([1, 1, 1, 9, 1, 1], 2)
+    [3]
+    """
+
+    @cache
+    def best(count: int, parts: int) -> tuple[int, list[int]]:
+        """Return the cost of the most expensive part of the first `count` stages, and the cut."""
+        if parts == 1:
+            return sum(costs[:count]), []
+        choices = []
+        for start in range(parts - 1, count):
+            cost, cut = best(start, parts - 1)
+            last = sum(costs[start:count])
+            choices.append((max(cost, last), [*cut, start]))
+        return min(choices)
+
+    return best(len(costs), parts)[1]
+
+
+def checked_devices(names: list[str] | None) -> list[torch.device]:
+    """Return two devices of this machine or more, by default all GPUs."""
+    gpus = torch.cuda.device_count()
+    all_gpus = [f"cuda:{index}" for index in range(gpus)]
+    try:
+        devices = [torch.device(name) for name in names or all_gpus]
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"trainer.stage_devices={names}: {reason}") from None
+    if len(devices) < 2 or not all(_exists(device, gpus) for device in devices):
+        example = "[cuda:0,cpu]" if gpus else "[cpu,cpu]"
+        raise UserError(
+            f"trainer.stage_devices={names or 'null'} must name two devices or more of this "
+            f"machine, which has {gpus} GPUs: {example} works."
+        )
+    return devices
+
+
+def _exists(device: torch.device, gpus: int) -> bool:
+    if device.type != "cuda":
+        return True
+    return (device.index or 0) < gpus
