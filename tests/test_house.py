@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 SRC = Path(__file__).resolve().parents[1] / "src"
 FLOORS = (
     {"runs"},
+    {"config"},
     {"storage", "data"},
-    {"config", "strategies", "callbacks", "logbook"},
+    {"strategies", "callbacks", "logbook"},
     {"launch", "commands"},
     {"training"},
     {"batch_size"},

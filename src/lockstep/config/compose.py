@@ -178,6 +178,18 @@ def _of_choices(config_name: str, words: tuple[str, ...]) -> Any:
     return _compose(config_name, list(words), _config_folders(list(words)))
 
 
+def defaults_of(config: Config) -> dict[str, Any]:
+    """Return the config of a run's chosen options alone, with interpolations as they are written."""
+    search = [word for word in map(str, config.get("overrides") or ()) if key_of(word) == "hydra.searchpath"]
+    folders = _config_folders(search)
+    words = []
+    for group, name in (config.get("choices") or {}).items():
+        is_recipe = group in ("experiment", "debug")
+        if name and not is_recipe and is_group(group, folders) and not missing_option(group, str(name), folders):
+            words.append(f"{group}={name}")
+    return unresolved(_of_choices("train", (*search, *words)))
+
+
 def is_choice(word: str, folders: tuple[Path, ...]) -> bool:
     """Return whether an override chooses an option (`model=alexnet`) rather than sets a value."""
     return "=" in word and not word.startswith("~") and is_group(key_of(word), folders)

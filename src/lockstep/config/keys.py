@@ -208,6 +208,12 @@ def is_carried_over(key: str) -> bool:
     return kind_of(key) is not START or key == WEIGHTS_AT_START
 
 
+def is_told_of_a_run(key: str) -> bool:
+    """Return whether the page of a run tells that the command line changed its recipe's value."""
+    kind = kind_of(key)
+    return kind not in (START, PLACE, OUTPUT) or root_of(key) in ("callbacks", "logger")
+
+
 def is_left_out_of_trials(key: str) -> bool:
     """Return whether a run of a few steps, for a batch or as a dry run, leaves an override out."""
     return kind_of(key) is START or root_of(key) in LEFT_OUT_OF_TRIALS
