@@ -25,7 +25,9 @@ class Change:
         return f"was {_shown(self.before)}, now {_shown(self.now)}"
 
 
-def changes_of(before: Config, now: Config, defaults_of: Callable[[Config], Config]) -> list[Change]:
+def changes_of(
+    before: Config, now: Config, defaults_of: Callable[[Config], Config]
+) -> list[Change]:
     """Return the options that a resume changes, of those that count for the training.
 
     An option that one config lacks is no change if another version of the code explains it.

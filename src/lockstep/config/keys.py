@@ -149,6 +149,10 @@ PLACEMENT = ("trainer.launch", "trainer.strategy", ACCUMULATION, *RESOLVED)
 LABELS = ("logbook", "tags", "test")
 # A run of a few steps has none of these.
 LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
+# The images, as the command line names them; data=NAME is a choice of them too.
+IMAGES = ("data.root", "data.images", "data.*dataset")
+# Jobs of a sweep that differ in these alone repeat one configuration.
+REPEATS = ("data.fold", "data.seed", "seed")
 # The lengths of a training, over which a schedule stretches.
 LENGTHS = ("trainer.max_epochs", "trainer.max_steps")
 
@@ -217,6 +221,11 @@ def is_told_of_a_run(key: str) -> bool:
 def is_left_out_of_trials(key: str) -> bool:
     """Return whether a run of a few steps, for a batch or as a dry run, leaves an override out."""
     return kind_of(key) is START or root_of(key) in LEFT_OUT_OF_TRIALS
+
+
+def names_images(key: str) -> bool:
+    """Return whether an override names the images that are read."""
+    return key == "data" or any(is_below(key, pattern) for pattern in IMAGES)
 
 
 def is_placement(key: str) -> bool:

@@ -86,7 +86,11 @@ def repeatable(words: Sequence[str], stored: Config, values: Config, fresh: Conf
     before = [str(word) for word in stored.get("overrides") or ()]
     set_now = {key_of(word) for word in words}
     removed_then = [word for word in before if word.startswith("~") and key_of(word) not in set_now]
-    removals = {word: _has(values, fresh, key_of(word)) for word in [*removed_then, *words] if word.startswith("~")}
+    removals = {
+        word: _has(values, fresh, key_of(word))
+        for word in [*removed_then, *words]
+        if word.startswith("~")
+    }
     repeated = _scaling_repeated(words, before)
     changes = [word for word in removed_then if removals[word]]
     for word in words:
@@ -132,7 +136,9 @@ def _without_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
     return {key: value for key, value in taken.items() if not keys.is_placement(f"trainer.{key}")}
 
 
-def _with_rates_scaled_once(optimizer: Config, stored: Config, words: Sequence[str]) -> dict[str, Any]:
+def _with_rates_scaled_once(
+    optimizer: Config, stored: Config, words: Sequence[str]
+) -> dict[str, Any]:
     """Return the optimizer's values of a config whose rates are scaled already."""
     is_scaled_now = any(key_of(word) == keys.SCALES_RATES for word in words)
     if is_scaled_now and "overrides" not in stored:
@@ -148,7 +154,9 @@ def _scaling_repeated(words: Sequence[str], before: Sequence[str]) -> set[str]:
 
     Its values hold the scaled rates: they would be scaled twice.
     """
-    repeated = {word for word in words if word in before and keys.root_of(key_of(word)) == "optimizer"}
+    repeated = {
+        word for word in words if word in before and keys.root_of(key_of(word)) == "optimizer"
+    }
     is_scaled = any(key_of(word) == keys.SCALES_RATES for word in repeated)
     return {word for word in repeated if "." in key_of(word)} if is_scaled else set()
 
