@@ -79,12 +79,19 @@ def _is_of_version(
     A key that is new has the default of its yaml. One that is gone is in no yaml, no override states it, and its class
     was not asked to take it.
     """
+    if _is_chosen_anew(keys.root_of(change.key), before, now):
+        return False
     is_typed = any(_is_stated(change.key, config) for config in (before, now))
     default = _at(defaults_of(now), change.key)
     if change.before is ABSENT:
         is_derived = isinstance(default, str) and "${" in default
         return default == change.now or (is_derived and not is_typed)
     return default is ABSENT and not is_typed and keys.root_of(change.key) not in CLASS_GROUPS
+
+
+def _is_chosen_anew(group: str, before: Config, now: Config) -> bool:
+    choices_before, choices_now = (config.get("choices") or {} for config in (before, now))
+    return group in choices_before and choices_before[group] != choices_now.get(group)
 
 
 def _is_stated(key: str, config: Config) -> bool:
