@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import run_script
+from lockstep.config import keys
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.config.foreign import stored_config
 from lockstep.config.schema import key_of
@@ -23,8 +24,6 @@ from lockstep.storage.fetch import locate_checkpoint
 
 log = logging.getLogger(__name__)
 
-FINDERS = ("ckpt_path", "paths", "s3")  # keys that locate the checkpoint
-OWN = (*FINDERS, "tags", "run_id", "test", "resume", "sweep_dir", "logbook", "verbose", "quiet")  # not the training's
 IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")  # the training's
 
 
@@ -60,7 +59,7 @@ def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
     Raises:
         UserError: no checkpoint is named, it cannot be found or read, or it has no config.
     """
-    composed = plain(compose("train", [word for word in words if key_of(word).split(".")[0] in (*FINDERS, "hydra")]))
+    composed = plain(compose("train", [word for word in words if keys.finds_run(key_of(word))]))
     if not composed["ckpt_path"]:
         raise UserError("eval needs a checkpoint. Pass ckpt_path=<run_id>, ckpt_path=FILE or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
@@ -78,7 +77,7 @@ def for_evaluation(stored: Config) -> Config:
     """Return the part of a run's config that counts in an evaluation, which runs in one process by default."""
     choices = {group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"}
     overrides = [word for word in map(str, stored.get("overrides") or ()) if not key_of(word).startswith("trainer")]
-    kept = {key: value for key, value in stored.items() if key not in OWN}
+    kept = {key: value for key, value in stored.items() if not keys.is_of_one_run(key)}
     if isinstance(kept.get("trainer"), dict):  # a training with limits is tested on all images
         kept["trainer"] = {key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")}
     return {**kept, "choices": choices, "overrides": overrides}

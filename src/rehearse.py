@@ -20,6 +20,7 @@ from typing import Any
 
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import whole_config
+from lockstep.config.keys import is_left_out_of_trials
 from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 SRC = Path(__file__).resolve().parent
 STEPS, FEW_IMAGES, MOST_RANKS, MEMORY_GIB = 3, 4, 4, 16.0
-REPLACED = ("resume", "run_id", "sweep_dir", "ckpt_path", "logger")
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n((?:[ \t]+.*\n)+)(\S.*(?:\n(?!Traceback|error: )\S.*)?)")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 NOT_YOURS = ("/site-packages/", "/dist-packages/", "/lib/python3", "/nullgpu/", "<frozen", "<string>",
@@ -78,7 +78,7 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
             **({"model.pretrained": False} if "pretrained" in config["model"] else {}),
             "paths.log_dir": place, "+callbacks.dry_run.path": place / "unused.json", **more,
         }  # fmt: skip
-        kept = [word for word in words if key_of(word) not in changes and key_of(word).split(".")[0] not in REPLACED]
+        kept = [word for word in words if key_of(word) not in changes and not is_left_out_of_trials(key_of(word))]
         place.mkdir()
         number = max(devices, ranks)
         simulated = nullgpu.environment(number, memory_gib, compute, capability, syncs=place, nccl_timeout_s=20)

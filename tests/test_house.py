@@ -12,9 +12,10 @@ TESTS = Path(__file__).resolve().parent
 SRC = TESTS.parent / "src"
 FLOORS = (
     {"runs"},
+    {"config"},
     {"storage", "data"},
     {"ranks"},
-    {"config", "strategies", "callbacks", "logbook"},
+    {"strategies", "callbacks", "logbook"},
     {"launch", "commands"},
     {"training"},
     {"batch_size"},

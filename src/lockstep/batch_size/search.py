@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.keys import is_left_out_of_trials
 from lockstep.config.schema import key_of
 from lockstep.launch.plan import RunPlan
 from lockstep.runs import signals
@@ -33,7 +34,6 @@ OUT_OF_MEMORY = ("out of memory", "alloc_failed", "status_not_initialized", "una
                  "can't allocate memory", "sigkill")  # fmt: skip
 LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "NODE_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_",
             "LOCKSTEP_")  # fmt: skip
-REPLACED = ("resume", "run_id", "debug", "logger", "logbook", "ckpt_path", "sweep_dir", "hydra")
 
 
 def search(plan: RunPlan) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _train_two_steps(plan: RunPlan, batch: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
         folder = Path(name)
         overrides = [
-            *(word for word in plan.config["overrides"] if key_of(word).split(".")[0] not in REPLACED),
+            *(word for word in plan.config["overrides"] if not is_left_out_of_trials(key_of(word))),
             f"data.global_batch_size={batch * devices * accumulate}", f"trainer.accumulate_grad_batches={accumulate}",
             *([] if one_process else [f"trainer.devices={devices}", "trainer.num_nodes=1"]),
             *(["model.pretrained=false"] if "pretrained" in plan.config["model"] else []),

@@ -25,6 +25,7 @@ from unittest import mock
 from omegaconf import OmegaConf
 
 from lockstep.config.compose import CONFIGS, as_typed, compose, quoted
+from lockstep.config.keys import REPEATS
 from lockstep.config.schema import key_of
 from lockstep.runs import signals
 from lockstep.runs.environment import environment
@@ -36,7 +37,6 @@ from lockstep.runs.record import read_record
 log = logging.getLogger(__name__)
 
 RESULTS_FOLDER = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
-REPEATED = ("data.fold", "seed", "data.seed")  # keys whose values do not make another configuration
 ERRORS = re.compile(r"loss|error|(?<![a-z])(mse|mae|rmse|ece|nll)(?![a-z])")  # names of metrics; lower is better
 
 running: set[Any] = set()  # the processes of jobs
@@ -195,7 +195,7 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
         result = f"exit code {job.code:<2}" if job in failed else f"{as_read(metric, job.value):<12}"
         own = [word for word in job.overrides if word not in common]
         lines.append(f"  {result}  {' '.join(own)}  {name}_{job.number}")
-        groups.setdefault(" ".join(word for word in own if key_of(word) not in REPEATED), []).append(job)
+        groups.setdefault(" ".join(word for word in own if key_of(word) not in REPEATS), []).append(job)
     for words, group in groups.items():
         found = {metric: [job.value for job in group], tested_name(metric): [job.tested for job in group]}
         shown = [

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +31,105 @@ READ = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """The overrides of a command line, as Hydra reads them.
+
+    Args:
+        config_name: the yaml that Hydra composes.
+        words: the overrides.
+        folders: the folders that hold the groups, configs/ first.
+    """
+
+    config_name: str
+    words: list[str]
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def parse(cls, config_name: str, overrides: list[str]) -> "CommandLine":
+        """Quote names, and refuse an override without key or value, and an option that is not there."""
+        folders = _config_folders(overrides)
+        words = []
+        for override in overrides:
+            is_option = is_choice(override, folders)
+            words.append(as_typed(override.lstrip("+") if is_option else override))
+        for word in words:
+            _check_form(word, folders)
+        return cls(config_name, words, folders)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The options that are chosen, by group."""
+        chosen = [word for word in self.words if is_choice(word, self.folders)]
+        return {key_of(word): word.partition("=")[2] for word in chosen}
+
+    @property
+    def search(self) -> list[str]:
+        """The overrides that add folders of yamls."""
+        return [word for word in self.words if word.startswith("hydra.searchpath=")]
+
+    @property
+    def without_fits(self) -> list[str]:
+        """Overrides that leave out what fits the chosen options, which says nothing about another class."""
+        groups = {group for word in self.words for group in UNFIT.get(key_of(word), ())}
+        return sorted(f"~fits/{group}" for group in groups)
+
+    @property
+    def recorded(self) -> list[str]:
+        """The overrides that a run records: all but Hydra's own."""
+        return [word for word in self.words if not re.match("hydra[./]", key_of(word))]
+
+
 def compose(config_name: str, overrides: list[str], stored: Config | None = None) -> Any:
     """Compose a DictConfig with Hydra's own node (`hydra.runtime.choices` holds the chosen options).
 
     Args:
-        stored: the config of a run. Its options and values count, then the overrides. A group for which the overrides
-            choose another option is composed anew.
+        stored: the config of a run. Its options and values count, then the overrides. A group for which the
+            overrides choose another option is composed anew, and everything if they choose another experiment.
 
     Raises:
         UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong type.
     """
     register_resolvers()
-    folders = _config_folders(overrides)
-    words = [as_typed(word.lstrip("+") if is_choice(word, folders) else word) for word in overrides]
-    for word in words:
-        _check_form(word, folders)
-    named = {key_of(word): word.partition("=")[2] for word in words if is_choice(word, folders)}
-    search = [word for word in words if word.startswith("hydra.searchpath=")]
-    own: list[str] = []
-    recipe = ((stored or {}).get("choices") or {}).get("experiment")
-    if stored and named.get("experiment", recipe) == recipe:
-        own = merge.options_of(stored, named, folders)
-        fresh = _compose(config_name, [*search, *own, *(word for word in words if key_of(word) in named)], folders)
-        own += merge.values_of(stored, named, unresolved(fresh))
-    before = (stored.get("overrides") or ()) if own and stored else ()
-    rest = [word for word in words if not (word.startswith("~") and word in before)]  # the run has removed it already
-    # What fits the chosen options says nothing about data or a model of another class
-    bare = sorted({f"~fits/{group}" for word in words for group in UNFIT.get(key_of(word), ())})
-    cfg = _compose(config_name, [*own, *rest, *bare], folders)
-    for _ in bare:
-        cfg.hydra.overrides.task.pop()
-    if own and stored:
-        cfg.hydra.overrides.task = [*merge.overrides_of(stored, rest, named), *typed_overrides(cfg)[len(own) :]]
-    if words or own:
-        chosen = {key: name for key, name in chosen_options(cfg).items() if name and key not in ("experiment", "debug")}
-        options = _of_choices(config_name, (*search, *(f"{key}={name}" for key, name in chosen.items()), *bare))
-        schema.check(unresolved(cfg), unresolved(options), words, folders)
-        _drop_options_of_another_class(cfg, options)
+    line = CommandLine.parse(config_name, overrides)
+    if stored and _keeps_experiment(line, stored):
+        cfg, before = _compose_resumed(line, stored)
+    else:
+        cfg, before = _compose(config_name, [*line.words, *line.without_fits], line.folders), []
+
+    cfg.hydra.overrides.task = [*before, *line.recorded]
+    if line.words or stored:
+        _check(cfg, line)
     return cfg
+
+
+def _keeps_experiment(line: CommandLine, stored: Config) -> bool:
+    recipe = (stored.get("choices") or {}).get("experiment")
+    return line.choices.get("experiment", recipe) == recipe
+
+
+def _compose_resumed(line: CommandLine, stored: Config) -> tuple[Any, list[str]]:
+    """Compose the config of a run that goes on; return it with the run's overrides that still count."""
+    choices = line.choices
+    options = merge.options_of(stored, choices, line.folders)
+    chosen_now = [word for word in line.words if key_of(word) in choices]
+    fresh = _compose(line.config_name, [*line.search, *options, *chosen_now], line.folders)
+    defaults = unresolved(fresh)
+
+    values = merge.values_of(stored, line.words, choices, defaults)
+    changes = merge.repeatable(line.words, stored, values, defaults)
+    words = [*options, merge.override_of_values(values), *changes, *line.without_fits]
+    cfg = _compose(line.config_name, words, line.folders)
+    return cfg, merge.overrides_of(stored, line.words, choices)
+
+
+def _check(cfg: Any, line: CommandLine) -> None:
+    """Refuse what nothing reads, and remove what the chosen options say of classes that are not chosen."""
+    named = {key: name for key, name in chosen_options(cfg).items() if name}
+    chosen = [f"{key}={name}" for key, name in named.items() if key not in ("experiment", "debug")]
+    options = _of_choices(line.config_name, (*line.search, *chosen, *line.without_fits))
+    schema.check(unresolved(cfg), unresolved(options), line.words, line.folders)
+    _drop_options_of_another_class(cfg, options)
 
 
 def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> Any:
@@ -97,20 +159,35 @@ def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
 
     typed = {key_of(word) for word in typed_overrides(cfg)}
     for group in ("task", "data", "model", "scheduler"):
-        own, default = cfg[group], unresolved(options)[group]
-        if own and (target := own.get("_target_")) and target != default.get("_target_"):
-            values = unresolved(cfg)[group]
-            with open_dict(cfg):
-                for key in default.keys() - {*OPTIONAL_KEYS}:
-                    if f"{group}.{key}" not in typed and values[key] == default[key]:
-                        del own[key]
-                cfg.hydra.runtime.choices[group] = target.rpartition(".")[2]
+        node, default = cfg[group], unresolved(options)[group]
+        target = node.get("_target_") if node else None
+        if not target or target == default.get("_target_"):
+            continue
+
+        values = unresolved(cfg)[group]
+        with open_dict(cfg):
+            for key in default.keys() - {*OPTIONAL_KEYS}:
+                if f"{group}.{key}" not in typed and values.get(key) == default[key]:
+                    node.pop(key, None)
+            cfg.hydra.runtime.choices[group] = target.rpartition(".")[2]
 
 
 @functools.cache
 def _of_choices(config_name: str, words: tuple[str, ...]) -> Any:
     """Compose the chosen options alone, without the values of an experiment; the same for all jobs of a sweep."""
     return _compose(config_name, list(words), _config_folders(list(words)))
+
+
+def defaults_of(config: Config) -> dict[str, Any]:
+    """Return the config of a run's chosen options alone, with interpolations as they are written."""
+    search = [word for word in map(str, config.get("overrides") or ()) if key_of(word) == "hydra.searchpath"]
+    folders = _config_folders(search)
+    words = []
+    for group, name in (config.get("choices") or {}).items():
+        is_recipe = group in ("experiment", "debug")
+        if name and not is_recipe and is_group(group, folders) and not missing_option(group, str(name), folders):
+            words.append(f"{group}={name}")
+    return unresolved(_of_choices("train", (*search, *words)))
 
 
 def is_choice(word: str, folders: tuple[Path, ...]) -> bool:

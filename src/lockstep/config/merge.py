@@ -1,100 +1,221 @@
 """Merge the stored config of a resumed run into a newly composed one; new overrides take precedence.
 
 Hydra does the merge: the run's options become overrides, and its values a config in the ConfigStore. An "option" is
-what is chosen from a config group (model=vit). `named` holds the options that the new overrides choose, by group.
+what is chosen from a config group (model=vit). `choices` holds the options that the new overrides choose, by group.
 Imports no torch.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import keys
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of, missing_option
 from lockstep.runs.config import Config
 
-# Keys of a trainer that place the ranks. Another trainer has its own.
-PLACEMENT = ("launch", "accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")
-OF_MACHINE = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")  # config.yaml holds what `auto` came to
-OF_START = ("choices", "overrides", "task_name", "resume", "run_id", "sweep_dir")
-RECOMPUTED = ("trainer.accumulate_grad_batches", "paths.log_dir")  # accumulation depends on the number of ranks
-CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")  # whose classes take keys of no yaml
+# The classes of these groups may take keys that no yaml lists.
+CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")
+MISSING = object()
 
 
-def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
-    """Return overrides that choose the run's option of each group of which `named` has none."""
-    from hydra.core.config_store import ConfigStore
-
+def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
+    """Return overrides that choose the run's option of each group of which `choices` has none."""
     words = []
     for group, name in (stored.get("choices") or {}).items():
-        # A group may no longer exist, such as `hardware=` of version 1
-        if name and group not in (*named, "hydra") and is_group(group.partition("/")[0], folders):
-            names, own = str(name).strip("[]").split(","), stored.get(group)  # metrics=[f1,kappa]
-            is_here = not any(missing_option(group, each.strip(" '"), folders) for each in names)
-            if not is_here and isinstance(own, Mapping):  # its yaml is gone, or in a folder of --config-dir
-                ConfigStore.instance().store(group=group, name=str(name), node=dict(own))
-            if is_here or isinstance(own, Mapping):
-                words.append(f"{group}={name}")
+        # A group may no longer exist, such as `hardware=` of version 1.
+        is_open = name and group not in choices and keys.root_of(group) != "hydra"
+        if not is_open or not is_group(group.partition("/")[0], folders):
+            continue
+
+        names = str(name).strip("[]").split(",")  # metrics=[f1,kappa]
+        is_missing = any(missing_option(group, option.strip(" '"), folders) for option in names)
+        if not is_missing:
+            words.append(f"{group}={name}")
+        elif isinstance(node := stored.get(group), Mapping):
+            # The yaml is gone, in a folder of --config-dir, or there never was one for a class of another package.
+            _store(group, str(name), dict(node))
+            words.append(f"{group}={name}")
     return words
 
 
-def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[str]:
-    """Store the run's values in the ConfigStore; return the override that merges them.
+def values_of(
+    stored: Config, words: Sequence[str], choices: Mapping[str, str], fresh: Config
+) -> dict[str, Any]:
+    """Return the run's values to carry over.
 
     Args:
+        words: the new overrides.
         fresh: the config composed without those values, as plain containers with unresolved interpolations.
     """
-    from hydra.core.config_store import ConfigStore
-
-    values = {key: value for key, value in stored.items() if key not in OF_START}
-    for group in _chosen_anew(stored, named):
-        old = values.pop(group, None) or {}
+    is_carried = {key: key != "choices" and keys.is_carried_over(key) for key in stored}
+    values = {key: value for key, value in stored.items() if is_carried[key]}
+    for group in _chosen_anew(stored, choices):
+        node = values.pop(group, None) or {}
         if group == "trainer":
-            values[group] = {key: value for key, value in old.items() if key in fresh[group] and key not in PLACEMENT}
-    for group in FREE_GROUPS:  # keep entries removed that the run had removed; a config without overrides is incomplete
-        if "overrides" in stored and isinstance(values.get(group), Mapping):
-            values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
-    node = _kept(values, fresh, {key_of(str(word)) for word in stored.get("overrides") or ()}, "")
-    if (node.get("optimizer") or {}).get("scale_lr_with_batch"):
-        node["optimizer"]["scale_lr_with_batch"] = False  # config.yaml holds the scaled rates
-    ConfigStore.instance().store(group="resumed", name="run", node=node, package="_global_")
-    return ["+resumed=run"]
+            values[group] = _without_placement(node, fresh[group])
+
+    # Entries that the run had removed stay so. A config without overrides is incomplete.
+    if "overrides" in stored:
+        for group in FREE_GROUPS:
+            if isinstance(values.get(group), Mapping):
+                values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
+
+    typed = {key_of(str(word)) for word in stored.get("overrides") or ()}
+    kept = _kept(values, fresh, typed, "")
+    if kept.get("optimizer"):
+        kept["optimizer"] = _with_rates_scaled_once(kept["optimizer"], stored, words)
+    return kept
 
 
-def overrides_of(stored: Config, overrides: list[str], named: Mapping[str, str]) -> list[str]:
+def override_of_values(values: Config) -> str:
+    """Store the run's values in the ConfigStore; return the override that merges them."""
+    _store("resumed", "run", values, package="_global_")
+    return "+resumed=run"
+
+
+def repeatable(words: Sequence[str], stored: Config, values: Config, fresh: Config) -> list[str]:
+    """Return the overrides in the form in which they hold at every start of a run, not only at its first.
+
+    `+key=value` adds a key that the run may have by now, and `~key` removes one that it may have lost. What the run
+    itself removed is removed again, because `fresh` has it.
+
+    Args:
+        words: the new overrides.
+        values, fresh: as from and for `values_of`.
+    """
+    before = [str(word) for word in stored.get("overrides") or ()]
+    set_now = {key_of(word) for word in words}
+    removed_then = [word for word in before if word.startswith("~") and key_of(word) not in set_now]
+    removals = {
+        word: _has(values, fresh, key_of(word))
+        for word in [*removed_then, *words]
+        if word.startswith("~")
+    }
+    repeated = _scaling_repeated(words, before)
+    changes = [word for word in removed_then if removals[word]]
+    for word in words:
+        if word.startswith("~"):
+            # Hydra says what is wrong with a key that the run never had.
+            if removals[word] or word not in before:
+                changes.append(word)
+        elif word not in repeated:
+            changes.append(f"++{word.lstrip('+')}" if word.startswith("+") else word)
+    return changes
+
+
+def overrides_of(stored: Config, words: Sequence[str], choices: Mapping[str, str]) -> list[str]:
     """Return the run's overrides that the new ones do not replace."""
-    replaced, anew, kept = {*map(key_of, overrides), *OF_START, *RECOMPUTED}, _chosen_anew(stored, named), []
+    set_now = {key_of(word) for word in words}
+    anew = _chosen_anew(stored, choices)
+    kept = []
     for word in map(str, stored.get("overrides") or ()):
-        group, _, name = key_of(word).partition(".")
-        if key_of(word) not in replaced and (group not in anew or (group == "trainer" and name not in PLACEMENT)):
+        key = key_of(word)
+        is_replaced = key in set_now or not keys.is_carried_over(key) or key in keys.RECOMPUTED
+        is_of_other_option = keys.root_of(key) in anew
+        if keys.root_of(key) == "trainer":
+            is_of_other_option = is_of_other_option and (key == "trainer" or keys.is_placement(key))
+        if not is_replaced and not is_of_other_option:
             kept.append(word)
     return kept
 
 
-def _chosen_anew(stored: Config, named: Mapping[str, str]) -> list[str]:
-    choices = stored.get("choices") or {}
-    return [group for group, name in named.items() if name != choices.get(group)]
+def _store(group: str, name: str, node: Config, package: str | None = None) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(group=group, name=name, node=node, package=package)
+
+
+def _chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:
+    before = stored.get("choices") or {}
+    return [group for group, name in choices.items() if name != before.get(group)]
+
+
+def _without_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
+    """Return the values of a trainer that another one takes over: where it is trained changes not what is trained."""
+    taken = {key: value for key, value in trainer.items() if key in fresh}
+    return {key: value for key, value in taken.items() if not keys.is_placement(f"trainer.{key}")}
+
+
+def _with_rates_scaled_once(
+    optimizer: Config, stored: Config, words: Sequence[str]
+) -> dict[str, Any]:
+    """Return the optimizer's values of a config whose rates are scaled already."""
+    is_scaled_now = any(key_of(word) == keys.SCALES_RATES for word in words)
+    if is_scaled_now and "overrides" not in stored:
+        # A config from a bucket does not say which rates were typed: the command line gives them again.
+        return {key: value for key, value in optimizer.items() if not keys.is_rate(key)}
+    if optimizer.get("scale_lr_with_batch"):
+        return {**optimizer, "scale_lr_with_batch": False}
+    return dict(optimizer)
+
+
+def _scaling_repeated(words: Sequence[str], before: Sequence[str]) -> set[str]:
+    """Return the overrides of the optimizer that the run has had, if they scale its rates.
+
+    Its values hold the scaled rates: they would be scaled twice.
+    """
+    repeated = {
+        word for word in words if word in before and keys.root_of(key_of(word)) == "optimizer"
+    }
+    is_scaled = any(key_of(word) == keys.SCALES_RATES for word in repeated)
+    return {word for word in repeated if "." in key_of(word)} if is_scaled else set()
+
+
+def _has(values: Config, fresh: Config, key: str) -> bool:
+    """Return whether the merge of both has a key. An entry of a free group that was removed is null in `values`."""
+    kept, new = _lookup(values, key), _lookup(fresh, key)
+    if kept is None and keys.root_of(key) in FREE_GROUPS:
+        return False
+    return kept is not MISSING or new is not MISSING
+
+
+def _lookup(node: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return MISSING
+        node = node[name]
+    return node
 
 
 def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[str, Any]:
-    """Return the run's values to carry over: those that depend on the code version or the machine are dropped.
+    """Return the run's values without those that depend on the code version or the machine."""
+    kept = {}
+    for name, value in values.items():
+        key, default = f"{place}{name}", fresh.get(name)
+        if not _is_kept(key, name in fresh, default, typed):
+            continue
+        if name == "_target_" and value != default and key not in typed and _is_gone(value):
+            # A class whose module was moved meanwhile gives way to that of the option's yaml.
+            continue
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            kept[name] = _kept(value, default, typed, f"{key}.")
+        else:
+            kept[name] = value
+    return kept
+
+
+def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
+    """Return whether a resume goes on with the run's value of a key.
 
     A key that is an interpolation in the configs keeps it, and a key that is no longer in the configs is dropped,
     unless the run overrode the key (`typed`), or the class of its group may accept it (CLASS_GROUPS).
-    A class whose module was moved meanwhile gives way to that of the option's yaml.
     """
-    kept = {}
-    for name, value in values.items():
-        key, now = f"{place}{name}", fresh.get(name)
-        if name == "_target_" and value != now and key not in typed and _is_gone(value):
-            continue
-        stated = key in typed or any("." in other and key.startswith(f"{other}.") for other in typed)
-        may_be_new = name in fresh or place[:-1] in FREE_GROUPS or key.split(".")[0] in CLASS_GROUPS
-        is_derived = key in OF_MACHINE or (isinstance(now, str) and "${" in now)
-        if key not in RECOMPUTED and (stated or (may_be_new and not is_derived)):
-            both = isinstance(value, Mapping) and isinstance(now, Mapping)
-            kept[name] = _kept(value, now or {}, typed, f"{key}.") if both else value
-    return kept
+    if key in keys.RECOMPUTED:
+        return False
+    if key in typed or any(parent in typed for parent in _parents(key) if "." in parent):
+        return True
+    is_derived = key in keys.RESOLVED or (isinstance(default, str) and "${" in default)
+    group, _, name = key.partition(".")
+    may_be_new = group in CLASS_GROUPS or (group in FREE_GROUPS and name and "." not in name)
+    return (is_listed or bool(may_be_new)) and not is_derived
+
+
+def _parents(key: str) -> Iterator[str]:
+    """Yield `a.b` and `a` for a.b.c."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 def _is_gone(target: Any) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.keys import is_equal_on_all_ranks
 from lockstep.launch import failures
 from lockstep.launch.launchers import AGENT, Cluster, agent_id, named_run, set_rank_environment
 from lockstep.launch.plan import RunPlan, check, headlines, resolve_cluster, resolved
@@ -138,7 +139,7 @@ def _be_rank(
             else:
                 from lockstep.launch.process_group import meet
 
-                mine = provenance.fingerprint(resolved(config, cluster, accelerator))
+                mine = provenance.fingerprint(resolved(config, cluster, accelerator), is_equal_on_all_ranks)
                 answer = meet(cluster, config["trainer"]["timeout_s"], mine, decide)
                 folder = RunFolder((logs / answer["folder"]).resolve())
                 size, accumulate = answer["batch"]

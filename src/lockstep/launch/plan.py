@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.class_source import has_method
+from lockstep.config.keys import is_rate
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, describe, named_run
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
@@ -65,7 +66,7 @@ class RunPlan:
         base = optimizer["base_batch_size"]
         if not isinstance(base, int) or base < 1:
             raise UserError(f"optimizer.base_batch_size={base!r}: give a whole number from 1 on.")
-        names = [key for key in optimizer if key == "lr" or key.endswith("_lr")]
+        names = [key for key in optimizer if is_rate(key)]
         return {name: optimizer[name] * self.batch.global_size / base for name in names}
 
 

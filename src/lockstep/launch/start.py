@@ -4,19 +4,21 @@ import contextlib
 import logging
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.config.compose import compose, plain, whole_config
+from lockstep.config import keys
+from lockstep.config.changes import Change, changes_of, differences
+from lockstep.config.compose import compose, defaults_of, plain, whole_config
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, agent_id, is_first_on_node, launcher_of, named_run
 from lockstep.launch.plan import RunPlan, as_run, is_lockstep_data, resolve_batch
 from lockstep.runs import provenance
 from lockstep.runs.batch import states_accumulation
-from lockstep.runs.config import Config, data_name, differences, flatten, model_name, seconds_of
+from lockstep.runs.config import Config, data_name, flatten, model_name, seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError, is_full
 from lockstep.runs.files import lock, locked_file, sha256_of, utc_now, write_atomically
@@ -24,20 +26,13 @@ from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, continued, has_trained, locked_record, read_record, write_record
 from lockstep.runs.redact import redact, redact_text
-from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
+from lockstep.storage.checkpoint_files import complete, newest_whole, read_sidecar
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import new_uuid, read_pointers, refuse_other_run, uuid_of
 from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)
 
-FINDERS = ("resume", "run_id", "sweep_dir", "paths", "s3", "hydra")  # keys that say where the run is
-RANKS = ("trainer.devices", "trainer.num_nodes")  # a launcher that starts the ranks says how many there are
-COMPARED = ("data", "augmentation", "model", "loss", "metrics", "optimizer", "scheduler", "task", "classifier", "seed",
-            "experiment_name")  # fmt: skip
-# Options that may differ: data_hash tells what the data are, and config.yaml has the scaled learning rates.
-MAY_DIFFER = {"data.root", "data.cache_dir", "data.eval_batch_size", "data.num_workers",
-              "data.path", "optimizer.scale_lr_with_batch"}  # fmt: skip
 Search = Callable[[RunPlan], dict[str, Any]]  # for the largest batch
 
 
@@ -54,32 +49,65 @@ def find_stored(overrides: list[str]) -> Config | None:
     """
     if not any(key_of(word) == "resume" for word in overrides):
         return None
-    config = plain(compose("train", [word for word in overrides if key_of(word).partition(".")[0] in FINDERS]))
+    config = plain(compose("train", [word for word in overrides if keys.finds_run(key_of(word))]))
     environ, is_auto = environment(), config["resume"] == "auto"
-    run_id = named_run(config, environ) if is_auto else config["resume"]
+    folder = _folder_to_resume(config, environ)
+    if folder is None:
+        return None
+
+    if is_auto and (config.get("s3") or {}).get("uri"):
+        _fetch(config, folder, environ)
+    # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
+    if is_auto and folder.config.exists() and not has_trained(folder):
+        return None
+    before = config_before(folder)
+    if before and not folder.config.exists():
+        before = _taken_from_bucket(before, overrides, folder, environ)
+    if before and launcher_of(environ):
+        words = [str(word) for word in before.get("overrides") or ()]
+        before["overrides"] = [word for word in words if key_of(word) not in keys.RANK_COUNTS]
+    return before
+
+
+def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
+    """Return the folder of the run that resume= names; None if it names none, or none that is on this node."""
+    run_id = named_run(config, environ) if config["resume"] == "auto" else config["resume"]
     if not run_id:
         return None
     try:
-        folder = folder_of(config, run_id) if is_auto else find_run(Path(config["paths"]["log_dir"]), run_id)
+        if config["resume"] == "auto":
+            return folder_of(config, run_id)
+        return find_run(Path(config["paths"]["log_dir"]), run_id)
     except UserError:  # another node may have it; the launch names what is wrong with it
         return None
-    if is_auto and (config.get("s3") or {}).get("uri"):
-        from lockstep.storage.fetch import fetch_record
 
-        if not is_first_on_node(environ):
-            logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
-        with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
-            fetch_record(Bucket.of(config["s3"]).at(folder.run_id), folder)
-    # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
-    before = None if is_auto and folder.config.exists() and not has_trained(folder) else config_before(folder)
-    if before and not folder.config.exists():  # it came from the bucket
-        before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
-        left = [key for key in rejected if key not in map(key_of, overrides)]
-        if left and is_first_on_node(environ):
-            log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
-    if before and launcher_of(environ):
-        before["overrides"] = [word for word in before.get("overrides") or () if key_of(str(word)) not in RANKS]
-    return before
+
+def _fetch(config: Config, folder: RunFolder, environ: Mapping[str, str]) -> None:
+    """Fetch the record and config of a run that only its bucket knows, by one process of each node."""
+    from lockstep.storage.fetch import fetch_record
+
+    if not is_first_on_node(environ):
+        # The first rank of the node logs it.
+        logging.getLogger("lockstep.storage").setLevel(logging.WARNING)
+    with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
+        fetch_record(Bucket.of(config["s3"]).at(folder.run_id), folder)
+
+
+def _taken_from_bucket(
+    before: Config, overrides: list[str], folder: RunFolder, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the part of a bucket's config that may be used; log what the command line has to give again.
+
+    Nothing is taken for a group whose class the command line names, as with task._target_=.
+    """
+    typed = {key_of(word) for word in overrides}
+    roots = tuple(root for root in OF_RUN if f"{root}._target_" not in typed)
+    whose = f"The config of the run {folder.run_id} in its bucket"
+    taken, rejected = accepted(before, roots, whose)
+    left = [key for key in rejected if key not in typed]
+    if left and is_first_on_node(environ):
+        log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
+    return taken
 
 
 def fetch_newer_checkpoints(config: Config) -> None:
@@ -148,18 +176,47 @@ def check_resumable(folder: RunFolder, now: Config, previous: RunRecord) -> None
         raise UserError(
             f"The run {folder.run_id} is finished ({previous.epochs} epochs): give more trainer.max_{more} to go on."
         )
-    was, here = flatten(before), flatten(now)
-    longest = [each.get("trainer.max_epochs") for each in (was, here)]
-    if longest[0] != longest[1] and "scheduler._target_" in here:
-        change = f"trainer.max_epochs was {longest[0]}, now {longest[1]}"
-        log.info(f"{change}: the learning rate's schedule is stretched over the new length, and may jump.")
-    for key, value in here.items():  # a key that another version lacks does not count
-        group, _, name = key.partition(".")
-        if group in COMPARED and key in was and was[key] != value and key not in MAY_DIFFER:
+    changes = changes_of(before, now, defaults_of)
+    for change in changes:
+        if not keys.may_resume_change(change.key):
+            group, _, name = change.key.partition(".")
             raise UserError(
-                f"The run {folder.run_id} was started with another {group} ({name or group} was {was[key]!r}, now "
-                f"{value!r}): resume it with the same options, or start a new run with ckpt_path=."
+                f"The run {folder.run_id} was started with another {group} ({name or group} {change}): resume it with "
+                "the same options, or start a new run with ckpt_path=."
             )
+    check_length(folder, now)
+    log_changes(changes, now)
+
+
+def check_length(folder: RunFolder, now: Config) -> None:
+    """Refuse a length that the run's newest checkpoint has passed."""
+    newest = next((sidecar for _, sidecar in complete(folder.checkpoints) if not sidecar.weights_only), None)
+    if newest is None:
+        return
+    epochs, steps = now["trainer"]["max_epochs"] or -1, now["trainer"]["max_steps"]
+    if 0 < epochs <= newest.epoch:
+        reached, option = f"epoch {newest.epoch + 1}", f"trainer.max_epochs={newest.epoch + 1}"
+    elif 0 <= steps < newest.step:
+        reached, option = f"step {newest.step}", f"trainer.max_steps={newest.step}"
+    else:
+        return
+    raise UserError(
+        f"The run {folder.run_id} is in {reached} already: give {option} or more to go on, or start a new run with "
+        f"ckpt_path={folder.run_id}."
+    )
+
+
+def log_changes(changes: list[Change], now: Config) -> None:
+    """Log what a resume changes, and how."""
+    lengths = [change for change in changes if change.key in keys.LENGTHS]
+    for change in lengths:
+        note = ""
+        if now.get("scheduler"):
+            note = ": the learning rate's schedule is stretched over the new length, and may jump"
+        log.info(f"{change.key} {change}{note}.")
+    others = [f"{change.key} {change}" for change in changes if change not in lengths]
+    if others:
+        log.info(f"Changed from here on: {'; '.join(others)}.")
 
 
 def run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
@@ -274,19 +331,26 @@ def begin(
 
 def _changes_of_recipe(plan: RunPlan) -> list[list[Any]]:
     """Return [option, value in the recipe, value here] for what the command line changes; [] for an evaluation."""
-    overrides, rows = plan.config["overrides"], []
     if plan.config["task_name"] != "train":
         return []
-    recipe = [word for word in overrides if word.startswith(("experiment=", "+experiment=", "hydra.searchpath="))]
+    overrides = plan.config["overrides"]
+    choosing = ("experiment=", "+experiment=", "hydra.searchpath=")
+    words = [word for word in overrides if word.startswith(choosing)]
     try:
-        before = flatten(redact(whole_config(compose("train", recipe))))
+        recipe = flatten(redact(whole_config(compose("train", words))))
     except UserError:  # it needs an option, as data.root
         return []
-    here = flatten(redact(as_run(plan)))
-    found = differences([before, here])
+
+    config = flatten(redact(as_run(plan)))
+    changed = differences([recipe, config], keys.is_told_of_a_run)
+    rows = []
     for key in map(key_of, overrides):
-        names = [f"choices.{key}"] if f"choices.{key}" in here else [n for n in found if f"{n}.".startswith(f"{key}.")]
-        rows += [[name.removeprefix("choices."), *found.pop(name)] for name in names if name in found]
+        names = [name for name in changed if keys.is_below(name, key)]
+        if f"choices.{key}" in config:
+            names = [f"choices.{key}"]
+        for name in names:
+            if name in changed:
+                rows.append([name.removeprefix("choices."), *changed.pop(name)])
     return rows
 
 

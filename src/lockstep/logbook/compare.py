@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.changes import differences
 from lockstep.logbook.figures import compare_panels, write_figure
 from lockstep.logbook.folders import Run, split_stage
 from lockstep.logbook.render import aligned, dollars, duration, is_share, metric, number, percent, render
-from lockstep.runs.config import differences
 from lockstep.runs.files import write_atomically
 
 Row = tuple[str, list[str]]

@@ -1,18 +1,12 @@
 """The composed config of a run: names in it, its differences from others, spans of time. Imports no torch."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.runs.errors import UserError
 
 Config = Mapping[str, Any]
-# Options that differ between any two runs, or that say where and not how a run trained
-NOT_COMPARED = (
-    "paths", "hydra", "run_id", "resume", "resume_step", "task_name", "tags", "ckpt_path", "initial_weights",
-    "overrides", "sweep_dir", "experiment_name", "optimized_metric", "logbook", "hardware", "verbose", "quiet",
-)  # fmt: skip
 UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -54,15 +48,3 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: tree}
     parts = (flatten(value, f"{prefix}.{key}".lstrip(".")) for key, value in tree.items())
     return {key: value for part in parts for key, value in part.items()}
-
-
-def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
-    rows = {key: [config.get(key) for config in configs] for key in sorted(set().union(*configs))}
-    return {
-        key: values
-        for key, values in rows.items()
-        if key.partition(".")[0] not in NOT_COMPARED
-        and not key.endswith(("cache_dir", "download_dir"))
-        and len(set(map(json.dumps, values))) > 1
-    }

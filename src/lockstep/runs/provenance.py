@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ MENDS = {
     "code": "make src, configs and requirements.txt equal on all nodes", "options": "give all nodes the same options",
     "packages": "run make install there",
 }  # fmt: skip
-OF_A_RANK = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_dir")  # options that ranks have of their own
 
 
 def code_state(repository: Path) -> dict[str, Any]:
@@ -101,10 +101,14 @@ def host(node_rank: int) -> dict[str, Any]:
     return {"node_rank": node_rank, "host": platform.node(), "cores": available_cores(), "system": platform.platform()}
 
 
-def fingerprint(config: Config) -> Fingerprint:
-    """Return what must be equal on all nodes of a run; options are the same whatever folders a node has."""
-    flat = flatten({key: value for key, value in config.items() if key not in OF_A_RANK})
-    options = {key: str(value) for key, value in flat.items()}
+def fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) -> Fingerprint:
+    """Return what must be equal on all nodes of a run; options are the same whatever folders a node has.
+
+    Args:
+        is_equal_on_all_ranks: returns whether an option must be equal, by its key.
+    """
+    flat = flatten(dict(config))
+    options = {key: str(value) for key, value in flat.items() if is_equal_on_all_ranks(key)}
     for folder in map(str, config["paths"].values()):
         options = {key: text.replace(folder, "") for key, text in options.items()}
     return {"code": {"code": tree_hash(REPOSITORY)[:12]}, "options": options, "packages": versions()}

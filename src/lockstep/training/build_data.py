@@ -1,7 +1,6 @@
 """Build the data module of a run, and collect the facts about the data that a checkpoint stores."""
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.config.keys import names_images
 from lockstep.config.schema import key_of
 from lockstep.data import report
 from lockstep.launch.launchers import Cluster
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 DataFacts = dict[str, Any]  # what a checkpoint says of the data that it was trained on, see data_facts
 
 FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
-NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
 OF_ALL = ("fold", "num_folds", "views")  # in the config of any data set, which need not have them
 RETIRED = (  # options of older versions
     "verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib", "skip_corrupt", "stratify",
@@ -49,11 +48,11 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     data = prepared_data(config, stated, "fit" if trained_on is None else "test")
     if trained_on:
         data.match_classes(trained_on.get("class_names", data.class_names))  # own data modules may state none
-        keys = {key_of(word) for word in plan.config["overrides"]}
-        is_new = bool(keys & NEW_DATA) or any(re.match(r"data\.(val_|test_)?dataset\.", key) for key in keys)
+        typed = {key_of(word) for word in plan.config["overrides"]}
+        is_new = any(names_images(key) for key in typed)
         is_same = data.data_hash == trained_on.get("data_hash")
         is_same |= data.list_hash == (trained_on.get("list_hash") or None)  # read in another way or size
-        if is_new and data.splits.drew_test and not is_same and "data.test_fraction" not in keys:
+        if is_new and data.splits.drew_test and not is_same and "data.test_fraction" not in typed:
             data.test_on_all()
         elif not is_new and not is_same and cluster.is_rank_zero:
             log.warning("The images have changed since the training, which may have seen some of these test images.")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from lockstep.config import compose as module
-from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
+from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, whole_config
 from lockstep.launch.start import find_stored
 from lockstep.runs.errors import UserError
 
@@ -158,3 +158,78 @@ def test_nonsense_in_the_bucket_is_refused_in_a_sentence(tmp_path):
         config.write_text(nonsense)
         with pytest.raises(UserError, match="from-bucket/config.yaml"):
             resumed(tmp_path, "resume=auto", "run_id=r")
+
+
+# What a job script may have with a plus or a tilde.
+SCRIPTS = [
+    ["+optimizer.amsgrad=true", "~callbacks.progress", "+metrics.auroc={_target_: torchmetrics.AUROC, task: multiclass}"],
+    ["task._target_=a.Lit", "+task.lr=0.1", "model._target_=a.Net", "+model.width=3", "~logger.tensorboard"],
+    ["++optimizer.eps=1e-4", "~optimizer.weight_decay", "optimizer.scale_lr_with_batch=true"],
+    ["+experiment=quickstart", "+callbacks.x._target_=a.B", "+callbacks.x.patience=3", "~data.crop_padding"],
+    ["trainer=ddp", "+trainer.strategy.static_graph=true", "+trainer.benchmark=true", "optimizer.scale_lr_with_batch=true",
+     "optimizer.lr=0.5"],
+    ["data._target_=a.Data", "+data.size=3", "loss._target_=a.Loss", "+loss.k=2", "~callbacks"],
+]  # fmt: skip
+
+
+def without_nulls(node):
+    """Return a config without its null values, which mean the same as missing ones."""
+    return {k: without_nulls(v) for k, v in node.items() if v is not None} if isinstance(node, dict) else node
+
+
+def start_once(folder, words):
+    """Start a job script's command line for a moment; return the config that the run writes."""
+    config = whole_config(compose("train", words, find_stored(words)))
+    if config["optimizer"].pop("scale_lr_with_batch"):
+        config["optimizer"]["lr"] *= 2
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text('{"steps": 1}')
+    return config
+
+
+def starts(logs, script, came_from="disk", further=4):
+    """Start a job script again and again; yield the first config and each further one."""
+    folder = logs / "train" / "runs" / "r"
+    words = [f"paths.log_dir={logs}", "run_id=r", "resume=auto", "s3.uri=s3://bucket/runs", *script]
+    first = start_once(folder, words)
+    place = folder / "config.yaml"
+    if came_from == "bucket":
+        place = folder / "from-bucket" / "config.yaml"
+        place.parent.mkdir()
+    place.write_text(yaml.safe_dump(first))
+    for _ in range(further):
+        config = start_once(folder, words)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        yield first, config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("came_from", ["disk", "bucket"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_same_command_line_works_at_every_start(script, came_from, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.storage.fetch.fetch_run", lambda bucket, folder: None)
+    for first, config in starts(tmp_path, script, came_from):
+        assert sorted(config["overrides"]) == sorted(first["overrides"])
+        values = [{k: v for k, v in c.items() if k not in ("choices", "overrides")} for c in (first, config)]
+        assert without_nulls(values[1]) == without_nulls(values[0])
+
+
+def test_a_plus_and_a_tilde_work_at_the_third_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.storage.fetch.fetch_run", lambda bucket, folder: None)
+    script = ["+optimizer.amsgrad=true", "~callbacks.progress", "task._target_=a.Lit", "+task.lr=0.1"]
+    for first, config in starts(tmp_path, script, further=2):
+        assert config["optimizer"] == first["optimizer"]
+        assert config["task"] == first["task"]
+        assert not config["callbacks"].get("progress")
+
+
+def test_a_resume_by_id_adds_what_the_run_has_already(tmp_path):
+    leave_run(tmp_path, "r", "+optimizer.amsgrad=true", "optimizer.scale_lr_with_batch=true", "optimizer.lr=0.25")
+    cfg = resumed(tmp_path, "resume=r", "+optimizer.amsgrad=true")
+    assert cfg.optimizer.amsgrad is True
+    assert list(cfg.hydra.overrides.task).count("+optimizer.amsgrad=true") == 1
+
+
+def test_what_was_removed_from_a_part_stays_removed(tmp_path):
+    leave_run(tmp_path, "r", "~optimizer.weight_decay", "optimizer=sgd")
+    assert "weight_decay" not in plain(resumed(tmp_path, "resume=r"))["optimizer"]

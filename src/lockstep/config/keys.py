@@ -1,0 +1,238 @@
+"""The one table of keys: the kind of each option of the config, and what follows from the kind.
+
+The longest pattern that matches a key counts; a key that no pattern matches is of the kind `recipe`. A pattern matches
+a key and everything below it, and `*` in it matches any text. Imports no torch.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+
+from lockstep.runs.batch import ACCUMULATION
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The facts that all keys of a kind share.
+
+    Args:
+        may_resume_change: a resume may give another value, which holds from there on.
+        is_equal_on_all_ranks: a run whose nodes have different values does not begin.
+        may_be_foreign: plain values are taken from the config of a bucket or of somebody's checkpoint.
+        is_compared: a comparison of runs shows different values.
+    """
+
+    name: str
+    may_resume_change: bool
+    is_equal_on_all_ranks: bool
+    may_be_foreign: bool
+    is_compared: bool
+
+
+# What is trained, and by what rule.
+RECIPE = Kind(
+    "recipe",
+    may_resume_change=False,
+    is_equal_on_all_ranks=True,
+    may_be_foreign=True,
+    is_compared=True,
+)
+# How the recipe is computed, for how long, and how often it is validated.
+EXECUTION = Kind(
+    "execution",
+    may_resume_change=True,
+    is_equal_on_all_ranks=True,
+    may_be_foreign=True,
+    is_compared=True,
+)
+# What this machine has, which changes nothing of the result.
+MACHINE = Kind(
+    "machine",
+    may_resume_change=True,
+    is_equal_on_all_ranks=False,
+    may_be_foreign=False,
+    is_compared=False,
+)
+# Where files, buckets and peers are.
+PLACE = Kind(
+    "place",
+    may_resume_change=True,
+    is_equal_on_all_ranks=False,
+    may_be_foreign=False,
+    is_compared=False,
+)
+# What one start is asked to do. It is given each time.
+START = Kind(
+    "start",
+    may_resume_change=True,
+    is_equal_on_all_ranks=False,
+    may_be_foreign=False,
+    is_compared=False,
+)
+# What is watched, written and shown beside the training.
+OUTPUT = Kind(
+    "output",
+    may_resume_change=True,
+    is_equal_on_all_ranks=True,
+    may_be_foreign=True,
+    is_compared=False,
+)
+
+TABLE = {
+    "callbacks": OUTPUT,
+    "ckpt_path": START,
+    "data.*.root": PLACE,
+    "data.*cache_dir": PLACE,
+    "data.*download_dir": PLACE,
+    "data.eval_batch_size": EXECUTION,
+    "data.images": PLACE,
+    "data.num_workers": MACHINE,
+    "data.path": MACHINE,
+    "data.root": PLACE,
+    "experiment_name": OUTPUT,
+    "hardware": OUTPUT,
+    "hydra": START,
+    "hydra.searchpath": PLACE,
+    # Configs of older versions have these two.
+    "initial_weights": START,
+    "resume_step": START,
+    "logbook": OUTPUT,
+    "logger": OUTPUT,
+    "metrics": EXECUTION,
+    "model.weights": PLACE,
+    "optimized_metric": OUTPUT,
+    "overrides": START,
+    "paths": PLACE,
+    "quiet": START,
+    "resume": START,
+    "run_id": START,
+    "s3": PLACE,
+    "snapshot": START,
+    "sweep_dir": START,
+    "tags": OUTPUT,
+    "task.log_dir": PLACE,
+    "task_name": START,
+    "test": OUTPUT,
+    "trainer": EXECUTION,
+    # It follows the number of ranks, so that a step has the same images.
+    ACCUMULATION: MACHINE,
+    "trainer.devices": MACHINE,
+    # A checkpoint holds the average in place of the trained weights.
+    "trainer.ema_decay": RECIPE,
+    "trainer.host_maddrs": PLACE,
+    "trainer.initial_peers": PLACE,
+    # The position of a checkpoint counts the batches of an epoch.
+    "trainer.limit_train_batches": RECIPE,
+    "trainer.memory_limit_gib": MACHINE,
+    "trainer.num_nodes": MACHINE,
+    "trainer.num_threads": MACHINE,
+    "trainer.overfit_batches": RECIPE,
+    "trainer.reload_dataloaders_every_n_epochs": RECIPE,
+    "trainer.strategy.host_maddrs": PLACE,
+    "trainer.strategy.initial_peers": PLACE,
+    "trainer.timeout_s": MACHINE,
+    "trainer.use_distributed_sampler": RECIPE,
+    "verbose": START,
+}
+
+SCALES_RATES = "optimizer.scale_lr_with_batch"
+WEIGHTS_AT_START = "ckpt_path"
+# A launcher that starts the ranks says how many there are.
+RANK_COUNTS = ("trainer.devices", "trainer.num_nodes")
+# config.yaml holds what `auto` came to on the machine of that start.
+RESOLVED = ("trainer.accelerator", *RANK_COUNTS)
+# Every start computes these anew, also where an earlier start stated them.
+RECOMPUTED = (ACCUMULATION, "paths.log_dir")
+# The keys of a trainer that place the ranks. Another trainer has its own.
+PLACEMENT = ("trainer.launch", "trainer.strategy", ACCUMULATION, *RESOLVED)
+# What a run is called and what it leaves, which an evaluation of it does not inherit.
+LABELS = ("logbook", "tags", "test")
+# A run of a few steps has none of these.
+LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
+# The images, as the command line names them; data=NAME is a choice of them too.
+IMAGES = ("data.root", "data.images", "data.*dataset")
+# Jobs of a sweep that differ in these alone repeat one configuration.
+REPEATS = ("data.fold", "data.seed", "seed")
+# The lengths of a training, over which a schedule stretches.
+LENGTHS = ("trainer.max_epochs", "trainer.max_steps")
+
+
+@cache
+def kind_of(key: str) -> Kind:
+    """Return the kind of a dotted key, of the longest pattern that matches it."""
+    patterns = [pattern for pattern in TABLE if is_below(key, pattern)]
+    return TABLE[max(patterns, key=len)] if patterns else RECIPE
+
+
+def is_below(key: str, pattern: str) -> bool:
+    """Return whether a key is the one of the pattern, or lies below it."""
+    return fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*")
+
+
+def root_of(key: str) -> str:
+    """Return `trainer` for trainer.devices."""
+    return key.partition(".")[0]
+
+
+def may_resume_change(key: str) -> bool:
+    """Return whether a resume may give another value."""
+    return kind_of(key).may_resume_change
+
+
+def is_equal_on_all_ranks(key: str) -> bool:
+    """Return whether all nodes of a run must have the same value."""
+    return kind_of(key).is_equal_on_all_ranks
+
+
+def may_be_foreign(key: str) -> bool:
+    """Return whether a plain value may come from an untrusted config."""
+    return kind_of(key).may_be_foreign
+
+
+def is_compared(key: str) -> bool:
+    """Return whether a comparison of runs shows different values."""
+    return kind_of(key).is_compared
+
+
+def finds_run(key: str) -> bool:
+    """Return whether an override says where a run or a checkpoint is: all that is composed to find it."""
+    return kind_of(root_of(key)) in (START, PLACE)
+
+
+def is_of_one_run(key: str) -> bool:
+    """Return whether a value is of one run and start alone, so that an evaluation does not inherit it."""
+    return kind_of(root_of(key)) in (START, PLACE) or root_of(key) in LABELS
+
+
+def is_carried_over(key: str) -> bool:
+    """Return whether a resume goes on with the value that the run has.
+
+    A run that was stopped before its first checkpoint starts from `ckpt_path` once more.
+    """
+    return kind_of(key) is not START or key == WEIGHTS_AT_START
+
+
+def is_told_of_a_run(key: str) -> bool:
+    """Return whether the page of a run tells that the command line changed its recipe's value."""
+    kind = kind_of(key)
+    return kind not in (START, PLACE, OUTPUT) or root_of(key) in ("callbacks", "logger")
+
+
+def is_left_out_of_trials(key: str) -> bool:
+    """Return whether a run of a few steps, for a batch or as a dry run, leaves an override out."""
+    return kind_of(key) is START or root_of(key) in LEFT_OUT_OF_TRIALS
+
+
+def names_images(key: str) -> bool:
+    """Return whether an override names the images that are read."""
+    return key == "data" or any(is_below(key, pattern) for pattern in IMAGES)
+
+
+def is_placement(key: str) -> bool:
+    """Return whether a key places the ranks."""
+    return any(is_below(key, pattern) for pattern in PLACEMENT)
+
+
+def is_rate(name: str) -> bool:
+    """Return whether an option of an optimizer is a learning rate."""
+    return name == "lr" or name.endswith("_lr")

@@ -1,0 +1,102 @@
+"""Options that a resume changes, from the command line: what is refused, and what takes effect."""
+
+import csv
+import shutil
+import time
+from functools import partial
+
+import pytest
+
+from faults import signal_at_step
+from kills import weights
+from lockstep.runs.folder import RunFolder
+from runs import run_door, succeed
+
+# Four steps an epoch; plain SGD, so that a rate or a clipped gradient shows in the weights.
+WORDS = [
+    "experiment=quickstart",
+    "optimizer=sgd",
+    "optimizer.momentum=0",
+    "optimizer.nesterov=false",
+    "optimizer.weight_decay=0",
+    "trainer.limit_train_batches=4",
+    "trainer.max_epochs=3",
+    "trainer.log_every_n_steps=1",
+    "test=false",
+    "run_id=r",
+]
+STOPPED_AT = 6
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Return the logs of a run that was stopped in its second epoch."""
+    logs = tmp_path_factory.mktemp("stopped")
+    done = run_door("train", *WORDS, logs=logs, before=partial(signal_at_step, STOPPED_AT))
+    assert done.code == 75, done.output
+    return logs
+
+
+@pytest.fixture
+def logs(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "logs")
+    return tmp_path / "logs"
+
+
+def rates(done):
+    """Return the learning rate that metrics.csv has for each step."""
+    with done.folder.metrics.open(newline="") as file:
+        return {int(row["step"]): float(row["lr"]) for row in csv.DictReader(file) if row["lr"]}
+
+
+REFUSED = {
+    "scheduler=none": "started with another scheduler",
+    "+optimizer.eps=1e-4": "another optimizer (eps was not set, now 0.0001)",
+    "trainer.max_epochs=1": "is in epoch 2 already: give trainer.max_epochs=2 or more",
+    "trainer.max_steps=5": "is in step 6 already: give trainer.max_steps=6 or more",
+    "scheduler=linear": "started with another scheduler",
+    "scheduler.warmup_epochs=1": "another scheduler (warmup_epochs was 0.0, now 1)",
+    "trainer.ema_decay=0.9": "another trainer (ema_decay was None, now 0.9)",
+    "~optimizer.momentum": "another optimizer (momentum was 0, now not set)",
+}
+QUICK = ("scheduler=none", "+optimizer.eps=1e-4", "trainer.max_epochs=1")
+
+
+@pytest.mark.parametrize(
+    "word", [*QUICK, *(pytest.param(word, marks=pytest.mark.slow) for word in REFUSED if word not in QUICK)]
+)
+def test_a_changed_option_is_refused_in_one_sentence(word, stopped):
+    done = run_door("train", "resume=r", word, logs=stopped)
+    assert done.code == 2, done.output
+    assert REFUSED[word] in done.output.strip().splitlines()[-1]
+    assert "Traceback" not in done.output
+    assert done.record["status"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_length_that_is_over_ends_both_ranks(logs):
+    began = time.monotonic()
+    done = run_door("train", "resume=r", "trainer=ddp_sim", "trainer.max_epochs=1", logs=logs)
+    assert done.code == 2, done.output
+    assert "is in epoch 2 already: give trainer.max_epochs=2" in done.output.strip().splitlines()[-1]
+    assert "Traceback" not in done.output
+    assert time.monotonic() - began < 45
+
+
+@pytest.mark.slow
+def test_more_epochs_follow_the_curve_of_the_new_length(logs, tmp_path):
+    whole = succeed("train", *WORDS, "trainer.max_epochs=5", logs=tmp_path / "whole")
+    done = succeed("train", "resume=r", "trainer.max_epochs=5", logs=logs)
+    late = [step for step in rates(done) if step > STOPPED_AT + 1]
+    assert len(late) > 10
+    assert {step: rates(done)[step] for step in late} == {step: rates(whole)[step] for step in late}
+
+
+@pytest.mark.slow
+def test_a_new_limit_of_the_gradient_holds_from_the_resume_on(logs):
+    before = weights(RunFolder(logs / "train" / "runs" / "r"))
+    done = succeed("train", "resume=r", "trainer.gradient_clip_val=1e-12", logs=logs)
+    assert "Changed from here on: trainer.gradient_clip_val was None, now 1e-12" in done.output
+    assert done.record["steps"] == 12
+    after = weights(done.folder)
+    assert max(float((after[name] - value).abs().max()) for name, value in before.items()) < 1e-7
