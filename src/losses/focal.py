@@ -13,17 +13,26 @@ from losses.cross_entropy import CrossEntropy
 
 
 class Focal(CrossEntropy):
-    """
+    """Cross-entropy in which a class counts less the more probable it is already.
+
     Args:
         gamma: exponent of the factor (1 - probability) of each class; 0 is cross-entropy.
+        options: passed to CrossEntropy.
     """
 
-    def __init__(self, num_classes: int, class_counts: Sequence[int], gamma: float = 2.0, **options: Any) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        class_counts: Sequence[int],
+        gamma: float = 2.0,
+        **options: Any,
+    ) -> None:
         super().__init__(num_classes, class_counts, **options)
         if gamma < 0:
             raise UserError(f"loss.gamma={gamma}: give a number from 0 on.")
         self.gamma = gamma
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
-        logs = logits.log_softmax(1)
-        return -(shares * (1 - logs.exp()) ** self.gamma * logs).sum(1)
+        log_probabilities = logits.log_softmax(1)
+        factor = (1 - log_probabilities.exp()) ** self.gamma
+        return -(shares * factor * log_probabilities).sum(1)

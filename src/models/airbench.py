@@ -1,4 +1,6 @@
-"""A fast small network for 32 px images, after github.com/KellerJordan/cifar10-airbench, sized for a CPU.
+"""A fast small network for 32 px images, after github.com/KellerJordan/cifar10-airbench.
+
+The widths are sized for a CPU.
 
 python src/train.py experiment=cifar10_cpu
 """
@@ -25,7 +27,10 @@ class Conv(nn.Conv2d):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm with statistics of few batches and no trained scale: Muon keeps the norm of the weights before it."""
+    """BatchNorm with statistics of few batches and no trained scale.
+
+    The scale is not needed, because optimizer=airbench keeps the norm of the weights before it.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=1e-6, momentum=0.4)
@@ -36,20 +41,28 @@ class ConvGroup(nn.Sequential):
     """The layers conv, halve, norm, GELU, then depth - 1 times conv, norm, GELU."""
 
     def __init__(self, channels_in: int, width: int, depth: int) -> None:
-        layers: list[nn.Module] = [Conv(channels_in, width), nn.MaxPool2d(2), BatchNorm(width), nn.GELU()]
+        layers: list[nn.Module] = [
+            Conv(channels_in, width),
+            nn.MaxPool2d(2),
+            BatchNorm(width),
+            nn.GELU(),
+        ]
         for _ in range(depth - 1):
             layers += [Conv(width, width), BatchNorm(width), nn.GELU()]
         super().__init__(*layers)
 
 
 class Airbench(nn.Module):
-    """A net from normalised images (B, channels, image_size, image_size) to logits (B, num_classes).
+    """A net from normalised images (B, channels, image_size, image_size) to (B, num_classes) logits.
 
-    Call `init_from_images` before training: without it the first convolution stays random and untrained.
+    Call `init_from_images` before training: without it the first convolution stays random and
+    untrained.
 
     Args:
         widths: channels of each group; every group halves the image.
         depth: convolutions in a group.
+        head_scale: standard deviation of the head's first weights; a small one begins with nearly
+            equal logits.
 
     Raises:
         UserError: the image is too small for the groups.
@@ -67,31 +80,51 @@ class Airbench(nn.Module):
         super().__init__()
         smallest = 2 ** len(widths) + WHITENING_KERNEL - 1
         if image_size < smallest:
-            raise UserError(f"model=airbench takes images of {smallest} px or more, not data.image_size={image_size}.")
-        whitened = 2 * channels * WHITENING_KERNEL**2
-        self.whiten = nn.Conv2d(channels, whitened, WHITENING_KERNEL)
+            raise UserError(
+                f"model=airbench takes images of {smallest} px or more, "
+                f"not data.image_size={image_size}."
+            )
+
+        # Each patch has one filter for each of its values, and the same filters negated.
+        whitening_width = 2 * channels * WHITENING_KERNEL**2
+        self.whiten = nn.Conv2d(channels, whitening_width, WHITENING_KERNEL)
         self.whiten.weight.requires_grad_(False)
         nn.init.zeros_(self.whiten.bias)
-        inputs = (whitened, *widths[:-1])
-        self.groups = nn.Sequential(
-            *(ConvGroup(before, width, depth) for before, width in zip(inputs, widths, strict=True))
-        )
+
+        self.groups = nn.Sequential()
+        channels_in = whitening_width
+        for width in widths:
+            self.groups.append(ConvGroup(channels_in, width, depth))
+            channels_in = width
+
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
-        nn.init.normal_(self.head.weight, std=head_scale)  # nearly equal logits at the start
-        self.activation, self.pool = nn.GELU(), nn.AdaptiveMaxPool2d(1)
+        nn.init.normal_(self.head.weight, std=head_scale)
+        self.activation = nn.GELU()
+        self.pool = nn.AdaptiveMaxPool2d(1)
 
     @torch.no_grad()
     def init_from_images(self, images: Tensor) -> None:
-        """Make the first convolution whiten 2x2 patches; images: (N, channels, H, W) normalised, N in the thousands."""
-        kernel, device = WHITENING_KERNEL, self.whiten.weight.device
+        """Make the first convolution whiten 2x2 patches.
+
+        Args:
+            images: (N, channels, H, W) normalised, N in the thousands.
+        """
+        kernel = WHITENING_KERNEL
         patches = images.double().unfold(2, kernel, 1).unfold(3, kernel, 1)
-        flat = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, images.shape[1] * kernel**2)
-        values, vectors = torch.linalg.eigh(flat.T @ flat / len(flat))
-        rows = (vectors / (values + WHITENING_EPS).sqrt()).T
-        largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
-        rows = rows * largest.sign()  # eigenvectors have no sign of their own; this gives every machine the same
-        weight = torch.cat([rows, -rows]).reshape(self.whiten.weight.shape)
-        self.whiten.weight.copy_(weight.to(device))
+        patch_size = images.shape[1] * kernel**2
+        flat_patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, patch_size)
+        covariance = flat_patches.T @ flat_patches / len(flat_patches)
+
+        eigenvalues, eigenvectors = torch.linalg.eigh(covariance)
+        filters = (eigenvectors / (eigenvalues + WHITENING_EPS).sqrt()).T
+
+        # The sign of an eigenvector is arbitrary. Making its largest entry positive gives every
+        # machine the same filters.
+        largest = filters.gather(1, filters.abs().argmax(1, keepdim=True))
+        filters = filters * largest.sign()
+
+        weight = torch.cat([filters, -filters]).reshape(self.whiten.weight.shape)
+        self.whiten.weight.copy_(weight.to(self.whiten.weight.device))
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.groups(self.activation(self.whiten(images)))
@@ -102,4 +135,5 @@ class Airbench(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         first = nn.Sequential(self.whiten, self.activation)
-        return [first, *self.groups, nn.Sequential(self.pool, nn.Flatten(), self.head)]
+        last = nn.Sequential(self.pool, nn.Flatten(), self.head)
+        return [first, *self.groups, last]

@@ -8,63 +8,92 @@ from torch import Tensor, nn
 from lockstep.runs.errors import UserError
 
 # width, kernel, stride, padding
-CONVOLUTIONS = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
+CONVOLUTIONS = (
+    (64, 11, 4, 2),
+    (192, 5, 1, 2),
+    (384, 3, 1, 1),
+    (256, 3, 1, 1),
+    (256, 3, 1, 1),
+)
+POOLED_SIDE = 6  # pixels
+HEAD_WIDTH = 4096
 
 
 class AlexNet(nn.Module):
     """A net from images (B, channels, image_size, image_size) to logits (B, num_classes).
 
-    The state dict has torchvision's keys and shapes (features.0 … classifier.6), so its weights load here.
+    The state dict has torchvision's keys and shapes (features.0 … classifier.6), so its weights
+    load here.
 
     Raises:
         UserError: the image is too small for the poolings.
     """
 
-    pooled = (1, 2, 5)  # a 3/2 max-pooling follows these convolutions
+    # A 3/2 max-pooling follows the convolutions of these numbers.
+    pooled = (1, 2, 5)
     batch_norm = False
-    smallest = 63  # the image size in pixels that leaves one pixel after the last pooling
+    # A smaller image leaves no pixel after the last pooling.
+    smallest = 63  # pixels
 
-    def __init__(self, num_classes: int, image_size: int, channels: int, dropout: float = 0.5) -> None:
+    def __init__(
+        self, num_classes: int, image_size: int, channels: int, dropout: float = 0.5
+    ) -> None:
         super().__init__()
         if image_size < self.smallest:
             raise UserError(
-                f"{type(self).__name__} takes images of {self.smallest} px or more, not data.image_size={image_size}."
+                f"{type(self).__name__} takes images of {self.smallest} px or more, "
+                f"not data.image_size={image_size}."
             )
+
         self.blocks_end: list[int] = []
         layers: list[nn.Module] = []
         for number, (width, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
-            layers += [nn.Conv2d(channels, width, kernel, stride, padding), nn.ReLU(inplace=True)]
+            layers.append(nn.Conv2d(channels, width, kernel, stride, padding))
+            layers.append(nn.ReLU(inplace=True))
             if number in self.pooled:
                 layers.append(nn.MaxPool2d(3, 2))
             if self.batch_norm:
                 layers.append(nn.BatchNorm2d(width))
             channels = width
             self.blocks_end.append(len(layers))
+
         self.features = nn.Sequential(*layers)
-        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.avgpool = nn.AdaptiveAvgPool2d(POOLED_SIDE)
         self.classifier = nn.Sequential(
-            nn.Dropout(dropout), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
-            nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Linear(4096, num_classes),
-        )  # fmt: skip
+            nn.Dropout(dropout),
+            nn.Linear(channels * POOLED_SIDE**2, HEAD_WIDTH),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(HEAD_WIDTH, HEAD_WIDTH),
+            nn.ReLU(inplace=True),
+            nn.Linear(HEAD_WIDTH, num_classes),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.classifier(self.avgpool(self.features(images)).flatten(1))
+        pooled = self.avgpool(self.features(images))
+        return self.classifier(pooled.flatten(1))
 
     def shard_units(self) -> list[nn.Module]:
-        """Each convolution and each linear layer: the three linear ones hold 94 % of the parameters."""
-        return [layer for layer in (*self.features, *self.classifier) if isinstance(layer, nn.Conv2d | nn.Linear)]
+        """Return each convolution and each linear layer.
+
+        The three linear layers hold 94 % of the parameters.
+        """
+        layers = (*self.features, *self.classifier)
+        return [layer for layer in layers if isinstance(layer, nn.Conv2d | nn.Linear)]
 
     def stages(self) -> list[nn.Module]:
-        """The five convolution blocks, then the head's three linear layers."""
+        """Return the five convolution blocks, then the head's three linear layers."""
         starts = [0, *self.blocks_end[:-1]]
-        blocks = [self.features[start:end] for start, end in zip(starts, self.blocks_end, strict=True)]
+        blocks = [
+            self.features[start:end] for start, end in zip(starts, self.blocks_end, strict=True)
+        ]
         first_linear = nn.Sequential(self.avgpool, nn.Flatten(), *self.classifier[:3])
         return [*blocks, first_linear, self.classifier[3:6], self.classifier[6:]]
 
 
 class AlexNetBN(AlexNet):
-    """AlexNet with one more pooling, after the third convolution, and BatchNorm at the end of each block."""
+    """AlexNet with a pooling after the third convolution too, and BatchNorm at each block's end."""
 
     pooled = (1, 2, 3, 5)
     batch_norm = True
-    smallest = 127
+    smallest = 127  # pixels

@@ -7,43 +7,59 @@ from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
 
-SMALLEST = 6  # two 3x3 convolutions without padding and one pooling leave a single pixel
+# Two 3x3 convolutions without padding and one pooling leave a single pixel of it.
+SMALLEST = 6  # pixels
 
 
 class SmallCNN(nn.Module):
-    """The layers conv 32·3, conv 64·3, max-pool 2, dropout, linear 128, dropout, linear num_classes.
+    """Two 3x3 convolutions (32 and 64 channels), a pooling and two linear layers, with dropout.
 
-    At 28 px the first linear layer has 9,216 inputs as in the example; other sizes give another count.
+    At 28 px the first linear layer has 9,216 inputs as in the example; other sizes give another
+    count.
 
     Raises:
         UserError: image_size below 6.
     """
 
     def __init__(
-        self, num_classes: int, image_size: int, channels: int, dropout: float = 0.25, head_dropout: float = 0.5
+        self,
+        num_classes: int,
+        image_size: int,
+        channels: int,
+        dropout: float = 0.25,
+        head_dropout: float = 0.5,
     ) -> None:
         super().__init__()
         if image_size < SMALLEST:
-            raise UserError(f"model=small_cnn takes images of {SMALLEST} px or more, not data.image_size={image_size}.")
-        side = (image_size - 4) // 2
+            raise UserError(
+                f"model=small_cnn takes images of {SMALLEST} px or more, "
+                f"not data.image_size={image_size}."
+            )
+
+        # The ReLU stands behind the pooling: the values are the same and four times fewer.
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
             nn.Conv2d(32, 64, 3),
             nn.MaxPool2d(2),
-            nn.ReLU(),  # behind the pooling, where the values are the same and four times fewer
+            nn.ReLU(),
             nn.Dropout(dropout),
             nn.Flatten(),
         )
+        side = (image_size - 4) // 2
         self.head = nn.Sequential(
-            nn.Linear(64 * side * side, 128), nn.ReLU(), nn.Dropout(head_dropout), nn.Linear(128, num_classes)
+            nn.Linear(64 * side * side, 128),
+            nn.ReLU(),
+            nn.Dropout(head_dropout),
+            nn.Linear(128, num_classes),
         )
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images))
 
     def shard_units(self) -> list[nn.Module]:
-        return [self.head[0]]  # nine tenths of the parameters
+        """Return the first linear layer, which has nine tenths of the parameters."""
+        return [self.head[0]]
 
     def stages(self) -> list[nn.Module]:
         return [self.features[:2], self.features[2:], self.head[:3], self.head[3:]]

@@ -9,17 +9,27 @@ from torch.nn import functional as F
 
 
 class UNet(nn.Module):
-    """
+    """A net from images (B, channels, H, W) to the logits of each pixel (B, num_classes, H, W).
+
     Args:
-        width: channels at full resolution; each of the `depth` levels below has twice as many as the one above.
+        width: channels at full resolution.
+        depth: number of levels below; each has twice as many channels as the level above.
     """
 
-    def __init__(self, num_classes: int, image_size: int, channels: int, width: int = 32, depth: int = 3) -> None:
+    def __init__(
+        self, num_classes: int, image_size: int, channels: int, width: int = 32, depth: int = 3
+    ) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList(_block(before, after) for before, after in zip([channels, *widths], widths))
-        pairs = list(zip(widths, widths[1:]))
-        self.up = nn.ModuleList(_block(wide + narrow, narrow) for narrow, wide in reversed(pairs))
+        inputs = [channels, *widths[:-1]]
+        self.down = nn.ModuleList(_block(before, after) for before, after in zip(inputs, widths))
+
+        self.up = nn.ModuleList()
+        for level in reversed(range(depth)):
+            narrow = widths[level]
+            wide = widths[level + 1]
+            self.up.append(_block(wide + narrow, narrow))
+
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -27,16 +37,25 @@ class UNet(nn.Module):
         levels = [self.down[0](images)]
         for block in self.down[1:]:
             levels.append(block(F.max_pool2d(levels[-1], 2)))
+
         features = levels.pop()
         for block in self.up:
             above = levels.pop()
-            features = block(torch.cat([F.interpolate(features, above.shape[2:]), above], 1))
+            enlarged = F.interpolate(features, above.shape[2:])
+            features = block(torch.cat([enlarged, above], 1))
         return self.head(features)
 
     def shard_units(self) -> list[nn.Module]:
         return [*self.down, *self.up]
 
 
-def _block(before: int, after: int) -> nn.Sequential:
-    layers = (nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
-    return nn.Sequential(*layers, nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+def _block(channels_in: int, width: int) -> nn.Sequential:
+    """Return two 3x3 convolutions, each with a norm and a ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(channels_in, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    )

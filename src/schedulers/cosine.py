@@ -1,4 +1,4 @@
-"""A learning rate that rises in the warm-up and then falls along half a cosine, or along a straight line.
+"""A learning rate that rises in the warm-up and then falls along half a cosine or a straight line.
 
 python src/train.py scheduler=cosine scheduler.warmup_epochs=5          (or scheduler=linear)
 """
@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 
 
 def warmup_steps(warmup_epochs: float, steps_per_epoch: int, total_steps: int) -> int:
-    """Return the length of the warm-up in optimizer steps, and warn if training ends before it does."""
+    """Return the length of the warm-up in optimizer steps, and warn if training ends before it."""
     steps = round(warmup_epochs * steps_per_epoch)
     if steps >= total_steps > 0:
         log.warning(
-            f"scheduler.warmup_epochs={warmup_epochs:g} takes {steps:,} steps and training {total_steps:,}: the "
-            "learning rate never reaches optimizer.lr."
+            f"scheduler.warmup_epochs={warmup_epochs:g} takes {steps:,} steps and training "
+            f"{total_steps:,}: the learning rate never reaches optimizer.lr."
         )
     return steps
 
@@ -32,7 +32,9 @@ def cosine(
     final_share: float = 0.0,
     straight: bool = False,
 ) -> LambdaLR:
-    """Return a schedule, stepped per optimizer step, that rises to lr in the warm-up and falls to final_share of it.
+    """Return a schedule that rises to lr and falls to final_share of it.
+
+    It is stepped at each optimizer step.
 
     Args:
         straight: fall along a straight line, as `linear` does.
@@ -40,14 +42,27 @@ def cosine(
     warmup = warmup_steps(warmup_epochs, steps_per_epoch, total_steps)
 
     def share(step: int) -> float:
+        """Return the factor of lr at a step."""
         if step < warmup:
             return (step + 1) / (warmup + 1)
+
         done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        return final_share + (1 - final_share) * (1 - done if straight else 0.5 * (1 + math.cos(math.pi * done)))
+        left = 1 - done
+        if not straight:
+            left = 0.5 * (1 + math.cos(math.pi * done))
+        return final_share + (1 - final_share) * left
 
     return LambdaLR(optimizer, share)
 
 
-def linear(optimizer: Optimizer, *, warmup_epochs: float = 0.0, final_share: float = 0.0, **steps: int) -> LambdaLR:
+def linear(
+    optimizer: Optimizer,
+    *,
+    warmup_epochs: float = 0.0,
+    final_share: float = 0.0,
+    **steps: int,
+) -> LambdaLR:
     """Return a schedule as `cosine` does, which falls along a straight line."""
-    return cosine(optimizer, warmup_epochs=warmup_epochs, final_share=final_share, straight=True, **steps)
+    return cosine(
+        optimizer, warmup_epochs=warmup_epochs, final_share=final_share, straight=True, **steps
+    )

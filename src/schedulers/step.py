@@ -8,8 +8,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def step(
-    optimizer: Optimizer, *, total_steps: int, steps_per_epoch: int, gamma: float = 0.7, every_n_epochs: int = 1
+    optimizer: Optimizer,
+    *,
+    total_steps: int,
+    steps_per_epoch: int,
+    gamma: float = 0.7,
+    every_n_epochs: int = 1,
 ) -> LambdaLR:
-    """Return a schedule, stepped per optimizer step; gamma 0.7 is that of PyTorch's MNIST example."""
-    length = max(1, steps_per_epoch * every_n_epochs)
-    return LambdaLR(optimizer, lambda done: gamma ** (done // length))
+    """Return a schedule, stepped at each optimizer step.
+
+    Args:
+        gamma: factor after every n epochs; 0.7 is that of PyTorch's MNIST example.
+        every_n_epochs: epochs between two factors.
+    """
+    interval = max(1, steps_per_epoch * every_n_epochs)  # optimizer steps
+    return LambdaLR(optimizer, lambda done: gamma ** (done // interval))

@@ -1,4 +1,6 @@
-"""A learning rate that rises, stays, and falls in the last part of training: warm-up, stable, decay (arXiv 2404.06395).
+"""A learning rate that rises, stays, and falls in the last part of training.
+
+The three parts are warm-up, stable and decay (arXiv 2404.06395).
 
 python src/train.py scheduler=wsd scheduler.warmup_epochs=1 scheduler.decay_share=0.2
 """
@@ -23,17 +25,25 @@ def wsd(
 
     Args:
         decay_share: share of all steps in which the rate falls to final_share of lr, 0 to 1.
+
     Raises:
         UserError: decay_share is not from 0 to 1.
     """
     if not 0 <= decay_share <= 1:
         raise UserError(f"scheduler.decay_share={decay_share}: give a number from 0 to 1.")
-    warmup, falls = warmup_steps(warmup_epochs, steps_per_epoch, total_steps), round(decay_share * total_steps)
+
+    warmup = warmup_steps(warmup_epochs, steps_per_epoch, total_steps)
+    decay_steps = round(decay_share * total_steps)
 
     def share(step: int) -> float:
+        """Return the factor of lr at a step."""
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        left = min(1.0, max(0, total_steps - step) / falls) if falls else 1.0
+        if decay_steps == 0:
+            return 1.0
+
+        steps_left = max(0, total_steps - step)
+        left = min(1.0, steps_left / decay_steps)
         return final_share + (1 - final_share) * left
 
     return LambdaLR(optimizer, share)

@@ -1,7 +1,8 @@
 """Manual optimization (task=manual_optimization): a training step that calls the optimizer itself.
 
-The example is sharpness-aware minimisation (SAM, arXiv 2010.01412), which takes the gradient where the loss is highest
-near the weights: two backward passes per step.
+The example is sharpness-aware minimisation (SAM, arXiv 2010.01412), which takes the gradient where
+the loss is highest near the weights: two backward passes per step.
+
 python src/train.py task=manual_optimization task.radius=0.05
 """
 
@@ -21,28 +22,32 @@ class SharpnessAware(ImageClassifier):
         net, parts: passed to ImageClassifier.
     """
 
-    def __init__(self, net: nn.Module, *, num_classes: int, radius: float = 0.05, **parts: Any) -> None:
+    def __init__(
+        self, net: nn.Module, *, num_classes: int, radius: float = 0.05, **parts: Any
+    ) -> None:
         super().__init__(net, num_classes=num_classes, **parts)
-        self.radius, self.automatic_optimization = radius, False
+        self.radius = radius
+        self.automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, targets = batch
         optimizer: Any = self.optimizers()
+
+        # The first backward pass says where the loss rises.
         optimizer.zero_grad()
         logits = self.net(images)
         self.count_hits(logits, targets)
         loss = self.loss(logits, targets).mean()
         self.manual_backward(loss)
         steps = self._climb()
+
+        # The second one gives the gradient there, which is applied to the weights as they were.
         optimizer.zero_grad()
         self.manual_backward(self.loss(self.net(images), targets).mean())
-        with torch.no_grad():
-            for parameter, step in steps:
-                parameter.sub_(step)
+        _go_back(steps)
         optimizer.step()
-        for each in self.trainer.lr_scheduler_configs:
-            if each.interval == "step" or self.trainer.is_last_batch:
-                each.scheduler.step()  # type: ignore[call-arg]
+
+        self._step_schedules()
         return {"loss": loss.detach()}
 
     @torch.no_grad()
@@ -50,9 +55,24 @@ class SharpnessAware(ImageClassifier):
         """Move the weights along the gradient; return each parameter with its step."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
-        length = torch.where(norm.isfinite(), self.radius / (norm + 1e-12), 0.0)  # of 16 bits it may overflow
-        steps = [(parameter, parameter.grad.nan_to_num() * length) for parameter in trained]
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+
+        # In 16 bits the gradient may overflow: then the weights stay where they are.
+        factor = torch.where(norm.isfinite(), self.radius / (norm + 1e-12), 0.0)
+        steps = [(parameter, parameter.grad.nan_to_num() * factor) for parameter in trained]
         for parameter, step in steps:
             parameter.add_(step)
         return steps
+
+    def _step_schedules(self) -> None:
+        """Step the schedules, which Lightning leaves to manual optimization."""
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == "step" or self.trainer.is_last_batch:
+                config.scheduler.step()  # type: ignore[call-arg]
+
+
+@torch.no_grad()
+def _go_back(steps: list[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, step in steps:
+        parameter.sub_(step)

@@ -12,7 +12,9 @@ from lockstep.training.task import Task
 
 
 class Regression(Task):
-    """Train the Huber loss of the standardised target; log the mean absolute and squared error, unstandardised.
+    """Train the Huber loss of the standardised target.
+
+    Log the mean absolute and the mean squared error, in the unit of the targets.
 
     Args:
         net: (B, C, H, W) float → (B, 1).
@@ -20,13 +22,17 @@ class Regression(Task):
         parts: passed to Task.
     """
 
-    def __init__(self, net: nn.Module, *, mean: float = 0.0, std: float = 1.0, **parts: Any) -> None:
+    def __init__(
+        self, net: nn.Module, *, mean: float = 0.0, std: float = 1.0, **parts: Any
+    ) -> None:
         super().__init__(net, **parts)
-        self.mean, self.std = mean, std
+        self.mean = mean
+        self.std = std
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
-        return F.huber_loss(self.net(images).squeeze(1), (targets - self.mean) / self.std)
+        standardised = (targets - self.mean) / self.std
+        return F.huber_loss(self.net(images).squeeze(1), standardised)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         errors = self.predict_step(batch, batch_idx) - batch[1]

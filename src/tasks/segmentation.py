@@ -13,7 +13,9 @@ from lockstep.training.task import Task
 
 
 class Segmentation(Task):
-    """Train cross-entropy of each pixel; log the pixel accuracy and the mean intersection over union.
+    """Train cross-entropy of each pixel.
+
+    Log the pixel accuracy and the mean intersection over union.
 
     Args:
         net: (B, C, H, W) float → (B, num_classes, h, w) logits, which are resized to H × W.
@@ -21,18 +23,24 @@ class Segmentation(Task):
         parts: passed to Task.
     """
 
+    confusion: Tensor
+
     def __init__(self, net: nn.Module, *, num_classes: int, **parts: Any) -> None:
         super().__init__(net, **parts)
         self.num_classes = num_classes
-        self.register_buffer("confusion", torch.zeros(num_classes, num_classes, dtype=torch.float64), persistent=False)
+        # (classes, classes) pixels of this rank, true × predicted.
+        confusion = torch.zeros(num_classes, num_classes, dtype=torch.float64)
+        self.register_buffer("confusion", confusion, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         return F.interpolate(self.net(images), images.shape[2:], mode="bilinear")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, masks = batch
-        known = (masks >= 0).sum().clamp(min=1)  # a batch may have none
-        return F.cross_entropy(self(images), masks, ignore_index=-1, reduction="sum") / known
+        total = F.cross_entropy(self(images), masks, ignore_index=-1, reduction="sum")
+        # A batch may have no labelled pixel. Its loss is 0 then, not nan.
+        labelled = (masks >= 0).sum().clamp(min=1)
+        return total / labelled
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
@@ -42,21 +50,33 @@ class Segmentation(Task):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, masks = batch
-        logits, is_known = self(images), masks >= 0
-        predicted, true = logits.argmax(1)[is_known], masks[is_known]
-        self.count(loss=F.cross_entropy(logits, masks, ignore_index=-1, reduction="none")[is_known])
-        cells = true * self.num_classes + predicted
-        self.confusion.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
+        logits = self(images)
+        is_labelled = masks >= 0
+
+        losses = F.cross_entropy(logits, masks, ignore_index=-1, reduction="none")
+        self.count(loss=losses[is_labelled])
+
+        predicted = logits.argmax(1)[is_labelled]
+        cells = masks[is_labelled] * self.num_classes + predicted
+        ones = torch.ones_like(cells, dtype=torch.float64)
+        self.confusion.view(-1).index_add_(0, cells, ones)
 
     test_step = validation_step
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
         confusion = self.trainer.strategy.reduce(self.confusion.clone(), reduce_op="sum")
-        right, union = confusion.diag(), confusion.sum(0) + confusion.sum(1) - confusion.diag()
-        overlap = (right / union)[union > 0].mean()  # over the classes that occur or were predicted
-        scores = {f"{stage}/miou": float(overlap), f"{stage}/acc": float(right.sum() / confusion.sum())}
-        return {**super().evaluation_values(stage), **scores}
+        right = confusion.diag()
+        union = confusion.sum(0) + confusion.sum(1) - right
+
+        # Classes that neither occur nor are predicted have no overlap to average.
+        overlap = (right / union)[union > 0].mean()
+        return {
+            **super().evaluation_values(stage),
+            f"{stage}/miou": float(overlap),
+            f"{stage}/acc": float(right.sum() / confusion.sum()),
+        }
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return (B, H, W) classes."""
-        return self(batch if isinstance(batch, Tensor) else batch[0]).argmax(1)
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return self(images).argmax(1)

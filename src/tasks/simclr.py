@@ -1,7 +1,7 @@
 """SimCLR (task=simclr): features without labels, from two views of each image (arXiv 2002.05709).
 
 python src/train.py task=simclr data.views=2 augmentation=resized_crop run_id=features
-python src/train.py ckpt_path=features model.freeze=backbone              (a linear probe on the features)
+python src/train.py ckpt_path=features model.freeze=backbone      (a linear probe on the features)
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from lockstep.training.task import Task
 
 
 class SimCLR(Task):
-    """Train the two views of an image to be similar, and unlike all other images of the global batch.
+    """Train the two views of an image to be similar, and unlike all others of the global batch.
 
     The net's last layer is the first layer of the projection. The features are its input;
     predict_step returns its output.
@@ -29,7 +29,13 @@ class SimCLR(Task):
     """
 
     def __init__(
-        self, net: nn.Module, *, outputs: int, dimensions: int = 128, temperature: float = 0.5, **parts: Any
+        self,
+        net: nn.Module,
+        *,
+        outputs: int,
+        dimensions: int = 128,
+        temperature: float = 0.5,
+        **parts: Any,
     ) -> None:
         super().__init__(net, **parts)
         self.projection = nn.Sequential(nn.ReLU(), nn.Linear(outputs, dimensions))
@@ -44,16 +50,28 @@ class SimCLR(Task):
         """Return the loss of each view, and whether its other view is the most similar one."""
         if images.ndim != 5 or images.shape[1] != 2:
             raise UserError("task=simclr needs two views of each image: add data.views=2.")
-        outputs = self.projection(self.net(images.transpose(0, 1).flatten(0, 1)))
-        found = F.normalize(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), dim=1)
-        first, second = found.chunk(2)
-        everywhere = torch.cat([self._of_all_ranks(first), self._of_all_ranks(second)])
-        mine = torch.arange(len(first), device=found.device) + self.global_rank * len(first)
-        half = len(everywhere) // 2
-        similarity = found @ everywhere.T / self.temperature
-        similarity[torch.arange(len(found)), torch.cat([mine, mine + half])] = -torch.inf  # itself
-        other = torch.cat([mine + half, mine])
-        return F.cross_entropy(similarity, other, reduction="none"), similarity.argmax(1) == other
+
+        # Rows of `features`: the first views of this rank's images, then their second views.
+        views = images.transpose(0, 1).flatten(0, 1)
+        outputs = self.projection(self.net(views))
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        features = F.normalize(outputs.to(dtype), dim=1)
+
+        # Columns of `similarity`: the first views of all ranks, then the second views of all ranks.
+        first, second = features.chunk(2)
+        of_all_ranks = torch.cat([self._of_all_ranks(first), self._of_all_ranks(second)])
+        similarity = features @ of_all_ranks.T / self.temperature
+
+        offset = self.global_rank * len(first)
+        first_columns = torch.arange(len(first), device=features.device) + offset
+        second_columns = first_columns + len(of_all_ranks) // 2
+        same_view = torch.cat([first_columns, second_columns])
+        other_view = torch.cat([second_columns, first_columns])
+
+        # A view is not compared with itself.
+        similarity[torch.arange(len(features)), same_view] = -torch.inf
+        losses = F.cross_entropy(similarity, other_view, reduction="none")
+        return losses, similarity.argmax(1) == other_view
 
     def _of_all_ranks(self, features: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
@@ -62,4 +80,5 @@ class SimCLR(Task):
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Any], batch_idx: int) -> Tensor:
         """Return (B, outputs), the output of the net's last layer."""
-        return self.net(batch if isinstance(batch, Tensor) else batch[0])
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return self.net(images)

@@ -1,4 +1,4 @@
-"""The optimizers, Muon among them."""
+"""The optimizers, airbench's among them."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from local_ranks import meet, run_ranks
 from lockstep.runs.errors import UserError
-from optimizers.muon import Muon, orthogonalise
+from optimizers.airbench import AirbenchMuon, orthogonalise
 from optimizers.timm import timm_optimizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "optimizer"
@@ -61,7 +61,7 @@ def test_bad_options_are_refused(options, says):
         timm_optimizer(weights(), **options)
 
 
-# Muon's update against singular values and a step by hand, sharded and resumed.
+# Airbench's update against singular values and a step by hand, sharded and resumed.
 
 
 def network():
@@ -97,7 +97,7 @@ def test_orthogonalise_makes_singular_values_alike(shape):
 
 def test_hidden_matrices_take_muon_head_and_vectors_take_sgd():
     net = network()
-    optimizer = Muon(net.named_parameters(), lr=0.1, head_lr=0.2, vector_lr=0.3)
+    optimizer = AirbenchMuon(net.named_parameters(), lr=0.1, head_lr=0.2, vector_lr=0.3)
     names = {id(p): name for name, p in net.named_parameters()}
     groups = [({names[id(p)] for p in group["params"]}, group["kind"], group["lr"]) for group in optimizer.param_groups]
     assert groups == [
@@ -109,7 +109,7 @@ def test_hidden_matrices_take_muon_head_and_vectors_take_sgd():
 
 def test_a_step_by_hand():
     head, hidden = nn.Parameter(torch.tensor([[2.0, 1.0]])), nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
-    optimizer = Muon(
+    optimizer = AirbenchMuon(
         [("hidden", hidden), ("head", head)], lr=0.5, head_lr=0.1, sgd_momentum=0.5, weight_decay=0.2, iterations=0
     )
     hidden.grad, head.grad = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, -1.0]])
@@ -119,8 +119,27 @@ def test_a_step_by_hand():
     assert torch.allclose(hidden, held - 0.5 * torch.eye(2) / 2**0.5, atol=1e-6)
 
 
+def test_airbench_trains_a_hidden_weight_of_zeros():
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    nn.init.zeros_(net[0].weight)
+    optimizer = AirbenchMuon(net.named_parameters(), lr=0.1)
+    for _ in range(2):
+        net(torch.eye(4)).sum().backward()
+        optimizer.step()
+    assert net[0].weight.isfinite().all() and net[0].weight.norm() > 0
+
+
+def test_muon_leaves_pretrained_weights_at_rate_zero():
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        factory = instantiate(compose("muon", ["lr=0"]), _convert_="all")
+    net = network()
+    before = {name: value.clone() for name, value in net.named_parameters()}
+    train(net, factory(net.parameters()), 2, seed=0)
+    assert all(torch.equal(value, before[name]) for name, value in net.named_parameters())
+
+
 def trained_in_double(net):
-    train(net, Muon(net.named_parameters()), 3, seed=3)
+    train(net, AirbenchMuon(net.named_parameters()), 3, seed=3)
     found = dict(net.named_parameters())
     return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).tolist() for name, p in found.items()}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lockstep.runs.errors import UserError
-from optimizers.muon import Muon
+from optimizers.airbench import AirbenchMuon
 from schedulers.cosine import linear
 from tasks.classifier import ImageClassifier, check_logits
 
@@ -40,7 +40,7 @@ def step(classifier, optimizer):
         (partial(torch.optim.AdamW, foreach=True), "32-true", False, ["foreach"]),
         (torch.optim.AdamW, "16-mixed", False, []),  # clipping needs gradients without their scale
         (torch.optim.Adadelta, "32-true", False, []),
-        (Muon, "32-true", False, []),
+        (AirbenchMuon, "32-true", False, []),
         (torch.optim.AdamW, "32-true", True, ["fused"]),
         (torch.optim.AdamW, "16-mixed", True, ["foreach"]),
         (partial(torch.optim.SGD, lr=0.1), "32-true", True, ["foreach"]),

@@ -1,6 +1,7 @@
-"""Write the stacks of a rank that hangs, and of those that wait for it, into stack-rank<N>.txt by faulthandler.
+"""Write the stacks of a rank that hangs, and of the ranks that wait for it, by faulthandler.
 
-The collective of the ranks that wait fails at about the same time, after `timeout_s`, and ends the run.
+They go into stack-rank<N>.txt. The collective of the ranks that wait fails at about the same time,
+after `timeout_s`, and ends the run.
 """
 
 import faulthandler
@@ -13,41 +14,64 @@ import lightning.pytorch as pl
 
 from lockstep.callbacks.resume_point import phase_of
 
+# Arming starts a thread. Once in this time it costs nothing.
+ARMING_INTERVAL_S = 1.0
+
 
 class HangDump(pl.Callback):
-    """Write the stack after `timeout_s` without a batch, into `folder` or the trainer's default_root_dir.
+    """Write the stack after `timeout_s` without a batch.
 
     Args:
-        on_error: called early with an exception of this rank, whose attribute `phase` is set: other ranks may wait.
+        folder: where the stacks are written; None: the trainer's default_root_dir.
+        timeout_s: seconds without a batch.
+        on_error: called early with an exception of this rank, whose attribute `phase` is set; other
+            ranks may wait.
     """
 
     def __init__(
-        self, folder: Path | None = None, timeout_s: float = 300.0, on_error: Callable[..., Any] | None = None
+        self,
+        folder: Path | None = None,
+        timeout_s: float = 300.0,
+        on_error: Callable[..., Any] | None = None,
     ) -> None:
-        self.folder, self.timeout_s, self.on_error = folder, timeout_s, on_error
+        self.folder = folder
+        self.timeout_s = timeout_s
+        self.on_error = on_error
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.path = Path(self.folder or trainer.default_root_dir) / f"stack-rank{trainer.global_rank}.txt"
-        self.file, self.armed_at = self.path.open("a"), 0.0
+        folder = Path(self.folder or trainer.default_root_dir)
+        self.path = folder / f"stack-rank{trainer.global_rank}.txt"
+        self.file = self.path.open("a")
+        self.armed_at = 0.0
 
     def _arm(self, *_: Any) -> None:
-        if time.monotonic() - self.armed_at > 1:  # arming starts a thread: once a second costs nothing
+        now = time.monotonic()
+        if now - self.armed_at > ARMING_INTERVAL_S:
             faulthandler.dump_traceback_later(self.timeout_s, file=self.file)
-            self.armed_at = time.monotonic()
+            self.armed_at = now
 
-    on_train_batch_start = on_train_batch_end = on_validation_batch_start = on_validation_batch_end = _arm
-    on_test_batch_start = on_test_batch_end = _arm
+    on_train_batch_start = _arm
+    on_train_batch_end = _arm
+    on_validation_batch_start = _arm
+    on_validation_batch_end = _arm
+    on_test_batch_start = _arm
+    on_test_batch_end = _arm
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         exception.phase = phase_of(trainer)  # type: ignore[attr-defined]
         if self.on_error is not None:
             self.on_error(exception)
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Lightning may refuse the module before it calls setup.
         if not hasattr(self, "file"):
-            return  # Lightning refused the module before setup
+            return
+
         faulthandler.cancel_dump_traceback_later()
         self.file.close()
-        if self.path.exists() and not self.path.stat().st_size:
+        is_empty = self.path.exists() and self.path.stat().st_size == 0
+        if is_empty:
             self.path.unlink()

@@ -14,32 +14,30 @@ log = logging.getLogger(__name__)
 
 
 class Progress(pl.Callback):
-    """
+    """Log a line of progress now and then, on rank 0.
+
     Args:
         interval_s: seconds between two lines within an epoch or an evaluation.
-        short_epoch_s: an epoch (or the part of it up to a validation) that takes less has a line only if there was
-            none for four times as long.
+        short_epoch_s: an epoch (or the part of it up to a validation) that takes less has a line
+            only if there was none for four times as long.
     """
 
     def __init__(self, interval_s: float = 30.0, short_epoch_s: float = 5.0) -> None:
-        self.interval_s, self.short_epoch_s = interval_s, short_epoch_s
-        self.began_at = self.shown_at = time.monotonic()
+        self.interval_s = interval_s
+        self.short_epoch_s = short_epoch_s
+        self.began_at = time.monotonic()
+        self.shown_at = self.began_at
 
-    def _show(self, trainer: pl.Trainer, place: str, after_s: float) -> None:
+    def _show(self, trainer: pl.Trainer, position: str, after_s: float) -> None:
         """Log the metrics, unless that was done less than `after_s` seconds ago."""
-        if not trainer.is_global_zero or time.monotonic() - self.shown_at < after_s:
+        if not trainer.is_global_zero:
             return
+        if time.monotonic() - self.shown_at < after_s:
+            return
+
         self.shown_at = time.monotonic()
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        for callback in trainer.callbacks:
-            values |= getattr(callback, "latest", {})
-        named = [str(callback.monitor) for callback in trainer.callbacks if hasattr(callback, "monitor")]
-        words = [f"epoch {epoch_of(trainer)}", place]
-        words += [f"loss {values['train/loss']:.4f}"] if "train/loss" in values else []
-        for name in dict.fromkeys(named or ["val/acc"]):
-            words += [f"{name.replace('/', ' ')} {as_read(name, values[name])}"] if name in values else []
-        words += [f"{values['images_per_s']:,.0f} images/s"] if "images_per_s" in values else []
-        log.info(" · ".join(words))
+        parts = [f"epoch {epoch_of(trainer)}", position, *shown_metrics(trainer)]
+        log.info(" · ".join(parts))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.began_at = time.monotonic()
@@ -47,23 +45,58 @@ class Progress(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._show(trainer, within(trainer), self.interval_s)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, i: int, *_: Any) -> None:
-        self._show(trainer, f"validating {i + 1}/{sum(trainer.num_val_batches):g}", self.interval_s)
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        count = sum(trainer.num_val_batches)
+        self._show(trainer, f"validating {batch_idx + 1}/{count:g}", self.interval_s)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, i: int, *_: Any) -> None:
-        self._show(trainer, f"testing {i + 1}/{sum(trainer.num_test_batches):g}", self.interval_s)
+    def on_test_batch_end(
+        self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        count = sum(trainer.num_test_batches)
+        self._show(trainer, f"testing {batch_idx + 1}/{count:g}", self.interval_s)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and not ends_epoch(trainer):
+        # The line of an epoch's last validation comes at the end of the epoch.
+        is_of_training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_of_training and not ends_epoch(trainer):
             self._show(trainer, f"{within(trainer)} · validated", self.short_epoch_s)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        position = "done" if ends_epoch(trainer) else within(trainer)
+
         is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
         is_long = time.monotonic() - self.began_at > self.short_epoch_s
-        place = "done" if ends_epoch(trainer) else within(trainer)
-        self._show(trainer, place, 0.0 if is_last or is_long else 4 * self.short_epoch_s)
+        after_s = 4 * self.short_epoch_s
+        if is_last or is_long:
+            after_s = 0.0
+        self._show(trainer, position, after_s)
+
+
+def shown_metrics(trainer: pl.Trainer) -> list[str]:
+    """Return the training loss, the monitored metrics and the speed, as far as they are logged."""
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    monitored = []
+    for callback in trainer.callbacks:
+        values |= getattr(callback, "latest", {})
+        if hasattr(callback, "monitor"):
+            monitored.append(str(callback.monitor))
+
+    parts = []
+    if "train/loss" in values:
+        parts.append(f"loss {values['train/loss']:.4f}")
+    for name in dict.fromkeys(monitored or ["val/acc"]):
+        if name in values:
+            parts.append(f"{name.replace('/', ' ')} {as_read(name, values[name])}")
+    if "images_per_s" in values:
+        parts.append(f"{values['images_per_s']:,.0f} images/s")
+    return parts
 
 
 def within(trainer: pl.Trainer) -> str:
-    whole = "" if trainer.num_training_batches == math.inf else f"/{int(trainer.num_training_batches)}"
-    return f"batch {batches_done(trainer)}{whole}"
+    """Return "batch 3/10"; without the number of batches where the data have no length."""
+    done = batches_done(trainer)
+    if trainer.num_training_batches == math.inf:
+        return f"batch {done}"
+    return f"batch {done}/{int(trainer.num_training_batches)}"

@@ -1,4 +1,4 @@
-"""Poll EC2 for a spot interruption notice: save, upload, and exit before the instance is reclaimed."""
+"""Poll EC2 for a spot interruption notice, to save, upload and exit before the instance goes."""
 
 import http.client
 import logging
@@ -12,42 +12,44 @@ from lockstep.callbacks.interruption import Interruption
 
 log = logging.getLogger(__name__)
 
-METADATA = "http://169.254.169.254"  # of every EC2 instance
-SECONDS_LEFT = 85.0  # for checkpoint and upload, of the two minutes that EC2 gives at best
+# Every EC2 instance has its metadata service at this address.
+METADATA = "http://169.254.169.254"
+# EC2 gives two minutes at best. This much is left for checkpoint and upload.
+SECONDS_LEFT = 85.0
 
 
 class SpotNotice(pl.Callback):
-    """Poll the metadata service (IMDSv2) from a thread and ask for an interruption when a notice comes.
+    """Poll the metadata service (IMDSv2) from a thread and ask for an interruption at a notice.
 
-    Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, which
-    recommends an interval of 5 s.
+    AWS recommends an interval of 5 s:
+    https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
     """
 
     def __init__(self, address: str = METADATA, interval_s: float = 5.0) -> None:
-        self.address, self.interval_s = address.rstrip("/"), interval_s
+        self.address = address.rstrip("/")
+        self.interval_s = interval_s
         self.ended = threading.Event()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.local_rank == 0 and stage in ("fit", "test"):
-            self.ended = threading.Event()  # the thread of a stage before may still be asking
-            threading.Thread(target=self._poll, args=(trainer, self.ended), name="spot-notice", daemon=True).start()
+        if trainer.local_rank != 0 or stage not in ("fit", "test"):
+            return
+
+        # The thread of the stage before may still be asking, and has an event of its own.
+        self.ended = threading.Event()
+        thread = threading.Thread(
+            target=self._poll, args=(trainer, self.ended), name="spot-notice", daemon=True
+        )
+        thread.start()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.ended.set()
 
     def _poll(self, trainer: pl.Trainer, ended: threading.Event) -> None:
-        notice, has_complained = "", False
-        while not notice:
-            try:
-                token = self._ask("api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
-                notice = self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                is_none = isinstance(error, urllib.error.HTTPError) and error.code == 404
-                if not is_none and not has_complained:
-                    log.info(f"No answer about spot notices ({error}); asking again every {self.interval_s:.0f} s.")
-                    has_complained = True
-            if not notice and ended.wait(self.interval_s):
-                return
+        """Wait for a notice, and pass it on; return without one if the stage has ended."""
+        notice = self._wait_for_notice(ended)
+        if not notice:
+            return
+
         log.info(f"Spot notice: {notice.strip()}")
         for callback in trainer.callbacks:
             if isinstance(callback, Interruption):
@@ -55,8 +57,41 @@ class SpotNotice(pl.Callback):
             if hasattr(callback, "expect_end"):
                 callback.expect_end(SECONDS_LEFT)
 
-    def _ask(self, path: str, method: str = "GET", **headers: str) -> str:
-        request = urllib.request.Request(f"{self.address}/latest/{path}", method=method, headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    def _wait_for_notice(self, ended: threading.Event) -> str:
+        """Return the text of the notice; empty if the stage has ended before one came."""
+        has_complained = False
+        while True:
+            try:
+                notice = self._notice()
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                notice = ""
+                if not has_complained:
+                    log.info(
+                        f"No answer about spot notices ({error}); "
+                        f"asking again every {self.interval_s:.0f} s."
+                    )
+                    has_complained = True
+
+            if notice or ended.wait(self.interval_s):
+                return notice
+
+    def _notice(self) -> str:
+        """Return the text of the notice; empty while the service answers 404, which means none."""
+        lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+        try:
+            token = self._request("api/token", "PUT", lifetime)
+            authorization = {"X-aws-ec2-metadata-token": token}
+            return self._request("meta-data/spot/instance-action", "GET", authorization)
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return ""
+            raise
+
+    def _request(self, path: str, method: str, headers: dict[str, str]) -> str:
+        request = urllib.request.Request(
+            f"{self.address}/latest/{path}", method=method, headers=headers
+        )
+        # An empty ProxyHandler: the service is never reached through a proxy.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=2.0) as answer:
             return str(answer.read(4096).decode())

@@ -1,4 +1,4 @@
-"""Find parameters that get no gradient in the first training step, with the line that makes them."""
+"""Find parameters without a gradient in the first training step, and the line that makes them."""
 
 import inspect
 import json
@@ -7,31 +7,49 @@ from pathlib import Path
 import lightning.pytorch as pl
 from torch import nn
 
+LIBRARIES = ("torch", "lightning", "builtins")
+
 
 class UnusedParameters(pl.Callback):
     """Write {name: file:line} of the parameters of any rank into `path`."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.has_looked = Path(path), False
+        self.path = Path(path)
+        self.has_looked = False
 
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if not self.has_looked:
-            self.has_looked = True
-            named = module.named_parameters()
-            unused = {name: made_at(module, name) for name, p in named if p.requires_grad and p.grad is None}
-            if unused:
-                self.path.write_text(json.dumps(unused))
+        if self.has_looked:
+            return
+        self.has_looked = True
+
+        unused = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                unused[name] = made_at(module, name)
+        if unused:
+            self.path.write_text(json.dumps(unused))
 
 
 def made_at(module: nn.Module, parameter: str) -> str | None:
     """Return file:line where a class of the user makes the parameter or the layer that holds it."""
     parts = parameter.split(".")
     for depth in reversed(range(len(parts))):
-        for cls in type(module.get_submodule(".".join(parts[:depth]))).__mro__:
-            if cls.__module__.split(".")[0] in ("torch", "lightning", "builtins"):
-                continue
-            lines, first = inspect.getsourcelines(cls)
-            for offset, line in enumerate(lines):
-                if line.strip().startswith(tuple(f"self.{parts[depth]}{sign}" for sign in (" =", ":", "="))):
-                    return f"{inspect.getsourcefile(cls)}:{first + offset}"
+        owner = module.get_submodule(".".join(parts[:depth]))
+        for cls in type(owner).__mro__:
+            line = _line_of_assignment(cls, parts[depth])
+            if line is not None:
+                return line
+    return None
+
+
+def _line_of_assignment(cls: type, attribute: str) -> str | None:
+    """Return file:line where a class of the user assigns self.<attribute>."""
+    if cls.__module__.split(".")[0] in LIBRARIES:
+        return None
+
+    beginnings = (f"self.{attribute} =", f"self.{attribute}:", f"self.{attribute}=")
+    lines, first = inspect.getsourcelines(cls)
+    for number, line in enumerate(lines, start=first):
+        if line.strip().startswith(beginnings):
+            return f"{inspect.getsourcefile(cls)}:{number}"
     return None

@@ -1,108 +1,219 @@
 """Compare runs side by side: measurements, with ratios to the first run, and differing options."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
 from lockstep.logbook.figures import compare_panels, write_figure
 from lockstep.logbook.folders import Run, split_stage
-from lockstep.logbook.render import aligned, dollars, duration, is_share, metric, number, percent, render
+from lockstep.logbook.render import (
+    aligned,
+    dollars,
+    duration,
+    is_share,
+    metric,
+    number,
+    percent,
+    render,
+)
 from lockstep.runs.files import write_atomically
 
+# The name of a row, and a cell for each run.
 Row = tuple[str, list[str]]
 Show = Callable[[Any], str]
 
 GIB = partial(number, unit="GiB")
-# A row's name, the value's name in run.json, how it is shown, and whether it has a ratio to the first run
-MEASURED: tuple[tuple[str, str, Show, str], ...] = (
-    ("Training time, with validation", "fit_seconds", duration, "ratio"),
-    ("Epochs", "epochs", number, ""),
-    ("Steps", "steps", number, ""),
-    ("Images/s, mean", "images_per_s", number, "ratio"),
-    ("Images/s per device", "throughput.images_per_s_per_device", number, "ratio"),
-    ("Time per step, median", "throughput.step_seconds.p50", lambda s: number(s and s * 1000, "ms"), "ratio"),
-    ("Waiting for data", "throughput.data_wait_share", partial(percent, digits=1), ""),
-    ("GPU utilisation", "gpu_percent", partial(number, unit="%"), ""),
-    ("Peak memory", "peak_memory_gib", GIB, "ratio"),
-    ("Global batch", "global_batch_size", number, "ratio"),
-    ("Per-device batch", "per_device_batch_size", number, "ratio"),
-    ("Largest batch per device", "largest_batch.per_device", number, "ratio"),
-    ("Largest global batch", "largest_batch.global", number, "ratio"),
-    ("Memory at the largest batch", "largest_batch.peak_memory_gib", GIB, ""),
-    ("Memory limit of the search", "largest_batch.limit_gib", GIB, ""),
-    ("Lost steps", "lost_steps", number, ""),
-    ("Cost", "cost.usd", dollars, "ratio"),
+
+
+def milliseconds(seconds: float | None) -> str:
+    return number(seconds and seconds * 1000, "ms")
+
+
+class Measurement(NamedTuple):
+    """A row of a comparison.
+
+    Attributes:
+        title: the name of the row.
+        field: the value's name in run.json.
+        show: a function that writes the value.
+        has_ratio: other runs have a ratio to the first one.
+    """
+
+    title: str
+    field: str
+    show: Show
+    has_ratio: bool = False
+
+
+MEASURED = (
+    Measurement("Training time, with validation", "fit_seconds", duration, has_ratio=True),
+    Measurement("Epochs", "epochs", number),
+    Measurement("Steps", "steps", number),
+    Measurement("Images/s, mean", "images_per_s", number, has_ratio=True),
+    Measurement(
+        "Images/s per device", "throughput.images_per_s_per_device", number, has_ratio=True
+    ),
+    Measurement(
+        "Time per step, median", "throughput.step_seconds.p50", milliseconds, has_ratio=True
+    ),
+    Measurement("Waiting for data", "throughput.data_wait_share", partial(percent, digits=1)),
+    Measurement("GPU utilisation", "gpu_percent", partial(number, unit="%")),
+    Measurement("Peak memory", "peak_memory_gib", GIB, has_ratio=True),
+    Measurement("Global batch", "global_batch_size", number, has_ratio=True),
+    Measurement("Per-device batch", "per_device_batch_size", number, has_ratio=True),
+    Measurement("Largest batch per device", "largest_batch.per_device", number, has_ratio=True),
+    Measurement("Largest global batch", "largest_batch.global", number, has_ratio=True),
+    Measurement("Memory at the largest batch", "largest_batch.peak_memory_gib", GIB),
+    Measurement("Memory limit of the search", "largest_batch.limit_gib", GIB),
+    Measurement("Lost steps", "lost_steps", number),
+    Measurement("Cost", "cost.usd", dollars, has_ratio=True),
 )
+TEXTS = {
+    "Status": "status",
+    "Model": "model",
+    "Data": "data",
+    "Strategy": "trainer",
+    "Processes": "world_size",
+}
+
+
+def _hardware(run: Run) -> list[tuple[Any, ...]]:
+    """Return processor, cores and GPUs of each node."""
+    nodes = run.record.hardware.get("nodes") or []
+    return [(node.get("cpu"), node.get("cores"), str(node.get("gpus"))) for node in nodes]
+
+
 HELD_FIXED: dict[str, Callable[[Run], Any]] = {
     "the data": lambda run: run.record.data_hash or run.record.data,
-    "the number of test images": lambda run: run.record.metrics.get("test/images", run.record.num_test),
+    "the number of test images": lambda run: run.record.metrics.get(
+        "test/images", run.record.num_test
+    ),
     "the model": lambda run: run.record.model,
     "the number of epochs": lambda run: run.record.epochs,
     "the precision": lambda run: run.record.precision,
     "torch.compile": lambda run: bool(run.record.compiled),
     "the seed": lambda run: run.record.seed,
-    "the hardware": lambda run: [
-        (node.get("cpu"), node.get("cores"), str(node.get("gpus"))) for node in run.record.hardware.get("nodes") or []
-    ],
+    "the hardware": _hardware,
     "the code": lambda run: run.record.code.get("tree_hash") or run.record.code.get("commit"),
 }
 
 
 def not_held_fixed(runs: Sequence[Run]) -> str:
     """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
-    found = [name for name, read in HELD_FIXED.items() if any(read(run) != read(runs[0]) for run in runs)]
-    return f"Not held fixed between these runs: {', '.join(found)}." if found else ""
+    differing = []
+    for name, read in HELD_FIXED.items():
+        values = [read(run) for run in runs]
+        if any(value != values[0] for value in values):
+            differing.append(name)
+    if not differing:
+        return ""
+    return f"Not held fixed between these runs: {', '.join(differing)}."
 
 
 def number_rows(runs: Sequence[Run]) -> list[Row]:
     """Return (name, one cell for each run), for what at least one run has."""
-    texts = {"Status": "status", "Model": "model", "Data": "data", "Strategy": "trainer", "Processes": "world_size"}
-    rows = [(title, [str(run.value(field) or "") for run in runs]) for title, field in texts.items()]
-    best, tested = [run.record.summary.get("best", {}) for run in runs], [run.record.metrics for run in runs]
-    metrics = [(f"Best {name}", name, best) for name in dict.fromkeys(run.record.monitor for run in runs)]
-    for name in sorted({name for held in tested for name in held}):
-        if split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct")):
-            metrics.append((name, name, tested))
-    for title, name, held in metrics:
-        against = "points" if is_share(name) else ""
-        rows += _row(title, [values.get(name) for values in held], partial(metric, name=name), against)
-    for title, field, show, against in MEASURED:
-        rows += _row(title, [run.value(field) for run in runs], show, against)
+    rows = [
+        (title, [str(run.value(field) or "") for run in runs]) for title, field in TEXTS.items()
+    ]
+    return [*rows, *_best_rows(runs), *_test_rows(runs), *_measured_rows(runs)]
+
+
+def _best_rows(runs: Sequence[Run]) -> list[Row]:
+    best = [run.record.summary.get("best", {}) for run in runs]
+    rows = []
+    for name in dict.fromkeys(run.record.monitor for run in runs):
+        rows += _metric_row(f"Best {name}", name, best)
     return rows
 
 
-def _row(title: str, values: list[Any], show: Show, against: str) -> list[Row]:
-    """Return the cells with the ratio to the first run, or the difference in points; no row without a value."""
-    cells, first = [show(value) for value in values], values[0] if values else None
-    for i, value in enumerate(values):
-        if i and isinstance(first, int | float) and isinstance(value, int | float):
-            if against == "points":
-                cells[i] += f" ({(value - first) * 100:+.2f})"
-            elif against and first:
-                cells[i] += f" (×{value / first:.2f})"
-    return [(title, cells)] if set(cells) != {"–"} else []
+def _test_rows(runs: Sequence[Run]) -> list[Row]:
+    of_test = [run.record.metrics for run in runs]
+    rows = []
+    for name in sorted(set().union(*of_test)):
+        is_count = name.endswith(("/images", "/correct"))
+        if split_stage(name)[0] == "test" and not is_count:
+            rows += _metric_row(name, name, of_test)
+    return rows
+
+
+def _measured_rows(runs: Sequence[Run]) -> list[Row]:
+    rows = []
+    for measurement in MEASURED:
+        values = [run.value(measurement.field) for run in runs]
+        cells = [measurement.show(value) for value in values]
+        if measurement.has_ratio:
+            cells = _with_difference(cells, values, _ratio)
+        rows += _row(measurement.title, cells)
+    return rows
+
+
+def _metric_row(title: str, name: str, metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return the metric of each run; a share with its difference to the first run in points."""
+    values = [of_run.get(name) for of_run in metrics]
+    cells = [metric(value, name) for value in values]
+    if is_share(name):
+        cells = _with_difference(cells, values, _points)
+    return _row(title, cells)
+
+
+def _row(title: str, cells: list[str]) -> list[Row]:
+    """Return a row, or nothing if no run has a value."""
+    if set(cells) == {"–"}:
+        return []
+    return [(title, cells)]
+
+
+def _with_difference(
+    cells: list[str], values: Sequence[Any], difference: Callable[[float, float], str]
+) -> list[str]:
+    """Add the difference to the first run to the cells of the other ones."""
+    compared = cells[:1]
+    for cell, value in zip(cells[1:], values[1:], strict=True):
+        if isinstance(values[0], int | float) and isinstance(value, int | float):
+            cell += difference(value, values[0])
+        compared.append(cell)
+    return compared
+
+
+def _ratio(value: float, first: float) -> str:
+    return f" (×{value / first:.2f})" if first else ""
+
+
+def _points(value: float, first: float) -> str:
+    return f" ({(value - first) * 100:+.2f})"
 
 
 def setting_rows(runs: Sequence[Run]) -> list[Row]:
     """Return (option, its value in each run), for the options in which the runs differ."""
-    found = differences([run.config for run in runs])
-    return [(key, ["–" if value is None else str(value) for value in values]) for key, values in found.items()]
+    rows = []
+    for key, values in differences([run.config for run in runs]).items():
+        rows.append((key, ["–" if value is None else str(value) for value in values]))
+    return rows
 
 
 def as_text(runs: Sequence[Run]) -> str:
     """Return the comparison as aligned columns for a terminal."""
-    rows = [("", [run.title for run in runs]), *number_rows(runs), ("", [""] * len(runs)), *setting_rows(runs)]
-    return f"{aligned([[name, *cells] for name, cells in rows])}\n\n{not_held_fixed(runs)}".rstrip()
+    head = ("", [run.title for run in runs])
+    empty = ("", [""] * len(runs))
+    rows = [head, *number_rows(runs), empty, *setting_rows(runs)]
+    table = aligned([[name, *cells] for name, cells in rows])
+    return f"{table}\n\n{not_held_fixed(runs)}".rstrip()
 
 
 def write_comparison(path: Path, runs: Sequence[Run], title: str) -> None:
     """Write the comparison as markdown, with a picture beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    has_picture = write_figure(path.with_suffix(".svg"), compare_panels(runs))
+    picture = path.with_suffix(".svg")
+    has_picture = write_figure(picture, compare_panels(runs))
     text = render(
-        "compare.md.j2", title=title, runs=runs, numbers=number_rows(runs), settings=setting_rows(runs),
-        caution=not_held_fixed(runs), picture=path.with_suffix(".svg").name if has_picture else "",
-    )  # fmt: skip
+        "compare.md.j2",
+        title=title,
+        runs=runs,
+        numbers=number_rows(runs),
+        settings=setting_rows(runs),
+        caution=not_held_fixed(runs),
+        picture=picture.name if has_picture else "",
+    )
     write_atomically(path, lambda file: file.write(text))

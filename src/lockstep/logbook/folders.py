@@ -1,4 +1,4 @@
-"""Read run folders in logs/ and logbook/, and find the run that a word of the command line names."""
+"""Read run folders in logs/ and logbook/, and find the run that the command line names."""
 
 import csv
 import html
@@ -18,8 +18,15 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record, status_of
 
 STAGES = ("val", "test")
-Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps and values
-NOTE = ("<!-- Write your own words below: they stay when the page is written anew. -->", "<!-- End of your words -->")
+# An error lists at most this many runs.
+SHOWN_RUNS = 5
+# Steps and values of a metric.
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+# The user's own words on page.md stand between these two comments.
+NOTE = (
+    "<!-- Write your own words below: they stay when the page is written anew. -->",
+    "<!-- End of your words -->",
+)
 
 
 @dataclass
@@ -42,18 +49,31 @@ class Run:
     @cached_property
     def note(self) -> str:
         """The user's own words on page.md."""
-        return self.text("page.md").partition(NOTE[0])[2].partition(NOTE[1])[0].strip()
+        begin, end = NOTE
+        return self.text("page.md").partition(begin)[2].partition(end)[0].strip()
 
     @property
     def place(self) -> str:
         """The folder, relative to the repository if it is inside."""
-        return str(self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder)
+        if self.folder.is_relative_to(REPOSITORY):
+            return str(self.folder.relative_to(REPOSITORY))
+        return str(self.folder)
 
     @property
     def borrowed(self) -> list[str]:
-        """The folders beside the code that hold the run's data and weights: the first parts of relative paths."""
-        paths = (self.config.get("data.root"), self.config.get("model.weights"), self.record.initial_weights)
-        return sorted({str(path).split("/")[0] for path in paths if path and not re.match("/|~|[a-z0-9]+:", str(path))})
+        """The folders beside the code that hold the run's data and weights.
+
+        They are the first parts of relative paths.
+        """
+        paths = (
+            self.config.get("data.root"),
+            self.config.get("model.weights"),
+            self.record.initial_weights,
+        )
+        # Absolute paths, paths in a home and addresses are elsewhere.
+        elsewhere = re.compile("/|~|[a-z0-9]+:")
+        relative = [str(path) for path in paths if path and not elsewhere.match(str(path))]
+        return sorted({path.split("/")[0] for path in relative})
 
     @property
     def best_value(self) -> Any:
@@ -63,27 +83,40 @@ class Run:
     def test_value(self) -> Any:
         """The monitored metric in the test."""
         monitor = re.sub("^val[/_]", "", self.record.monitor)
-        return next((self.record.metrics.get(test) for metric, _, test in self.results if metric == monitor), None)
+        for metric, _, test_name in self.results:
+            if metric == monitor:
+                return self.record.metrics.get(test_name)
+        return None
 
     @property
     def results(self) -> list[tuple[str, str, str]]:
-        """Return (metric, its name in validation, in test), the monitored one first, then accuracy and loss."""
-        rows: dict[str, list[str]] = {}
+        """Return (metric, its name in validation, in test).
+
+        The monitored one stands first, then accuracy and loss.
+        """
         monitor = self.record.monitor
+        names: dict[str, dict[str, str]] = {}
         for name in [*self.record.summary.get("best", {}), *self.record.metrics]:
             stage, metric = split_stage(name)
             if name == monitor and stage not in STAGES:
-                stage, metric = "val", name
-            if stage in STAGES and not metric.endswith("_best") and metric not in ("images", "correct"):
-                rows.setdefault(metric, ["", ""])[STAGES.index(stage)] = name
-        found = [(metric, val, test) for metric, (val, test) in rows.items()]
-        return sorted(found, key=lambda row: (monitor not in row, row[0] != "acc", row[0] != "loss", row[0]))
+                stage = "val"
+                metric = name
+            if stage in STAGES and _is_result(metric):
+                names.setdefault(metric, {})[stage] = name
+
+        rows = [(metric, of.get("val", ""), of.get("test", "")) for metric, of in names.items()]
+        return sorted(
+            rows,
+            key=lambda row: (monitor not in row, row[0] != "acc", row[0] != "loss", row[0]),
+        )
 
     @property
     def status(self) -> str:
         status = status_of(self.record)
         is_memory = "memory" in (self.record.error.message or "").lower()
-        return "out of memory" if status == "failed" and is_memory else status
+        if status == "failed" and is_memory:
+            return "out of memory"
+        return status
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -92,30 +125,62 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        """The columns of metrics.csv over steps, including `epoch` and `time_s`, without unreadable cells."""
-        head, *rows = list(csv.reader(self.text("metrics.csv").replace("\0", "").splitlines())) or [[]]
-        whole = [[_number(cell) for cell in row] for row in rows if len(row) == len(head)]  # a torn row is left out
-        columns = dict(zip(head, np.array(whole).T, strict=True)) if whole else {}
-        steps, found = columns.pop("step", np.array(np.nan)), {}
+        """The columns of metrics.csv over steps, including `epoch` and `time_s`.
+
+        Unreadable cells are left out.
+        """
+        columns = self._columns()
+        steps = columns.pop("step", np.array(np.nan))
+        curves = {}
         for name, values in columns.items():
-            if (known := np.isfinite(steps) & np.isfinite(values)).any():
-                found[name] = (steps[known], values[known])
-        return found
+            is_readable = np.isfinite(steps) & np.isfinite(values)
+            if is_readable.any():
+                curves[name] = (steps[is_readable], values[is_readable])
+        return curves
+
+    def _columns(self) -> dict[str, NDArray[np.float64]]:
+        """Return the columns of metrics.csv by their names; {} without a whole row."""
+        lines = self.text("metrics.csv").replace("\0", "").splitlines()
+        rows = list(csv.reader(lines))
+        if not rows:
+            return {}
+
+        # A row that was torn by the end of a process has too few cells.
+        head = rows[0]
+        whole = [row for row in rows[1:] if len(row) == len(head)]
+        if not whole:
+            return {}
+        numbers = np.array([list(map(_number, row)) for row in whole])
+        return dict(zip(head, numbers.T, strict=True))
 
     def text(self, name: str) -> str:
         """Return the text of a file, empty if there is none."""
         path = self.folder / name
-        return path.read_text(errors="replace").strip() if path.is_file() else ""
+        if not path.is_file():
+            return ""
+        return path.read_text(errors="replace").strip()
 
     def value(self, name: str) -> Any:
-        """Return a metric, an option or a field of the record, as `val/acc`, `optimizer.lr` or `cost.usd`."""
-        for held in (self.record.metrics, self.record.summary, self.config):
-            if name in held:
-                return held[name]
-        found: Any = self if name in ("status", "best_value", "test_value") else self.record
+        """Return a metric, an option or a field of the record.
+
+        Args:
+            name: as `val/acc`, `optimizer.lr` or `cost.usd`.
+        """
+        for values in (self.record.metrics, self.record.summary, self.config):
+            if name in values:
+                return values[name]
+
+        value: Any = self.record
+        if name in ("status", "best_value", "test_value"):
+            value = self
         for part in name.split("."):
-            found = found.get(part) if isinstance(found, dict) else getattr(found, part, None)
-        return found
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        return value
+
+
+def _is_result(metric: str) -> bool:
+    """Return whether a metric belongs into a table of results: no count, and no best of its own."""
+    return not metric.endswith("_best") and metric not in ("images", "correct")
 
 
 def _number(cell: str) -> float:
@@ -127,8 +192,10 @@ def _number(cell: str) -> float:
 
 def split_stage(name: str) -> tuple[str, str]:
     """Return the stage and the metric of `val/acc` or `val_acc`; no stage if the name has none."""
-    found = re.match("(train|val|test)[/_]", name)
-    return (found[1], name[found.end() :]) if found else ("", name)
+    match = re.match("(train|val|test)[/_]", name)
+    if not match:
+        return "", name
+    return match[1], name[match.end() :]
 
 
 def read_run(folder: Path) -> Run:
@@ -144,14 +211,28 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def find_run(word: str, *roots: Path) -> Path:
-    """Return the folder of the run that `word` names: a folder, a run id, or a part of one; the first root counts."""
+    """Return the folder of the run that `word` names.
+
+    Args:
+        word: a folder, a run id, or a part of one.
+        roots: folders of runs; the first counts if several have the run.
+    """
     if (Path(word) / "run.json").exists():
         return Path(word)
-    folders = {path.name: path for root in reversed(roots) for path in run_folders(root)}
-    names = [word] if word in folders else sorted(name for name in folders if word in name)
+
+    folders = {}
+    for root in reversed(roots):
+        for path in run_folders(root):
+            folders[path.name] = path
+    if word in folders:
+        return folders[word]
+
+    names = sorted(name for name in folders if word in name)
     if not names:
         raise no_such_run(word, folders.values(), *roots)
     if len(names) > 1:
-        shown = ", ".join(["…"] * (len(names) > 5) + names[-5:])
+        shown = ", ".join(names[-SHOWN_RUNS:])
+        if len(names) > SHOWN_RUNS:
+            shown = f"…, {shown}"
         raise UserError(f"{word!r} means {len(names)} runs ({shown}): give more of the run id.")
     return folders[names[0]]

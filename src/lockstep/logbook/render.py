@@ -1,8 +1,11 @@
-"""Markdown from the templates in templates/, with text of a run escaped and numbers as a reader expects them."""
+"""Markdown from the templates in templates/.
+
+Text of a run is escaped, and numbers are written as a reader expects them.
+"""
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,42 +16,87 @@ from markupsafe import Markup
 
 from lockstep.runs import output
 
-SPECIAL = re.compile(r"[&<>$\\`*\[\]~|#!@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=www)\.|:(?=//)", re.IGNORECASE)
+# Characters that markdown or HTML understands, at places where it does.
+SPECIAL = re.compile(
+    r"[&<>$\\`*\[\]~|#!@]"
+    r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"
+    r"|(?<=www)\.|:(?=//)",
+    re.IGNORECASE,
+)
 SHARES = {
-    "acc": "accuracy", "acc_top5": "accuracy, top 5", "f1_macro": "F1, mean of the classes",
-    "balanced_acc": "balanced accuracy", "ece": "calibration error",
-}  # fmt: skip
-NB = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
+    "acc": "accuracy",
+    "acc_top5": "accuracy, top 5",
+    "f1_macro": "F1, mean of the classes",
+    "balanced_acc": "balanced accuracy",
+    "ece": "calibration error",
+}
+# It keeps a number and its unit on one line.
+NB = "\N{NO-BREAK SPACE}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+SAFE_IN_ADDRESS = ":/%@?=&+,;~-._#"
 
 
 def plain(text: object, limit: int = 300) -> Markup:
-    """Return one line that shows exactly this text, also in a table cell: no markup, link or HTML takes effect."""
-    return Markup(SPECIAL.sub(lambda match: f"&#{ord(match.group())};", _one_line(text, limit)))
+    """Return one line that shows exactly this text, also in a table cell.
+
+    No markup, link or HTML takes effect.
+    """
+    line = _one_line(text, limit)
+    return Markup(SPECIAL.sub(lambda match: f"&#{ord(match.group())};", line))
 
 
 def code(text: object, limit: int = 300) -> Markup:
+    """Return one line in the font of code; empty for an empty text."""
     line = _one_line(text, limit)
-    return Markup(f"<code>{plain(line, limit)}</code>" if re.search(r"[`|\\]", line) else f"`{line}`" if line else "")
+    if not line:
+        return Markup("")
+    # Backticks cannot hold these.
+    if re.search(r"[`|\\]", line):
+        return Markup(f"<code>{plain(line, limit)}</code>")
+    return Markup(f"`{line}`")
 
 
 def _one_line(text: object, limit: int) -> str:
-    line = re.sub(r"\s*[ \t\r\n]\s*", " ", output.UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))).strip(" ")
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    printable = output.UNPRINTABLE.sub(REPLACEMENT, str(text))
+    line = re.sub(r"\s*[ \t\r\n]\s*", " ", printable).strip(" ")
+    if len(line) > limit:
+        return line[: limit - 1] + "…"
+    return line
 
 
 def block(text: object, language: str = "", limit: int = 20_000) -> Markup:
     """Return a fenced block; longer text is cut."""
-    body = output.UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text)).strip("\n")
-    body = body if len(body) <= limit else body[:limit] + f"\n… {len(body) - limit:,} more characters"
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", body)), default=0))
+    body = output.UNPRINTABLE.sub(REPLACEMENT, str(text)).strip("\n")
+    if len(body) > limit:
+        body = f"{body[:limit]}\n… {len(body) - limit:,} more characters"
+
+    # The fence is longer than any row of backticks inside.
+    longest = max(map(len, re.findall("`+", body)), default=0)
+    fence = "`" * max(3, longest + 1)
     return Markup(f"{fence}{language}\n{body}\n{fence}")
+
+
+def quote(text: str) -> Markup:
+    """Return a quotation; each line of the text keeps its markdown."""
+    return Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
+
+
+def address(url: str) -> Markup:
+    return Markup(quote_url(url, safe=SAFE_IN_ADDRESS))
+
+
+def label(name: str) -> str:
+    """Return the words for a metric."""
+    return SHARES.get(name, name)
 
 
 def metric(value: Any, name: str) -> str:
     """Return a metric's value: shares in percent, others with four digits, a dash without one."""
     if not isinstance(value, int | float):
         return str(value or "–")
-    return percent(value) if is_share(name) else f"{value:.4g}"
+    if is_share(name):
+        return percent(value)
+    return f"{value:.4g}"
 
 
 def is_share(name: str) -> bool:
@@ -56,61 +104,94 @@ def is_share(name: str) -> bool:
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    return f"{share * 100:.{digits}f}{NB}%" if isinstance(share, int | float) else "–"
+    if not isinstance(share, int | float):
+        return "–"
+    return f"{share * 100:.{digits}f}{NB}%"
 
 
 def number(value: float | None, unit: str = "") -> str:
     """Return 12,345 or 98.1 or 9.81, and its unit."""
     if not isinstance(value, int | float):
         return "–"
-    shown = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
-    return f"{shown}{NB}{unit}".strip(NB)
+    is_whole = abs(value) >= 100 or value == int(value)
+    text = f"{value:,.0f}" if is_whole else f"{value:.3g}"
+    return f"{text}{NB}{unit}".strip(NB)
 
 
 def dollars(value: float | None) -> str:
     if not isinstance(value, int | float):
         return "–"
-    return f"${value:.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}"
+    if value >= 0.1 or value == 0:
+        return f"${value:.2f}"
+    return f"${value:.2g}"
 
 
 def duration(seconds: float | None) -> str:
-    return output.duration(seconds).replace(" ", NB) if isinstance(seconds, int | float) else "–"
+    if not isinstance(seconds, int | float):
+        return "–"
+    return output.duration(seconds).replace(" ", NB)
 
 
 def folded(command: str, width: int = 96) -> str:
     """Return a shell command over as many lines as it takes."""
+    # A command with an open quote, or without a word, is shown as it is.
     try:
         lines, *words = map(shlex.quote, shlex.split(command))
-    except ValueError:  # an open quote, or nothing
+    except ValueError:
         return command
+
     for word in words:
-        last = lines.rpartition("\n")[2]
-        lines += f" \\\n  {word}" if len(last) + len(word) > width else f" {word}"
+        last_line = lines.rpartition("\n")[2]
+        if len(last_line) + len(word) > width:
+            lines += f" \\\n  {word}"
+        else:
+            lines += f" {word}"
     return lines
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of equally many cells as text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+FILTERS: tuple[Callable[..., Any], ...] = (
+    code,
+    block,
+    quote,
+    address,
+    label,
+    metric,
+    percent,
+    number,
+    dollars,
+    duration,
+    folded,
+)
 
 
 @cache
 def environment() -> Environment:
     """Return the environment of the templates, with the functions above as filters."""
     env = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"), trim_blocks=True, lstrip_blocks=True,
-        autoescape=True, undefined=ChainableUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else plain("" if value is None else value),
-    )  # fmt: skip
-    filters: dict[str, Any] = {
-        "label": lambda name: SHARES.get(name, name), "markdown": Markup, "shell": shlex.join,
-        "quote": lambda text: Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines())),
-        "address": lambda url: Markup(quote_url(url, safe=":/%@?=&+,;~-._#")),
-    }  # fmt: skip
-    own = (code, block, metric, percent, number, dollars, duration, folded)
-    env.filters |= filters | {function.__name__: function for function in own}
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+        undefined=ChainableUndefined,
+        finalize=_escaped,
+    )
+    env.filters |= {function.__name__: function for function in FILTERS}
+    env.filters |= {"markdown": Markup, "shell": shlex.join}
     return env
+
+
+def _escaped(value: Any) -> Markup:
+    """Return what a template shows of a value; nothing for None."""
+    if isinstance(value, Markup):
+        return value
+    return plain("" if value is None else value)
 
 
 def render(template: str, **values: Any) -> str:

@@ -1,11 +1,12 @@
-"""One self-contained HTML file with interactive curves of some runs: it opens from a disk, from S3 and on a phone.
+"""One self-contained HTML file with interactive curves of some runs.
 
+It opens from a disk, from S3 and on a phone.
 Its parts are in static/: report.html, report.css, report.js, and uPlot (MIT, uPlot.LICENSE).
 """
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +17,119 @@ from lockstep.logbook.render import metric
 from lockstep.runs.redact import redact
 
 STATIC = Path(__file__).parent / "static"
-MAX_POINTS, MAX_OTHERS = 400, 24
-PANELS = {  # metric: title and unit
-    "train/loss": ("Training loss", ""), "val/loss": ("Validation loss", ""),
-    "val/acc": ("Validation accuracy", "share"), "val/acc_top5": ("Validation accuracy, top 5", "share"),
-    "train/acc": ("Training accuracy", "share"), "lr": ("Learning rate", ""),
-    "images_per_s": ("Images per second", ""), "hardware/gpu_percent": ("GPU utilisation", "percent"),
-    "hardware/gpu_memory_gib": ("GPU memory in GiB", ""), "hardware/cpu_percent": ("CPU utilisation", "percent"),
-}  # fmt: skip
+MAX_POINTS = 400  # of a curve
+MAX_OTHERS = 24  # panels beside the known ones
+# Title and unit of each metric.
+PANELS = {
+    "train/loss": ("Training loss", ""),
+    "val/loss": ("Validation loss", ""),
+    "val/acc": ("Validation accuracy", "share"),
+    "val/acc_top5": ("Validation accuracy, top 5", "share"),
+    "train/acc": ("Training accuracy", "share"),
+    "lr": ("Learning rate", ""),
+    "images_per_s": ("Images per second", ""),
+    "hardware/gpu_percent": ("GPU utilisation", "percent"),
+    "hardware/gpu_memory_gib": ("GPU memory in GiB", ""),
+    "hardware/cpu_percent": ("CPU utilisation", "percent"),
+}
 NO_PANEL = {"epoch", "time_s", "val/correct", "val/images"}
 
 
 def report_html(title: str, runs: Sequence[Run]) -> str:
     """Return the whole file; the same runs give the same bytes."""
-    data = json.dumps(redact(report_data(runs)), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    for mark in "<>&@":  # no text of a run may end the script element or look like a placeholder
-        data = data.replace(mark, f"\\u{ord(mark):04x}")
-    names = ("report.html", "uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
-    page, style, own_style, plot, script = ((STATIC / name).read_text(encoding="utf-8") for name in names)
-    parts = {"TITLE": html.escape(title).replace("@", "&#64;"), "STYLE": style + own_style, "UPLOT": plot}
-    for mark, text in {**parts, "SCRIPT": script, "DATA": data}.items():
-        page = page.replace(f"@{mark}@", text)
+    parts = {
+        "TITLE": html.escape(title).replace("@", "&#64;"),
+        "STYLE": _static("uPlot.min.css") + _static("report.css"),
+        "UPLOT": _static("uPlot.iife.min.js"),
+        "SCRIPT": _static("report.js"),
+        "DATA": _json(report_data(runs)),
+    }
+    page = _static("report.html")
+    for placeholder, text in parts.items():
+        page = page.replace(f"@{placeholder}@", text)
     return page
 
 
+def _static(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _json(data: dict[str, Any]) -> str:
+    """Return data as JSON that may stand in a script element.
+
+    No text of a run may end the element or look like a placeholder.
+    """
+    text = json.dumps(redact(data), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    for character in "<>&@":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
 def report_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what report.js draws: known curves first, then whatever else was logged and changes."""
-    labels, caution = [run.title for run in runs], not_held_fixed(runs)
-    changing = {name for run in runs for name, (_, values) in run.metrics.items() if len(set(values)) > 1}
-    names = [name for name in PANELS if any(name in run.metrics for run in runs)]
-    panels = []
-    for name in names + sorted(changing - PANELS.keys() - NO_PANEL)[:MAX_OTHERS]:
-        title, unit = PANELS.get(name, (name, ""))
-        panels.append({"key": name, "title": title, "unit": unit, "loss": "loss" in name, "smooth": name != "lr"})
-
-    def table(first: str, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"head": [first, *labels], "rows": [[name, *cells] for name, cells in rows], "none": "none"}
-
+    """Return what report.js draws."""
+    caution = not_held_fixed(runs)
+    labels = [run.title for run in runs]
+    run_ids = ("Run", [run.run_id for run in runs])
     return {
-        "subtitle": f"{len(runs)} run{'s' if len(runs) != 1 else ''}", "cautions": [caution] if caution else [],
-        "runs": [_run_data(run) for run in runs], "panels": panels,
-        "numbers": table("", [("Run", [run.run_id for run in runs]), *number_rows(runs)]),
-        "settings": table("option", setting_rows(runs)),
-    }  # fmt: skip
+        "subtitle": f"{len(runs)} run{'s' if len(runs) != 1 else ''}",
+        "cautions": [caution] if caution else [],
+        "runs": [_run_data(run) for run in runs],
+        "panels": [_panel(name) for name in _drawn_metrics(runs)],
+        "numbers": _table(["", *labels], [run_ids, *number_rows(runs)]),
+        "settings": _table(["option", *labels], setting_rows(runs)),
+    }
+
+
+def _drawn_metrics(runs: Sequence[Run]) -> list[str]:
+    """Return the known metrics first, then whatever else was logged and changes."""
+    logged = set()
+    changing = set()
+    for run in runs:
+        logged |= run.metrics.keys()
+        changing |= {name for name, (_, values) in run.metrics.items() if len(set(values)) > 1}
+
+    others = sorted(changing - PANELS.keys() - NO_PANEL)
+    return [name for name in PANELS if name in logged] + others[:MAX_OTHERS]
+
+
+def _panel(name: str) -> dict[str, Any]:
+    title, unit = PANELS.get(name, (name, ""))
+    return {
+        "key": name,
+        "title": title,
+        "unit": unit,
+        "loss": "loss" in name,
+        "smooth": name != "lr",
+    }
+
+
+def _table(head: list[str], rows: Sequence[Row]) -> dict[str, Any]:
+    return {"head": head, "rows": [[name, *cells] for name, cells in rows], "none": "none"}
 
 
 def _run_data(run: Run) -> dict[str, Any]:
-    best, curves = run.best_value if run.test_value is None else run.test_value, {}
+    curves = {}
     for name, curve in run.metrics.items():
-        curves[name] = [[float(f"{value:.6g}") for value in axis] for axis in thin(curve, MAX_POINTS)]
+        steps, values = thin(curve, MAX_POINTS)
+        curves[name] = [_six_digits(steps), _six_digits(values)]
     return {
-        "run_id": run.run_id, "label": run.title, "command": run.record.command or "", "note": run.note,
-        "headline": metric(best, run.record.monitor) if best is not None else run.status, "curves": curves,
+        "run_id": run.run_id,
+        "label": run.title,
+        "command": run.record.command or "",
+        "note": run.note,
+        "headline": _headline(run),
+        "curves": curves,
         "confusion": run.record.summary.get("confusion"),
-    }  # fmt: skip
+    }
+
+
+def _six_digits(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
+
+
+def _headline(run: Run) -> str:
+    """Return the monitored metric in the test or else the best one; the status if there is none."""
+    best = run.best_value if run.test_value is None else run.test_value
+    if best is None:
+        return run.status
+    return metric(best, run.record.monitor)

@@ -1,8 +1,9 @@
-"""Checkpoint files of a run: their names, the small file that makes each complete, and which of them are whole.
+"""Checkpoint files of a run: their names, the file that makes each complete, and their faults.
 
-`last-step00000120.ckpt` is complete once `last-step00000120.ckpt.json` lies beside it. That file is written last, and
-its sha256 tells whether the bytes are still those that were written. No checkpoint is overwritten: one of a step that
-was saved before is `last-step00000120-2.ckpt`. Imports no torch.
+`last-step00000120.ckpt` is complete once `last-step00000120.ckpt.json` lies beside it. That file is
+written last, and its sha256 tells whether the bytes are still those that were written. No
+checkpoint is overwritten: one of a step that was saved before is `last-step00000120-2.ckpt`.
+Imports no torch.
 """
 
 import json
@@ -22,11 +23,18 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<again>\d))?\.ckpt")
 PART = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+# A step has at most this many checkpoints of a kind.
+MOST_OF_A_STEP = 9
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The small file beside a checkpoint."""
+    """The small file beside a checkpoint.
+
+    Attributes:
+        metric: what a best checkpoint reached.
+        weights_only: the optimizer's state is left out.
+    """
 
     step: int
     bytes: int = 0
@@ -37,18 +45,29 @@ class Sidecar:
     name: str = ""  # the file that it was written beside; empty in version 2.0.0
 
 
-def parse_sidecar(held: Any) -> Sidecar | None:
+def parse_sidecar(content: Any) -> Sidecar | None:
     """Return None unless every field is what it must be; unknown fields are ignored."""
+    if not isinstance(content, dict):
+        return None
     blank = vars(Sidecar(0))
-    items = held.items() if isinstance(held, dict) else ()
-    known = {name: value for name, value in items if name in blank and value is not None}
-    if not {"step", "bytes", "sha256"} <= known.keys() or not SHA256.fullmatch(str(known["sha256"])):
+    fields = {name: value for name, value in content.items() if name in blank and value is not None}
+
+    if not {"step", "bytes", "sha256"} <= fields.keys():
         return None
-    typed = all(type(value) is type(blank[name]) for name, value in known.items())
-    if not typed or not all(0 <= known.get(name, 0) < 2**63 for name in ("step", "bytes", "epoch")):
+    if any(type(value) is not type(blank[name]) for name, value in fields.items()):
         return None
-    sidecar = Sidecar(**known)
-    return sidecar if all(isinstance(value, int | float) for value in sidecar.metric.values()) else None
+    sidecar = Sidecar(**fields)
+    return sidecar if _is_valid(sidecar) else None
+
+
+def _is_valid(sidecar: Sidecar) -> bool:
+    """Return whether the values of a sidecar, which have the right types, are possible."""
+    if not SHA256.fullmatch(sidecar.sha256):
+        return False
+    numbers = (sidecar.step, sidecar.bytes, sidecar.epoch)
+    if not all(0 <= number < 2**63 for number in numbers):
+        return False
+    return all(isinstance(value, int | float) for value in sidecar.metric.values())
 
 
 def checkpoint_name(kind: str, step: int) -> str:
@@ -56,10 +75,15 @@ def checkpoint_name(kind: str, step: int) -> str:
 
 
 def new_path(folder: Path, kind: str, step: int) -> Path:
-    """Return a path that no checkpoint has: a run that stopped in the validation of a step saves that step again."""
-    path = folder / checkpoint_name(kind, step)
-    again = (path.with_stem(f"{path.stem}-{number}") for number in range(2, 10))
-    return next(each for each in (path, *again) if not each.exists())
+    """Return a path that no checkpoint has.
+
+    A run that stopped in the validation of a step saves that step again.
+    """
+    first = folder / checkpoint_name(kind, step)
+    if not first.exists():
+        return first
+    again = (first.with_stem(f"{first.stem}-{n}") for n in range(2, MOST_OF_A_STEP + 1))
+    return next(path for path in again if not path.exists())
 
 
 def sidecar_path(checkpoint: Path) -> Path:
@@ -92,31 +116,39 @@ def read_sidecar(checkpoint: Path) -> Sidecar | None:
 
 def fault_of(checkpoint: Path) -> str | None:
     """Say why a checkpoint cannot be used; None if it is whole. Reads the whole file."""
-    if (sidecar := read_sidecar(checkpoint)) is None:
+    sidecar = read_sidecar(checkpoint)
+    if sidecar is None:
         return "it has no readable " + sidecar_path(checkpoint).name
-    same = checkpoint.is_file() and sha256_of(checkpoint) == sidecar.sha256
-    return None if same else "its sha256 is not the one that was written"
+    if not checkpoint.is_file() or sha256_of(checkpoint) != sidecar.sha256:
+        return "its sha256 is not the one that was written"
+    return None
 
 
 def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Sidecar]]:
     """Yield the complete checkpoints of a run, newest first: by step, last before best."""
-    found = []
+    checkpoints = []
     for path in folder.glob(f"{kind or '*'}-*.ckpt"):
-        match, sidecar = NAME.fullmatch(path.name), read_sidecar(path)
+        match = NAME.fullmatch(path.name)
+        sidecar = read_sidecar(path)
         if match and sidecar:
-            found.append(((sidecar.step, match["kind"], match["again"] or ""), path, sidecar))
-    yield from ((path, sidecar) for _, path, sidecar in sorted(found, key=lambda item: item[0], reverse=True))
+            age = (sidecar.step, match["kind"], match["again"] or "")
+            checkpoints.append((age, path, sidecar))
+
+    checkpoints.sort(key=lambda item: item[0], reverse=True)
+    for _, path, sidecar in checkpoints:
+        yield path, sidecar
 
 
 def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
-    """Return the newest checkpoint whose bytes are still right, and log each one that is passed over.
+    """Return the newest checkpoint whose bytes are still right; log each one that is passed over.
 
     Without a kind it is one that a run can resume from, for which weights alone are not enough.
     """
     for path, sidecar in complete(folder, kind):
         if kind is None and sidecar.weights_only:
             continue
-        if (fault := fault_of(path)) is None:
+        fault = fault_of(path)
+        if fault is None:
             return path
         log.info(f"Skipped {path.name}: {fault}.")
     return None

@@ -9,44 +9,86 @@ from torch import Tensor
 
 from lockstep.runs.errors import UserError
 
-Checkpoint = dict[str, Any]  # as Lightning saves it; what Lockstep adds is under "lockstep"
+# The content as Lightning saves it; what Lockstep adds is under "lockstep".
+Checkpoint = dict[str, Any]
 
-DATA_FACTS = {"class_names": list, "num_classes": int, "image_size": int, "channels": int, "mean": list, "std": list}
+DATA_FACTS = {
+    "class_names": list,
+    "num_classes": int,
+    "image_size": int,
+    "channels": int,
+    "mean": list,
+    "std": list,
+}
 
 
-def read_checkpoint(path: str | Path, map_location: Any = "cpu", content: io.BytesIO | None = None) -> Checkpoint:
-    """Return the content of a checkpoint file of Lightning or Lockstep, read with `weights_only=True`.
+def read_checkpoint(
+    path: str | Path, map_location: Any = "cpu", content: io.BytesIO | None = None
+) -> Checkpoint:
+    """Return the content of a checkpoint file of Lightning or Lockstep.
+
+    It is read with `weights_only=True`.
 
     Args:
         content: the bytes of the file, if another rank read them.
+
     Raises:
-        UserError: the file does not exist, is damaged, or holds objects that are neither tensors nor plain values.
+        UserError: the file does not exist, is damaged, or holds objects that are neither tensors
+            nor plain values.
     """
     if content is None and not Path(path).is_file():
         raise UserError(f"There is no checkpoint {path}.")
+
+    # A damaged file makes zipfile, pickle and torch raise nearly anything.
     try:
         checkpoint = torch.load(content or path, map_location=map_location, weights_only=True)
         fault = _fault_of(checkpoint)
-    except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
-        lines = [line for line in map(str.strip, str(error).splitlines()) if line] or [""]
-        # torch's reason is the last line but one; the lines before it advise to load without this check.
-        reason = lines[-2] if lines[-1].startswith("Check the documentation") else " ".join(lines)
-        fault = f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
+    except Exception as error:
+        fault = _reason(error)
     if fault:
         raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
-    return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}  # without the versions that torch attaches
+
+    # A new dict is without the versions that torch attaches to the state.
+    return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
+
+
+def _reason(error: Exception) -> str:
+    """Return the cause in one line, without torch's advice to load without this check."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # torch gives its reason in the last line but one; the lines before it are the advice.
+    if len(lines) > 1 and lines[-1].startswith("Check the documentation"):
+        reason = lines[-2]
+    else:
+        reason = " ".join(lines)
+    return f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
 
 
 def _fault_of(checkpoint: Any) -> str | None:
+    """Say why a file that torch could read is no checkpoint; None if it is one."""
     state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict):
         return "it holds no state_dict"
-    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()):
-        return "its state_dict is not tensors by name"
-    own, facts = checkpoint.get("lockstep", {}), {}
-    for name in ("lockstep", "config", "data"):
-        facts = own if name == "lockstep" else own.get(name, {})
-        if not isinstance(facts, dict):
-            return f"it carries no config: its {name} is a {type(facts).__name__}"
-    wrong = [key for key, kind in DATA_FACTS.items() if key in facts and not isinstance(facts[key], kind)]
-    return f"its data.{wrong[0]} is {str(facts[wrong[0]])[:60]!r}" if wrong else None
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            return "its state_dict is not tensors by name"
+    return _fault_of_config(checkpoint.get("lockstep", {}))
+
+
+def _fault_of_config(of_lockstep: Any) -> str | None:
+    """Say what is wrong with the config and the facts about the data; None if nothing is."""
+    if not isinstance(of_lockstep, dict):
+        return _no_config("lockstep", of_lockstep)
+    for name in ("config", "data"):
+        part = of_lockstep.get(name, {})
+        if not isinstance(part, dict):
+            return _no_config(name, part)
+
+    facts = of_lockstep.get("data", {})
+    for key, kind in DATA_FACTS.items():
+        if key in facts and not isinstance(facts[key], kind):
+            return f"its data.{key} is {str(facts[key])[:60]!r}"
+    return None
+
+
+def _no_config(name: str, value: Any) -> str:
+    return f"it carries no config: its {name} is a {type(value).__name__}"

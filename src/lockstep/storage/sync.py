@@ -7,6 +7,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -16,75 +17,146 @@ from lockstep.storage.s3 import Bucket, Progress
 
 log = logging.getLogger(__name__)
 
-THREADS, PAUSES_S = 16, (1, 2, 4, 8, None)
+THREADS = 16
+PAUSES_S = (1, 2, 4, 8, None)
+# Another try does not change these answers.
+FINAL_ERRORS = ("AccessDenied", "NoSuchKey", "PreconditionFailed")
+BLOCK_BYTES = 2**20
+
+
+class RemoteFile(NamedTuple):
+    """An object of the bucket."""
+
+    key: str
+    size: int  # bytes
+    etag: str
+
+    @property
+    def mark_s(self) -> int:
+        """The modification time of a whole copy: a checksum of the ETag, in seconds."""
+        return zlib.crc32(self.etag.encode())
 
 
 def sync(uri: str, cache: Path, s3: Config | None = None) -> Path:
-    """Return the folder in `cache` (or the file, if `uri` names an object) with the current content of the bucket.
+    """Return the folder in `cache` with the current content of the bucket.
 
-    Every rank may call it: the first one on a node copies, the others wait. Files whose size and ETag are still those
-    of the bucket stay, also those that a killed process has copied; files that are not in the bucket are deleted.
+    If `uri` names an object, it is the file. Every rank may call it: the first one on a node
+    copies, the others wait. Files whose size and ETag are still those of the bucket stay, also
+    those that a killed process has copied; files that are not in the bucket are deleted.
 
     Raises:
         UserError: the bucket cannot be read, nothing lies there, or the disk has no room for it.
     """
-    bucket, name = Bucket.of(s3 or {}, uri), ""
     try:
-        wanted = {key: (size, etag) for key, size, etag in bucket.list() if not key.endswith("/")}
-        if not wanted and bucket.prefix:  # it may be one object
-            above, _, name = uri.rstrip("/").rpartition("/")
-            bucket = Bucket.of(s3 or {}, above)
-            wanted = {key: (size, etag) for key, size, etag in bucket.list(name) if key == name}
-        if not wanted:
-            raise UserError(f"{uri}: there is nothing under this prefix in the bucket.")
-        if odd := [key for key in wanted if {"", ".", ".."} & set(key.split("/")) or "\\" in key]:
-            raise UserError(f"{uri} holds the key {odd[0]!r}, which cannot be a file of a folder.")
-        place = zlib.crc32(f"{bucket.endpoint_url}{bucket.address(name)}".encode())
-        folder = cache.absolute() / f"{bucket.name}-{place:08x}"
+        bucket, name, files = _list(uri, s3 or {})
+        checksum = zlib.crc32(f"{bucket.endpoint_url}{bucket.address(name)}".encode())
+        folder = cache.absolute() / f"{bucket.name}-{checksum:08x}"
         with locked_file(folder.with_name(f"{folder.name}.lock")):
-            _copy(bucket, wanted, folder)
+            _copy(bucket, files, folder)
     except S3Error as error:
         raise UserError(f"{uri} cannot be read: {error}.") from None
     return folder / name
 
 
-def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> None:
-    """Copy what is missing. The modification time of a whole file is a checksum of its ETag."""
+def _list(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFile]]:
+    """Return the bucket, the name of the one object that `uri` names or "", and the files.
+
+    Raises:
+        UserError: there is nothing, or a key that is no name of a file.
+    """
+    bucket = Bucket.of(s3, uri)
+    name = ""
+    files = [RemoteFile(*entry) for entry in bucket.list() if not entry[0].endswith("/")]
+
+    if not files and bucket.prefix:
+        above, _, name = uri.rstrip("/").rpartition("/")
+        bucket = Bucket.of(s3, above)
+        files = [RemoteFile(*entry) for entry in bucket.list(name) if entry[0] == name]
+
+    if not files:
+        raise UserError(f"{uri}: there is nothing under this prefix in the bucket.")
+    for file in files:
+        if not _is_safe(file.key):
+            raise UserError(
+                f"{uri} holds the key {file.key!r}, which cannot be a file of a folder."
+            )
+    return bucket, name, files
+
+
+def _is_safe(key: str) -> bool:
+    """Return whether a key is a path that stays inside a folder."""
+    return "\\" not in key and not {"", ".", ".."} & set(key.split("/"))
+
+
+def _copy(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
+    """Make `folder` what the bucket holds."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = set(wanted)
-    for path in [path for path in folder.rglob("*") if path.is_file()]:
-        key, facts = path.relative_to(folder).as_posix(), path.stat()
-        size, etag = wanted.get(key, (-1, ""))
-        missing.discard(key) if (facts.st_size, facts.st_mtime) == (size, zlib.crc32(etag.encode())) else path.unlink()
-    left, free = sum(wanted[key][0] for key in missing), shutil.disk_usage(folder).free
-    if left > free:
-        raise UserError(
-            f"{bucket.uri} needs {left / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free: give "
-            "data.cache_dir=FOLDER on a larger disk, or mount the bucket and give data.root=/mnt/…."
-        )
+    missing = _remove_outdated(files, folder)
+    missing_bytes = sum(file.size for file in missing)
+    _check_room(bucket, folder, missing_bytes)
     if missing:
-        log.info(f"Copying {bucket.uri} to {folder}: {len(missing):,} files, {left / 1e6:,.0f} MB …")
-    progress = Progress(f"copying {bucket.uri}", left)
-    with ThreadPoolExecutor(THREADS, "sync") as pool:  # after an error those that have not begun are cancelled
-        list(pool.map(lambda key: _fetch(bucket, key, *wanted[key], folder / key, progress), sorted(missing)))
+        log.info(
+            f"Copying {bucket.uri} to {folder}: "
+            f"{len(missing):,} files, {missing_bytes / 1e6:,.0f} MB …"
+        )
+
+    progress = Progress(f"copying {bucket.uri}", missing_bytes)
+    # Reading the results raises the first error. Fetches that have not begun are cancelled then.
+    with ThreadPoolExecutor(THREADS, "sync") as pool:
+        list(pool.map(lambda file: _fetch(bucket, file, folder / file.key, progress), missing))
 
 
-def _fetch(bucket: Bucket, key: str, size: int, etag: str, path: Path, progress: Progress) -> None:
-    """Fetch one object, from where an earlier try broke off; boto3 checks the number of bytes."""
-    part, time_s = path.with_name(f".{zlib.crc32(key.encode()):08x}.part"), zlib.crc32(etag.encode())
+def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
+    """Delete files that are not as in the bucket; return those that are missing then, by key."""
+    missing = {file.key: file for file in files}
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        key = path.relative_to(folder).as_posix()
+        if key in missing and _is_whole(path, missing[key]):
+            del missing[key]
+        else:
+            path.unlink()
+    return [missing[key] for key in sorted(missing)]
+
+
+def _is_whole(path: Path, file: RemoteFile) -> bool:
+    status = path.stat()
+    return status.st_size == file.size and status.st_mtime == file.mark_s
+
+
+def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if missing_bytes > free:
+        raise UserError(
+            f"{bucket.uri} needs {missing_bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB "
+            "free: give data.cache_dir=FOLDER on a larger disk, or mount the bucket and give "
+            "data.root=/mnt/…."
+        )
+
+
+def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: Progress) -> None:
+    """Fetch one object, and try again after a pause if the connection breaks."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.part")
     for pause_s in PAUSES_S:
         try:
-            with part.open("ab") as file, translated(bucket):
-                if file.tell() < size:
-                    answer = bucket.call("get_object", key, Range=f"bytes={file.tell()}-", IfMatch=f'"{etag}"')
-                    for block in answer["Body"].iter_chunks(2**20):
-                        file.write(block)
-                        progress(len(block))
+            _fetch_rest(bucket, file, part, progress)
             break
         except S3Error as error:
-            if pause_s is None or error.code in ("AccessDenied", "NoSuchKey", "PreconditionFailed"):
+            if pause_s is None or error.code in FINAL_ERRORS:
                 raise
             time.sleep(pause_s)
-    os.utime(part, (time_s, time_s))
+    os.utime(part, (file.mark_s, file.mark_s))
     part.replace(path)
+
+
+def _fetch_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: Progress) -> None:
+    """Append what an earlier try did not fetch; boto3 checks the number of bytes."""
+    with part.open("ab") as output, translated(bucket):
+        done = output.tell()
+        if done >= file.size:
+            return
+        byte_range = f"bytes={done}-"
+        answer = bucket.call("get_object", file.key, Range=byte_range, IfMatch=f'"{file.etag}"')
+        for block in answer["Body"].iter_chunks(BLOCK_BYTES):
+            output.write(block)
+            progress(len(block))

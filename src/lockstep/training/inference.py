@@ -1,4 +1,7 @@
-"""Load a trained net from its checkpoint alone, for predict.py and export.py; in a notebook also its data."""
+"""Load a trained net from its checkpoint alone, and the data of its run.
+
+It serves predict.py, export.py and notebooks.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,8 @@ class FinishedModel:
 
     Args:
         config: the run's whole config.
-        facts: class_names, num_classes, image_size, channels, mean, std, resize, fit, interpolation, data_hash.
+        facts: class_names, num_classes, image_size, channels, mean, std, resize, fit,
+            interpolation, data_hash.
         record: the run's record if it lies beside the checkpoint, else empty.
     """
 
@@ -40,16 +44,21 @@ class FinishedModel:
 
     @property
     def net(self) -> nn.Module:
-        """The net: (B, C, H, W) float32 normalised → outputs, of a classifier (B, classes) logits."""
+        """The net, from (B, C, H, W) float32 normalised to outputs; a classifier's are logits."""
         return getattr(self.module, "net", self.module)
 
     @property
     def framing(self) -> Framing:
-        """Return the framing of evaluation; checkpoints without `fit` were trained on squashed images."""
+        """Return the framing of evaluation.
+
+        Checkpoints without `fit` were trained on squashed images.
+        """
         facts = self.facts
-        resize = facts.get("resize") or self.config["data"].get("resize") or facts["image_size"]
-        stated = {key: facts[key] for key in ("interpolation", "channels") if key in facts}
-        return Framing(facts["image_size"], resize, facts.get("fit", "squash"), mean=tuple(facts["mean"]), **stated)
+        image_size = facts["image_size"]
+        resize = facts.get("resize") or self.config["data"].get("resize") or image_size
+        options = {key: facts[key] for key in ("interpolation", "channels") if key in facts}
+        fit = facts.get("fit", "squash")
+        return Framing(image_size, resize, fit, mean=tuple(facts["mean"]), **options)
 
     def prepared(self, images: Tensor) -> Tensor:
         """Return (B, C, H, W) normalised: the centre crop that evaluation feeds the net.
@@ -57,55 +66,75 @@ class FinishedModel:
         Args:
             images: (B, resize, resize, C) uint8.
         """
-        mean, std = (torch.tensor(self.facts[key]).view(-1, 1, 1) for key in ("mean", "std"))
+        mean = torch.tensor(self.facts["mean"]).view(-1, 1, 1)
+        std = torch.tensor(self.facts["std"]).view(-1, 1, 1)
         pixels = center_crop(images.permute(0, 3, 1, 2), [self.facts["image_size"]])
         return (pixels / 255 - mean) / std
 
     @torch.inference_mode()
     def predict(self, images: Tensor) -> Any:
-        """Return predict_step's result for (B, C, H, W) normalised images; a classifier's probabilities."""
+        """Return predict_step's result for (B, C, H, W) normalised images.
+
+        A classifier's are probabilities.
+        """
         return self.module.predict_step(images, 0)
 
 
-def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None) -> FinishedModel:
-    """
+def load_finished(
+    address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None
+) -> FinishedModel:
+    """Return the trained model of a checkpoint.
+
     Args:
         address: a checkpoint file, a run id (its best), or s3://….
+        logs: the folder of runs in which an id is looked up.
+        s3: the config group of the bucket.
+
     Raises:
         UserError: there is none, or it was not written by this project.
     """
-    path, checkpoint = _found(address, logs, s3)
+    path, checkpoint = _locate_and_read(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs)
     facts = checkpoint["lockstep"]["data"]
+
     module = build_module(config, facts, trainable=False)
     check_fits(module, checkpoint["state_dict"], str(path), model_name(config))
     module.load_state_dict(checkpoint["state_dict"])
+    module = module.eval().float().to(memory_format=torch.contiguous_format)
+
     run_file = path.parent.parent / "run.json"
     record = read_record(run_file) if run_file.exists() else RunRecord()
-    module = module.eval().float().to(memory_format=torch.contiguous_format)
     return FinishedModel(module, config, facts, path, record)
 
 
-def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None, **options: Any) -> Any:
-    """The data module of a run, with its options, seed and augmentation, for one process and without a Trainer.
+def load_data(
+    address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None, **options: Any
+) -> Any:
+    """Return the data module of a run, for one process and without a Trainer.
+
+    It has the run's options, seed and augmentation.
 
     Args:
         address, logs, s3: as of `load_finished`.
-        options: of the data, in place of the run's; of a checkpoint from elsewhere, which names no place, the root.
+        options: of the data, in place of the run's; of a checkpoint from elsewhere, which names no
+            place, the root.
+
     Raises:
         UserError: there is none, it was not written by this project, or its images are not here.
     """
-    path, checkpoint = _found(address, logs, s3)
+    path, checkpoint = _locate_and_read(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
-    if not hasattr(resolve_target(config["data"].get("_target_"), "data._target_"), "place"):
-        return build_plain_data({**config["data"], **options})
-    return prepared_data(config, {**config["data"], **options})
+    data_config = {**config["data"], **options}
+    data_class = resolve_target(config["data"].get("_target_"), "data._target_")
+    if hasattr(data_class, "place"):
+        return prepared_data(config, data_config)
+    return build_plain_data(data_config)
 
 
-def _found(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoint]:
+def _locate_and_read(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoint]:
     path = locate_checkpoint(address, logs, s3)
     checkpoint = read_checkpoint(path)
-    own = checkpoint.get("lockstep")
-    if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
+    of_lockstep = checkpoint.get("lockstep")
+    if not isinstance(of_lockstep, dict) or not {"config", "data"} <= of_lockstep.keys():
         raise UserError(f"{path} carries no config: it was not written by this project.")
     return path, checkpoint

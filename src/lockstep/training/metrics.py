@@ -15,45 +15,64 @@ from lockstep.runs.errors import UserError
 log = logging.getLogger(__name__)
 log_once = cache(log.info)
 
-OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)  # their macro average takes an absent class as 0
+# The macro average of these takes an absent class as 0.
+OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)
+# torchmetrics warns of classes without images, which are left out below.
+ABSENT_CLASSES = ".*(No positive samples|No negative samples|was `nan`).*"
 
 
 def averaged_here(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleDict:
-    """Try metrics on made-up logits; let those whose macro average counts absent classes give a value per class.
+    """Try metrics on made-up logits, and return them.
+
+    Those whose macro average counts absent classes are made to give a value per class.
 
     Raises:
         UserError: a class is no torchmetrics metric of logits and classes that gives one number.
     """
     for name, metric in metrics.items():
-        try:
-            metric.update(torch.eye(num_classes), torch.arange(num_classes))
-            float(metric.compute())
-            metric.reset()
-        except Exception as error:  # whatever a class makes of what it was not made for
-            raise UserError(
-                f"metrics.{name} gives no number for logits (B, {num_classes}) and classes (B,) "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): take a multiclass metric of "
-                "torchmetrics with an average."
-            ) from error
+        _try_metric(name, metric, num_classes)
         if isinstance(metric, OVER_PRESENT_CLASSES) and metric.average == "macro":
             metric.average = "none"
     return nn.ModuleDict(metrics)
 
 
+def _try_metric(name: str, metric: Metric, num_classes: int) -> None:
+    # A class may raise anything on arguments that it was not made for.
+    try:
+        metric.update(torch.eye(num_classes), torch.arange(num_classes))
+        float(metric.compute())
+        metric.reset()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"metrics.{name} gives no number for logits (B, {num_classes}) and classes (B,) "
+            f"({type(error).__name__}: {reason}): take a multiclass metric of "
+            "torchmetrics with an average."
+        ) from error
+
+
 def values_of(metrics: nn.ModuleDict, images_of_class: Tensor, stage: str) -> dict[str, float]:
-    """Compute each metric, of one value per class the mean over the classes that have images; a collective.
+    """Compute each metric, averaged over the classes that have images; a collective.
 
     Args:
         images_of_class: (classes,) images of all ranks together.
     """
-    present, values = images_of_class > 0, {}
-    absent = ", ".join(map(str, (~present).nonzero().flatten().tolist()))
-    for name, metric in metrics.items():
+    is_present = images_of_class > 0
+    absent = ", ".join(map(str, (~is_present).nonzero().flatten().tolist()))
+
+    values = {}
+    for metric_name, metric in metrics.items():
+        name = f"{stage}/{metric_name}"
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*(No positive samples|No negative samples|was `nan`).*")
+            warnings.filterwarnings("ignore", ABSENT_CLASSES)
             value = metric.compute()
-        if value.ndim and absent:
-            log_once(f"{stage}/{name} leaves out classes {absent}, which have no image.")
-        if not value.ndim or present.sum() > 1:  # of one class alone there is no such score
-            values[f"{stage}/{name}"] = float(value[present].mean() if value.ndim else value)
+
+        if value.ndim == 0:
+            values[name] = float(value)
+            continue
+        if absent:
+            log_once(f"{name} leaves out classes {absent}, which have no image.")
+        # One class alone has no such score.
+        if is_present.sum() > 1:
+            values[name] = float(value[is_present].mean())
     return values

@@ -13,18 +13,23 @@ from torch import nn
 from lockstep.runs.errors import UserError
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
-BACKBONE = "backbone"  # everything but the head
+# model.freeze=backbone means everything but the head.
+BACKBONE = "backbone"
 
-Group = dict[str, Any]  # as torch's optimizers take it
+# A group has the form that torch's optimizers take.
+Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GroupRules:
-    """
+    """The learning rates and the weight decay of parts of a net.
+
     Args:
-        layer_decay: ratio of a layer's learning rate to that of the next layer; the head has the full rate.
+        layer_decay: ratio of a layer's learning rate to that of the next layer; the head has the
+            full rate.
         head_lr_factor: factor of the head's learning rate.
         decay_norms: weight decay also on norms, biases, position embeddings and tokens.
+
     Raises:
         UserError: a value out of its range.
     """
@@ -34,11 +39,19 @@ class GroupRules:
     decay_norms: bool = True
 
     def __post_init__(self) -> None:
-        decay, factor = self.layer_decay, self.head_lr_factor
-        if decay is not None and not (isinstance(decay, int | float) and 0 < decay <= 1):
-            raise UserError(f"optimizer.layer_decay={decay}: give a number above 0 and up to 1, or null.")
-        if not (isinstance(factor, int | float) and factor > 0):
-            raise UserError(f"optimizer.head_lr_factor={factor}: give a number above 0.")
+        decay = self.layer_decay
+        if decay is not None and not (_is_positive(decay) and decay <= 1):
+            raise UserError(
+                f"optimizer.layer_decay={decay}: give a number above 0 and up to 1, or null."
+            )
+        if not _is_positive(self.head_lr_factor):
+            raise UserError(
+                f"optimizer.head_lr_factor={self.head_lr_factor}: give a number above 0."
+            )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 RULES = tuple(GroupRules.__dataclass_fields__)
@@ -47,81 +60,141 @@ RULES = tuple(GroupRules.__dataclass_fields__)
 def parameter_groups(
     net: nn.Module, trained: Iterable[tuple[str, nn.Parameter]], rules: GroupRules, lr: float
 ) -> list[Group]:
-    """One group for each learning rate and weight decay, as timm's param_groups_layer_decay makes them.
+    """Return one group for each learning rate and weight decay.
+
+    They are those that timm's param_groups_layer_decay makes.
 
     Args:
         trained: by their names in `net`; of other names for parameters beside it.
         lr: the optimizer's.
+
     Returns:
         Groups whose `lr` is theirs and whose `lr_scale` says what part of the optimizer's that is.
     """
-    head, layers = head_names(net), layer_numbers(net)
-    last = max(layers.values(), default=0)
+    head = head_names(net)
+    layers = layer_numbers(net)
+    last_layer = max(layers.values(), default=0)
     undecayed: set[str] = getattr(net, "undecayed_names", set)()
+
     groups: dict[tuple[float, bool], Group] = {}
     for name, parameter in trained:
-        scale = (rules.layer_decay or 1.0) ** (last - layers.get(name, last))
-        scale *= rules.head_lr_factor if name in head else 1.0
-        is_decayed = rules.decay_norms or not (
-            parameter.ndim <= 1 or name.endswith(".bias") or any(fnmatchcase(name, form) for form in undecayed)
-        )
-        group = groups.setdefault((scale, is_decayed), {"params": [], "lr": lr * scale, "lr_scale": scale})
-        group["params"].append(parameter)
-        if not is_decayed:
-            group["weight_decay"] = 0.0
+        depth = last_layer - layers.get(name, last_layer)
+        scale = (rules.layer_decay or 1.0) ** depth
+        if name in head:
+            scale *= rules.head_lr_factor
+        is_decayed = rules.decay_norms or _has_weight_decay(name, parameter, undecayed)
+
+        key = (scale, is_decayed)
+        if key not in groups:
+            groups[key] = {"params": [], "lr": lr * scale, "lr_scale": scale}
+            if not is_decayed:
+                groups[key]["weight_decay"] = 0.0
+        groups[key]["params"].append(parameter)
     return list(groups.values())
 
 
+def _has_weight_decay(name: str, parameter: nn.Parameter, undecayed: set[str]) -> bool:
+    """Return whether a parameter is neither a norm, nor a bias, nor one that the net excludes."""
+    if parameter.ndim <= 1 or name.endswith(".bias"):
+        return False
+    return not any(fnmatchcase(name, pattern) for pattern in undecayed)
+
+
 def head_names(net: nn.Module) -> set[str]:
-    """Return the parameters of the layer that gives the logits: as the net says, else the layer of its last matrix."""
+    """Return the parameters of the layer that gives the logits.
+
+    The net may name it; else it is the layer of its last matrix.
+    """
     names = [name for name, _ in net.named_parameters()]
     heads: list[str] = getattr(net, "head_names", list)()
     if not heads:
         matrices = [name for name, parameter in net.named_parameters() if parameter.ndim >= 2]
-        heads = [matrices[-1].rpartition(".")[0]] if matrices else []
-    return {name for name in names if any(name.startswith(f"{head}.") for head in heads)}
+        heads = [name.rpartition(".")[0] for name in matrices[-1:]]
+
+    prefixes = tuple(f"{head}." for head in heads)
+    return {name for name in names if name.startswith(prefixes)}
 
 
 def layer_numbers(net: nn.Module) -> dict[str, int]:
-    """Return the layer of each parameter, 0 at the images: as the net says, else its stages, else its children."""
+    """Return the layer of each parameter, 0 at the images.
+
+    The net may number them itself; else its stages count, and else its children.
+    """
     if hasattr(net, "layer_numbers"):
         return net.layer_numbers()
+
     parts = net.stages() if hasattr(net, "stages") else list(net.children())
-    parts = [part for part in parts if any(True for _ in part.parameters())]
-    layer_of = {id(parameter): number for number, part in enumerate(parts) for parameter in part.parameters()}
+    with_parameters = [part for part in parts if any(True for _ in part.parameters())]
+    layer_of = {}
+    for number, part in enumerate(with_parameters):
+        for parameter in part.parameters():
+            layer_of[id(parameter)] = number
     return {name: layer_of.get(id(parameter), 0) for name, parameter in net.named_parameters()}
 
 
-def freeze(net: nn.Module, stated: str | Sequence[str]) -> None:
-    """Freeze by model.freeze; BatchNorm in a part that is frozen as a whole stays in evaluation mode.
+def freeze(net: nn.Module, patterns: str | Sequence[str]) -> None:
+    """Freeze by model.freeze.
+
+    BatchNorm in a part that is frozen as a whole stays in evaluation mode.
 
     Args:
-        stated: "backbone", or patterns of names of parameters and modules, as blocks.0 or blocks.[0-5].*
+        patterns: "backbone", or patterns of names of parameters and modules, as blocks.0 or
+            blocks.[0-5].*
+
     Raises:
         UserError: a pattern that matches nothing, or nothing is left to train.
     """
     parameters = dict(net.named_parameters())
-    short = {name: name.removeprefix(f"{BACKBONE}.") for name in parameters}  # as timm names them
     frozen: set[str] = set()
-    for pattern in [stated] if isinstance(stated, str) else stated:
-        forms = (pattern, f"{pattern}.*")
-        found = {each for each in short if any(fnmatchcase(name, f) for name in (each, short[each]) for f in forms)}
-        if pattern == BACKBONE:
-            found = parameters.keys() - head_names(net)
-        if not found:
-            names = list(short.values())
-            raise UserError(
-                f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, or patterns of names as {names[0]} "
-                f"and {names[-1]}."
-            )
-        frozen |= found
-    if all(name in frozen or not parameter.requires_grad for name, parameter in parameters.items()):
-        raise UserError(f"model.freeze={stated!r} matches every parameter: leave at least the head to train.")
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        frozen |= _matching_names(net, pattern)
+
+    is_trained = [
+        parameter.requires_grad and name not in frozen for name, parameter in parameters.items()
+    ]
+    if not any(is_trained):
+        raise UserError(
+            f"model.freeze={patterns!r} matches every parameter: leave at least the head to train."
+        )
     for name in frozen:
         parameters[name].requires_grad_(False)
+    _freeze_batch_norms(net, frozen)
+
+
+def _matching_names(net: nn.Module, pattern: str) -> set[str]:
+    """Return the parameters that a pattern names, also without the `backbone.` that timm omits."""
+    names = [name for name, _ in net.named_parameters()]
+    if pattern == BACKBONE:
+        matching = set(names) - head_names(net)
+    else:
+        matching = {name for name in names if _matches(name, pattern)}
+    if matching:
+        return matching
+
+    first = names[0].removeprefix(f"{BACKBONE}.")
+    last = names[-1].removeprefix(f"{BACKBONE}.")
+    raise UserError(
+        f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, "
+        f"or patterns of names as {first} and {last}."
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern names a parameter, or a module that holds it."""
+    for spelling in (name, name.removeprefix(f"{BACKBONE}.")):
+        if fnmatchcase(spelling, pattern) or fnmatchcase(spelling, f"{pattern}.*"):
+            return True
+    return False
+
+
+def _freeze_batch_norms(net: nn.Module, frozen: set[str]) -> None:
+    """Keep the BatchNorms of parts whose parameters are all frozen in evaluation mode."""
     for name, part in net.named_modules():
-        own = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
-        for layer in part.modules() if own and own <= frozen else ():
-            if isinstance(layer, BATCH_NORMS):  # also if Lightning, timm or an average sets the net to training
+        names = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
+        if not names or not names <= frozen:
+            continue
+        for layer in part.modules():
+            if isinstance(layer, BATCH_NORMS):
                 layer.eval()
+                # Lightning, timm or an average may set the net to training. This layer stays.
                 layer.__dict__["train"] = lambda mode=True, layer=layer: layer

@@ -1,4 +1,4 @@
-"""The base class of a task: a LightningModule with the config's optimizer and schedule, and exact means."""
+"""The base class of a task: a LightningModule with the config's optimizer, and exact means."""
 
 import inspect
 import math
@@ -14,21 +14,28 @@ from lockstep.config.instantiate import options_of
 from lockstep.runs.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
-FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)  # of torch 2.14's fused optimizers those that take DTensors
+# Of torch 2.14's fused optimizers these take DTensors.
+FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+# The options that choose the kernel of an optimizer of torch.
+KERNEL_OPTIONS = ("fused", "foreach")
 
 
 class Task(pl.LightningModule):
     """Train `net` by the config's optimizer and schedule.
 
-    A subclass adds the steps. Its constructor may declare these parameters, which are passed by name: net,
-    optimizer, rules, scheduler, loss, metrics, num_classes, class_names, image_size, channels. Its other parameters
-    are options of its yaml.
+    A subclass adds the steps. Its constructor may declare these parameters, which are passed by
+    name: net, optimizer, rules, scheduler, loss, metrics, num_classes, class_names, image_size,
+    channels. Its other parameters are options of its yaml.
 
     Args:
         net: any network; under FSDP the one that is sharded.
-        optimizer: partial that takes the parameters (named ones where it has `takes_named_parameters`).
-        scheduler: partial called with (optimizer, total_steps=, steps_per_epoch=), stepped every optimizer step.
-        rules: learning rates and weight decay of parts of the net; by default the optimizer's own for all.
+        optimizer: partial that takes the parameters (named ones where it has
+            `takes_named_parameters`).
+        scheduler: partial called with (optimizer, total_steps=, steps_per_epoch=), stepped every
+            optimizer step.
+        rules: learning rates and weight decay of parts of the net; by default the optimizer's own
+            for all.
+
     Raises:
         UserError: rules for an optimizer that groups the parameters itself.
     """
@@ -41,14 +48,19 @@ class Task(pl.LightningModule):
         rules: GroupRules | None = None,
     ) -> None:
         super().__init__()
-        if rules and rules != GroupRules() and optimizer and hasattr(optimizer.func, "takes_named_parameters"):
+        self.net = net
+        self.rules = rules or GroupRules()
+        self.optimizer_factory = optimizer
+        self.scheduler_factory = scheduler
+        # (2,) float64 by metric: sum and number of the values of this rank.
+        self.sums: dict[str, Tensor] = {}
+
+        if self.rules != GroupRules() and optimizer and _groups_itself(optimizer):
             raise UserError(
-                f"{optimizer.func.__name__} groups the parameters itself: leave optimizer.layer_decay, head_lr_factor "
-                "and decay_norms as they are, or choose another optimizer, e.g. adamw."
+                f"{optimizer.func.__name__} groups the parameters itself: leave "
+                "optimizer.layer_decay, head_lr_factor and decay_norms as they are, "
+                "or choose another optimizer, e.g. adamw."
             )
-        self.net, self.rules = net, rules or GroupRules()
-        self.optimizer_factory, self.scheduler_factory = optimizer, scheduler
-        self.sums: dict[str, Tensor] = {}  # (2,) float64 by metric: sum and number of the values of this rank
 
     def forward(self, images: Tensor) -> Any:
         return self.net(images)
@@ -56,35 +68,60 @@ class Task(pl.LightningModule):
     # --- exact means
 
     def count(self, **values: Tensor) -> None:
-        """Add to the exact means over all images and ranks, which are logged at the end of an epoch.
+        """Add to the exact means over all images and ranks, which are logged at an epoch's end.
 
-        `self.count(loss=losses, acc=hits)` gives train/loss and train/acc, val/loss … or test/loss … by the step that
-        calls it. Nothing waits for the device. Every rank counts under the same names.
+        `self.count(loss=losses, acc=hits)` gives train/loss and train/acc, val/loss … or test/loss
+        … by the step that calls it. Nothing waits for the device. Every rank counts under the same
+        names.
 
         Args:
             values: a tensor with one number for each image, or several (pixels).
         """
-        stage = "train" if self.training else "test" if self.trainer.testing else "val"
-        for metric, each in values.items():
-            name, total = f"{stage}/{metric}", each.detach().sum(dtype=torch.float64)
-            pair = torch.stack([total, torch.full_like(total, each.numel())])
-            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+        stage = self._stage()
+        for metric, numbers in values.items():
+            name = f"{stage}/{metric}"
+            total = numbers.detach().sum(dtype=torch.float64)
+            pair = torch.stack([total, torch.full_like(total, numbers.numel())])
+            if name in self.sums:
+                pair = self.sums[name] + pair
+            self.sums[name] = pair
+
+    def _stage(self) -> str:
+        if self.training:
+            return "train"
+        return "test" if self.trainer.testing else "val"
 
     def take_sums(self, stage: str) -> dict[str, Tensor]:
-        """Return (2,) float64 by metric, sum and number of this rank since the last call, still on the device."""
-        names = sorted(name for name in self.sums if name.startswith(f"{stage}/"))
-        return {name: self.sums.pop(name) for name in names}
+        """Return (2,) float64 by metric, sum and number of this rank since the last call.
+
+        They are still on the device.
+        """
+        return {name: self.sums.pop(name) for name in self._counted_names(stage)}
+
+    def _counted_names(self, stage: str) -> list[str]:
+        """Return the metrics counted in a stage, in the same order on every rank."""
+        return sorted(name for name in self.sums if name.startswith(f"{stage}/"))
 
     def totals(self, stage: str) -> dict[str, tuple[float, float]]:
-        """Return sum and number over all ranks by metric: a collective and a host-device synchronisation."""
-        if not (sums := self.take_sums(stage)):
+        """Return sum and number over all ranks by metric.
+
+        It is a collective and a host-device synchronisation.
+        """
+        sums = self.take_sums(stage)
+        if not sums:
             return {}
-        summed = self.trainer.strategy.reduce(torch.stack([*sums.values()]), reduce_op="sum").tolist()
+
+        stacked = torch.stack([*sums.values()])
+        summed = self.trainer.strategy.reduce(stacked, reduce_op="sum").tolist()
         return {name: (total, number) for name, (total, number) in zip(sums, summed, strict=True)}
 
     def epoch_means(self, stage: str) -> dict[str, float]:
-        """Return the exact means since the last call; of "train" of the images as they were augmented."""
-        return {name: total / number for name, (total, number) in self.totals(stage).items() if number}
+        """Return the exact means since the last call.
+
+        Those of "train" are over the images as they were augmented.
+        """
+        totals = self.totals(stage)
+        return {name: total / number for name, (total, number) in totals.items() if number}
 
     def log_exactly(self, values: dict[str, float]) -> None:
         """Log values that are equal on all ranks, in float64."""
@@ -92,10 +129,14 @@ class Task(pl.LightningModule):
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
     def on_validation_epoch_start(self) -> None:
-        self.take_sums("val")  # of an evaluation that was cut short
+        # An evaluation that was cut short may have left its sums.
+        self.take_sums("val")
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
-        """Return what the end of an evaluation logs, "val" or "test"; a subclass adds to the exact means."""
+        """Return what the end of an evaluation logs, "val" or "test".
+
+        A subclass adds to the exact means.
+        """
         return self.epoch_means(stage)
 
     def on_validation_epoch_end(self) -> None:
@@ -106,65 +147,114 @@ class Task(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what all ranks have counted in this epoch; a collective."""
-        names = sorted(name for name in self.sums if name.startswith("train/"))
         reduce = self.trainer.strategy.reduce
-        checkpoint["train_sums"] = {name: reduce(self.sums[name].clone(), reduce_op="sum").tolist() for name in names}
+        checkpoint["train_sums"] = {
+            name: reduce(self.sums[name].clone(), reduce_op="sum").tolist()
+            for name in self._counted_names("train")
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Give rank 0 what all ranks had counted; the others begin at zero."""
+        device = self.trainer.strategy.root_device
         for name, pair in (checkpoint.get("train_sums") or {}).items():
-            found = torch.tensor(pair, dtype=torch.float64, device=self.trainer.strategy.root_device)
-            self.sums[name] = found if self.trainer.is_global_zero else torch.zeros_like(found)
+            sums = torch.tensor(pair, dtype=torch.float64, device=device)
+            if not self.trainer.is_global_zero:
+                sums = torch.zeros_like(sums)
+            self.sums[name] = sums
 
-    # --- optimizer
+    # --- optimizer and schedule
 
     def configure_optimizers(self) -> Any:
-        assert self.optimizer_factory is not None, "built for evaluation only"
-        factory, options = self.optimizer_factory, inspect.signature(self.optimizer_factory.func).parameters
-        trainable = [(name.removeprefix("net."), p) for name, p in self.named_parameters() if p.requires_grad]
-        given: Any = [parameter for _, parameter in trainable]
-        if hasattr(factory.func, "takes_named_parameters"):
-            given = trainable
-        elif self.rules != GroupRules():
-            rate = float(factory.keywords["lr"] if "lr" in factory.keywords else options["lr"].default)
-            given = parameter_groups(self.net, trainable, self.rules, rate)
-        try:
-            optimizer = factory(given, **self._kernel(options, any(hasattr(p, "full_tensor") for _, p in trainable)))
-        except ValueError as error:  # as torch refuses a negative learning rate
-            raise UserError(f"optimizer: {factory.func.__name__} refuses its options ({error}).") from None
-        optimizer.register_load_state_dict_pre_hook(_keep_kernel)
+        optimizer = self._build_optimizer()
         if self.scheduler_factory is None:
             return optimizer
-        self.trainer.fit_loop.setup_data()  # Lightning does not where max_steps alone ends the training
-        if (total_steps := self.trainer.estimated_stepping_batches) == math.inf:
-            raise UserError("scheduler: the training has no length, give trainer.max_steps= or scheduler=none.")
-        batches = min(self.trainer.num_training_batches, total_steps * self.trainer.accumulate_grad_batches)
-        steps_per_epoch, total_steps = math.ceil(batches / self.trainer.accumulate_grad_batches), int(total_steps)
-        lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-        taken, any_name = options_of(self.scheduler_factory.func)
-        known = {key: value for key, value in lengths.items() if any_name or key in taken}
-        interval = "step" if known else "epoch"  # as torch's own schedules count
-        schedule = self.scheduler_factory(optimizer, **known)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+
+        lengths = self._training_lengths()
+        names, takes_any_name = options_of(self.scheduler_factory.func)
+        arguments = {key: value for key, value in lengths.items() if takes_any_name or key in names}
+        schedule = self.scheduler_factory(optimizer, **arguments)
+        # torch's own schedules take no lengths, and count epochs.
+        interval = "step" if arguments else "epoch"
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": interval},
+        }
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        factory = self.optimizer_factory
+        assert factory is not None, "built for evaluation only"
+        options = inspect.signature(factory.func).parameters
+        trainable = [
+            (name.removeprefix("net."), parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+        ]
+
+        parameters: Any
+        if _groups_itself(factory):
+            parameters = trainable
+        elif self.rules != GroupRules():
+            keywords = factory.keywords
+            lr = keywords["lr"] if "lr" in keywords else options["lr"].default
+            parameters = parameter_groups(self.net, trainable, self.rules, float(lr))
+        else:
+            parameters = [parameter for _, parameter in trainable]
+
+        is_sharded = any(hasattr(parameter, "full_tensor") for _, parameter in trainable)
+        # torch raises ValueError, for example at a negative learning rate.
+        try:
+            optimizer = factory(parameters, **self._kernel(options, is_sharded))
+        except ValueError as error:
+            raise UserError(
+                f"optimizer: {factory.func.__name__} refuses its options ({error})."
+            ) from None
+        optimizer.register_load_state_dict_pre_hook(_keep_kernel)
+        return optimizer
+
+    def _training_lengths(self) -> dict[str, int]:
+        """Return the optimizer steps of the whole training and of an epoch.
+
+        Raises:
+            UserError: the training has no end.
+        """
+        # Lightning does not set up the data where max_steps alone ends the training.
+        self.trainer.fit_loop.setup_data()
+        total_steps = self.trainer.estimated_stepping_batches
+        if total_steps == math.inf:
+            raise UserError(
+                "scheduler: the training has no length, give trainer.max_steps= or scheduler=none."
+            )
+
+        accumulate = self.trainer.accumulate_grad_batches
+        batches = min(self.trainer.num_training_batches, total_steps * accumulate)
+        return {"total_steps": int(total_steps), "steps_per_epoch": math.ceil(batches / accumulate)}
 
     def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.
 
-        fused, but not with scaled gradients, whose norm it hides. Shards take foreach at least, because DTensors are
-        dispatched one by one otherwise.
+        It is `fused`, but not with scaled gradients, whose norm it hides. Shards take foreach at
+        least, because DTensors are dispatched one by one otherwise.
         """
         factory = self.optimizer_factory
-        if factory.keywords.keys() & {"fused", "foreach", "differentiable"}:
+        if factory.keywords.keys() & {*KERNEL_OPTIONS, "differentiable"}:
             return {}
-        is_supported = self.trainer.precision != "16-mixed" and (not is_sharded or factory.func in FUSED_ON_SHARDS)
-        if "fused" in options and is_supported:
+
+        takes_fused = "fused" in options and self.trainer.precision != "16-mixed"
+        if takes_fused and (not is_sharded or factory.func in FUSED_ON_SHARDS):
             return {"fused": True}
-        return {"foreach": True} if is_sharded and "foreach" in options else {}
+        if is_sharded and "foreach" in options:
+            return {"foreach": True}
+        return {}
+
+
+def _groups_itself(optimizer: partial[torch.optim.Optimizer]) -> bool:
+    return hasattr(optimizer.func, "takes_named_parameters")
 
 
 def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Keep this run's kernel: a checkpoint's groups name the one that its strategy used."""
-    groups = [
-        {**saved, **{name: own[name] for name in ("fused", "foreach") if name in own}}
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
-    ]
+    groups = []
+    for saved, current in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        kernel = {name: current[name] for name in KERNEL_OPTIONS if name in current}
+        groups.append({**saved, **kernel})
     return {**state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""Check that a checkpoint fits a module and its data, and load its weights into the module of a new run."""
+"""Check that a checkpoint fits a module and its data, and load its weights for a new run."""
 
 import logging
 
@@ -17,117 +17,231 @@ from lockstep.training.task import Task
 
 log = logging.getLogger(__name__)
 
+# An error lists at most this many names of classes.
 SHOWN_CLASSES = 5
 
 
 def facts_of(checkpoint: Checkpoint) -> DataFacts:
     """Return the facts about the training data in a checkpoint; {} if there are none."""
-    own = checkpoint.get("lockstep")
-    return own.get("data") or {} if isinstance(own, dict) else {}
+    of_lockstep = checkpoint.get("lockstep")
+    if not isinstance(of_lockstep, dict):
+        return {}
+    return of_lockstep.get("data") or {}
 
 
 def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) -> None:
-    """Load the initial weights of a new run; of a resumed run check its checkpoint, which trainer.fit() loads later.
+    """Load the initial weights of a new run.
+
+    Of a resumed run only check its checkpoint, which trainer.fit() loads later.
 
     Raises:
-        UserError: the checkpoint is of another model, or the run to resume was trained on other images.
+        UserError: the checkpoint is of another model, or the run to resume was trained on other
+            images.
     """
-    if plan.checkpoint and plan.resume_step:
-        checkpoint = load_on_all_ranks(plan.checkpoint)
-        if isinstance(module, Task):  # Lightning loads any other module, whose hooks may make layers first
-            check_fits(module, checkpoint["state_dict"], plan.checkpoint, model_name(plan.config))
-        if "data_hash" in facts:
-            check_data_of_run(checkpoint, facts, plan.folder.run_id)
-    elif plan.checkpoint:
-        loaded = start_from(module, plan.checkpoint, model_name(plan.config), plan.config["data"], facts)
-        if plan.cluster.is_rank_zero:
-            log.info(loaded)
+    if not plan.checkpoint:
+        return
+    if plan.resume_step:
+        check_resumed(module, facts, plan)
+        return
+
+    loaded = start_from(
+        module, plan.checkpoint, model_name(plan.config), plan.config["data"], facts
+    )
+    if plan.cluster.is_rank_zero:
+        log.info(loaded)
 
 
-def check_fits(module: torch.nn.Module, found: dict[str, Tensor], path: str, model_name: str) -> None:
+def check_resumed(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) -> None:
+    """Compare the checkpoint of the run to resume with its module and its data."""
+    checkpoint = load_on_all_ranks(plan.checkpoint)
+    # Lightning loads any module but a task. Its hooks may make layers first.
+    if isinstance(module, Task):
+        state = checkpoint["state_dict"]
+        check_fits(module, state, plan.checkpoint, model_name(plan.config))
+    if "data_hash" in facts:
+        check_data_of_run(checkpoint, facts, plan.folder.run_id)
+
+
+def check_fits(
+    module: torch.nn.Module, state: dict[str, Tensor], path: str, model_name: str
+) -> None:
     """Compare keys and shapes before anything is loaded."""
-    wanted = module.state_dict()
-    for name in sorted(wanted.keys() | found.keys()):
-        here, there = (tuple(state[name].shape) if name in state else "missing" for state in (wanted, found))
-        if here != there:
+    module_state = module.state_dict()
+    for name in sorted(module_state.keys() | state.keys()):
+        in_checkpoint = _shape(state, name)
+        in_module = _shape(module_state, name)
+        if in_checkpoint != in_module:
             raise UserError(
                 f"The checkpoint {path} is of another model than model={model_name}: "
-                f"{name} is {there} there, {here} here."
+                f"{name} is {in_checkpoint} there, {in_module} here."
             )
+
+
+def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | str:
+    return tuple(state[name].shape) if name in state else "missing"
 
 
 def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run with other images than it began with."""
-    there = {**facts, **facts_of(checkpoint)}
+    trained_on = {**facts, **facts_of(checkpoint)}
     for name, shown in (("class_names", _shown), ("data_hash", "hash {:.12}".format)):
-        if there[name] != facts[name]:
+        if trained_on[name] != facts[name]:
             raise UserError(
-                f"The run {run_id} was trained on other images ({shown(there[name])}, now {shown(facts[name])}): give "
-                "it the same data.root and data.path, or start a new run with ckpt_path=."
+                f"The run {run_id} was trained on other images ({shown(trained_on[name])}, "
+                f"now {shown(facts[name])}): give it the same data.root and data.path, "
+                "or start a new run with ckpt_path=."
             )
 
 
-def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts) -> str:
+def start_from(
+    module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts
+) -> str:
     """Load a checkpoint's weights into the module of a new run.
 
-    The head follows the class names: its rows are reordered if the order differs, and a head for other classes starts
-    at zero, which gives each class the same logit. Position embeddings are resampled for another image size. Parameters
-    outside the net that only one of the two modules has are skipped.
+    The head follows the class names: its rows are reordered if the order differs, and a head for
+    other classes starts at zero, which gives each class the same logit. Position embeddings are
+    resampled for another image size. Parameters outside the net that only one of the two modules
+    has are skipped.
 
     Args:
         data: the run's data config.
         facts: of the run's data.
+
     Returns:
         A sentence that says what was loaded.
+
     Raises:
         UserError: the checkpoint is of another model; names the first parameter that differs.
     """
     checkpoint = load_on_all_ranks(path)
-    own, found, before = module.state_dict(), dict(checkpoint["state_dict"]), facts_of(checkpoint)
-    net, prefix = (module.net, "net.") if hasattr(module, "net") else (module, "")
+    before = facts_of(checkpoint)
+    state = dict(checkpoint["state_dict"])
+    module_state = module.state_dict()
+    has_net = hasattr(module, "net")
+    net = module.net if has_net else module
+    prefix = "net." if has_net else ""
+
     notes = [f"Starting from the weights of {path}"]
-    if hasattr(net, "adapted"):
-        of_net = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-        if (adapted := net.adapted(of_net)) is not of_net:
-            notes.append("position embeddings resampled")
-            found.update({f"{prefix}{name}": value for name, value in adapted.items()})
-    notes += _match_head({f"{prefix}{name}" for name in head_names(net)}, own, found, before, facts)
-    skipped = [name for name in found if name not in own and not name.startswith(prefix)]
-    if skipped:
-        notes.append(f"skipped {', '.join(sorted({name.split('.')[0] for name in skipped}))}, which this task lacks")
-    beside = {name: value for name, value in own.items() if not name.startswith(prefix)}
-    found = {**beside, **{name: value for name, value in found.items() if name not in skipped}}
-    check_fits(module, found, path, model_name)
-    module.load_state_dict(found)
-    then = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
-    is_other_split = any(then.get(key) != data.get(key) for key in ("seed", "fold", "num_folds"))
-    is_other_split |= before.get("class_counts") != facts.get("class_counts")  # the hash differs by data.path
-    if is_other_split and then.get("name") == data.get("name"):
-        notes.append("it may have trained on images that validate or test here, because the split is another one")
+    notes += _adapt_net(net, prefix, state)
+    names_of_head = {f"{prefix}{name}" for name in head_names(net)}
+    notes += _match_head(names_of_head, module_state, state, before, facts)
+    notes += _match_parts_beside_net(prefix, module_state, state)
+
+    check_fits(module, state, path, model_name)
+    module.load_state_dict(state)
+
+    if _may_have_seen_evaluation_images(checkpoint, data, facts):
+        notes.append(
+            "warning: the split differs, so the checkpoint may have seen "
+            "this run's validation or test images"
+        )
     return "; ".join(notes) + "."
 
 
-def _match_head(
-    of_head: set[str], own: dict[str, Tensor], found: dict[str, Tensor], before: DataFacts, facts: DataFacts
+def _adapt_net(net: torch.nn.Module, prefix: str, state: dict[str, Tensor]) -> list[str]:
+    """Let the net change its part of `state` to its image size; return what was done."""
+    if not hasattr(net, "adapted"):
+        return []
+
+    net_state = {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+    adapted = net.adapted(net_state)
+    if adapted is net_state:
+        return []
+    for name, value in adapted.items():
+        state[f"{prefix}{name}"] = value
+    return ["position embeddings resampled"]
+
+
+def _match_parts_beside_net(
+    prefix: str, module_state: dict[str, Tensor], state: dict[str, Tensor]
 ) -> list[str]:
-    """Change the rows of the head in `found` to this run's classes or outputs; return what was done."""
-    here = list(facts.get("class_names") or ())
-    there = list(before.get("class_names") or here)
+    """Remove what this task lacks beside the net from `state`, and add what is new; say so."""
+    skipped = [name for name in state if name not in module_state and not name.startswith(prefix)]
+    for name in skipped:
+        del state[name]
+    for name, value in module_state.items():
+        if not name.startswith(prefix):
+            state.setdefault(name, value)
+
+    if not skipped:
+        return []
+    parts = sorted({name.split(".")[0] for name in skipped})
+    return [f"skipped {', '.join(parts)}, which this task lacks"]
+
+
+def _may_have_seen_evaluation_images(
+    checkpoint: Checkpoint, data: Config, facts: DataFacts
+) -> bool:
+    """Return whether the checkpoint was trained on the same data, split in another way."""
+    config_before = (checkpoint.get("lockstep") or {}).get("config") or {}
+    data_before = config_before.get("data") or {}
+    if data_before.get("name") != data.get("name"):
+        return False
+
+    # The hash says nothing about the split, as it differs by data.path.
+    counts_before = facts_of(checkpoint).get("class_counts")
+    if counts_before != facts.get("class_counts"):
+        return True
+    keys = ("seed", "fold", "num_folds")
+    return any(data_before.get(key) != data.get(key) for key in keys)
+
+
+def _match_head(
+    names_of_head: set[str],
+    module_state: dict[str, Tensor],
+    state: dict[str, Tensor],
+    before: DataFacts,
+    facts: DataFacts,
+) -> list[str]:
+    """Change the head's rows in `state` to this run's classes or outputs; return what was done."""
+    classes = list(facts.get("class_names") or ())
+    classes_before = list(before.get("class_names") or classes)
     heads = [
-        name for name in sorted(of_head & found.keys() & own.keys())
-        if found[name].ndim and found[name].shape[1:] == own[name].shape[1:]
-    ]  # fmt: skip
-    if there != here and sorted(there) == sorted(here):
-        order = [there.index(name) for name in here]
-        found.update({name: found[name][order] for name in heads})
+        name
+        for name in sorted(names_of_head & state.keys() & module_state.keys())
+        if state[name].ndim and state[name].shape[1:] == module_state[name].shape[1:]
+    ]
+
+    if classes_before == classes:
+        return _match_outputs(heads, module_state, state)
+    if sorted(classes_before) == sorted(classes):
+        order = [classes_before.index(name) for name in classes]
+        for name in heads:
+            state[name] = state[name][order]
         return ["the head's rows are in this run's order of classes"]
-    change = f"the classes were {_shown(there)}, now {_shown(here)}"
-    if there == here:
-        heads = [name for name in heads if len(found[name]) != len(own[name])]
-        change = f"it had {len(found[heads[0]])} outputs, now {len(own[heads[0]])}" if heads else ""
-    found.update({name: torch.zeros_like(own[name]) for name in heads})
-    return [f"the head is new ({', '.join(heads)}): {change}"] if heads else []
+
+    change = f"the classes were {_shown(classes_before)}, now {_shown(classes)}"
+    return _renew(heads, change, module_state, state)
+
+
+def _match_outputs(
+    heads: list[str], module_state: dict[str, Tensor], state: dict[str, Tensor]
+) -> list[str]:
+    """Begin the head anew if the same classes have another number of outputs."""
+    resized = [name for name in heads if len(state[name]) != len(module_state[name])]
+    if not resized:
+        return []
+    before = len(state[resized[0]])
+    now = len(module_state[resized[0]])
+    return _renew(resized, f"it had {before} outputs, now {now}", module_state, state)
+
+
+def _renew(
+    heads: list[str], change: str, module_state: dict[str, Tensor], state: dict[str, Tensor]
+) -> list[str]:
+    """Set the head to zero in `state`; return what has changed."""
+    for name in heads:
+        state[name] = torch.zeros_like(module_state[name])
+    if not heads:
+        return []
+    return [f"the head is new ({', '.join(heads)}): {change}"]
 
 
 def _shown(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN_CLASSES]) + (f", … ({len(names)})" if len(names) > SHOWN_CLASSES else "")
+    """Return the first names, and how many there are."""
+    text = ", ".join(names[:SHOWN_CLASSES])
+    if len(names) > SHOWN_CLASSES:
+        text += f", … ({len(names)})"
+    return text

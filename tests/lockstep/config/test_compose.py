@@ -13,7 +13,7 @@ WRONG = {
     "batch_size=16": "use data.global_batch_size.",
     "epochs=5": "use trainer.max_epochs.",
     "drop_out=0.1 model=small_cnn": "use model.dropout.",
-    "optimizer.momentun=0.9": "use optimizer.momentum (optimizer=muon or optimizer=sgd).",
+    "optimizer.momentun=0.9": "use optimizer.momentum (optimizer=airbench or optimizer=muon).",
     "data.root=/images data=digits": "data=csv or data=image_folder or data=mnist has it.",
     "+data.rooot=photos": "There is no data.rooot: use data.root.",
     "classifier.lr=1": "classifier.lr is now task.lr.",

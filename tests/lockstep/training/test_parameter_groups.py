@@ -14,7 +14,7 @@ from models.airbench import Airbench
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
-from optimizers.muon import Muon
+from optimizers.airbench import AirbenchMuon
 from tasks.classifier import ImageClassifier
 
 VIT = {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
@@ -131,10 +131,10 @@ def frozen_resnet(*stated):
         (lambda: GroupRules(layer_decay=1.1), "optimizer.layer_decay=1.1"),
         (lambda: GroupRules(layer_decay="x"), "optimizer.layer_decay=x"),
         (lambda: GroupRules(head_lr_factor=-1), "optimizer.head_lr_factor=-1: give a number above 0"),
-        (lambda: stepper(GroupRules(layer_decay=0.9), Muon), "Muon groups the parameters itself: leave optimizer.lay"),
+        (lambda: stepper(GroupRules(layer_decay=0.9), AirbenchMuon), "AirbenchMuon groups the parameters itself: leave optimizer.lay"),
     ],
 )
 def test_patterns_factors_and_an_optimizer_that_groups_by_itself_are_refused(call, says):
-    stepper(GroupRules(), Muon, lr=0.1)
+    stepper(GroupRules(), AirbenchMuon, lr=0.1)
     with pytest.raises(UserError, match=says):
         call()

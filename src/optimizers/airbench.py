@@ -1,6 +1,9 @@
-"""Muon: momentum whose update is orthogonalised (github.com/KellerJordan/Muon), SGD with momentum for the rest.
+"""Airbench's optimizer: Muon for hidden weights, SGD with momentum for the rest.
 
-python src/train.py optimizer=muon model=airbench
+Muon orthogonalises the momentum (github.com/KellerJordan/Muon). As in
+github.com/KellerJordan/cifar10-airbench, the norm of each hidden weight is reset at every step.
+
+python src/train.py optimizer=airbench model=airbench
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's coefficients: steepest at zero for few iterations
+# Keller Jordan's coefficients: steepest at zero for few iterations.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-12
 
 
 def orthogonalise(matrix: Tensor, iterations: int = 3) -> Tensor:
@@ -19,26 +24,42 @@ def orthogonalise(matrix: Tensor, iterations: int = 3) -> Tensor:
     Computed in bf16 on a GPU and in the given precision on a CPU.
     """
     a, b, c = NEWTON_SCHULZ
-    x = matrix.bfloat16() if matrix.is_cuda else matrix
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
+    is_tall = matrix.shape[0] > matrix.shape[1]
+
+    x = matrix
+    if matrix.is_cuda:
+        x = x.bfloat16()
+    if is_tall:
+        x = x.T
+
     x = x / (x.norm() + 1e-7)
     for _ in range(iterations):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if tall else x).to(matrix.dtype)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+
+    if is_tall:
+        x = x.T
+    return x.to(matrix.dtype)
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for hidden weights (convolutions and matrices), SGD with Nesterov momentum for the head and all vectors.
+class AirbenchMuon(torch.optim.Optimizer):
+    """Muon for convolutions and matrices, SGD with Nesterov momentum for the head and all vectors.
 
+    The norm of each hidden weight is set to sqrt(outputs) before every step, also where its rate is
+    zero: weights that were trained otherwise are rescaled. A weight of zeros trains from zero.
     Sharded (DTensor) parameters work: each rank orthogonalises the whole gradient.
 
     Args:
-        named_parameters: the last matrix among them is the head; parameters without requires_grad are skipped.
-        lr: of the hidden weights, whose norm is kept at sqrt(outputs); 0.24 at batch 2000.
-        head_lr, vector_lr: of the head and of biases, norms and embeddings.
+        named_parameters: the last matrix among them is the head; parameters without requires_grad
+            are skipped.
+        lr: rate of the hidden weights, relative to their norm; 0.24 at batch 2000.
+        momentum: of the hidden weights.
+        head_lr: rate of the head.
+        vector_lr: rate of biases, norms and embeddings.
+        sgd_momentum: of head and vectors.
         weight_decay: of head and vectors, decoupled, multiplied by their learning rate.
+        iterations: of Newton and Schulz's method.
     """
 
     takes_named_parameters = True
@@ -54,14 +75,16 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.04,
         iterations: int = 3,
     ) -> None:
-        trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-        matrices = [name for name, parameter in trained if parameter.ndim in (2, 4)]
-        hidden, head = set(matrices[:-1]), matrices[-1:]
+        trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.ndim in (2, 4)]
+        vectors = [parameter for parameter in trained if parameter.ndim not in (2, 4)]
+
+        muon = {"kind": "muon", "momentum": momentum}
         sgd = {"kind": "sgd", "momentum": sgd_momentum, "weight_decay": weight_decay}
         groups = [
-            {"kind": "muon", "params": [p for n, p in trained if n in hidden], "lr": lr, "momentum": momentum},
-            {**sgd, "params": [p for n, p in trained if n in head], "lr": head_lr},
-            {**sgd, "params": [p for n, p in trained if n not in hidden and n not in head], "lr": vector_lr},
+            {**muon, "params": matrices[:-1], "lr": lr},
+            {**sgd, "params": matrices[-1:], "lr": head_lr},
+            {**sgd, "params": vectors, "lr": vector_lr},
         ]
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "iterations": iterations}
         super().__init__([group for group in groups if group["params"]], defaults)
@@ -72,6 +95,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
         for group in self.param_groups:
             update = _muon_step if group["kind"] == "muon" else _sgd_step
             for parameter in group["params"]:
@@ -90,14 +114,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def _sgd_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.add_(direction, alpha=-group["lr"])
 
 
 def _muon_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-    parameter.mul_(parameter.shape[0] ** 0.5 / parameter.norm())
-    sharded = hasattr(direction, "full_tensor")
-    whole = direction.full_tensor() if sharded else direction
+    # A weight of zeros stays zero. Comparing its norm in an `if` would wait for the device.
+    norm = parameter.norm().clamp(min=SMALLEST_NORM)
+    parameter.mul_(parameter.shape[0] ** 0.5 / norm)
+
+    is_sharded = hasattr(direction, "full_tensor")
+    whole = direction.full_tensor() if is_sharded else direction
     update = orthogonalise(whole.flatten(1), group["iterations"]).view(whole.shape)
-    if sharded:
-        update = distribute_tensor(update, direction.device_mesh, direction.placements, src_data_rank=None)
+    if is_sharded:
+        update = distribute_tensor(
+            update, direction.device_mesh, direction.placements, src_data_rank=None
+        )
     parameter.add_(update, alpha=-group["lr"])
