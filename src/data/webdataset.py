@@ -54,7 +54,19 @@ class ShardedDataModule(ListedDataModule):
                 items.append(Item(f"{name}: {inner}", label, part, size, stat.st_mtime_ns, group, file, start))
             for reason, names in shard["left_out"].items():
                 left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
-        return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)
+        if self.splits_option is True and all(item.split == TRAIN for item in items):
+            raise UserError(
+                f"data.splits=true, but no file in {self._root} is named as a split: rename the "
+                "files train-…, val-… and test-…, or leave data.splits out."
+            )
+        return ImageList(
+            folder,
+            items,
+            left_out=left_out,
+            target=self.target,
+            label_columns=self.label_columns,
+            unknown=self.unknown,
+        )
 
     def _find(self, left_out: LeftOut) -> dict[str, int]:
         """Return the split of each file by its path, as its name or else its folders say."""
@@ -65,7 +77,7 @@ class ShardedDataModule(ListedDataModule):
         if not found:
             raise UserError(f"data.root={self._root} holds no {self.suffix} file. Pass the folder that contains them.")
         splits = {name: splits_in("/".join(reversed(Path(name).parts))) for name in found}
-        if not any(splits.values()):
+        if self.splits_option is False or not any(splits.values()):
             return dict.fromkeys(found, TRAIN)
         if others := [name for name in found if not splits[name]]:
             left_out[f"{self.suffix} files of no split"] = others

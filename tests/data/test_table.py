@@ -115,7 +115,7 @@ BAD = {
     "has a column is_valid: give one named split": "path,label,is_valid\n00.png,red,0\n01.png,red,1\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
     "two columns have one name": "path,label,label\n00.png,red,7\n",
-    "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
+    "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udc81\n",
 }
 
 

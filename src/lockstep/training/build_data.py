@@ -12,6 +12,7 @@ from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
 from lockstep.data import report
+from lockstep.data.content_hash import method_of
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.runs import provenance
@@ -51,11 +52,10 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         data.match_classes(trained_on.get("class_names", data.class_names))  # own data modules may state none
         keys = {key_of(word) for word in plan.config["overrides"]}
         is_new = bool(keys & NEW_DATA) or any(re.match(r"data\.(val_|test_)?dataset\.", key) for key in keys)
-        is_same = data.data_hash == trained_on.get("data_hash")
-        is_same |= data.list_hash == (trained_on.get("list_hash") or None)  # read in another way or size
+        is_same = is_same_data(data, trained_on)
         if is_new and data.splits.drew_test and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
-        elif not is_new and not is_same and cluster.is_rank_zero:
+        elif not is_new and is_same is False and cluster.is_rank_zero:
             log.warning("The images have changed since the training, which may have seen some of these test images.")
     accumulate, device = plan.batch.accumulate, device_of(plan)
     data.place(rank=cluster.rank, world_size=cluster.world_size, accumulate_grad_batches=accumulate, device=device)
@@ -66,6 +66,17 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         report.log_contents(data, lists, plan.choices.get("augmentation") if trained_on is None else None)
         report.write_lists(plan.folder.path, lists)
     return data
+
+
+def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
+    """Return whether a checkpoint was trained on these data; None where it cannot be told.
+
+    Version 2.0.0 hashed images in another way; of its data only names and sizes are compared.
+    """
+    before = trained_on.get("data_hash") or ""
+    if method_of(before) == method_of(data.data_hash):
+        return before == data.data_hash
+    return True if data.list_hash == trained_on.get("list_hash") else None
 
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:

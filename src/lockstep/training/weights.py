@@ -4,9 +4,11 @@ import logging
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lockstep.callbacks.checkpoint_io import load_on_all_ranks
+from lockstep.data import content_hash
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
@@ -58,13 +60,27 @@ def check_fits(module: torch.nn.Module, found: dict[str, Tensor], path: str, mod
 
 def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run with other images than it began with."""
-    there = {**facts, **facts_of(checkpoint)}
-    for name, shown in (("class_names", _shown), ("data_hash", "hash {:.12}".format)):
-        if there[name] != facts[name]:
-            raise UserError(
-                f"The run {run_id} was trained on other images ({shown(there[name])}, now {shown(facts[name])}): give "
-                "it the same data.root and data.path, or start a new run with ckpt_path=."
-            )
+    before = {**facts, **facts_of(checkpoint)}
+    if before["class_names"] != facts["class_names"]:
+        change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
+    elif content_hash.differs(before["data_hash"], facts["data_hash"]):
+        change = f"hash {before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
+    else:
+        _log_other_method(before["data_hash"], facts["data_hash"])
+        return
+    raise UserError(
+        f"The run {run_id} was trained on other images ({change}): give it the same data.root, or "
+        "start a new run with ckpt_path=."
+    )
+
+
+def _log_other_method(before: str, now: str) -> None:
+    is_other = bool(before) and content_hash.method_of(before) != content_hash.method_of(now)
+    if is_other and rank_zero_only.rank == 0:
+        log.info(
+            "The run began with a version that hashed its images in another way: whether the "
+            "images are the same is not checked."
+        )
 
 
 def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts) -> str:
@@ -101,7 +117,7 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
     module.load_state_dict(found)
     then = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
     is_other_split = any(then.get(key) != data.get(key) for key in ("seed", "fold", "num_folds"))
-    is_other_split |= before.get("class_counts") != facts.get("class_counts")  # the hash differs by data.path
+    is_other_split |= before.get("class_counts") != facts.get("class_counts")
     if is_other_split and then.get("name") == data.get("name"):
         notes.append("it may have trained on images that validate or test here, because the split is another one")
     return "; ".join(notes) + "."
