@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.commands.command_line import run_script
-from lockstep.config.compose import plain
+from lockstep.config.compose import plain, typed_overrides
 from lockstep.config.schema import key_of
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
 
@@ -130,14 +130,14 @@ def draw_pairs(data: Any, kinds: Mapping[tuple[int, int], str], path: Path) -> N
         contact_sheet(path, tiles, columns=4)
 
 
-def log_report(config: Mapping[str, Any], data: Any) -> Lists:
+def log_report(data: Any, *, names_model: bool) -> Lists:
     """Log what a run says of its data, and return the names of the images that it counts."""
     from lockstep.data.report import log_classes, log_findings, log_settings, report_of
 
     lists: Lists = report_of(data, limit=None)[1]
     log_classes(data)
     # Without a model of the user's there are no weights that say how images are normalised.
-    if "model" in [key_of(word).partition(".")[0] for word in config["overrides"]]:
+    if names_model:
         log_settings(data)
     log_findings(data, lists)
     if data.faults:
@@ -167,7 +167,9 @@ def check(cfg: Any) -> int:
     if "path" in options:
         options["path"] = "loader"  # which opens no image before it is needed
     data = prepared_data(config, options, "check")
-    lists = log_report(config, data)
+    words = typed_overrides(cfg)
+    names_model = any(key_of(word).partition(".")[0] == "model" for word in words)
+    lists = log_report(data, names_model=names_model)
     thumbnails = read_thumbnails(data)
     log_images(thumbnails, lists)
     kinds = similar_pairs(data, thumbnails.pixels)

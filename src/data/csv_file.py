@@ -54,9 +54,7 @@ class CSVTable:
                 row[column] = value.replace(",", ".")
         if example:
             number = example.replace(",", ".")
-            self.warnings.append(
-                f"{self.path} has decimal commas: {example} is read as {number}."
-            )
+            self.warnings.append(f"{self.path} has decimal commas: {example} is read as {number}.")
 
     def one_hot_columns(self, names: Iterable[str]) -> list[str]:
         """Return the columns of 0 and 1 among these if each row has a single 1; [] otherwise."""

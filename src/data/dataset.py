@@ -80,16 +80,16 @@ class DatasetDataModule(ListedDataModule):
         """Return the label of each item, and the names of the classes or None."""
         if self.target != "class":
             return [0] * len(dataset), None
-        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
         change = getattr(dataset, "target_transform", None)
         classes = getattr(dataset, "classes", None)
+        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
         try:
             if labels is None:
                 items = [_whole(dataset[i][1]) for i in range(len(dataset))]
                 return items, None if change else classes
             if not change:
                 return [_whole(label) for label in labels], classes
-            plain = [label.item() if hasattr(label, "item") else label for label in labels]
+            plain = [_plain(label) for label in labels]
             changed = [_whole(change(label)) for label in plain]
             return changed, classes if changed == plain else None
         except (TypeError, ValueError) as error:
@@ -120,8 +120,7 @@ class DatasetDataModule(ListedDataModule):
         self._set_targets(arrays, mask_names)
         if self.target not in ("any", self.target_kind):
             raise UserError(
-                f"data.target={self.target}: the items' targets are of the kind "
-                f"{self.target_kind}."
+                f"data.target={self.target}: the items' targets are of the kind {self.target_kind}."
             )
         self._name_classes()
 
@@ -254,6 +253,10 @@ def _whole(label: Any) -> int:
     if number != label and not isinstance(label, str):
         raise ValueError(label)
     return number
+
+
+def _plain(label: Any) -> Any:
+    return label.item() if hasattr(label, "item") else label
 
 
 def _by_name(target: Any) -> dict[str, Any]:

@@ -18,7 +18,9 @@ class FolderLayout:
     root: Path
     inner: dict[str, list[str]]  # the folders in the root, with the folders within each
     with_images: set[str] = field(default_factory=set)  # those that have images at any depth
-    with_direct_images: set[str] = field(default_factory=set)  # those that have images beside folders
+    with_direct_images: set[str] = field(
+        default_factory=set
+    )  # those that have images beside folders
 
     @classmethod
     def of(cls, root: Path, folders: Iterable[str], images: Iterable[Item]) -> "FolderLayout":
@@ -41,7 +43,9 @@ class FolderLayout:
         names = list(names)
         contents = {frozenset(self.inner[name]) for name in names}
         has_direct_images = not self.with_direct_images.isdisjoint(names)
-        return len(names) > 1 and len(contents) == 1 and len(*contents) > 1 and not has_direct_images
+        return (
+            len(names) > 1 and len(contents) == 1 and len(*contents) > 1 and not has_direct_images
+        )
 
 
 def split_folders(

@@ -171,16 +171,7 @@ class CSVDataModule(ListedDataModule):
     def _columns(self, table: CSVTable) -> Columns:
         path = column_of(self._table, table.names, self._path_column, "path_column")
         if self._label_columns:
-            labels = [
-                column_of(self._table, table.names, name, "label_columns")
-                for name in self._label_columns
-            ]
-            if table.one_hot_columns(labels) == labels:
-                table.warnings.append(
-                    "The label columns have a single 1 in each row. Leave data.label_columns out "
-                    "to read them as classes."
-                )
-            return Columns(path, labels, are_several=True)
+            return self._several_labels(table, path)
         label = find_column(table.names, self._label_column)
         if not label and self._label_column == "label" and self.target == "class":
             one_hot = table.one_hot_columns(_rest(table.names, path))
@@ -192,6 +183,18 @@ class CSVDataModule(ListedDataModule):
                 return Columns(path, one_hot, are_one_hot=True)
         label = column_of(self._table, table.names, self._label_column, "label_column")
         return Columns(path, [label])
+
+    def _several_labels(self, table: CSVTable, path: str) -> Columns:
+        labels = [
+            column_of(self._table, table.names, name, "label_columns")
+            for name in self._label_columns
+        ]
+        if table.one_hot_columns(labels) == labels:
+            table.warnings.append(
+                "The label columns have a single 1 in each row. Leave data.label_columns out to "
+                "read them as classes."
+            )
+        return Columns(path, labels, are_several=True)
 
     def _splits(self, table: CSVTable, columns: Columns) -> list[int]:
         """Return the split of each row, as a column says."""

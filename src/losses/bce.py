@@ -13,20 +13,6 @@ from lockstep.runs.errors import UserError
 from losses.cross_entropy import CrossEntropy
 
 
-def losses_of_labels(logits: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return (B, C), the loss of each label; 0 where the label is nan, that is not known.
-
-    Args:
-        logits, labels: (B, C).
-        weight: of a present label relative to an absent one.
-    """
-    targets = labels.nan_to_num(0.0)
-    losses = F.binary_cross_entropy_with_logits(
-        logits, targets, reduction="none", pos_weight=weight
-    )
-    return losses.where(~labels.isnan(), 0.0)
-
-
 class BinaryCrossEntropy(CrossEntropy):
     """The mean over the classes; a class's probability is the sigmoid of its logit.
 

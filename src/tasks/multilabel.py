@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchmetrics.classification import MultilabelAveragePrecision
 
 from lockstep.runs.errors import UserError
 from lockstep.training.task import Task
-from losses.bce import losses_of_labels
 
 UNKNOWN = -1  # the label that torchmetrics leaves out
 
@@ -83,3 +83,17 @@ class MultiLabel(Task):
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return (B, num_classes) probabilities."""
         return self.net(batch if isinstance(batch, Tensor) else batch[0]).sigmoid()
+
+
+def losses_of_labels(logits: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return (B, C), the loss of each label; 0 where the label is nan, that is not known.
+
+    Args:
+        logits, labels: (B, C).
+        weight: of a present label relative to an absent one.
+    """
+    targets = labels.nan_to_num(0.0)
+    losses = F.binary_cross_entropy_with_logits(
+        logits, targets, reduction="none", pos_weight=weight
+    )
+    return losses.where(~labels.isnan(), 0.0)

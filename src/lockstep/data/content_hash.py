@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.listing import ImageList, fingerprint
 
-METHOD = "2"  # the hashes of version 2.0.0 have no method before them
+METHOD = 2  # hashes of two methods cannot be compared; checkpoints of version 2.0.0 name none
 WHOLE_BYTES = 64 * 2**20
 WHOLE_IMAGES = 2048
 SAMPLED_IMAGES = 1024
@@ -24,21 +24,9 @@ PIECE_BYTES = 64 * 2**10
 THREADS = 8  # reads on a network disk wait most of the time
 
 
-def method_of(data_hash: str) -> str:
-    """Return what a hash was made by; hashes of two methods cannot be compared."""
-    return data_hash.partition(":")[0] if ":" in data_hash else ""
-
-
-def differs(one: str | None, other: str | None) -> bool:
-    """Return whether two hashes show that the data differ."""
-    if not one or not other or method_of(one) != method_of(other):
-        return False
-    return one != other
-
-
 def with_drawn_test(data_hash: str, test: np.ndarray) -> str:
     """Return the hash of the same data with these drawn test images."""
-    return f"{METHOD}:{fingerprint([data_hash, test.tolist()])}"
+    return fingerprint([data_hash, test.tolist()])
 
 
 def hash_of_files(images: ImageList) -> str:
@@ -56,7 +44,7 @@ def hash_of_files(images: ImageList) -> str:
     with ThreadPoolExecutor(THREADS) as pool:
         for piece in pool.map(lambda i: _content(images, i, is_whole), positions):
             digest.update(piece)
-    return f"{METHOD}:{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def hash_of_arrays(
@@ -69,7 +57,7 @@ def hash_of_arrays(
     digest = _started(class_names, splits, targets)
     for image in images:
         digest.update(np.ascontiguousarray(image).data)
-    return f"{METHOD}:{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def _started(

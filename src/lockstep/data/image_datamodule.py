@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip, Operation, mix
 from lockstep.data.batches import AUGMENTATION, MIXING, EvalBatches, Selection, TrainBatches, random_stream
-from lockstep.data.content_hash import hash_of_arrays, with_drawn_test
+from lockstep.data.content_hash import METHOD, hash_of_arrays, with_drawn_test
 from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle, take
 from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch, OpenSample, Samples, prefetched, stream, workers_of
@@ -59,6 +59,7 @@ class ImageDataModule(LightningDataModule):
 
     channels = 3
     fit = "crop"
+    hash_method = METHOD  # how data_hash is made; data of one hash and method are the same
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
     # fit, test for an evaluation, which needs no training images, or CHECK. Set it before `prepare`.

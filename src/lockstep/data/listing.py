@@ -102,8 +102,27 @@ class ImageList:
             raise UserError(f"{folder} has no images (left out: {counts_of(self.left_out)}).")
         items = sorted(items, key=lambda item: item.split)
 
-        # Worker processes share arrays of bytes. They would copy strings one by one.
-        self._names = _as_bytes(item.name for item in items)
+        self._store(items)
+        self.has_masks = target == "mask"
+        self.class_names = list(label_columns)
+        labels = [item.label for item in items]
+        self._masks = _as_bytes(labels if self.has_masks else [])
+        if self.has_masks:
+            self.targets = np.zeros(len(items), np.int64)
+        elif label_columns or target == "number":
+            self.targets = _numbers(folder, items, len(label_columns))
+        else:
+            self.targets = self._classes_of(labels)
+            self.warnings += alike_names(self.class_names)
+        if unknown is not None and label_columns:
+            self.targets[self.targets == unknown] = np.nan
+
+    def _store(self, items: Sequence[Item]) -> None:
+        """Keep what the items have, in arrays that worker processes share.
+
+        They would copy strings one by one.
+        """
+        self._names = _as_bytes([item.name for item in items])
         self.splits = np.array([item.split for item in items], np.int8)
         self.size = np.array([item.size for item in items], np.int64)
         self.lines = np.array([item.line for item in items], np.int64)
@@ -112,20 +131,6 @@ class ImageList:
         self._files = _numbered([item.file for item in items])
         groups = _numbered([item.group for item in items])
         self.groups = groups[1] if groups else None
-
-        self.has_masks = target == "mask"
-        self.class_names = list(label_columns)
-        labels = [item.label for item in items]
-        self._masks = _as_bytes(labels if self.has_masks else ())
-        if self.has_masks:
-            self.targets = np.zeros(len(items), np.int64)
-        elif label_columns or target == "number":
-            self.targets = _numbers(folder, items, len(label_columns))
-            if unknown is not None:
-                self.targets[self.targets == unknown] = np.nan
-        else:
-            self.targets = self._classes_of(labels)
-            self.warnings += alike_names(self.class_names)
 
     def _classes_of(self, labels: Sequence[str]) -> np.ndarray:
         """Return (n,) int64 classes, and set their names."""
@@ -177,16 +182,14 @@ class ImageList:
             stat = os.stat(self.mask_path(i))
             masks.append((os.fsdecode(self._masks[i]), stat.st_size, stat.st_mtime_ns))
         arrays = [array.tolist() for array in (self._mtime, self.targets, self.splits)]
-        return fingerprint(
-            [self.content_hash(), str(self.folder), self.class_names, masks, arrays]
-        )
+        return fingerprint([self.content_hash(), str(self.folder), self.class_names, masks, arrays])
 
     def content_hash(self) -> str:
         """Return a hash of names and sizes, for images that nobody has opened."""
         return fingerprint([[os.fsdecode(name) for name in self._names], self.size.tolist()])
 
 
-def _as_bytes(names: Iterable[str]) -> np.ndarray:
+def _as_bytes(names: Sequence[str]) -> np.ndarray:
     return np.array([os.fsencode(name) for name in names], np.bytes_)
 
 
@@ -210,8 +213,9 @@ def _number(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
     except (TypeError, ValueError):
         number = np.array([])
     if number.shape != shape or not np.isfinite(number).all():
-        where = f"{folder / item.name} (line {item.line})" if item.line else folder / item.name
-        raise UserError(f"{where}: the target {str(item.label)[:50]} is not a number.")
+        line = f" (line {item.line})" if item.line else ""
+        label = str(item.label)[:50]
+        raise UserError(f"{folder / item.name}: the target {label} is not a number{line}.")
     return number
 
 
@@ -336,9 +340,7 @@ def group_of(pattern: str, name: str) -> str:
     try:
         match = re.search(pattern, name)
     except re.error as error:
-        raise UserError(
-            f"data.group={pattern!r} is not a regular expression ({error})."
-        ) from None
+        raise UserError(f"data.group={pattern!r} is not a regular expression ({error}).") from None
     if match is None:
         raise UserError(
             f"data.group={pattern!r} does not match {name}: write a regular expression that finds "

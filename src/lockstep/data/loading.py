@@ -4,7 +4,6 @@ import atexit
 import functools
 import itertools
 import multiprocessing
-import os
 import shutil
 import signal
 import warnings

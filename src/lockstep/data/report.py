@@ -127,9 +127,7 @@ def _counts(data: Any) -> str:
     if data.stage == "test":
         others = data.num_train or data.num_val
         return f"testing on {'' if others else 'all '}{data.num_test} images"
-    return (
-        f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
-    )
+    return f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
 
 
 def log_settings(data: Any, augmentation: str | None = None) -> None:

@@ -12,7 +12,6 @@ from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
 from lockstep.data import report
-from lockstep.data.content_hash import method_of
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.runs import provenance
@@ -73,9 +72,8 @@ def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
 
     Version 2.0.0 hashed images in another way; of its data only names and sizes are compared.
     """
-    before = trained_on.get("data_hash") or ""
-    if method_of(before) == method_of(data.data_hash):
-        return before == data.data_hash
+    if trained_on.get("hash_method") == getattr(data, "hash_method", None):
+        return trained_on.get("data_hash") == data.data_hash
     return True if data.list_hash == trained_on.get("list_hash") else None
 
 
@@ -145,6 +143,7 @@ def data_facts(data: Any) -> DataFacts:
         return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
     own = ("mean", "std", "data_hash", "list_hash", "class_counts")
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *own)}
+    facts["hash_method"] = getattr(data, "hash_method", None)
     framing = {key: getattr(data.framing, key) for key in ("resize", "fit", "interpolation")}
     names, crop_pct = [str(name) for name in data.class_names], float(data.settings.crop_pct)
     return {**facts, **framing, "class_names": names, "crop_pct": crop_pct, "target": data.target_kind}

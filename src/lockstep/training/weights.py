@@ -8,7 +8,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lockstep.callbacks.checkpoint_io import load_on_all_ranks
-from lockstep.data import content_hash
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
@@ -63,24 +62,21 @@ def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> 
     before = {**facts, **facts_of(checkpoint)}
     if before["class_names"] != facts["class_names"]:
         change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
-    elif content_hash.differs(before["data_hash"], facts["data_hash"]):
+    elif before["data_hash"] == facts["data_hash"]:
+        return
+    elif facts_of(checkpoint).get("hash_method") == facts.get("hash_method"):
         change = f"hash {before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
     else:
-        _log_other_method(before["data_hash"], facts["data_hash"])
+        if rank_zero_only.rank == 0:
+            log.info(
+                "The run began with a version that hashed its images in another way: whether the "
+                "images are the same is not checked."
+            )
         return
     raise UserError(
         f"The run {run_id} was trained on other images ({change}): give it the same data.root, or "
         "start a new run with ckpt_path=."
     )
-
-
-def _log_other_method(before: str, now: str) -> None:
-    is_other = bool(before) and content_hash.method_of(before) != content_hash.method_of(now)
-    if is_other and rank_zero_only.rank == 0:
-        log.info(
-            "The run began with a version that hashed its images in another way: whether the "
-            "images are the same is not checked."
-        )
 
 
 def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts) -> str:
