@@ -137,7 +137,7 @@ class DatasetDataModule(ListedDataModule):
         return dataset[i][1]
 
     def _mask_names_of(self, dataset: Any, i: int) -> list[str]:
-        """Return the names of the targets that are masks: pictures, or arrays of the image's size."""
+        """Return the names of the masks: pictures, or arrays of the image's size."""
         image, target = dataset[i]
         size = _as_pillow(image).size[::-1]
         return [

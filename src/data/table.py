@@ -172,17 +172,24 @@ class CSVDataModule(ListedDataModule):
         path = column_of(self._table, table.names, self._path_column, "path_column")
         if self._label_columns:
             return self._several_labels(table, path)
-        label = find_column(table.names, self._label_column)
-        if not label and self._label_column == "label" and self.target == "class":
-            one_hot = table.one_hot_columns(_rest(table.names, path))
-            if one_hot:
-                table.warnings.append(
-                    f"{self._table} has no column label. The columns {', '.join(one_hot[:20])} are "
-                    "read as classes, because each row has a single 1 in them."
-                )
-                return Columns(path, one_hot, are_one_hot=True)
+        one_hot = self._one_hot_columns(table, path)
+        if one_hot:
+            return Columns(path, one_hot, are_one_hot=True)
         label = column_of(self._table, table.names, self._label_column, "label_column")
         return Columns(path, [label])
+
+    def _one_hot_columns(self, table: CSVTable, path: str) -> list[str]:
+        """Return a column for each class where the table has them in place of a column label."""
+        names_default = self._label_column == "label" and self.target == "class"
+        if not names_default or find_column(table.names, "label"):
+            return []
+        columns = table.one_hot_columns(_rest(table.names, path))
+        if columns:
+            table.warnings.append(
+                f"{self._table} has no column label. The columns {', '.join(columns[:20])} are "
+                "read as classes, because each row has a single 1 in them."
+            )
+        return columns
 
     def _several_labels(self, table: CSVTable, path: str) -> Columns:
         labels = [

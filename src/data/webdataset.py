@@ -25,7 +25,7 @@ from lockstep.data.listing import (
 from lockstep.data.node_cache import Content, cached
 from lockstep.runs.errors import UserError
 
-_HINT_ON_FIELD = " (where a key.json holds the label: data.label_field=FIELD)"
+HINT_ON_FIELD = " (where a key.json holds the label: data.label_field=FIELD)"
 
 
 class ShardedDataModule(ListedDataModule):
@@ -44,9 +44,12 @@ class ShardedDataModule(ListedDataModule):
     def read_shard(self, path: Path, folder: Path) -> Content:
         """Return what a file holds, as JSON values.
 
-        items: for each image its name in the file, its label (text, or a list of numbers), first byte, size, and group
-        if `group` is a column, else None; left_out; data: the file that it wrote into `folder`, of the cache, with
-        images that cannot be read in place, else None; splits: those of images in a file to train on, if a column says.
+        items: for each image its name in the file, its label (text, or a list of numbers), first
+            byte, size, and group if `group` is a column, else None.
+        left_out: names by reason.
+        data: the file that it wrote into `folder`, of the cache, with images that cannot be read
+            in place; else None.
+        splits: those of images in a file to train on, if a column says.
         """
         raise NotImplementedError
 
@@ -91,13 +94,14 @@ class ShardedDataModule(ListedDataModule):
         for reason, names in shard["left_out"].items():
             left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
 
+    def _shards(self) -> list[str]:
+        return [file.name for file in files_below(self._root, {}, suffixes={self.suffix})]
+
     def _find(self, left_out: LeftOut) -> dict[str, int]:
         """Return the split of each file by its path, as its name or else its folders say."""
         if self._root.is_file() and self._root.suffix.lower() == self.suffix:
             return {self._root.name: TRAIN}
-        names: list[str] = []
-        if self._root.is_dir():
-            names = [file.name for file in files_below(self._root, {}, suffixes={self.suffix})]
+        names = self._shards() if self._root.is_dir() else []
         if not names:
             raise UserError(
                 f"data.root={self._root} holds no {self.suffix} file. Pass the folder that "
@@ -195,7 +199,7 @@ class WebDatasetDataModule(ShardedDataModule):
         for key in keys:
             if key in labels:
                 return key
-        hint = "" if self._label_field else _HINT_ON_FIELD
+        hint = "" if self._label_field else HINT_ON_FIELD
         raise UserError(f"{path}: {name} has no {self._label_suffix} file beside it{hint}.")
 
     def _label_in(self, path: Path, key: str, content: bytes) -> str:

@@ -182,9 +182,12 @@ class ImageClassifier(Task):
 
     def _warn_of_first_epoch(self, values: dict[str, float]) -> None:
         """Warn of an accuracy that hardly any real data have after one epoch."""
-        is_first = self.trainer.current_epoch == 0 and not self.trainer.sanity_checking
+        trainer = self.trainer
+        is_first = trainer.state.fn == "fit" and trainer.current_epoch == 0
         is_perfect = values["val/correct"] == values["val/images"] >= SUSPICIOUS_FROM_IMAGES
-        if self.num_classes < 3 or not is_first or not is_perfect or not self.trainer.is_global_zero:
+        if self.num_classes < 3 or not is_first or not is_perfect:
+            return
+        if trainer.sanity_checking or not trainer.is_global_zero:
             return
         log.warning(
             f"val/acc is 100 % in the first epoch, on {self.num_classes} classes. If the images of "
