@@ -1,105 +1,193 @@
-"""Check labelled images without training: skipped files, duplicates across splits, images with two labels.
+"""Check labelled images without training: skipped files, duplicates, images with two labels.
 
     python src/check_data.py data=image_folder data.root=DIR [key=value …]
 
-It logs the same as a run, and finds near duplicates: pairs whose 8 × 8 grey thumbnails are far more similar than those
-of the next similar images. The names and a contact sheet of suspicious pairs are written to
-logs/check_data/<data.name>/. The exit code is 1 if a test image is identical to a training image.
+It logs the same as a run, and finds near duplicates: pairs whose 8 × 8 grey thumbnails are far
+more similar than those of the next similar images. The names and a contact sheet of suspicious
+pairs are written to logs/check_data/<data.name>/. The exit code is 1 if a test image is identical
+to a training image, or if rows of a table cannot be used.
 """
 
 import logging
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.commands.command_line import run_script
-from lockstep.config.compose import plain
+from lockstep.config.compose import plain, typed_overrides
+from lockstep.config.schema import key_of
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
 
 log = logging.getLogger(__name__)
 
-SIDE, NEIGHBOURS = 8, 10
-RATIO = 0.3  # of the distance to the tenth neighbour: finds 303 of CIFAR-10's test images, where ciFAIR counts 325
-ALIKE, SAME = 0.9, 0.9995  # the least similarity of a pair; above the second it counts, however many copies there are
-EVERY_PAIR = 100_000  # of more images, only those of validation and test are compared with all others
+SIDE = 8  # of a thumbnail, in pixels
+NEIGHBOURS = 10
+# Of the distance to the tenth neighbour: finds 303 of CIFAR-10's test images. ciFAIR counts 325.
+RATIO = 0.3
+ALIKE = 0.9  # the least similarity of a pair
+SAME = 0.9995  # above it a pair counts, however many copies there are
+EVERY_PAIR = 100_000  # of more images, only those of validation and test meet all others
 SHOWN_PAIRS = 40
+Lists = dict[str, list[str]]  # names of images by the reason why they are listed
 
 
 def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
-    """Return pairs of `thumbs` (n, 64), zero-mean with norm 1, the most similar first; `rows` are compared with all."""
+    """Return pairs of similar thumbnails, the most similar first.
+
+    Args:
+        thumbs: (n, 64), zero-mean with norm 1.
+        rows: the positions that are compared with all others.
+    """
     import torch
 
-    every, pairs = torch.from_numpy(thumbs), {}
+    every = torch.from_numpy(thumbs)
+    distance_of: dict[tuple[int, int], float] = {}
     for start in range(0, len(rows), 1024):
         block = torch.from_numpy(rows[start : start + 1024])
         similar = every[block] @ every.T
         similar[torch.arange(len(block)), block] = -1
         best = similar.topk(min(NEIGHBOURS, len(every) - 1), dim=1)
         distance = 1 - best.values
-        near = (best.values >= ALIKE) & (distance <= RATIO * distance[:, -1:]) | (best.values >= SAME)
-        for row, place in near.nonzero().tolist():
-            pair = sorted((int(block[row]), int(best.indices[row, place])))
-            pairs[pair[0], pair[1]] = float(distance[row, place])
-    return sorted(pairs, key=lambda pair: pairs[pair])
+        stands_out = (best.values >= ALIKE) & (distance <= RATIO * distance[:, -1:])
+        for row, place in (stands_out | (best.values >= SAME)).nonzero().tolist():
+            first, second = sorted((int(block[row]), int(best.indices[row, place])))
+            distance_of[first, second] = float(distance[row, place])
+    return sorted(distance_of, key=lambda pair: distance_of[pair])
 
 
-def check(cfg: Any) -> int:
+@dataclass
+class Thumbnails:
+    """What is known of all images after each was opened once."""
+
+    pixels: np.ndarray  # (n, 64) float32, zero-mean with norm 1; zeros where there is no contrast
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height
+    damaged: list[str] = field(default_factory=list)
+
+
+def read_thumbnails(data: Any) -> Thumbnails:
+    """Open all images of a prepared data module."""
     from PIL import Image
 
     from lockstep.data.decoding import CorruptImage, decode_all
+
+    open_one = data.sample_opener()
+    count = len(data.splits.of_each)
+    thumbnails = Thumbnails(np.zeros((count, SIDE * SIDE), np.float32))
+
+    def read(i: int) -> None:
+        try:
+            image = open_one(i)[0]
+        except CorruptImage as error:
+            thumbnails.damaged.append(error.args[0])
+            return
+        thumbnails.sizes.append(image.size)
+        small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
+        pixels = np.asarray(small, np.float32).ravel()
+        scale = max(pixels.std() * SIDE, 1e-6)
+        thumbnails.pixels[i] = (pixels - pixels.mean()) / scale
+
+    decode_all(count, read)
+    return thumbnails
+
+
+def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[tuple[int, int], str]:
+    """Return what each pair of nearly identical images is, the most similar first."""
     from lockstep.data.listing import SPLITS
-    from lockstep.data.report import contact_sheet, log_contents, report_of, write_lists
+
+    split_of = data.splits.of_each
+    least_split = 0 if len(thumbs) <= EVERY_PAIR else 1
+    rows = np.flatnonzero(thumbs.any(1) & (split_of >= least_split))
+    kinds = {}
+    for i, j in near_duplicates(thumbs, rows):
+        if min(split_of[i], split_of[j]) < 0:
+            continue
+        splits = " and ".join(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
+        is_same = data.target_name(i) == data.target_name(j)
+        labels = "same label" if is_same else "two labels"
+        kinds[i, j] = f"nearly identical, {splits}, {labels}"
+    return kinds
+
+
+def draw_pairs(data: Any, kinds: Mapping[tuple[int, int], str], path: Path) -> None:
+    """Draw the most suspicious pairs: those of two labels, or with test images."""
+    from lockstep.data.report import contact_sheet
+
+    def is_harmless(pair: tuple[int, int]) -> bool:
+        return "same label" in kinds[pair] and "test" not in kinds[pair]
+
+    open_one = data.sample_opener()
+    tiles = []
+    for pair in sorted(kinds, key=is_harmless)[:SHOWN_PAIRS]:
+        labels = dict.fromkeys(data.target_name(i) for i in pair)
+        caption = [kinds[pair].split(", ")[1], " | ".join(labels)]
+        tiles.append(([open_one(i)[0] for i in pair], caption, "black"))
+    if tiles:
+        contact_sheet(path, tiles, columns=4)
+
+
+def log_report(data: Any, *, names_model: bool) -> Lists:
+    """Log what a run says of its data, and return the names of the images that it counts."""
+    from lockstep.data.report import log_classes, log_findings, log_settings, report_of
+
+    lists: Lists = report_of(data, limit=None)[1]
+    log_classes(data)
+    # Without a model of the user's there are no weights that say how images are normalised.
+    if names_model:
+        log_settings(data)
+    log_findings(data, lists)
+    if data.faults:
+        log.warning(f"{len(data.faults)} images cannot be used: {data.faults[0]}")
+        lists["cannot be used"] = data.faults
+    return lists
+
+
+def log_images(thumbnails: Thumbnails, lists: Lists) -> None:
+    """Log the smallest and the largest image, and those that are damaged."""
+    if thumbnails.damaged:
+        log.warning(f"{len(thumbnails.damaged)} images are damaged: {thumbnails.damaged[0]}")
+        lists["damaged images"] = sorted(thumbnails.damaged)
+    if thumbnails.sizes:
+        smallest = min(thumbnails.sizes, key=np.prod)
+        largest = max(thumbnails.sizes, key=np.prod)
+        log.info(f"sizes: {smallest[0]}×{smallest[1]} to {largest[0]}×{largest[1]} px")
+
+
+def check(cfg: Any) -> int:
+    """Check the data of a config, and return the exit code."""
+    from lockstep.data.report import write_lists
     from lockstep.training.build_data import prepared_data
 
     config = plain(cfg)
-    loader = {"path": "loader"} if "path" in config["data"] else {}  # which opens no image before it is needed
-    data = prepared_data(config, {**config["data"], "global_batch_size": 1, **loader})
-    _, lists = report_of(data, limit=None)
-    log_contents(data, lists)
-    opened, split_of, damaged, sizes = data.sample_opener(), data.splits.of_each, [], []
-    thumbs = np.zeros((len(split_of), SIDE * SIDE), np.float32)
-
-    def take(i: int) -> None:
-        try:
-            image = opened(i)[0]
-        except CorruptImage as error:
-            return damaged.append(error.args[0])
-        sizes.append(image.size)
-        pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel()
-        thumbs[i] = (pixels - pixels.mean()) / max(pixels.std() * SIDE, 1e-6)
-
-    decode_all(len(thumbs), take)
-    if damaged:
-        log.warning(f"{len(damaged)} images are damaged: {damaged[0]}")
-        lists["damaged images"] = sorted(damaged)
-    if sizes:
-        smallest, largest = (choose(sizes, key=np.prod) for choose in (min, max))
-        log.info(f"sizes: {smallest[0]}×{smallest[1]} to {largest[0]}×{largest[1]} px")
-    rows = np.flatnonzero(thumbs.any(1) & (split_of >= (0 if len(thumbs) <= EVERY_PAIR else 1)))
-    kinds: dict[tuple[int, int], str] = {}
-    for i, j in near_duplicates(thumbs, rows):
-        if min(split_of[i], split_of[j]) >= 0:
-            splits = " and ".join(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
-            labels = "same label" if data.target_name(i) == data.target_name(j) else "two labels"
-            kinds[i, j] = f"nearly identical, {splits}, {labels}"
-            lists.setdefault(kinds[i, j], []).append(f"{data.image_name(i)} = {data.image_name(j)}")
+    options = {**config["data"], "global_batch_size": 1}
+    if "path" in options:
+        options["path"] = "loader"  # which opens no image before it is needed
+    data = prepared_data(config, options, "check")
+    words = typed_overrides(cfg)
+    names_model = any(key_of(word).partition(".")[0] == "model" for word in words)
+    lists = log_report(data, names_model=names_model)
+    thumbnails = read_thumbnails(data)
+    log_images(thumbnails, lists)
+    kinds = similar_pairs(data, thumbnails.pixels)
+    for (i, j), kind in kinds.items():
+        lists.setdefault(kind, []).append(f"{data.image_name(i)} = {data.image_name(j)}")
     for kind in sorted(set(kinds.values())):
         log.info(f"{kind}: {len(lists[kind])} pairs")
-    folder = Path(config["paths"]["log_dir"]) / "check_data" / str(config["data"].get("name") or "data")
+
+    name = str(config["data"].get("name") or "data")
+    folder = Path(config["paths"]["log_dir"]) / "check_data" / name
     folder.mkdir(parents=True, exist_ok=True)
     write_lists(folder, lists)
-    tiles = []
-    for pair in sorted(kinds, key=lambda pair: "same label" in kinds[pair] and "test" not in kinds[pair])[:SHOWN_PAIRS]:
-        names = [kinds[pair].split(", ")[1], " | ".join(dict.fromkeys(map(data.target_name, pair)))]
-        tiles.append(([opened(i)[0] for i in pair], names, "black"))
-    if tiles:
-        contact_sheet(folder / "pairs.png", tiles, columns=4)
+    draw_pairs(data, kinds, folder / "pairs.png")
     if any(lists.values()):
-        log.info(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    return EXIT_FAILED if any(re.match("[0-9]+ test image", sentence) for sentence in lists) else EXIT_OK
+        files = ", ".join(sorted(path.name for path in folder.iterdir()))
+        log.info(f"{folder}: {files}")
+    leaks = [sentence for sentence in lists if re.match("[0-9]+ test image", sentence)]
+    return EXIT_FAILED if leaks or data.faults else EXIT_OK
 
 
 def main(argv: list[str]) -> int:

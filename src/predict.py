@@ -108,7 +108,7 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
     import torch
     from PIL import Image
 
-    from lockstep.data.targets import BINARY, VOID
+    from lockstep.data.targets import grey_levels_of
     from tasks.classifier import ImageClassifier
 
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else ()
@@ -131,7 +131,9 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
         raise UserError(
             f"predict_step returns {found}, which is not a table: leave images= out, and out= is a .pt file."
         )
-    outputs = outputs * VOID if classes == BINARY else outputs  # as in the masks that it was trained on
+    levels = grey_levels_of(classes)
+    if levels is not None:  # as in the masks that it was trained on
+        outputs = torch.tensor(levels)[outputs.cpu()]
     paths = [masks / f"{name}.png" for name in names]  # a.jpg and a.png have a mask each
     for path, mask in zip(paths, outputs.to(torch.uint8).numpy(), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,18 @@ def test_clean_data_and_a_damaged_image_are_no_failure(tmp_path, capsys):
     assert "1 images are damaged" in said.err and "broken.png" in said.err and "identical" not in said.out
 
 
+def test_files_that_are_missing_are_listed(photos, tmp_path, capsys):
+    rows = [f"{path.relative_to(photos)},{path.parent.name}" for path in photos.glob("train/*/*.png")]
+    rows[3:3] = ["train/cat/gone.png,cat", "train/cat/lost.png,cat"]
+    (photos / "list.csv").write_text("\n".join(["path,label", *rows]))
+    words = [f"data.root={photos / 'list.csv'}", "data=csv", "data.name=photos", f"paths.log_dir={tmp_path / 'logs'}"]
+    assert main(words) == 1
+    said = capsys.readouterr()
+    assert "2 images cannot be used: " in said.err and "the weights say" not in said.out
+    lines = (tmp_path / "logs" / "check_data" / "photos" / "data_report.txt").read_text()
+    assert "line 5: " in lines and "gone.png cannot be read" in lines and "lost.png cannot" in lines
+
+
 @pytest.mark.slow
 def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path):
     words = ["data=image_folder", f"data.root={photos}", "data.image_size=16", "data.global_batch_size=8",

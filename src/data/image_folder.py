@@ -1,12 +1,13 @@
 """Images in folders, one folder per class."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from data.folder_layout import FolderLayout, split_folders
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
-    SPLIT_OF,
     TRAIN,
     ImageList,
     Item,
@@ -16,104 +17,136 @@ from lockstep.data.listing import (
     group_of,
     local_root,
     ordered_classes,
-    splits_in,
 )
 from lockstep.runs.errors import UserError
 
 
 class ImageFolderDataModule(ListedDataModule):
-    """Folders root/<class>/, or root/train/<class>/ beside val/ (valid/, dev/, …) and test/, in any case.
+    """Folders root/<class>/, or root/train/<class>/ beside val/ and test/, by any of their names.
 
     With target=mask they are images/ and masks/, with files of one name up to their endings.
     """
 
     target_choices = ("class", "number", "mask")
 
-    def __init__(self, *, root: str | Path | None = None, name: str = "image_folder", **options: Any) -> None:
+    def __init__(
+        self, *, root: str | Path | None = None, name: str = "image_folder", **options: Any
+    ) -> None:
         super().__init__(name=name, **options)
         self._root = local_root(root, "a folder with one folder of images per class")
 
     def list_images(self) -> ImageList:
-        root, left_out, folders = self._root, LeftOut(), list[str]()
+        left_out = LeftOut()
+        warnings: list[str] = []
+        layout, images = self._read_layout(left_out)
+        of_classes = self.target == "class"
+        splits = split_folders(layout, self.splits_option, warnings, of_classes=of_classes)
+
+        by_folder: dict[str, list[Item]] = {
+            folder: [] for folder in self._label_folders(layout, splits)
+        }
+        for item in images:
+            folder = _label_folder(item.name, has_splits=bool(splits))
+            if folder in by_folder:
+                by_folder[folder].append(item)
+            else:
+                left_out.setdefault(_why_left_out(item.name, splits), []).append(item.name)
+        for folder, items in by_folder.items():
+            self._label(folder, items, splits, left_out)
+
+        labelled = [item for items in by_folder.values() for item in items]
+        if self.target == "mask":
+            labelled = self._with_masks(labelled)
+        return ImageList(
+            self._root, labelled, left_out=left_out, target=self.target, warnings=warnings
+        )
+
+    def _read_layout(self, left_out: LeftOut) -> tuple[FolderLayout, list[Item]]:
+        root = self._root
         if not root.is_dir():
             fault = "is a file" if root.exists() else "does not exist"
-            raise UserError(f"data.root={root} {fault}: give a folder with one folder of images per class.")
-        every = files_below(root, left_out, folders)
-        tree: dict[str, list[str]] = {name: [] for name in folders if "/" not in name}
-        for name in folders:
-            if name.count("/") == 1:
-                tree[name.partition("/")[0]].append(name.partition("/")[2])
-        if not tree:
-            raise UserError(f"{root} has no class folders: put the images into {root}/<class>/.")
-        splits = self._splits_of(tree)
-        images: dict[str, list[Item]] = {}  # by <class>, or by <split>/<class>
-        for part in sorted(splits, key=lambda name: (splits[name], name)) or [""]:
-            labels = ("images", "masks") if self.target == "mask" else ordered_classes(tree[part] if part else tree)
-            images |= {f"{part}/{label}".lstrip("/"): [] for label in labels}
-        for item in every:
-            folder = "/".join(item.name.split("/", 2 if splits else 1)[:-1])
-            if folder not in images:
-                top = f"{item.name.partition('/')[0]}/, which is no split of class folders"
-                why = f"images in {top}" if splits and "/" in item.name else "images outside of class folders"
-                left_out.setdefault(why, []).append(item.name)
-                continue
-            part, _, item.label = folder.rpartition("/")
-            item.split = splits.get(part, TRAIN)
-            item.group = group_of(self.group, item.name) if self.group else None
-            images[folder].append(item)
-        for folder, found in images.items():
-            if not found and splits.get(folder.rpartition("/")[0], TRAIN) == TRAIN:
-                others = {
-                    why: [name for name in names if name.startswith(f"{folder}/")] for why, names in left_out.items()
-                }
-                counts = counts_of({why: names for why, names in others.items() if names})
-                raise UserError(f"{root / folder} holds no images (left out: {counts}): add some or remove it.")
-        items = [item for found in images.values() for item in found]
-        if self.target == "mask":  # …/images/NAME.jpg has the mask …/masks/NAME.*
-            mask_of = {os.path.splitext(item.name)[0]: item.name for item in items if item.label == "masks"}
-            items = [item for item in items if item.label == "images"]
-            for item in items:
-                name = os.path.splitext(item.name)[0].replace("images/", "masks/", 1)
-                if name not in mask_of:
-                    raise UserError(f"{root / item.name} has no mask {root / name}.png.")
-                item.label = mask_of[name]
-        return ImageList(root, items, left_out=left_out, target=self.target)
-
-    def _splits_of(self, tree: dict[str, list[str]]) -> dict[str, int]:
-        """Return the folders that are splits; {} where all are classes.
-
-        Args:
-            tree: the folders in `root`, with the folders within each.
-        """
-        # A folder named train that holds images and no folders is a class: pictures of trains.
-        splits = {name: SPLIT_OF[name.lower()] for name, inner in tree.items() if inner and name.lower() in SPLIT_OF}
-        if TRAIN in splits.values() or len(splits) == len(tree):
-            like = {name: splits_in(name) for name, inner in tree.items() if inner and name not in splits}
-            return splits | {
-                name: parts[0] for name, parts in like.items() if parts and parts[0] not in splits.values()
-            }
-        for name, inner in tree.items() if len(tree) == 1 else ():
-            if TRAIN in (SPLIT_OF.get(each.lower()) for each in inner):
-                raise UserError(
-                    f"{self._root} holds only {name}/ with {', '.join(sorted(inner))}: add /{name} to data.root."
-                )
-        if all(map(splits_in, tree)):  # as train_images/ beside test_images/
-            if len(tree) > 1 and not any(tree.values()):
-                if TRAIN not in {splits_in(name)[0] for name in tree}:  # classes, as test_tube/ and dev_board/
-                    return {}
-                folders = ", ".join(sorted(tree))
-                raise UserError(
-                    f"{self._root}: {folders} hold no class folders: make train/<class>/ there, or use data=csv."
-                )
-            return {name: splits_in(name)[0] for name, inner in tree.items() if inner}
-        within = {name.lower() for found in tree.values() for name in found}
-        if within and all(tree.values()) and within <= SPLIT_OF.keys():
-            one, other = sorted(tree)[0], sorted(within)[0]
             raise UserError(
-                f"{self._root}: the splits lie within {', '.join(sorted(tree))}: move {one}/{other} to {other}/{one} "
-                "and so on."
+                f"data.root={root} {fault}: give a folder with one folder of images per class."
             )
-        for name in splits:
-            if all(set(tree[name]) & set(found) for found in tree.values()):
-                raise UserError(f"{self._root}: {name}/ is a split and no folder beside it is named train: rename one.")
-        return {}
+        folders: list[str] = []
+        images = files_below(root, left_out, folders)
+        layout = FolderLayout.of(root, folders, images)
+        if not layout.inner:
+            raise UserError(f"{root} has no class folders: put the images into {root}/<class>/.")
+        return layout, images
+
+    def _label_folders(self, layout: FolderLayout, splits: dict[str, int]) -> list[str]:
+        """Return <class>, or <split>/<class>, in the order of the splits and classes."""
+        if not splits:
+            return self._labels(layout.inner)
+        folders = []
+        for part in sorted(splits, key=lambda name: (splits[name], name)):
+            folders += [f"{part}/{label}" for label in self._labels(layout.inner[part])]
+        return folders
+
+    def _labels(self, folders: Iterable[str]) -> list[str]:
+        return ["images", "masks"] if self.target == "mask" else ordered_classes(folders)
+
+    def _label(
+        self, folder: str, items: list[Item], splits: dict[str, int], left_out: LeftOut
+    ) -> None:
+        """Set label, split and group of the images of one folder.
+
+        Raises:
+            UserError: a folder to train on holds no images.
+        """
+        part, _, label = folder.rpartition("/")
+        split = splits.get(part, TRAIN)
+        if not items and split == TRAIN:
+            counts = counts_of(_below(folder, left_out))
+            raise UserError(
+                f"{self._root / folder} holds no images (left out: {counts}): add some or remove "
+                "it."
+            )
+        for item in items:
+            item.label = label
+            item.split = split
+            if self.group:
+                item.group = group_of(self.group, item.name)
+
+    def _with_masks(self, items: list[Item]) -> list[Item]:
+        """Return the images with the paths of their masks: images/NAME.* has masks/NAME.*."""
+        masks = {os.path.splitext(item.name)[0]: item.name for item in items if _is_mask(item)}
+        images = []
+        faults = []
+        for item in items:
+            stem = os.path.splitext(item.name)[0].replace("images/", "masks/", 1)
+            if _is_mask(item):
+                continue
+            if stem in masks:
+                item.label = masks[stem]
+                images.append(item)
+            else:
+                faults.append(f"{self._root / item.name} has no mask {self._root / stem}.png.")
+        self.refuse_faults(faults, images)
+        return images
+
+
+def _is_mask(item: Item) -> bool:
+    return item.label == "masks"
+
+
+def _label_folder(name: str, *, has_splits: bool) -> str:
+    """Return the first folder of a path, or the first two where the first one is a split."""
+    return "/".join(name.split("/", 2 if has_splits else 1)[:-1])
+
+
+def _why_left_out(name: str, splits: dict[str, int]) -> str:
+    top, _, rest = name.partition("/")
+    if splits and rest:
+        return f"images in {top}/, which is no split of class folders"
+    return "images outside of class folders"
+
+
+def _below(folder: str, left_out: LeftOut) -> LeftOut:
+    """Return what was left out of one folder."""
+    inside = {
+        reason: [name for name in names if name.startswith(f"{folder}/")]
+        for reason, names in left_out.items()
+    }
+    return {reason: names for reason, names in inside.items() if names}

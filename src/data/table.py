@@ -1,19 +1,29 @@
 """Images that a table lists: a CSV file that names their files, or parquet files that hold them."""
 
-import csv
-import io
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.csv_file import CSVTable, read_csv
 from data.webdataset import ShardedDataModule
+from lockstep.data.decoding import SUFFIXES
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, SPLITS, TRAIN, ImageList, Item, LeftOut, group_of, local_root
+from lockstep.data.listing import (
+    SPLIT_OF,
+    SPLITS,
+    TRAIN,
+    ImageList,
+    Item,
+    LeftOut,
+    group_of,
+    local_root,
+)
 from lockstep.data.node_cache import Content
 from lockstep.runs.errors import UserError
 
@@ -21,211 +31,477 @@ ALIASES = {  # names that are tried where a table has no column path, label or s
     "path": ("file", "filename", "file_name", "filepath", "image", "image_path", "img"),
     "label": ("labels", "class", "class_name", "target", "category"),
     "split": ("set", "subset", "partition", "fold"),
-}  # fmt: skip
-FLAG = re.compile("is_?(train|valid|val|validation|dev|test)(ing)?(_[a-z_]+)?")  # a column of 0 and 1
-ENCODED, ROWS = "encoded.bin", 64  # rows of a parquet file that are read at a time
+}
+FLAG = re.compile("is_?(train|valid|val|validation|dev|test)(ing)?(_[a-z_]+)?")  # of 0 and 1
+FOLD = re.compile("(k|cv)?_?folds?(_?id)?")
+ENCODED = "encoded.bin"
+ROWS = 64  # rows of a parquet file that are read at a time
 
 
-def column_of(path: Path, names: Sequence[str], wanted: str, option: str = "") -> str:
-    """Return the column of a name, in any case; for path, label and split also of a usual other name.
+def find_column(names: Sequence[str], column: str) -> str:
+    """Return the column of a name in any case, "" where there is none.
 
-    Where there is none, return "", or raise a UserError that tells the `option` to give.
+    For path, label and split it may have another usual name.
     """
-    for name in (wanted, *ALIASES.get(wanted, ())):
-        for column in sorted(names, key=lambda each: each != name):  # the very name first
-            if column.lower() == name.lower():
-                return column
-    if option:
-        raise UserError(f"{path} has no column {wanted}: it has {', '.join(names[:20])}. Give data.{option}=COLUMN.")
+    for name in (column, *ALIASES.get(column, ())):
+        if name in names:
+            return name
+        for candidate in names:
+            if candidate.lower() == name.lower():
+                return candidate
     return ""
 
 
-class CSVDataModule(ListedDataModule):
-    """The first line names the columns, in any case; commas, semicolons, tabs or bars separate them.
+def column_of(path: Path, names: Sequence[str], column: str, option: str) -> str:
+    """Return the column of a name as `find_column` does.
 
-    configs/data/csv.yaml explains the options; `group` may name a column.
+    Raises:
+        UserError: there is none; it tells the `option` to give.
+    """
+    name = find_column(names, column)
+    if not name:
+        raise UserError(
+            f"{path} has no column {column}: it has {', '.join(names[:20])}. Give "
+            f"data.{option}=COLUMN."
+        )
+    return name
+
+
+def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -> list[int]:
+    """Return the split that each value of a column names; [] where it is about something else.
+
+    Args:
+        where: what to call the row of a number.
+    Raises:
+        UserError: some values name splits, and others do not; or none does in a column named
+            split, which has several.
+    """
+    tidy = [value.strip().lower() for value in values]
+    names_none = SPLIT_OF.keys().isdisjoint(tidy)
+    if names_none and (column.lower() != "split" or len(set(tidy)) == 1):
+        return []
+    for i, name in enumerate(tidy):
+        if name not in SPLIT_OF:
+            raise UserError(
+                f"{where(i)}: {column} is {name or 'empty'}: give one of {', '.join(SPLITS)}. If "
+                "the column is no split, give data.splits=false."
+            )
+    return [SPLIT_OF[name] for name in tidy]
+
+
+@dataclass
+class Columns:
+    """The columns of a table that its images are listed by."""
+
+    path: str
+    labels: list[str]
+    are_several: bool = False  # several labels for each image
+    are_one_hot: bool = False  # a column for each class, with a single 1 in each row
+    used: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.used = {self.path, *self.labels}
+
+    def label(self, row: Mapping[str, str]) -> str | list[str]:
+        if self.are_one_hot:
+            return next(name for name in self.labels if float(row[name]))
+        values = [row[column] for column in self.labels]
+        return values if self.are_several else values[0]
+
+
+class CSVDataModule(ListedDataModule):
+    """The first line names the columns, in any case.
+
+    Commas, semicolons, tabs or bars separate them. configs/data/csv.yaml explains the options;
+    `group` may name a column.
     """
 
     target_choices = ("class", "number", "mask")
 
     def __init__(
-        self, *, root: str | Path | None = None, images: str | Path | None = None, path_column: str = "path",
-        label_column: str = "label", label_columns: Sequence[str] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        root: str | Path | None = None,
+        images: str | Path | None = None,
+        path_column: str = "path",
+        label_column: str = "label",
+        label_columns: Sequence[str] | None = None,
+        suffix: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self._table = local_root(root, "a CSV file with the columns path and label")
         self._folder = local_root(images or self._table.parent, "")
-        self._path_column, self._label_column, self._several = path_column, label_column, list(label_columns or [])
+        self._path_column = path_column
+        self._label_column = label_column
+        self._label_columns = list(label_columns or [])
+        self._suffix = suffix or ""
 
     def list_images(self) -> ImageList:
-        table, several, left_out = self._table, self._several, LeftOut()
-        names, rows = self._rows()
-        path = column_of(table, names, self._path_column, "path_column")
-        labels = [column_of(table, names, column, "label_columns") for column in several]
-        labels = labels or [column_of(table, names, self._label_column, "label_column")]
-        likely = [name for name in names if name not in (path, *labels) and _tells_splits(row[name] for _, row in rows)]
-        parts: list[int] = []
-        for name in filter(None, [column_of(table, names, "split"), *likely]):
-            parts = parts or splits_of([row[name] for _, row in rows], name, lambda i: f"{table}, line {rows[i][0]}")
-        if not parts and (flags := [name for name in names if FLAG.fullmatch(name.lower()) and name not in labels]):
-            raise UserError(
-                f"{table} has a column {flags[0]}: give one named split, with the names train, val and test."
-            )
-        first: dict[str, tuple[int, Item]] = {}  # of each path, with its line
-        for i, (line, row) in enumerate(rows):
-            if not all(row[column] for column in (path, *labels)):
-                raise UserError(f"{table}, line {line}: a path and a label are needed.")
-            name, label = row[path], [row[column] for column in labels] if several else row[labels[0]]
-            if "\\" in name and not (self._folder / name).exists():  # written on Windows
-                name = name.replace("\\", "/")
-            try:
-                stat = os.stat(self._folder / name)
-            except OSError as error:
-                fault = f"{self._folder / name} cannot be read ({error.strerror})"
-                raise UserError(f"{table}, line {line}: {fault}.") from None
-            if self.target == "mask" and isinstance(label, str) and not (self._folder / label).exists():
-                label = label.replace("\\", "/")
-                if not (self._folder / label).exists():
-                    raise UserError(f"{table}, line {line}: the mask {self._folder / label} does not exist.")
-            group = (row[self.group] if self.group in row else group_of(self.group, name)) if self.group else None
-            item = Item(name, label, parts[i] if parts else TRAIN, stat.st_size, stat.st_mtime_ns, group)
-            earlier, same = first.setdefault(os.path.normpath(name), (line, item))
-            if (same.split, same.label) != (item.split, label):
-                found = " and ".join(f"{SPLITS[each.split]} {each.label}" for each in (same, item))
-                raise UserError(f"{table}, lines {earlier} and {line}: {name} is {found}: give one.")
-            if same is not item:
-                left_out.setdefault("repeated lines", []).append(f"line {line}: {name}")
-        items = [item for _, item in first.values()]
-        return ImageList(self._folder, items, left_out=left_out, target=self.target, label_columns=several)
+        table = read_csv(self._table)
+        columns = self._columns(table)
+        splits = self._splits(table, columns)
+        if self.target == "number" or columns.are_several:
+            table.read_decimal_commas(columns.labels)
 
-    def _rows(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-        """Return the names of the columns, and each row with the number of its line."""
-        rows = []
+        faults: list[str] = []
+        items = []
+        for i, split in enumerate(splits):
+            try:
+                items.append(self._item(table, columns, i, split))
+            except UserError as error:
+                faults.append(str(error))
+        items, left_out = self._without_repeats(items, faults)
+        self.refuse_faults(faults, items, self._hint_on_endings(table, columns))
+        if left_out:
+            table.warnings.append(
+                "Lines that repeat an earlier one count once. To give rare classes more weight, "
+                "give loss.class_weights=auto."
+            )
+        return ImageList(
+            self._folder,
+            items,
+            target=self.target,
+            label_columns=self._label_columns,
+            unknown=self.unknown,
+            left_out=left_out,
+            warnings=table.warnings,
+        )
+
+    def _columns(self, table: CSVTable) -> Columns:
+        path = column_of(self._table, table.names, self._path_column, "path_column")
+        if self._label_columns:
+            return self._several_labels(table, path)
+        one_hot = self._one_hot_columns(table, path)
+        if one_hot:
+            return Columns(path, one_hot, are_one_hot=True)
+        label = column_of(self._table, table.names, self._label_column, "label_column")
+        return Columns(path, [label])
+
+    def _one_hot_columns(self, table: CSVTable, path: str) -> list[str]:
+        """Return a column for each class where the table has them in place of a column label."""
+        names_default = self._label_column == "label" and self.target == "class"
+        if not names_default or find_column(table.names, "label"):
+            return []
+        columns = table.one_hot_columns(_rest(table.names, path))
+        if columns:
+            table.warnings.append(
+                f"{self._table} has no column label. The columns {', '.join(columns[:20])} are "
+                "read as classes, because each row has a single 1 in them."
+            )
+        return columns
+
+    def _several_labels(self, table: CSVTable, path: str) -> Columns:
+        labels = [
+            column_of(self._table, table.names, name, "label_columns")
+            for name in self._label_columns
+        ]
+        if table.one_hot_columns(labels) == labels:
+            table.warnings.append(
+                "The label columns have a single 1 in each row. Leave data.label_columns out to "
+                "read them as classes."
+            )
+        return Columns(path, labels, are_several=True)
+
+    def _splits(self, table: CSVTable, columns: Columns) -> list[int]:
+        """Return the split of each row, as a column says."""
+        everything_trains = [TRAIN] * len(table.rows)
+        if self.splits_option is False:
+            return everything_trains
+        candidates = [find_column(table.names, "split")]
+        for name in table.names:
+            if name not in columns.used and _tells_splits(table.column(name)):
+                candidates.append(name)
+        for name in filter(None, candidates):
+            splits = splits_of(table.column(name), name, table.where)
+            if splits:
+                return splits
+        self._check_other_columns(table, columns)
+        return everything_trains
+
+    def _check_other_columns(self, table: CSVTable, columns: Columns) -> None:
+        """Refuse or report columns that say a split in a way that is not read."""
+        others = [name for name in table.names if name not in columns.used | {self.group}]
+        flags = [name for name in others if FLAG.fullmatch(name.lower())]
+        if flags:
+            raise UserError(
+                f"{self._table} has a column {flags[0]}: give one named split, with the names "
+                "train, val and test, or data.splits=false to draw the splits."
+            )
+        if self.splits_option is True:
+            raise UserError(
+                f"data.splits=true, but {self._table} has no column of splits: add a column split "
+                "with the names train, val and test."
+            )
+        for name in others:
+            if FOLD.fullmatch(name.lower()):
+                table.warnings.append(
+                    f"The column {name} names no split and is not used. data.group={name} keeps "
+                    "the rows of each of its values in one split; a column split with train, val "
+                    "and test assigns them."
+                )
+
+    def _item(self, table: CSVTable, columns: Columns, i: int, split: int) -> Item:
+        """
+        Raises:
+            UserError: the row lacks a value, or names a file that cannot be read.
+        """
+        row = table.rows[i]
+        if not all(row[column] for column in columns.used):
+            raise UserError(f"{table.where(i)}: a path and a label are needed.")
+        name = self._local(row[columns.path] + self._suffix)
         try:
-            data = self._table.read_bytes()
-            text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-            delimiter = max(",;\t|", key=text.partition("\n")[0].count)
-            reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            names = [name.strip() for name in next(reader, [])]
-            if len(set(filter(None, names))) < len(list(filter(None, names))):
-                raise UserError(f"{self._table}: two columns have one name.")
-            for cells in filter(any, reader):
-                if len(cells) != len(names):
-                    where = f"{self._table}, line {reader.line_num}"
-                    raise UserError(f"{where}: {len(cells)} values for {len(names)} columns.")
-                rows.append((reader.line_num, dict(zip(names, map(str.strip, cells)))))
+            stat = os.stat(self._folder / name)
         except OSError as error:
-            raise UserError(f"data.root={self._table} cannot be read ({error.strerror}): give a CSV file.") from None
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"data.root={self._table} is not a CSV file in UTF-8 or UTF-16 ({error}).") from None
-        if not rows:
-            raise UserError(f"data.root={self._table} has no rows.")
-        return names, rows
+            raise UserError(
+                f"{table.where(i)}: {self._folder / name} cannot be read ({error.strerror})."
+            ) from None
+        label = columns.label(row)
+        if self.target == "mask" and isinstance(label, str):
+            label = self._local(label)
+            if not (self._folder / label).exists():
+                raise UserError(
+                    f"{table.where(i)}: the mask {self._folder / label} does not exist."
+                )
+        group = self._group(row, name)
+        size, mtime = stat.st_size, stat.st_mtime_ns
+        return Item(name, label, split, size, mtime, group, line=table.lines[i])
+
+    def _local(self, name: str) -> str:
+        """Return a path as this system writes it, also of one that was written on Windows."""
+        if "\\" in name and not (self._folder / name).exists():
+            return name.replace("\\", "/")
+        return name
+
+    def _group(self, row: Mapping[str, str], name: str) -> str | None:
+        if not self.group:
+            return None
+        return row[self.group] if self.group in row else group_of(self.group, name)
+
+    def _without_repeats(
+        self, items: Iterable[Item], faults: list[str]
+    ) -> tuple[list[Item], LeftOut]:
+        """Return each image once, and the lines that repeat one. Contradictions are faults."""
+        first_of: dict[str, Item] = {}
+        repeated = []
+        for item in items:
+            first = first_of.setdefault(os.path.normpath(item.name), item)
+            if (first.split, first.label) != (item.split, item.label):
+                readings = [f"{SPLITS[each.split]} {each.label}" for each in (first, item)]
+                faults.append(
+                    f"{self._table}, lines {first.line} and {item.line}: {item.name} is "
+                    f"{' and '.join(readings)}: give one."
+                )
+            elif first is not item:
+                repeated.append(f"line {item.line}: {item.name}")
+        return list(first_of.values()), {"repeated lines": repeated} if repeated else {}
+
+    def _hint_on_endings(self, table: CSVTable, columns: Columns) -> str:
+        """Return what to type where the first path of the table lacks the ending of its file."""
+        path = self._folder / self._local(table.rows[0][columns.path])
+        if self._suffix or path.exists():
+            return ""
+        for suffix in sorted(SUFFIXES):
+            for ending in (suffix, suffix.upper()):
+                if path.with_name(path.name + ending).exists():
+                    return f"{path.name}{ending} exists: give data.suffix={ending}."
+        return ""
+
+
+def _rest(names: Iterable[str], path: str) -> list[str]:
+    """Return the columns that may be classes."""
+    usual = {path.lower(), "split", *ALIASES["split"]}
+    return [name for name in names if name and name.lower() not in usual and not _is_flag(name)]
+
+
+def _is_flag(name: str) -> bool:
+    return bool(FLAG.fullmatch(name.lower()))
 
 
 def _tells_splits(values: Iterable[str]) -> bool:
     """Return whether a column has names of several splits and nothing else."""
-    found = {value.lower() for value in values}
-    return len(found) > 1 and found <= SPLIT_OF.keys()
+    names = {value.lower() for value in values}
+    return len(names) > 1 and names <= SPLIT_OF.keys()
 
 
-def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -> list[int]:
-    """Return the split that each value of a column names; [] where the column is about something else.
+@dataclass
+class ParquetColumns:
+    """The columns of a parquet file that are read."""
 
-    Args:
-        where: what to call the row of a number.
-    Raises:
-        UserError: some values name splits, and others do not; or none does in a column named split, which has several.
-    """
-    tidy = [value.strip().lower() for value in values]
-    if SPLIT_OF.keys().isdisjoint(tidy) and (column.lower() != "split" or len({*tidy}) == 1):
-        return []
-    for i, name in enumerate(tidy):
-        if name not in SPLIT_OF:
-            raise UserError(f"{where(i)}: {column} is {name or 'empty'}: give one of {', '.join(SPLITS)}.")
-    return [SPLIT_OF[name] for name in tidy]
+    image: str
+    labels: list[str]
+    class_names: list[str]  # as the file declares them; [] if it does not
+    group: str
+    split: str
+
+    @property
+    def all(self) -> list[str]:
+        return sorted({self.image, *self.labels, *filter(None, (self.group, self.split))})
 
 
 class ParquetDataModule(ShardedDataModule):
-    """Images in parquet files; the encoded images are copied once into the node's cache, for access to single ones.
+    """Images in parquet files, which are copied once into the node's cache to be read one by one.
 
-    Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml explains the options;
-    `group` may name a column.
+    Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml
+    explains the options; `group` may name a column.
     """
 
     suffix = ".parquet"
 
     def __init__(
-        self, *, image_column: str | None = None, label_column: str | None = None,
-        label_columns: Sequence[str] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        label_columns: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        self._image_column, self._label_column, self.label_columns = image_column, label_column, label_columns or []
-        self.shard_options = [image_column, label_column, list(self.label_columns), self.target, self.group]
+        self._image_column = image_column
+        self._label_column = label_column
+        self.label_columns = label_columns or []
+        self.shard_options = [
+            image_column,
+            label_column,
+            list(self.label_columns),
+            self.target,
+            self.group,
+        ]
+        if self.splits_option is False:
+            self.shard_options.append("splits=false")
 
     def read_shard(self, path: Path, folder: Path) -> Content:
         from pyarrow import ArrowException, parquet
 
-        items: list[list[Any]] = []
-        parts, unlabelled = list[str](), list[str]()
         try:
-            with parquet.ParquetFile(path) as file, (folder / ENCODED).open("wb") as out:
-                names = file.schema_arrow.names
-                image, labels, class_names = self._columns_of(path, file.schema_arrow)
-                group, split = self.group if self.group in names else "", column_of(path, names, "split")
-                columns = {image, *labels, *filter(None, (group, split))}
-                batches = file.iter_batches(ROWS, columns=list(columns))
-                for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-                    name, start = f"row {number}", out.tell()
-                    label = [row[column] for column in labels] if self.label_columns else row[labels[0]]
-                    if self.target == "class" and not self.label_columns:
-                        if label in (None, -1):
-                            unlabelled.append(name)
-                            continue
-                        label = _class_of(label, f"{path}, {name}: {labels[0]}", class_names)
-                    data = _encoded(row[image], f"{path}, {name}: {image}", path.parent)
-                    items.append([name, label, start, out.write(data), str(row[group]) if group else None])
-                    parts += [str(row[split])] if split else []
+            with parquet.ParquetFile(path) as file:
+                columns = self._columns(path, file.schema_arrow)
+                batches = file.iter_batches(ROWS, columns=columns.all)
+                rows = (row for batch in batches for row in batch.to_pylist())
+                items, parts, unlabelled = self._copy_rows(path, rows, columns, folder / ENCODED)
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{path} is not a parquet file, or is cut off ({reason}): repair or remove it.") from None
-        splits = splits_of(parts, split, lambda i: f"{path}, {items[i][0]}")
+            raise UserError(
+                f"{path} is not a parquet file, or is cut off ({reason}): repair or remove it."
+            ) from None
+        splits = []
+        if self.splits_option is not False:
+            splits = splits_of(parts, columns.split, lambda i: f"{path}, {items[i][0]}")
         left_out = {"rows without a label": unlabelled} if unlabelled else {}
         return {"items": items, "data": ENCODED, "left_out": left_out, "splits": splits}
 
-    def _columns_of(self, path: Path, schema: Any) -> tuple[str, list[str], list[str]]:
-        """Return the names of the columns of images and labels, and of the classes, as stated or declared."""
-        declared, held = {}, {field.name: str(field.type) for field in schema}
-        with suppress(KeyError, TypeError, ValueError):  # what Hugging Face's datasets write about the columns
-            features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-            declared = {name: each for name, each in features.items() if isinstance(each, dict) and name in held}
-        images, classes = (
-            [name for name in held if declared.get(name, {}).get("_type") == kind] for kind in ("Image", "ClassLabel")
-        )
-        able = [name for name, kind in held.items() if "binary" in kind or "path: string" in kind]
-        images = [self._image_column] if self._image_column else images or able
-        if len(images) != 1:
-            found = ", ".join(images or list(held)[:20])
-            raise UserError(f"{path}: the column of the images is not clear. Give data.image_column= one of {found}.")
-        image = column_of(path, list(held), images[0], "image_column")
-        if image not in able and "string" not in held[image]:
-            raise UserError(f"{path}: the column {image} holds no encoded images, but {held[image]}.")
+    def _copy_rows(
+        self, path: Path, rows: Iterable[Mapping[str, Any]], columns: ParquetColumns, copy: Path
+    ) -> tuple[list[list[Any]], list[str], list[str]]:
+        """Write the encoded images one after the other into the file `copy`.
+
+        Returns:
+            The items as of `read_shard`, the names of their splits, and the rows without a label.
+        """
+        items: list[list[Any]] = []
+        parts: list[str] = []
+        unlabelled: list[str] = []
+        with copy.open("wb") as out:
+            for number, row in enumerate(rows):
+                name = f"row {number}"
+                if self._lacks_class(row, columns):
+                    unlabelled.append(name)
+                    continue
+                label = self._label(row, columns, f"{path}, {name}")
+                where = f"{path}, {name}: {columns.image}"
+                start = out.tell()
+                size = out.write(_encoded(row[columns.image], where, path.parent))
+                group = str(row[columns.group]) if columns.group else None
+                items.append([name, label, start, size, group])
+                if columns.split:
+                    parts.append(str(row[columns.split]))
+        return items, parts, unlabelled
+
+    def _lacks_class(self, row: Mapping[str, Any], columns: ParquetColumns) -> bool:
+        if self.target != "class" or self.label_columns:
+            return False
+        return row[columns.labels[0]] in (None, -1)
+
+    def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
         if self.label_columns:
-            return image, [column_of(path, list(held), name, "label_columns") for name in self.label_columns], []
-        wanted = self._label_column or (classes[0] if len(classes) == 1 else "label")
-        label = column_of(path, list(held), wanted, "label_column")
-        return image, [label], list(map(str, declared[label].get("names") or ())) if label in classes else []
+            return [row[column] for column in columns.labels]
+        value = row[columns.labels[0]]
+        if self.target != "class":
+            return value
+        return _class_of(value, f"{where}: {columns.labels[0]}", columns.class_names)
+
+    def _columns(self, path: Path, schema: Any) -> ParquetColumns:
+        """Return the columns, as stated or declared."""
+        kinds = {column.name: str(column.type) for column in schema}
+        declared = _declared(schema, kinds)
+        image = self._image_of(path, kinds, declared)
+        group = self.group if self.group in kinds else ""
+        split = find_column(list(kinds), "split")
+        if self.label_columns:
+            labels = [
+                column_of(path, list(kinds), name, "label_columns") for name in self.label_columns
+            ]
+            return ParquetColumns(image, labels, [], group or "", split)
+        classes = _declared_as(declared, "ClassLabel")
+        column = self._label_column or (classes[0] if len(classes) == 1 else "label")
+        label = column_of(path, list(kinds), column, "label_column")
+        class_names = []
+        if label in classes:
+            class_names = [str(name) for name in declared[label].get("names") or ()]
+        return ParquetColumns(image, [label], class_names, group or "", split)
+
+    def _image_of(
+        self, path: Path, kinds: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]
+    ) -> str:
+        able = [name for name, kind in kinds.items() if "binary" in kind or "path: string" in kind]
+        candidates = _declared_as(declared, "Image") or able
+        if self._image_column:
+            candidates = [self._image_column]
+        if len(candidates) != 1:
+            listed = ", ".join(candidates or list(kinds)[:20])
+            raise UserError(
+                f"{path}: the column of the images is not clear. Give data.image_column= one of "
+                f"{listed}."
+            )
+        image = column_of(path, list(kinds), candidates[0], "image_column")
+        if image not in able and "string" not in kinds[image]:
+            raise UserError(
+                f"{path}: the column {image} holds no encoded images, but {kinds[image]}."
+            )
+        return image
+
+
+def _declared(schema: Any, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return what Hugging Face's datasets write about the columns, {} where they did not."""
+    with suppress(KeyError, TypeError, ValueError):
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return {
+            name: feature
+            for name, feature in features.items()
+            if isinstance(feature, dict) and name in kinds
+        }
+    return {}
+
+
+def _declared_as(declared: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
+    return [name for name, feature in declared.items() if feature.get("_type") == kind]
 
 
 def _encoded(image: Any, where: str, folder: Path) -> bytes:
     """Return the bytes of one image, which may be in a file beside the table."""
-    value = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
+    value = image
+    if isinstance(image, Mapping):
+        value = image.get("bytes") or image.get("path")
     if isinstance(value, str):
-        if not os.path.isfile(folder / value):  # Path.is_file raises for a name that is too long
-            raise UserError(f"{where} names {value[:100]}, and there is no file of that name in {folder}.")
+        # Path.is_file raises for a name that is too long.
+        if not os.path.isfile(folder / value):
+            raise UserError(
+                f"{where} names {value[:100]}, and there is no file of that name in {folder}."
+            )
         return (folder / value).read_bytes()
     if not value or not isinstance(value, bytes):
-        raise UserError(f"{where} holds no image{f', but a {type(value).__name__}' if value else ''}.")
+        kind = f", but a {type(value).__name__}" if value else ""
+        raise UserError(f"{where} holds no image{kind}.")
     return value
 
 

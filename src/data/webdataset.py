@@ -3,7 +3,7 @@
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,20 @@ from tqdm import tqdm
 
 from lockstep.data.decoding import SUFFIXES
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root, splits_in
+from lockstep.data.listing import (
+    TRAIN,
+    ImageList,
+    Item,
+    LeftOut,
+    files_below,
+    group_of,
+    local_root,
+    splits_in,
+)
 from lockstep.data.node_cache import Content, cached
 from lockstep.runs.errors import UserError
+
+HINT_ON_FIELD = " (where a key.json holds the label: data.label_field=FIELD)"
 
 
 class ShardedDataModule(ListedDataModule):
@@ -33,43 +44,76 @@ class ShardedDataModule(ListedDataModule):
     def read_shard(self, path: Path, folder: Path) -> Content:
         """Return what a file holds, as JSON values.
 
-        items: for each image its name in the file, its label (text, or a list of numbers), first byte, size, and group
-        if `group` is a column, else None; left_out; data: the file that it wrote into `folder`, of the cache, with
-        images that cannot be read in place, else None; splits: those of images in a file to train on, if a column says.
+        items: for each image its name in the file, its label (text, or a list of numbers), first
+            byte, size, and group if `group` is a column, else None.
+        left_out: names by reason.
+        data: the file that it wrote into `folder`, of the cache, with images that cannot be read
+            in place; else None.
+        splits: those of images in a file to train on, if a column says.
         """
         raise NotImplementedError
 
     def list_images(self) -> ImageList:
         left_out: LeftOut = {}
-        shards, items = self._find(left_out), []
+        shards = self._find(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
-        for name, split in tqdm(shards.items(), f"Reading what {len(shards)} files hold", disable=None):
-            stat = os.stat(path := folder / name)
-            kept = self.cache_folder([[str(path), stat.st_size, stat.st_mtime_ns], self.shard_options])
-            shard = cached(kept, partial(self.read_shard, path))
-            file = str(kept / shard["data"] if shard["data"] else path)
-            for i, (inner, label, start, size, group) in enumerate(shard["items"]):
-                group = group_of(self.group, inner) if self.group and group is None else group
-                part = shard["splits"][i] if split == TRAIN and shard["splits"] else split
-                items.append(Item(f"{name}: {inner}", label, part, size, stat.st_mtime_ns, group, file, start))
-            for reason, names in shard["left_out"].items():
-                left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
-        return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)
+        items: list[Item] = []
+        for name, split in tqdm(shards.items(), f"Reading {len(shards)} files", disable=None):
+            items += self._items_of(folder, name, split, left_out)
+        if self.splits_option is True and all(item.split == TRAIN for item in items):
+            raise UserError(
+                f"data.splits=true, but no file in {self._root} is named as a split: rename the "
+                "files train-…, val-… and test-…, or leave data.splits out."
+            )
+        return ImageList(
+            folder,
+            items,
+            left_out=left_out,
+            target=self.target,
+            label_columns=self.label_columns,
+            unknown=self.unknown,
+        )
+
+    def _items_of(self, folder: Path, name: str, split: int, left_out: LeftOut) -> Iterator[Item]:
+        """Yield the images of one file, which is read once per node."""
+        path = folder / name
+        stat = os.stat(path)
+        identity = [str(path), stat.st_size, stat.st_mtime_ns]
+        kept = self.cache_folder([identity, self.shard_options])
+        shard = cached(kept, partial(self.read_shard, path))
+        file = str(kept / shard["data"] if shard["data"] else path)
+        for i, (inner, label, start, size, group) in enumerate(shard["items"]):
+            item = Item(
+                f"{name}: {inner}", label, split, size, stat.st_mtime_ns, group, file, start
+            )
+            if split == TRAIN and shard["splits"]:
+                item.split = shard["splits"][i]
+            if self.group and group is None:
+                item.group = group_of(self.group, inner)
+            yield item
+        for reason, names in shard["left_out"].items():
+            left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
+
+    def _shards(self) -> list[str]:
+        return [file.name for file in files_below(self._root, {}, suffixes={self.suffix})]
 
     def _find(self, left_out: LeftOut) -> dict[str, int]:
         """Return the split of each file by its path, as its name or else its folders say."""
         if self._root.is_file() and self._root.suffix.lower() == self.suffix:
             return {self._root.name: TRAIN}
-        files = files_below(self._root, {}, suffixes={self.suffix}) if self._root.is_dir() else []
-        found = [file.name for file in files]
-        if not found:
-            raise UserError(f"data.root={self._root} holds no {self.suffix} file. Pass the folder that contains them.")
-        splits = {name: splits_in("/".join(reversed(Path(name).parts))) for name in found}
-        if not any(splits.values()):
-            return dict.fromkeys(found, TRAIN)
-        if others := [name for name in found if not splits[name]]:
+        names = self._shards() if self._root.is_dir() else []
+        if not names:
+            raise UserError(
+                f"data.root={self._root} holds no {self.suffix} file. Pass the folder that "
+                "contains them."
+            )
+        splits = {name: splits_in("/".join(reversed(Path(name).parts))) for name in names}
+        if self.splits_option is False or not any(splits.values()):
+            return dict.fromkeys(names, TRAIN)
+        others = [name for name in names if not splits[name]]
+        if others:
             left_out[f"{self.suffix} files of no split"] = others
-        return {name: words[0] for name, words in splits.items() if words}
+        return {name: parts[0] for name, parts in splits.items() if parts}
 
 
 def from_hub(address: str, suffix: str, cache: Path) -> Path:
@@ -85,7 +129,9 @@ def from_hub(address: str, suffix: str, cache: Path) -> Path:
         )  # fmt: skip
     except Exception as error:  # of the network, the hub and its authentication
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"data.root={address} cannot be fetched ({type(error).__name__}: {reason}).") from None
+        raise UserError(
+            f"data.root={address} cannot be fetched ({type(error).__name__}: {reason})."
+        ) from None
     return Path(copy, *inner)
 
 
@@ -99,39 +145,73 @@ class WebDatasetDataModule(ShardedDataModule):
         self._label_field, self.shard_options = label_field, [label_field]
 
     def read_shard(self, path: Path, folder: Path) -> Content:
-        field, images, labels, left_out = self._label_field, [], {}, LeftOut()
-        label_suffix = ".json" if field else ".cls"
+        left_out = LeftOut()
         try:
-            with tarfile.open(path, "r:") as archive:
-                for member in filter(tarfile.TarInfo.isfile, archive):
-                    key, ending = os.path.splitext(member.name)
-                    hidden = os.path.basename(member.name).startswith(".")
-                    if ending.lower() == label_suffix and not hidden:
-                        labels[key] = archive.extractfile(member).read()
-                    elif ending.lower() in SUFFIXES and not hidden:
-                        images.append(member)
-                    else:
-                        reason = "hidden members" if hidden else f"{ending.lower() or 'nameless'} members"
-                        left_out.setdefault(reason, []).append(member.name)
-                if archive.offset > path.stat().st_size:
-                    raise EOFError("it ends within a member")
+            images, labels = self._read_members(path, left_out)
         except (tarfile.TarError, EOFError, OSError) as error:
-            raise UserError(f"{path} is cut off or no uncompressed tar file ({error}): repair or remove it.") from None
-        items, used = [], dict[str, str]()
-        for member in images:  # the label has the image's name up to its last dot, else up to its first
-            where, base = os.path.split(member.name)
-            keys = os.path.splitext(member.name)[0], os.path.join(where, base.partition(".")[0])
-            if not (found := [key for key in keys if key in labels]):
-                hint = "" if field else " (where a key.json holds the label: data.label_field=FIELD)"
-                raise UserError(f"{path}: {member.name} has no {label_suffix} file beside it{hint}.")
-            if (other := used.setdefault(found[0], member.name)) != member.name:
-                raise UserError(f"{path}: {other} and {member.name} have one label: keep one image for each key.")
-            try:
-                label = json.loads(labels[found[0]])[field] if field else labels[found[0]].decode().strip()
-                if label == "" or not isinstance(label, str | int | float):
-                    raise ValueError(f"{str(label)[:50]!r} is neither text nor a number")
-            except (ValueError, KeyError, TypeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise UserError(f"{path}: {found[0]}{label_suffix} holds no label ({reason}).") from None
-            items.append((member.name, str(label), member.offset_data, member.size, None))
+            raise UserError(
+                f"{path} is cut off or no uncompressed tar file ({error}): repair or remove it."
+            ) from None
+        items = []
+        image_of_key: dict[str, str] = {}
+        for member in images:
+            key = self._key_of(path, member.name, labels)
+            other = image_of_key.setdefault(key, member.name)
+            if other != member.name:
+                raise UserError(
+                    f"{path}: {other} and {member.name} have one label: keep one image for each "
+                    "key."
+                )
+            label = self._label_in(path, key, labels[key])
+            items.append((member.name, label, member.offset_data, member.size, None))
         return {"items": items, "data": None, "left_out": left_out, "splits": []}
+
+    @property
+    def _label_suffix(self) -> str:
+        return ".json" if self._label_field else ".cls"
+
+    def _read_members(
+        self, path: Path, left_out: LeftOut
+    ) -> tuple[list[tarfile.TarInfo], dict[str, bytes]]:
+        """Return the images of a file, and the content of the labels by their keys."""
+        images = []
+        labels = {}
+        with tarfile.open(path, "r:") as archive:
+            for member in filter(tarfile.TarInfo.isfile, archive):
+                key, ending = os.path.splitext(member.name)
+                if os.path.basename(member.name).startswith("."):
+                    left_out.setdefault("hidden members", []).append(member.name)
+                elif ending.lower() == self._label_suffix:
+                    labels[key] = archive.extractfile(member).read()
+                elif ending.lower() in SUFFIXES:
+                    images.append(member)
+                else:
+                    reason = f"{ending.lower() or 'nameless'} members"
+                    left_out.setdefault(reason, []).append(member.name)
+            if archive.offset > path.stat().st_size:
+                raise EOFError("it ends within a member")
+        return images, labels
+
+    def _key_of(self, path: Path, name: str, labels: Mapping[str, bytes]) -> str:
+        """Return the key of an image's label: its name up to its last dot, else to its first."""
+        folder, base = os.path.split(name)
+        keys = [os.path.splitext(name)[0], os.path.join(folder, base.partition(".")[0])]
+        for key in keys:
+            if key in labels:
+                return key
+        hint = "" if self._label_field else HINT_ON_FIELD
+        raise UserError(f"{path}: {name} has no {self._label_suffix} file beside it{hint}.")
+
+    def _label_in(self, path: Path, key: str, content: bytes) -> str:
+        try:
+            label = content.decode().strip()
+            if self._label_field:
+                label = json.loads(content)[self._label_field]
+            if label == "" or not isinstance(label, str | int | float):
+                raise ValueError(f"{str(label)[:50]!r} is neither text nor a number")
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: {key}{self._label_suffix} holds no label ({type(error).__name__}: "
+                f"{error})."
+            ) from None
+        return str(label)

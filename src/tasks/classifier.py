@@ -3,6 +3,7 @@
 Between log points nothing here reads a value from the device: counts add up in tensors.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,21 +17,33 @@ from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.parameter_groups import GroupRules
 from lockstep.training.task import Task
 
+log = logging.getLogger(__name__)
+
 TOP5_FROM_CLASSES = 6
+MOST_CONFUSED = 2000  # classes with a confusion matrix; 21,841 classes would take 3.8 GB
+SUSPICIOUS_FROM_IMAGES = 20  # that validate
 BINS = 15  # of confidence, equally wide (Guo et al. 2017)
 
 
 class Counts:
-    """The counts of one evaluation on this rank, on the device, in float64: counts stay exact up to 2**53.
+    """The counts of one evaluation on this rank, on the device, in float64: exact up to 2**53.
 
-    confusion: (classes²,) true × predicted.
-    calibration: (BINS, 3) images, hits and confidence of the images whose confidence is in the bin.
+    Attributes:
+        right, images, predicted: (classes,) images of each class that are recognised, that there
+            are, and that were taken for it.
+        calibration: (BINS, 3) images, hits and confidence of the images whose confidence is in the
+            bin.
+        confusion: (classes²,) true × predicted; None where it is not asked for.
     """
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    def __init__(self, num_classes: int, device: torch.device, *, has_confusion: bool) -> None:
         self.num_classes = num_classes
-        self.confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=device)
-        self.calibration = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.right = zeros(num_classes)
+        self.images = zeros(num_classes)
+        self.predicted = zeros(num_classes)
+        self.calibration = zeros(BINS, 3)
+        self.confusion = zeros(num_classes * num_classes) if has_confusion else None
 
     def add(self, predicted: Tensor, labels: Tensor, probabilities: Tensor) -> None:
         """
@@ -38,11 +51,17 @@ class Counts:
             predicted, labels: (B,) int64.
             probabilities: (B, num_classes).
         """
-        hits, confidence = (predicted == labels).double(), probabilities.amax(1).double()
-        self.confusion.index_add_(0, labels * self.num_classes + predicted, torch.ones_like(hits))
-        bins = (confidence * BINS).ceil().clamp(1, BINS)  # as torchmetrics: a bin holds its upper end
+        hits = (predicted == labels).double()
+        confidence = probabilities.amax(1).double()
+        ones = torch.ones_like(hits)
+        self.right.index_add_(0, labels, hits)
+        self.images.index_add_(0, labels, ones)
+        self.predicted.index_add_(0, predicted, ones)
+        if self.confusion is not None:
+            self.confusion.index_add_(0, labels * self.num_classes + predicted, ones)
+        bins = (confidence * BINS).ceil().clamp(1, BINS)  # as torchmetrics: with its upper end
         is_in = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
-        self.calibration += is_in.T @ torch.stack([torch.ones_like(hits), hits, confidence], dim=1)
+        self.calibration += is_in.T @ torch.stack([ones, hits, confidence], dim=1)
 
 
 class ImageClassifier(Task):
@@ -71,7 +90,14 @@ class ImageClassifier(Task):
         rules: GroupRules | None = None,
     ) -> None:
         super().__init__(net, optimizer, scheduler, rules)
-        self.num_classes, self.test_time_flip = num_classes, test_time_flip
+        if num_classes < 2:
+            raise UserError(
+                "The data have a single class, and a classifier needs two or more: let data.root= "
+                "be the folder whose folders are the classes, or data.label_column= the column "
+                "that tells them apart."
+            )
+        self.num_classes = num_classes
+        self.test_time_flip = test_time_flip
         self.loss = loss or nn.CrossEntropyLoss(label_smoothing=label_smoothing)
         self.metrics = averaged_here(metrics or {}, num_classes)
         self.counts: Counts | None = None
@@ -91,11 +117,16 @@ class ImageClassifier(Task):
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self.counts = Counts(self.num_classes, self.device)
+        self._start_counts(has_confusion=False)
+
+    def on_test_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._start_counts(has_confusion=self.num_classes <= MOST_CONFUSED)
+
+    def _start_counts(self, *, has_confusion: bool) -> None:
+        self.counts = Counts(self.num_classes, self.device, has_confusion=has_confusion)
         for metric in self.metrics.values():
             metric.reset()
-
-    on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
@@ -123,33 +154,67 @@ class ImageClassifier(Task):
         return probabilities_of(self.loss, self.predict_logits(images))
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
-        """Compute the metrics; a validation without `metrics` has one collective and one synchronisation."""
-        if not (totals := self.totals(stage)):  # limit_test_batches=0
+        """Compute the metrics. A validation without `metrics` has one collective."""
+        totals = self.totals(stage)
+        if not totals:  # limit_test_batches=0
             return {}
-        values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}  # a dry run counts 0
+        # A dry run counts no images.
+        values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}
         values[f"{stage}/correct"], values[f"{stage}/images"] = totals[f"{stage}/acc"]
-        if self.metrics or stage == "test":
-            total = self.trainer.strategy.reduce
-            confusion = total(self.counts.confusion, reduce_op="sum").view(self.num_classes, self.num_classes)
-            values |= values_of(self.metrics, confusion.sum(1), stage)
+        if stage == "val":
+            self._warn_of_first_epoch(values)
+        if self.metrics:
+            values |= values_of(self.metrics, self._total(self.counts.images), stage)
         if stage == "test":
-            self.test_confusion = confusion.long().tolist()
-            scores = scores_of(confusion, total(self.counts.calibration, reduce_op="sum"))
-            values |= {f"test/{name}": value for name, value in scores.items()}
+            values |= {f"test/{name}": score for name, score in self._test_scores().items()}
         return values
+
+    def _total(self, counts: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(counts, reduce_op="sum")
+
+    def _test_scores(self) -> dict[str, float]:
+        counts = self.counts
+        if counts.confusion is not None:
+            confusion = self._total(counts.confusion).view(self.num_classes, self.num_classes)
+            self.test_confusion = confusion.long().tolist()
+        of_classes = [self._total(each) for each in (counts.right, counts.images, counts.predicted)]
+        return scores_of_counts(*of_classes, self._total(counts.calibration))
+
+    def _warn_of_first_epoch(self, values: dict[str, float]) -> None:
+        """Warn of an accuracy that hardly any real data have after one epoch."""
+        trainer = self.trainer
+        is_first = trainer.state.fn == "fit" and trainer.current_epoch == 0
+        is_perfect = values["val/correct"] == values["val/images"] >= SUSPICIOUS_FROM_IMAGES
+        if self.num_classes < 3 or not is_first or not is_perfect:
+            return
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        log.warning(
+            f"val/acc is 100 % in the first epoch, on {self.num_classes} classes. If the images of "
+            "a class come from one camera, scene or file format, a net need not see what they "
+            "show: keep what belongs together in one split with data.group=."
+        )
 
 
 def scores_of(confusion: Tensor, calibration: Tensor) -> dict[str, float]:
+    """Return the scores of a confusion matrix (classes, classes), true × predicted."""
+    images = confusion.sum(1)
+    return scores_of_counts(confusion.diagonal(), images, confusion.sum(0), calibration)
+
+
+def scores_of_counts(
+    right: Tensor, images: Tensor, predicted: Tensor, calibration: Tensor
+) -> dict[str, float]:
     """Return f1_macro, balanced_acc and ece of exact counts, or nothing without images.
 
-    f1_macro is the mean over the classes that occur or were predicted, balanced_acc the mean recall of those that
-    occur, ece the expected calibration error: the mean distance of confidence and accuracy.
+    f1_macro is the mean over the classes that occur or were predicted, balanced_acc the mean recall
+    of those that occur, ece the expected calibration error: the mean distance of confidence and
+    accuracy.
 
     Args:
-        confusion: (classes, classes) true × predicted.
+        right, images, predicted: (classes,), as of Counts.
         calibration: (BINS, 3), as of Counts.
     """
-    right, images, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     if not images.any():
         return {}
     return {

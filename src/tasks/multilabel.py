@@ -1,4 +1,4 @@
-"""Multi-label classification (task=multilabel): any number of labels for each image, as columns of 0 and 1.
+"""Multi-label classification (task=multilabel): any number of labels for each image, 0 or 1.
 
 python src/train.py task=multilabel data=csv data.root=FILE.csv 'data.label_columns=[cat,dog]'
 """
@@ -13,38 +13,61 @@ from torchmetrics.classification import MultilabelAveragePrecision
 from lockstep.runs.errors import UserError
 from lockstep.training.task import Task
 
+UNKNOWN = -1  # the label that torchmetrics leaves out
+
 
 class MultiLabel(Task):
-    """Train binary cross-entropy of each label; log the mean average precision and the accuracy over all labels.
+    """Train binary cross-entropy of each label; log mean average precision and accuracy.
+
+    A label that is nan is not known, and has no part in the loss and the metrics.
 
     Args:
         net: (B, C, H, W) float → (B, num_classes) logits.
         num_classes: the number of labels.
-        positive_weight: weight of a present label relative to an absent one; above 1 for rare labels.
+        positive_weight: weight of a present label relative to an absent one; above 1 for rare
+            labels.
         parts: passed to Task.
     """
 
-    def __init__(self, net: nn.Module, *, num_classes: int, positive_weight: float = 1.0, **parts: Any) -> None:
+    def __init__(
+        self, net: nn.Module, *, num_classes: int, positive_weight: float = 1.0, **parts: Any
+    ) -> None:
         super().__init__(net, **parts)
         if num_classes < 2:
-            raise UserError("task=multilabel needs two labels or more: for one of them take task=classifier.")
+            raise UserError(
+                "task=multilabel needs two labels or more: for one of them take task=classifier."
+            )
         self.register_buffer("weight", torch.tensor(positive_weight), persistent=False)
-        self.average_precision = MultilabelAveragePrecision(num_classes, average=None)
-        self.register_buffer("present", torch.zeros(num_classes), persistent=False)  # images with each label
+        self.average_precision = MultilabelAveragePrecision(
+            num_classes, average=None, ignore_index=UNKNOWN
+        )
+        # The number of images with each label.
+        self.register_buffer("present", torch.zeros(num_classes), persistent=False)
+
+    def setup(self, stage: str) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        if hasattr(data, "refuse_labels_outside"):
+            data.refuse_labels_outside(0, 1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
-        return F.binary_cross_entropy_with_logits(self.net(images), targets, pos_weight=self.weight)
+        losses = losses_of_labels(self.net(images), targets, self.weight)
+        num_known = (~targets.isnan()).sum().clamp(min=1)  # a batch may have none
+        return losses.sum() / num_known
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, targets = batch
-        if ((targets < 0) | (targets > 1)).any():  # of the validation before training too
-            raise UserError(f"task=multilabel takes labels from 0 to 1, and one is {targets.min()} or {targets.max()}.")
+        if ((targets < 0) | (targets > 1)).any():
+            raise UserError(
+                f"task=multilabel takes labels from 0 to 1, and one is {targets.min()} or "
+                f"{targets.max()}."
+            )
         logits = self.net(images)
-        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-        self.count(loss=losses, acc=(logits > 0) == (targets > 0.5))
+        is_known = ~targets.isnan()
+        losses = losses_of_labels(logits, targets)
         present = targets > 0.5
-        self.average_precision.update(logits, present.long())
+        self.count(loss=losses[is_known], acc=((logits > 0) == present)[is_known])
+        self.average_precision.update(logits, present.long().where(is_known, UNKNOWN))
         self.present += present.sum(0)
 
     test_step = validation_step
@@ -60,3 +83,17 @@ class MultiLabel(Task):
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return (B, num_classes) probabilities."""
         return self.net(batch if isinstance(batch, Tensor) else batch[0]).sigmoid()
+
+
+def losses_of_labels(logits: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return (B, C), the loss of each label; 0 where the label is nan, that is not known.
+
+    Args:
+        logits, labels: (B, C).
+        weight: of a present label relative to an absent one.
+    """
+    targets = labels.nan_to_num(0.0)
+    losses = F.binary_cross_entropy_with_logits(
+        logits, targets, reduction="none", pos_weight=weight
+    )
+    return losses.where(~labels.isnan(), 0.0)

@@ -115,7 +115,7 @@ BAD = {
     "has a column is_valid: give one named split": "path,label,is_valid\n00.png,red,0\n01.png,red,1\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
     "two columns have one name": "path,label,label\n00.png,red,7\n",
-    "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
+    "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udc81\n",
 }
 
 
@@ -132,6 +132,91 @@ def test_a_label_may_be_named_as_a_split_and_a_mask_that_is_not_there_is_named(p
     assert facts(dm)[3] == ["0", "1"]
     with pytest.raises(UserError, match="line 2: the mask .*/0 does not exist"):
         csv_module(root, tmp_path, label_column="is_test", target="mask").prepare()
+
+
+def test_a_table_as_excel_saves_it_is_read(pictures, tmp_path):
+    root = table(pictures / "a.csv", rows(label=lambda i: ["blau", "rötlich"][i % 2]), delimiter=";")
+    root.write_bytes(root.read_text().encode("cp1252"))
+    dm = csv_module(root, tmp_path)
+    assert facts(dm)[3] == ["blau", "rötlich"]
+    assert "Windows-1252: " in dm.warnings[0] and "save it as CSV UTF-8" in dm.warnings[0]
+    root.write_bytes(b"path,label\n00.png,\x81\n")
+    with pytest.raises(UserError, match="not a CSV file in UTF-8 or UTF-16: save it as CSV UTF-8"):
+        csv_module(root, tmp_path).prepare()
+
+
+def test_decimal_commas_are_numbers(pictures, tmp_path):
+    numbers = [[f"{i:02d}.png", f"{i},5"] for i in range(24)]
+    root = table(pictures / "a.csv", numbers, ["path", "label"], delimiter=";")
+    dm = csv_module(root, tmp_path, target="number")
+    dm.prepare()
+    assert sorted(dm._targets[""].tolist()) == [i + 0.5 for i in range(24)]
+    assert "0,5 is read as 0.5" in dm.warnings[0]
+    root = table(pictures / "b.csv", [["00.png", "1,234"]], ["path", "label"])
+    with pytest.raises(UserError, match="line 2: label is 1,234, which may be 1.234 or 1234"):
+        csv_module(root, tmp_path, target="number").prepare()
+
+
+def test_files_that_are_missing_are_counted(pictures, tmp_path):
+    for i in (3, 5, 9):
+        (pictures / f"{i:02d}.png").unlink()
+    root = table(pictures / "a.csv", rows())
+    with pytest.raises(UserError, match="line 5: .*03.png .* 2 more .*check_data.py. lists them"):
+        csv_module(root, tmp_path).prepare()
+
+
+def test_lines_that_repeat_others_name_what_weighs_classes(pictures, tmp_path):
+    dm = csv_module(table(pictures / "a.csv", [*rows(), *rows()[:3]]), tmp_path)
+    dm.prepare()
+    assert "loss.class_weights=auto" in dm.warnings[0]
+
+
+def test_names_without_endings_get_one(pictures, tmp_path):
+    named = [[name.removesuffix(".png"), *rest] for name, *rest in rows()]
+    root = table(pictures / "a.csv", named)
+    with pytest.raises(UserError, match="00.png exists: give data.suffix=.png"):
+        csv_module(root, tmp_path).prepare()
+    assert facts(csv_module(root, tmp_path, suffix=".png")) == USUAL
+
+
+def test_a_column_of_folds_is_reported(pictures, tmp_path):
+    folds = [[*row[:2], i % 5] for i, row in enumerate(rows())]
+    root = table(pictures / "a.csv", folds, ["path", "label", "kfold"])
+    dm = csv_module(root, tmp_path)
+    dm.prepare()
+    assert "data.group=kfold" in dm.warnings[0]
+    assert not csv_module(root, tmp_path, group="kfold").warnings
+
+
+def test_a_column_for_each_class_makes_classes(pictures, tmp_path):
+    header = ["image", "MEL", "NV", "BCC", "split"]
+    one_hot = [[r[0], *(float(i % 3 == c) for c in range(3)), r[2]] for i, r in enumerate(rows())]
+    dm = csv_module(table(pictures / "a.csv", one_hot, header), tmp_path)
+    assert facts(dm)[3] == ["BCC", "MEL", "NV"] and dm.target_kind == "class"
+    assert [dm.target_name(i) for i in range(3)] == ["MEL", "NV", "BCC"]
+    one_hot[5][1:4] = [1.0, 1.0, 0.0]
+    with pytest.raises(UserError, match="has no column label"):
+        csv_module(table(pictures / "b.csv", one_hot, header), tmp_path).prepare()
+
+
+def test_splits_of_a_table_can_be_drawn_again(pictures, tmp_path):
+    root = table(pictures / "a.csv", rows())
+    assert facts(csv_module(root, tmp_path, splits=False, test_fraction=0.25))[:3] == (16, 2, 6)
+    root = table(pictures / "b.csv", [row[:2] for row in rows()], ["path", "label"])
+    with pytest.raises(UserError, match="data.splits=true, but .* has no column of splits"):
+        csv_module(root, tmp_path, splits=True).prepare()
+
+
+def test_pictures_above_the_limit_are_read_when_it_is_raised(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
+    root = table(pictures / "a.csv", rows())
+    dm = csv_module(root, tmp_path)
+    dm.place()
+    with pytest.raises(UserError, match="more than 0 megapixels: give data.max_megapixels="):
+        list(dm.train_dataloader())
+    dm = csv_module(root, tmp_path, max_megapixels=0.1)
+    dm.place()
+    assert len(list(dm.train_dataloader())) == 4
 
 
 COLOURS = ["red", "green", "blue"]

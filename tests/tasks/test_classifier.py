@@ -1,10 +1,12 @@
 """The module's choice of an optimizer's kernel, its counts, and what it refuses of a net."""
 
+import logging
 import math
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -147,3 +149,49 @@ def test_a_net_with_other_outputs_is_refused(outputs, said):
     with pytest.raises(UserError, match=said):
         check_logits(outputs, 3)
     check_logits(torch.zeros(4, 3), 3)
+
+
+def test_a_single_class_is_refused():
+    with pytest.raises(UserError, match="a single class, and a classifier needs two"):
+        ImageClassifier(nn.Identity(), num_classes=1)
+
+
+def test_a_confusion_matrix_is_counted_where_it_is_asked_for():
+    """21,841 classes would take 3.8 GB in every validation, and as much in the test."""
+    many = ImageClassifier(nn.Identity(), num_classes=21_841)
+    many.on_validation_epoch_start()
+    assert many.counts.confusion is None and len(many.counts.images) == 21_841
+    many.on_test_epoch_start()
+    assert many.counts.confusion is None
+    few = ImageClassifier(nn.Identity(), num_classes=3)
+    few.on_validation_epoch_start()
+    assert few.counts.confusion is None
+    few.on_test_epoch_start()
+    assert few.counts.confusion.shape == (9,)
+
+
+class Sure(nn.Module):
+    """Take the brightest of the channels for the class."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images):
+        return self.scale * images.flatten(1)
+
+
+@pytest.mark.parametrize(("classes", "warns"), [(3, True), (2, False)])
+def test_a_perfect_first_epoch_is_reported(classes, warns, caplog):
+    labels = torch.arange(30) % classes
+    images = nn.functional.one_hot(labels).float()[..., None, None]
+    loader = torch.utils.data.DataLoader(list(zip(images, labels, strict=True)), batch_size=10)
+    classifier = ImageClassifier(Sure(), partial(torch.optim.SGD, lr=0.1), num_classes=classes)
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING, "tasks.classifier"):
+        trainer.fit(classifier, loader, loader)
+    said = [record.message for record in caplog.records if record.name == "tasks.classifier"]
+    assert len(said) == warns and all("100 % in the first epoch" in each for each in said)

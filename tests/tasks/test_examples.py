@@ -220,6 +220,53 @@ def test_a_label_that_never_occurs_has_no_part_in_the_mean_precision(monkeypatch
         task.validation_step((logits, torch.tensor([[-1.0, 0, 1]] * 3)), 0)
 
 
+@pytest.mark.filterwarnings("ignore:No positive samples")
+def test_labels_that_are_not_known_have_no_part(monkeypatch):
+    task = MultiLabel(torch.nn.Identity(), num_classes=2)
+    reduce = lambda counts, reduce_op: counts  # noqa: E731
+    task._trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=reduce))
+    counted = {}
+    monkeypatch.setattr(Task, "count", lambda _, **values: counted.update(values))
+    monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
+    logits = torch.tensor([[2.0, -1], [-1, 2], [1, 3]], requires_grad=True)
+    labels = torch.tensor([[1.0, 0], [0, 1], [torch.nan, 1]])
+    loss = task.training_step((logits, labels), 0)
+    known = ~labels.isnan()
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits[known], labels[known])
+    torch.testing.assert_close(loss, losses)
+    loss.backward()
+    assert logits.grad[2, 0] == 0 and logits.grad.isfinite().all()
+    task.validation_step((logits.detach(), labels), 0)
+    assert len(counted["loss"]) == len(counted["acc"]) == 5 and counted["acc"].all()
+    assert task.evaluation_values("val") == {"val/map": 1.0}
+
+
+def uncertain(tmp_path):
+    """A table of several labels, some of them −1."""
+    lines = ["path,a,b"]
+    for i in range(40):
+        Image.new("RGB", (8, 8), (200 * (i % 2), 5 * i, 0)).save(tmp_path / f"{i}.png")
+        lines.append(f"{i}.png,{i % 2},{-1 if i % 5 == 0 else int(i > 20)}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    return ["task=multilabel", "data=csv", f"data.root={tmp_path / 'table.csv'}", "data.label_columns=[a,b]",
+            "data.image_size=8", "data.global_batch_size=8", "model=small_cnn", "trainer=cpu",
+            "trainer.max_epochs=1", "run_id=r"]  # fmt: skip
+
+
+def test_a_label_of_minus_one_ends_a_run_before_its_first_step(tmp_path):
+    done = run_door("train", *uncertain(tmp_path), logs=tmp_path / "logs")
+    assert done.code == 2, done.output
+    assert "0.png (line 2): the label b is -1" in done.output
+    assert "data.unknown=-1" in done.output
+
+
+@pytest.mark.slow
+def test_labels_of_minus_one_may_be_unknown(tmp_path):
+    done = succeed("train", *uncertain(tmp_path), "data.unknown=-1", logs=tmp_path / "logs")
+    metrics = done.record["metrics"]
+    assert 0 < metrics["test/loss"] < 5 and 0 <= metrics["test/map"] <= 1
+
+
 def test_masks_without_a_known_pixel_cost_nothing():
     task = Segmentation(torch.nn.Conv2d(1, 2, 1), num_classes=2)
     unknown = torch.full((2, 4, 4), -1)

@@ -28,28 +28,55 @@ class CorruptImage(UserError):
 
     def __str__(self) -> str:
         return (
-            f"{self.args[0]}: repair or remove it. `python src/check_data.py data=… data.root=…` lists all such images."
+            f"{self.args[0]}: repair or remove it. `python src/check_data.py data=… data.root=…` "
+            "lists all such images."
         )
 
 
-def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Image.Image:
-    """Return the whole image as a viewer shows it: rotated by its EXIF data, on a white background, in 8 bits.
+class TooLargeImage(CorruptImage):
+    """An image above the limit against files that are small and decode to very large images."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: give data.max_megapixels=NUMBER, or save it smaller."
+
+
+def open_image(
+    file: Path | bytes,
+    channels: int,
+    *,
+    name: object = None,
+    max_megapixels: float | None = None,
+) -> Image.Image:
+    """Return the whole image as a viewer shows it.
+
+    It is rotated by its EXIF data, on a white background, in 8 bits.
 
     Args:
         file: a path, or the encoded bytes.
         channels: 3 for RGB, 1 for L.
         name: what errors call the image; None: the path.
+        max_megapixels: the largest image, in millions of pixels; None: Pillow's limit, 179.
     Raises:
-        CorruptImage: truncated, not an image, or larger than Pillow's limit against decompression bombs.
+        CorruptImage: truncated, not an image, or larger than the limit against decompression
+            bombs.
     """
     name = name or file
+    if max_megapixels is not None:
+        # Pillow has one limit for the process, and refuses images of more than twice that number.
+        Image.MAX_IMAGE_PIXELS = int(max_megapixels * 1e6 / 2)
     try:
-        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as opened:
+        source = io.BytesIO(file) if isinstance(file, bytes) else file
+        with Image.open(source, formats=FORMATS) as opened:
             image = ImageOps.exif_transpose(opened)
             image.format = opened.format
             return in_8_bits(image, channels)
     except UnidentifiedImageError:
-        raise CorruptImage(f"{name} cannot be decoded (it is no image of a known format)") from None
+        raise CorruptImage(
+            f"{name} cannot be decoded (it is no image of a known format)"
+        ) from None
+    except Image.DecompressionBombError:
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
+        raise TooLargeImage(f"{name} has more than {limit:.0f} megapixels") from None
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
         raise CorruptImage(f"{name} cannot be decoded ({error})") from None
 

@@ -20,15 +20,18 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip, Operation, mix
 from lockstep.data.batches import AUGMENTATION, MIXING, EvalBatches, Selection, TrainBatches, random_stream
+from lockstep.data.content_hash import METHOD, hash_of_arrays, with_drawn_test
 from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle, take
-from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
+from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch, OpenSample, Samples, prefetched, stream, workers_of
 from lockstep.data.report import identical_images
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.targets import VOID, Arrays, ImageSet, as_masks, hash_of, kind_of
+from lockstep.data.targets import VOID, Arrays, ImageSet, as_masks, kind_of
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
+
+CHECK = "check"  # the stage of check_data.py, which lists all images that cannot be used
 
 
 class ImageDataModule(LightningDataModule):
@@ -50,54 +53,101 @@ class ImageDataModule(LightningDataModule):
         val_fraction, num_val, fold, num_folds: as of Split.
         cache_dir: folder of decoded images and downloads, one per node.
         path: array, loader, or auto: array where the images fit.
-        num_workers: processes per rank that load single images, at most one per core; "auto": by cores and device.
+        num_workers: processes per rank that load single images; "auto": by cores and device.
         views: how often each training image is augmented.
     """
 
     channels = 3
     fit = "crop"
+    hash_method = METHOD  # how data_hash is made; data of one hash and method are the same
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
-    stage = "fit"  # test: for an evaluation, which needs no training images; set before `prepare`
+    # fit, test for an evaluation, which needs no training images, or CHECK. Set it before `prepare`.
+    stage = "fit"
     device_array_gib = 4.0  # the largest arrays that are kept on a GPU; workers read larger ones image by image
 
     def __init__(
-        self, *, image_size: int, name: str | None = None, global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
-        eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE, resize: int | None = None, crop_pct: float | str = "auto",
-        interpolation: str = "auto", crop_padding: int = 0, flip: bool = False,
-        mean: float | Sequence[float] | str | None = None, std: float | Sequence[float] | str | None = None,
-        val_fraction: float = VAL_FRACTION, num_val: int | None = None, fold: int | None = None,
-        num_folds: int | None = None, cache_dir: str | Path = REPOSITORY / "data" / "cache", path: str = "auto",
-        num_workers: int | str = "auto", views: int = 1, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        image_size: int,
+        name: str | None = None,
+        global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
+        eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE,
+        resize: int | None = None,
+        crop_pct: float | str = "auto",
+        interpolation: str = "auto",
+        crop_padding: int = 0,
+        flip: bool = False,
+        mean: float | Sequence[float] | str | None = None,
+        std: float | Sequence[float] | str | None = None,
+        val_fraction: float = VAL_FRACTION,
+        num_val: int | None = None,
+        fold: int | None = None,
+        num_folds: int | None = None,
+        cache_dir: str | Path = REPOSITORY / "data" / "cache",
+        path: str = "auto",
+        num_workers: int | str = "auto",
+        views: int = 1,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
-        self.name: str = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
-        if Path(self.name).name != self.name or self.name.startswith("."):
-            raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
-        for key, n in (("data.views", views), ("data.eval_batch_size", eval_batch_size)):
-            if n < 1:
-                raise UserError(f"{key}={n} must be at least 1.")
-        if seed < 0:
-            raise UserError(f"seed={seed} must be at least 0.")
-        if num_workers != "auto" and (isinstance(num_workers, str) or num_workers < 0):
-            raise UserError(f"data.num_workers={num_workers} must be auto or at least 0.")
-        if path not in ("auto", "array", "loader"):
-            raise UserError(f"data.path={path} must be one of auto, array, loader.")
-        self.image_size, self.seed, self.cache_dir = image_size, seed, Path(cache_dir)
-        self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
-        self.requested_path, self.num_workers, self.views = path, num_workers, views
+        self.name: str = type(self).__name__.removesuffix("DataModule").lower()
+        if name is not None:
+            self.name = name
+        self.image_size = image_size
+        self.seed = seed
+        self.cache_dir = Path(cache_dir)
+        self.global_batch_size = global_batch_size
+        self.eval_batch_size = eval_batch_size
+        self.requested_path = path
+        self.num_workers = num_workers
+        self.views = views
+        self._check_options()
+
         self.split = Split(seed, val_fraction, num_val, fold, num_folds)
-        self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
-        self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
+        self.stated = {
+            "mean": mean,
+            "std": std,
+            "crop_pct": crop_pct,
+            "interpolation": interpolation,
+        }
+        self.requested_resize = resize
+        self.crop_padding = crop_padding
+        self.flip = flip
+
         self.left_out: LeftOut = {}
+        self.warnings: list[str] = []  # sentences for the log
+        self.faults: list[str] = []  # of a check: what is listed and cannot be used
+        self.groups_note = ""  # what keeps images together, for the log and the page
         self.class_names: list[str] = []
-        self.data_hash = self.list_hash = ""  # list_hash: of names and sizes, whatever the pixels are resized to
-        self._pixels: list[np.ndarray] = []  # images and each mask, (n, side, side, channels) uint8, if in memory
+        self.data_hash = ""
+        self.list_hash = ""  # of names and sizes, which runs of version 2.0.0 are compared by
+        # Images and each mask, (n, side, side, channels) uint8, if they are in memory.
+        self._pixels: list[np.ndarray] = []
         self._groups: np.ndarray | None = None
-        self._given = np.zeros(0, np.int8)  # (n,) the splits that the source names, −1 for images that are not used
+        # (n,) the splits that the source names, −1 for images that are not used.
+        self._given = np.zeros(0, np.int8)
         self._placed: dict[str, int] = {}  # rank and world_size; empty: not placed yet
         self._set_targets({}, [])
         self.use()
+
+    def _check_options(self) -> None:
+        if Path(self.name).name != self.name or self.name.startswith("."):
+            raise UserError(
+                f"data.name={self.name!r} names a cache folder: give a name without slashes."
+            )
+        for key in ("views", "eval_batch_size"):
+            if getattr(self, key) < 1:
+                raise UserError(f"data.{key}={getattr(self, key)} must be at least 1.")
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must be at least 0.")
+        workers = self.num_workers
+        if workers != "auto" and (isinstance(workers, str) or workers < 0):
+            raise UserError(f"data.num_workers={workers} must be auto or at least 0.")
+        if self.requested_path not in ("auto", "array", "loader"):
+            raise UserError(
+                f"data.path={self.requested_path} must be one of auto, array, loader."
+            )
 
     def use(self, augmentation: Augmentation | None = None, wanted: Mapping[str, Any] | None = None) -> None:
         """Set the augmentation and the values of pretrained weights; call it before `prepare`.
@@ -135,17 +185,30 @@ class ImageDataModule(LightningDataModule):
             return
         self._load()
         self.num_classes = len(self.class_names) or 1
+        self._set_splits(self._assigned())
+        if self.splits.drew_test:
+            self.data_hash = with_drawn_test(self.data_hash, self.splits.test)
+        if self._groups is not None:
+            self.groups_note = self._note_on_groups(self._groups)
+        if self.stage != "test":
+            self._check()
+
+    def _assigned(self) -> Splits:
+        """Return the splits. An evaluation that cannot draw any tests on all images."""
         try:
-            splits = self.split.assign(self._classes(), self._given, self._groups)
+            return self.split.assign(self._classes(), self._given, self._groups)
         except UserError:
             if self.stage != "test":
                 raise
-            splits = Splits(np.full_like(self._given, TEST), drew_test=True)
-        self._set_splits(splits)
-        if splits.drew_test:
-            self.data_hash = fingerprint([self.data_hash, self.splits.test.tolist()])
-        if self.stage != "test":
-            self._check()
+            return Splits(np.full_like(self._given, TEST), drew_test=True)
+
+    def _note_on_groups(self, groups: np.ndarray) -> str:
+        """Return "patient_id: 30 groups, 24 to train, 3 to validate, 3 to test"."""
+        counts = [len(np.unique(groups[getattr(self.splits, name)])) for name in SPLITS]
+        return (
+            f"{getattr(self, 'group', None) or 'groups'}: {len(np.unique(groups))} groups, "
+            f"{counts[0]} to train, {counts[1]} to validate, {counts[2]} to test"
+        )
 
     def _set_splits(self, splits: Splits) -> None:
         self.splits = splits
@@ -154,11 +217,14 @@ class ImageDataModule(LightningDataModule):
     def _load(self) -> None:
         """Set class_names, data_hash, _given, _pixels and the targets."""
         images = self.read()
-        self.class_names, self._given, arrays = images.class_names, images.splits, images.arrays()
-        self.data_hash = hash_of(images.images, arrays, self.class_names, self._given)
+        arrays = images.arrays()
+        self.class_names = images.class_names
+        self._given = images.splits
+        self.data_hash = hash_of_arrays([images.images], arrays, self.class_names, self._given)
         masks = [name for name, array in arrays.items() if array.dtype == np.uint8]
         pixels = [images.images, *(arrays.pop(name)[..., None] for name in masks)]
-        self._pixels = list(map(np.ascontiguousarray, pixels))  # torchvision's CIFAR10 has the channels outermost
+        # torchvision's CIFAR10 has the channels outermost.
+        self._pixels = [np.ascontiguousarray(array) for array in pixels]
         self._set_targets(arrays, masks)
 
     def _set_targets(self, targets: Arrays, mask_names: list[str]) -> None:
@@ -198,14 +264,32 @@ class ImageDataModule(LightningDataModule):
 
     def _check(self) -> None:
         if not self.num_train:
-            raise UserError(f"{self.name} has no images to train on: all are for validation or test.")
+            raise UserError(
+                f"{self.name} has no images to train on: all are for validation or test."
+            )
         if not 1 <= self.global_batch_size <= self.num_train:
-            most = f"{self.name} has {self.num_train} training images: give a size from 1 to {self.num_train}"
-            raise UserError(f"data.global_batch_size={self.global_batch_size}, but {most}.")
-        for name, count in zip(self.class_names, self.class_counts) if self.target_kind == "class" else ():
-            if not count:
-                where = "all of its images are for validation or test. Add some, or remove the class"
-                raise UserError(f"{self.name}: the class {name} has no image to train on; {where}.")
+            raise UserError(
+                f"data.global_batch_size={self.global_batch_size}, but {self.name} has "
+                f"{self.num_train} training images: give a size from 1 to {self.num_train}."
+            )
+        untrained = [
+            name for name, count in zip(self.class_names, self.class_counts) if not count
+        ]
+        if untrained and self.target_kind == "class":
+            raise UserError(
+                f"{self.name}: the class {untrained[0]} has no image to train on; all of its "
+                "images are for validation or test. Add some, or remove the class."
+            )
+        self.warnings += [
+            f"No training image has the label {name}, which occurs in validation or test. Move "
+            f"images of {name} to train, or leave it out of data.label_columns."
+            for name in untrained
+            if self._occurs(name)
+        ]
+
+    def _occurs(self, class_name: str) -> bool:
+        number = self.class_names.index(class_name)
+        return any(counts[number] for counts in self.counts_per_split.values())
 
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
@@ -229,6 +313,29 @@ class ImageDataModule(LightningDataModule):
 
     def image_name(self, position: int) -> str:
         return f"image {position}"
+
+    def where(self, position: int) -> str:
+        """Return what errors call an image, with its line in a table."""
+        return self.image_name(position)
+
+    def refuse_labels_outside(self, low: float, high: float) -> None:
+        """
+        Raises:
+            UserError: one of several labels is not from `low` to `high`; it names the image.
+        """
+        if self.target_kind != "labels":
+            return
+        labels = self._targets[""]
+        images, columns = np.nonzero((labels < low) | (labels > high))
+        if not len(images):
+            return
+        value = labels[images[0], columns[0]]
+        name = self.class_names[columns[0]] if self.class_names else columns[0]
+        raise UserError(
+            f"{self.where(int(images[0]))}: the label {name} is {value:g}, and labels are from "
+            f"{low:g} to {high:g}. If {value:g} means that it is not known, give "
+            f"data.unknown={value:g}."
+        )
 
     def target_name(self, position: int) -> str:
         """Return the class, labels or number of an image; images of one name have equal targets."""

@@ -4,7 +4,6 @@ import atexit
 import functools
 import itertools
 import multiprocessing
-import os
 import shutil
 import signal
 import warnings
@@ -67,15 +66,18 @@ class Samples(Dataset):
         return views[0] if len(views) == 1 else [np.stack(each) for each in zip(*views)]
 
 
-def workers_of(stated: int | str, device: torch.device) -> int:
-    """Return how many worker processes load the images of this rank: never more than there are cores.
+def workers_of(requested: int | str, device: torch.device) -> int:
+    """Return how many worker processes load the images of this rank.
 
     Args:
-        stated: "auto": on a GPU the cores of this rank but two, up to 16, else up to 4.
+        requested: a number, which may exceed the cores, as network disks need it; "auto": on a GPU
+            the cores of this rank but two, up to 16, else up to 4.
     """
-    if stated == "auto":
-        return max(1, min(16, cores_of_rank() - 2) if device.type == "cuda" else min(4, available_cores()))
-    return min(int(stated), len(os.sched_getaffinity(0)))
+    if requested != "auto":
+        return int(requested)
+    if device.type == "cuda":
+        return max(1, min(16, cores_of_rank() - 2))
+    return max(1, min(4, available_cores()))
 
 
 def free_shared_memory() -> int:

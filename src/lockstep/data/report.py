@@ -1,6 +1,7 @@
-"""Describe the images of a run before its first step: in the log, in run.json, and in a file of the run folder.
+"""Describe the images of a run before its first step: in the log, in run.json and in a file.
 
-It finds images that occur twice: in two splits, or under two labels. `data` is a prepared ImageDataModule.
+It finds images that occur twice: in two splits, or under two labels. `data` is a prepared
+ImageDataModule.
 """
 
 import hashlib
@@ -20,106 +21,195 @@ from lockstep.runs.output import printable
 log = logging.getLogger(__name__)
 
 LISTS = "data_report.txt"
-SHOWN_CLASSES, SAMPLE = 10, 64  # classes in the log; images that are opened for their size
+SHOWN_CLASSES = 10  # in the log
+SAMPLE = 64  # images that are opened for their size
 MAX_COMPARED = 50_000  # files of equal size that a start may open
-TILE = 128  # side of a picture in a contact sheet
-IDENTICAL = (  # of one, and of several
-    ("test image is identical to a training image", "test images are identical to training images"),
-    ("validation image is identical to a training image", "validation images are identical to training images"),
-    ("image occurs under two labels", "images occur under two labels"),
-)
+TILE = 128  # side of a picture in a contact sheet, in pixels
+IDENTICAL = {  # by kind: the words for one image and for several
+    "test": (
+        "test image is identical to a training image",
+        "test images are identical to training images",
+    ),
+    "val": (
+        "validation image is identical to a training image",
+        "validation images are identical to training images",
+    ),
+    "labels": ("image occurs under two labels", "images occur under two labels"),
+}
+NAME_OF_TARGETS = {"class": "classes", "labels": "labels", "mask": "classes of pixels"}
 
 
-def report_of(data: Any, limit: int | None = MAX_COMPARED) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def report_of(
+    data: Any, limit: int | None = MAX_COMPARED
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return `data_report` of the record, and the names of the images that it counts.
 
     Args:
         limit: the most files of equal size that are compared; None: all.
     """
-    identical, counts = data.identical_images(limit), data.counts_per_split
-    index, open_one, found = np.flatnonzero(data.splits.of_each >= 0), data.sample_opener(), []
-    for place in np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int):
-        with suppress(CorruptImage, TypeError):  # which the loader names; five channels
-            found.append(open_one(int(index[place]))[0].size)
-    sizes = ["×".join(map(str, size)) for size in sorted(found, key=np.prod)]
+    identical = data.identical_images(limit)
+    sizes = _sampled_sizes(data)
     fields = {
-        "images_per_class": {name: dict(zip(counts, each)) for name, *each in zip(data.class_names, *counts.values())},
+        "images_per_class": _counts_per_class(data),
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
         "identical_images": list(identical),
-        "smallest_image": sizes[0] if sizes else None, "largest_image": sizes[-1] if sizes else None,
-    }  # fmt: skip
+        "smallest_image": sizes[0] if sizes else None,
+        "largest_image": sizes[-1] if sizes else None,
+    }
+    if data.groups_note:
+        fields["groups"] = data.groups_note
     return fields, {**data.left_out, **identical}
+
+
+def _counts_per_class(data: Any) -> dict[str, dict[str, int]]:
+    """Return the number of images in each split by class."""
+    counts = data.counts_per_split
+    classes = zip(data.class_names, *counts.values())
+    return {name: dict(zip(counts, numbers)) for name, *numbers in classes}
+
+
+def _sampled_sizes(data: Any) -> list[str]:
+    """Return "width×height" of some images, the smallest first."""
+    index = np.flatnonzero(data.splits.of_each >= 0)
+    places = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
+    open_one = data.sample_opener()
+    sizes = []
+    for position in index[places].tolist():
+        # The loader names an image that is damaged. An image of five channels is a TypeError.
+        with suppress(CorruptImage, TypeError):
+            sizes.append(open_one(position)[0].size)
+    return ["×".join(map(str, size)) for size in sorted(sizes, key=np.prod)]
 
 
 def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
     """Return `images` of the record: how images are resized, normalised and augmented."""
     path, why = data.path_taken()
     return {
-        "path": path, "why": why, "augmentation": augmentation, "mean": data.mean, "std": data.std,
-        "crop_pct": data.settings.crop_pct, "interpolation": data.framing.interpolation, "resize": data.framing.resize,
-        "fit": data.framing.fit, "from_weights": list(data.settings.from_weights),
-    }  # fmt: skip
+        "path": path,
+        "why": why,
+        "augmentation": augmentation,
+        "mean": data.mean,
+        "std": data.std,
+        "crop_pct": data.settings.crop_pct,
+        "interpolation": data.framing.interpolation,
+        "resize": data.framing.resize,
+        "fit": data.framing.fit,
+        "from_weights": list(data.settings.from_weights),
+    }
 
 
-def log_contents(data: Any, lists: Mapping[str, list[str]], augmentation: str | None = None) -> None:
-    """Log classes and splits, how images are made, what was left out and which images are identical.
+def log_contents(
+    data: Any, lists: Mapping[str, list[str]], augmentation: str | None = None
+) -> None:
+    """Log classes and splits, how images are made, what was left out and what is identical.
 
     Args:
         lists: as of `report_of`.
         augmentation: the option of a training; None for an evaluation.
     """
-    names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
-    what = {"class": "classes", "labels": "labels", "mask": "classes of pixels"}.get(data.target_kind)
-    what = f"{data.num_classes} {what}: {names}" if what else f"targets of the kind {data.target_kind}"
-    counts = f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
+    log_classes(data)
+    log_settings(data, augmentation)
+    log_findings(data, lists)
+
+
+def log_classes(data: Any) -> None:
+    """Log the classes and the number of images in each split."""
+    names = ", ".join(data.class_names[:SHOWN_CLASSES])
+    if len(data.class_names) > SHOWN_CLASSES:
+        names += ", …"
+    targets = f"targets of the kind {data.target_kind}"
+    if data.target_kind in NAME_OF_TARGETS:
+        targets = f"{data.num_classes} {NAME_OF_TARGETS[data.target_kind]}: {names}"
+    log.info(f"data: {targets} · {_counts(data)}")
+
+
+def _counts(data: Any) -> str:
     if data.stage == "test":
-        counts = f"testing on {'' if data.num_train or data.num_val else 'all '}{data.num_test} images"
-    log.info(f"data: {what} · {counts}")
-    used = settings_of(data, augmentation)
-    mean, std = (", ".join(f"{value:.3g}" for value in used[key]) for key in ("mean", "std"))
-    weights = f" · the weights say {', '.join(used['from_weights'])}" if used["from_weights"] else ""
-    changed = f" · augmentation={augmentation}" if augmentation else ""
-    log.info(f"images: {used['path']}, as {used['why']}{changed} · mean {mean} · std {std}{weights}")
+        others = data.num_train or data.num_val
+        return f"testing on {'' if others else 'all '}{data.num_test} images"
+    return f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
+
+
+def log_settings(data: Any, augmentation: str | None = None) -> None:
+    """Log how images are read, augmented and normalised."""
+    settings = settings_of(data, augmentation)
+    parts = [f"images: {settings['path']}, as {settings['why']}"]
+    if augmentation:
+        parts.append(f"augmentation={augmentation}")
+    for key in ("mean", "std"):
+        parts.append(f"{key} " + ", ".join(f"{value:.3g}" for value in settings[key]))
+    if settings["from_weights"]:
+        parts.append(f"the weights say {', '.join(settings['from_weights'])}")
+    log.info(" · ".join(parts))
+
+
+def log_findings(data: Any, lists: Mapping[str, list[str]]) -> None:
+    """Log how the images are split, what was left out, and what is likely to be a mistake."""
     if data.splits.note:
         log.info(data.splits.note)
+    if data.groups_note:
+        log.info(f"groups: {data.groups_note}")
     if data.left_out:
         log.info(f"left out: {counts_of(data.left_out)} ({LISTS})")
-    for sentence in lists.keys() - data.left_out.keys():
-        log.warning(f"{sentence} ({LISTS}).")
+    for sentence in data.warnings:
+        log.warning(sentence)
+    for sentence in lists:
+        if sentence not in data.left_out:
+            log.warning(f"{sentence} ({LISTS}).")
 
 
 def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
-    """Write the names of images that were left out or are identical, a line each, with the reason."""
+    """Write the names of images that were left out or are identical, a line each, with reasons."""
     lines = [f"{name}  # {reason}\n" for reason, names in lists.items() for name in names]
     if lines:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
-def contact_sheet(path: Path, tiles: Sequence[tuple[list[Any], list[str], str]], columns: int) -> None:
+def contact_sheet(
+    path: Path, tiles: Sequence[tuple[list[Any], list[str], str]], columns: int
+) -> None:
     """Write a PNG of pictures with captions.
 
     Args:
-        tiles: Pillow images that stand side by side, the lines of their caption, and the colour of its first line.
+        tiles: Pillow images that stand side by side, the lines of their caption, and the colour
+            of its first line.
     """
     from PIL import Image, ImageDraw
 
-    width, height = TILE * max(len(pictures) for pictures, _, _ in tiles) + 8, TILE + 40
-    sheet = Image.new("RGB", (min(columns, len(tiles)) * width + 8, -(-len(tiles) // columns) * height + 8), "white")
+    width = TILE * max(len(pictures) for pictures, _, _ in tiles) + 8
+    height = TILE + 40
+    num_columns = min(columns, len(tiles))
+    num_rows = -(-len(tiles) // columns)
+    sheet = Image.new("RGB", (num_columns * width + 8, num_rows * height + 8), "white")
     draw = ImageDraw.Draw(sheet)
     for i, (pictures, lines, colour) in enumerate(tiles):
-        x, y = 8 + i % columns * width, 8 + i // columns * height
+        x = 8 + i % columns * width
+        y = 8 + i // columns * height
         for k, picture in enumerate(pictures):
-            filter_ = Image.Resampling.NEAREST if max(picture.size) < TILE else Image.Resampling.BILINEAR
-            sheet.paste(picture.convert("RGB").resize((TILE, TILE), filter_), (x + k * TILE, y))
+            sheet.paste(_thumbnail(picture), (x + k * TILE, y))
         for k, line in enumerate(lines):
-            text, fill = printable(line[: 20 * len(pictures)]), "#777777" if k else colour
+            text = printable(line[: 20 * len(pictures)])
+            fill = "#777777" if k else colour
             draw.text((x, y + TILE + 2 + 14 * k), text, fill)
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
 
 
+def _thumbnail(picture: Any) -> Any:
+    """Return a picture of TILE × TILE pixels; small ones show their pixels."""
+    from PIL import Image
+
+    is_small = max(picture.size) < TILE
+    resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
+    return picture.convert("RGB").resize((TILE, TILE), resampling)
+
+
 def identical_images(
-    data: Any, sizes: np.ndarray, index: np.ndarray, content: Callable[[int], bytes], limit: int | None
+    data: Any,
+    sizes: np.ndarray,
+    index: np.ndarray,
+    content: Callable[[int], bytes],
+    limit: int | None,
 ) -> dict[str, list[str]]:
     """Return sentences on equal images, each with the pairs of images that it counts, "a = b".
 
@@ -130,21 +220,36 @@ def identical_images(
     _, of_size, counts = np.unique(sizes, return_inverse=True, return_counts=True)
     index = index[counts[of_size] > 1]
     if limit is not None and len(index) > limit:
-        too_many = "not checked for identical images (too many files of equal size): run `python src/check_data.py`"
+        too_many = (
+            "not checked for identical images (too many files of equal size): run "
+            "`python src/check_data.py`"
+        )
         return {too_many: []}
+
     groups: dict[bytes, list[int]] = {}
     for i in index.tolist():
         groups.setdefault(hashlib.blake2b(content(i)).digest(), []).append(i)
-    splits, label_of = data.splits.of_each, data.target_name
-    kinds: list[list[tuple[int, int]]] = [[], [], []]
+    pairs: dict[str, list[tuple[int, int]]] = {kind: [] for kind in IDENTICAL}
     for group in groups.values():
-        trained = [i for i in group if splits[i] == TRAIN][:1]
-        for found, split in zip(kinds, (TEST, VAL)):
-            found += [(j, i) for i in trained for j in group if splits[j] == split]
-        kinds[2] += [(group[0], i) for i in group if label_of(i) != label_of(group[0])][:1]
+        _add_pairs(data, group, pairs)
+
     sentences = {}
-    for pairs, words in zip(kinds, IDENTICAL, strict=True):
-        if pairs:
-            sentence = f"{len(pairs)} {words[len(pairs) > 1]}"
-            sentences[sentence] = [f"{data.image_name(a)} = {data.image_name(b)}" for a, b in pairs]
+    for kind, (one, several) in IDENTICAL.items():
+        if pairs[kind]:
+            count = len(pairs[kind])
+            names = [f"{data.image_name(a)} = {data.image_name(b)}" for a, b in pairs[kind]]
+            sentences[f"{count} {several if count > 1 else one}"] = names
     return sentences
+
+
+def _add_pairs(data: Any, group: list[int], pairs: dict[str, list[tuple[int, int]]]) -> None:
+    """Add the pairs among equal images that are in two splits or under two labels."""
+    splits = data.splits.of_each
+    trained = [i for i in group if splits[i] == TRAIN]
+    if trained:
+        pairs["test"] += [(j, trained[0]) for j in group if splits[j] == TEST]
+        pairs["val"] += [(j, trained[0]) for j in group if splits[j] == VAL]
+    first_label = data.target_name(group[0])
+    others = [i for i in group if data.target_name(i) != first_label]
+    if others:
+        pairs["labels"].append((group[0], others[0]))

@@ -1,4 +1,7 @@
-"""Decide which images train, validate and test: as the source says, else drawn per class or per group from the seed."""
+"""Decide which images train, validate and test.
+
+The source says so, or they are drawn per class or per group from the seed.
+"""
 
 import warnings
 from dataclasses import dataclass
@@ -23,12 +26,51 @@ class Splits:
     note: str = ""  # a sentence for the log
 
     def __post_init__(self) -> None:
-        self.train, self.val, self.test = (np.flatnonzero(self.of_each == split) for split in (TRAIN, VAL, TEST))
+        self.train = np.flatnonzero(self.of_each == TRAIN)
+        self.val = np.flatnonzero(self.of_each == VAL)
+        self.test = np.flatnonzero(self.of_each == TEST)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw among the training images."""
+
+    option: str  # of data: num_folds, num_val, val_fraction or test_fraction
+    value: float
+    seed: int
+    purpose: int  # keeps the random streams of one seed apart
+
+    @property
+    def is_fold(self) -> bool:
+        return self.option == "num_folds"
+
+    @property
+    def text(self) -> str:
+        return f"data.{self.option}={self.value}"
+
+    def count(self, n: int) -> int:
+        """Return how many of n images are drawn.
+
+        Raises:
+            UserError: none would be drawn, or none would be left.
+        """
+        count = round(self.value * n)
+        if self.option == "num_val":
+            count = int(self.value)
+        elif self.is_fold:
+            count = n // int(self.value or 1)
+        if not 1 <= count < n:
+            raise UserError(
+                f"{self.text} of {n} images leaves {n - count} to train on and takes {count}: "
+                "both need one at least."
+            )
+        return count
 
 
 @dataclass(frozen=True)
 class Split:
-    """
+    """The options of a split.
+
     Raises:
         UserError: the folds are invalid.
     """
@@ -36,18 +78,23 @@ class Split:
     seed: int
     val_fraction: float = VAL_FRACTION  # part of the training images that validates; 0: none
     num_val: int | None = None  # the same as a count; takes precedence over val_fraction
-    fold: int | None = None  # which of `num_folds` equal parts validates, from 0; takes precedence over both
+    fold: int | None = None  # which of `num_folds` equal parts validates; before both others
     num_folds: int | None = None
-    test_fraction: float = 0.1  # part of all images that tests, where the source names no test images
+    test_fraction: float = 0.1  # part of all images that tests, where the source names none
 
     def __post_init__(self) -> None:
-        fold, folds = self.fold, self.num_folds
-        is_valid = type(fold) is type(folds) is int and 0 <= fold < folds and folds > 1
-        if (fold, folds) != (None, None) and not is_valid:
-            hint = "give both, as data.fold=0 data.num_folds=5, the fold from 0 to num_folds - 1"
-            raise UserError(f"data.fold={fold} data.num_folds={folds}: {hint}.")
+        if self.fold is None and self.num_folds is None:
+            return
+        are_numbers = type(self.fold) is int and type(self.num_folds) is int
+        if not (are_numbers and self.num_folds > 1 and 0 <= self.fold < self.num_folds):
+            raise UserError(
+                f"data.fold={self.fold} data.num_folds={self.num_folds}: give both, as data.fold=0 "
+                "data.num_folds=5, the fold from 0 to num_folds - 1."
+            )
 
-    def assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None) -> Splits:
+    def assign(
+        self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None
+    ) -> Splits:
         """Return the splits of n images.
 
         Args:
@@ -57,91 +104,133 @@ class Split:
         Raises:
             UserError: a part would be empty, or one group lies in several parts.
         """
-        of_each, has_val, has_test = given.copy(), (given == VAL).any(), (given == TEST).any()
-        option = "num_folds" if self.fold is not None else "val_fraction" if self.num_val is None else "num_val"
-        validates = getattr(self, option) != 0
+        has_val = bool((given == VAL).any())
+        has_test = bool((given == TEST).any())
+        validation = self._validation()
         if groups is not None:
-            parts = np.unique(np.stack([groups, given]), axis=1).shape[1]
-            if parts > (count := len(np.unique(groups))):
-                raise UserError(
-                    f"data.group: {parts - count} of {count} groups have images in several of train, val and test, "
-                    "which the source assigns: give all images of a group one split, or leave splits out."
-                )
+            _refuse_divided_groups(groups, given)
         if has_val and self.fold is not None:
-            raise UserError(f"data.fold={self.fold}: the data have validation images of their own. Leave it out.")
+            raise UserError(
+                f"data.fold={self.fold}: the data have validation images of their own. Leave it "
+                "out."
+            )
         if has_val and not has_test:
-            of_each[given == VAL] = TEST
-            splits = Splits(of_each, note="no test images: the validation images are tested")
-            splits.val = splits.test if validates else splits.val
-            return splits
+            return _test_on_validation(given, validates=validation.value != 0)
+
+        of_each = given.copy()
         if not has_test:
-            of_each[self._draw("test_fraction", of_each, labels, groups, TEST_SEED, TEST_STREAM)] = TEST
-        if not validates:
+            test = Draw("test_fraction", self.test_fraction, TEST_SEED, TEST_STREAM)
+            of_each[self._drawn(test, of_each, labels, groups)] = TEST
+        if validation.value == 0:
             of_each[of_each == VAL] = -1
         elif not has_val and (of_each == TRAIN).any():
-            of_each[self._draw(option, of_each, labels, groups, self.seed, SPLIT)] = VAL
+            of_each[self._drawn(validation, of_each, labels, groups)] = VAL
         return Splits(of_each, drew_test=not has_test)
 
-    def _draw(
-        self, option: str, of_each: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, seed: int, purpose: int
-    ) -> np.ndarray:  # fmt: skip
-        """Return the training images that an option selects: exactly as many, where they have no groups."""
-        index, value = np.flatnonzero(of_each == TRAIN), getattr(self, option)
-        n, stated, is_fold = len(index), f"data.{option}={value}", option == "num_folds"
-        count = {"num_val": value, "num_folds": n // (value or 1)}.get(option, round(value * n))
-        if not 1 <= count < n:
-            raise UserError(
-                f"{stated} of {n} images leaves {n - count} to train on and takes {count}: both need one at least."
-            )
-        order = index[random_stream(seed, purpose).permutation(n)]
-        if groups is None and is_fold:
-            # Dealt out like cards, class by class: folds differ by at most one image, also in a class.
-            return order[np.argsort(labels[order], kind="stable")][self.fold :: value]
-        if groups is None:
-            choices = [_drawn_per_class(order, labels, count)]
-        else:
-            num_folds = value if is_fold else max(2, min(round(n / count), len(np.unique(groups[index]))))
-            choices = _folds_of_groups(index, labels, groups, num_folds, seed, stated)
-            if is_fold:
-                return choices[self.fold or 0]
-        for drawn in choices:
-            if len(drawn) and np.isin(labels[drawn], labels[np.setdiff1d(index, drawn)]).all():
-                return drawn
+    def _validation(self) -> Draw:
+        """Return the draw of the validation images, by the option that takes precedence."""
+        if self.fold is not None:
+            return Draw("num_folds", self.num_folds or 0, self.seed, SPLIT)
+        if self.num_val is not None:
+            return Draw("num_val", self.num_val, self.seed, SPLIT)
+        return Draw("val_fraction", self.val_fraction, self.seed, SPLIT)
+
+    def _drawn(
+        self, draw: Draw, of_each: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
+    ) -> np.ndarray:
+        """Return the training images that are drawn: exactly as many, where there are no groups."""
+        index = np.flatnonzero(of_each == TRAIN)
+        count = draw.count(len(index))
+        order = index[random_stream(draw.seed, draw.purpose).permutation(len(index))]
+        if draw.is_fold and groups is None:
+            # Dealt out like cards, class by class: folds differ by at most one image, also in a
+            # class.
+            by_class = order[np.argsort(labels[order], kind="stable")]
+            return by_class[self.fold :: int(draw.value)]
+        if draw.is_fold:
+            num_folds = int(draw.value)
+            return _folds_of_groups(index, labels, groups, num_folds, draw)[self.fold or 0]
+
+        choices = [_drawn_per_class(order, labels, count)]
+        if groups is not None:
+            num_groups = len(np.unique(groups[index]))
+            num_folds = max(2, min(round(len(index) / count), num_groups))
+            choices = _folds_of_groups(index, labels, groups, num_folds, draw)
+        for chosen in choices:
+            if _leaves_each_class(chosen, index, labels):
+                return chosen
+        part = "image" if groups is None else "group"
         raise UserError(
-            f"{stated} would draw {count} of {n} images, but a class has no second "
-            f"{'image' if groups is None else 'group'}: each keeps one to train on. Add images, or give "
-            f"data.{option}=0."
+            f"{draw.text} would draw {count} of {len(index)} images, but a class has no second "
+            f"{part}: each keeps one to train on. Add images, or give data.{draw.option}=0."
         )
 
 
+def _refuse_divided_groups(groups: np.ndarray, given: np.ndarray) -> None:
+    parts = np.unique(np.stack([groups, given]), axis=1).shape[1]
+    count = len(np.unique(groups))
+    if parts > count:
+        raise UserError(
+            f"data.group: {parts - count} of {count} groups have images in several of train, val "
+            "and test, which the source assigns: give all images of a group one split, or give "
+            "data.splits=false to draw the splits."
+        )
+
+
+def _test_on_validation(given: np.ndarray, *, validates: bool) -> Splits:
+    of_each = np.where(given == VAL, TEST, given)
+    splits = Splits(of_each, note="no test images: the validation images are tested")
+    if validates:
+        splits.val = splits.test
+    return splits
+
+
+def _leaves_each_class(chosen: np.ndarray, index: np.ndarray, labels: np.ndarray) -> bool:
+    """Return whether images are chosen and each of their classes keeps one to train on."""
+    rest = labels[np.setdiff1d(index, chosen)]
+    return len(chosen) > 0 and bool(np.isin(labels[chosen], rest).all())
+
+
 def _folds_of_groups(
-    index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, seed: int, stated: str
-) -> list[np.ndarray]:  # fmt: skip
-    """Return folds of `index` that keep groups together and have about the same share of each class."""
+    index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: Draw
+) -> list[np.ndarray]:
+    """Return folds of `index` that keep groups together, each with a like share of each class."""
     from sklearn.model_selection import StratifiedGroupKFold
 
-    folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=seed)
-    with warnings.catch_warnings():  # of classes that have fewer images than there are folds
+    folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=draw.seed)
+    with warnings.catch_warnings():
+        # scikit-learn warns of classes that have fewer images than there are folds.
         warnings.simplefilter("ignore", UserWarning)
         try:
             return [index[fold] for _, fold in folds.split(index, labels[index], groups[index])]
         except ValueError as error:
-            raise UserError(f"{stated} does not fit the {len(np.unique(groups[index]))} groups: {error}.") from None
+            raise UserError(
+                f"{draw.text} does not fit the {len(np.unique(groups[index]))} groups: {error}."
+            ) from None
 
 
 def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
-    """Take from each class in proportion (largest remainder), and leave each class one image at least.
+    """Take from each class in proportion (largest remainder), and leave one image in each class.
 
     Args:
         order: positions in random order.
     """
-    _, first_seen, of_class, sizes = np.unique(labels[order], True, True, True)
-    room, shares = sizes - 1, sizes * count / len(order)
-    take = np.minimum(np.floor(shares).astype(int), room)
-    for number in np.lexsort((first_seen, take - shares)):  # first_seen breaks ties at random, as the order is
-        take[number] += take.sum() < count and take[number] < room[number]
-    while take.sum() < count and (take < room).any():  # classes of one image give none: the largest make up for it
-        take[np.argmax(room - take)] += 1
+    _, first_seen, of_class, sizes = np.unique(
+        labels[order], return_index=True, return_inverse=True, return_counts=True
+    )
+    room = sizes - 1
+    shares = sizes * count / len(order)
+    chosen = np.minimum(np.floor(shares).astype(int), room)
+
+    # `first_seen` breaks ties at random, because the order is random.
+    for number in np.lexsort((first_seen, chosen - shares)):
+        if chosen.sum() < count and chosen[number] < room[number]:
+            chosen[number] += 1
+
+    # Classes of one image give none. The largest classes make up for it.
+    while chosen.sum() < count and (chosen < room).any():
+        chosen[np.argmax(room - chosen)] += 1
+
     by_class = np.argsort(of_class, kind="stable")
-    rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of an image within its class
-    return order[by_class[rank < np.repeat(take, sizes)]]
+    rank_in_class = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return order[by_class[rank_in_class < np.repeat(chosen, sizes)]]

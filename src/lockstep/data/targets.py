@@ -1,25 +1,27 @@
-"""Images in memory, and targets of any shape: a class, several labels, a number or a mask for each, or a dict of these.
+"""Images in memory, and targets of any shape: a class, several labels, a number or a mask for each.
 
-In a mask −1 marks the pixels that do not count, which are 255 in its file.
+An image may also have a dict of these. In a mask −1 marks the pixels that do not count, which are
+255 in its file.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.data.decoding import decode_all
 from lockstep.data.framing import VOID
 from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.runs.errors import UserError
 
-BINARY = ["0", str(VOID)]  # the classes of masks that have these two values alone
 Arrays = dict[str, np.ndarray]
-"""Targets (n, …) by name: int64, float32, or uint8 for masks; a target that stands alone has the name ""."""
+"""Targets (n, …) by name: int64, float32, or uint8 for masks. A single target has the name ""."""
+
+# Label numbers of masks are small and mostly in use. Grey levels leave nearly all numbers unused.
+LEAST_GREY_LEVEL = 16
+MOST_GREY_LEVELS = 32
+BINARY = {0, VOID}
 
 
 @dataclass
@@ -27,12 +29,12 @@ class ImageSet:
     """All images in one order: first those to train on, then validation, then test."""
 
     images: np.ndarray  # (n, size, size, channels) uint8
-    # (n,) integers from 0 the classes, (n, C) float several labels, (n,) float a number, (n, size, size) integers the
-    # class of each pixel, −1 where it does not count, or a dict of these.
+    # (n,) integers from 0 the classes, (n, C) float several labels, (n,) float a number,
+    # (n, size, size) integers the class of each pixel, −1 where it does not count, or a dict.
     targets: Any
     class_names: list[str]  # of each class, of each column of labels, or of each class in masks
     num_test: int  # how many of the last images test; 0: they are drawn
-    num_val: int = 0  # how many images before those validate; 0: they are drawn from the training images
+    num_val: int = 0  # how many images before those validate; 0: drawn from the training images
 
     def arrays(self) -> Arrays:
         """Return the targets by name.
@@ -40,34 +42,38 @@ class ImageSet:
         Raises:
             UserError: they do not fit the images or the class names.
         """
-        found, n = {}, len(self.images)
-        for name, values in (self.targets if isinstance(self.targets, dict) else {"": self.targets}).items():
-            values = np.asarray(values)
-            if len(values) != n:
-                raise UserError(f"There are {n} images and {len(values)} labels: one of the files is not complete.")
-            if values.shape == self.images.shape[:3]:
-                found[name] = np.where(values < 0, VOID, values).astype(np.uint8)
-            else:
-                is_float = values.dtype.kind == "f" or (not name and values.ndim == 2)  # several labels
-                found[name] = values.astype(np.float32 if is_float else np.int64)
-        if kind_of(found, []) == "class" and not set(np.unique(found[""])) <= set(range(len(self.class_names))):
-            most = len(self.class_names) - 1
-            raise UserError(f"A label is {found[''].min()} or {found[''].max()}; the classes go from 0 to {most}.")
-        return found
+        targets = self.targets if isinstance(self.targets, dict) else {"": self.targets}
+        arrays = {name: self._array(name, np.asarray(each)) for name, each in targets.items()}
+        if kind_of(arrays, []) == "class":
+            self._refuse_other_classes(arrays[""])
+        return arrays
+
+    def _array(self, name: str, values: np.ndarray) -> np.ndarray:
+        if len(values) != len(self.images):
+            raise UserError(
+                f"There are {len(self.images)} images and {len(values)} labels: one of the files "
+                "is not complete."
+            )
+        if values.shape == self.images.shape[:3]:
+            return np.where(values < 0, VOID, values).astype(np.uint8)
+        is_several_labels = not name and values.ndim == 2
+        if values.dtype.kind == "f" or is_several_labels:
+            return values.astype(np.float32)
+        return values.astype(np.int64)
+
+    def _refuse_other_classes(self, labels: np.ndarray) -> None:
+        most = len(self.class_names) - 1
+        if not set(np.unique(labels)) <= set(range(most + 1)):
+            raise UserError(
+                f"A label is {labels.min()} or {labels.max()}; the classes go from 0 to {most}."
+            )
 
     @property
     def splits(self) -> np.ndarray:
         """Return (n,) with 0 for train, 1 for val, 2 for test."""
         num_train = max(len(self.images) - self.num_val - self.num_test, 0)
-        return np.repeat([TRAIN, VAL, TEST], [num_train, self.num_val, self.num_test]).astype(np.int8)
-
-
-def hash_of(images: np.ndarray, targets: Arrays, class_names: list[str], splits: np.ndarray) -> str:
-    """Return a hash over names, targets and pixels, independent of the files that they came in."""
-    digest = hashlib.sha256(json.dumps([class_names, *np.bincount(splits, minlength=3)[:2].tolist()]).encode())
-    for values in (*targets.values(), images):
-        digest.update(np.ascontiguousarray(values).data)
-    return digest.hexdigest()
+        counts = [num_train, self.num_val, self.num_test]
+        return np.repeat([TRAIN, VAL, TEST], counts).astype(np.int8)
 
 
 def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
@@ -76,7 +82,9 @@ def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
         return "dict"
     if not targets:
         return "mask"
-    return "class" if targets[""].dtype.kind == "i" else "number" if targets[""].ndim == 1 else "labels"
+    if targets[""].dtype.kind == "i":
+        return "class"
+    return "number" if targets[""].ndim == 1 else "labels"
 
 
 def as_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
@@ -86,19 +94,69 @@ def as_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
     return tuple(Mask(torch.from_numpy(np.array(array, np.uint8))) for array in arrays)
 
 
-def mask_classes(count: int, read: Callable[[int], np.ndarray]) -> list[str]:
-    """Return the names of the classes in all masks: 0 to the largest value, or 0 and 255 of binary masks.
+def levels_in(masks: Iterable[np.ndarray]) -> list[int]:
+    """Return the grey levels that occur in masks (height, width) uint8, ascending."""
+    occurs = np.zeros(256, bool)
+    for mask in masks:
+        occurs[mask.ravel()] = True
+    return np.flatnonzero(occurs).tolist()
+
+
+def mask_classes(levels: list[int]) -> list[str]:
+    """Return the names of the classes in masks that have these grey levels.
+
+    255 does not count, but in levels that are evenly spaced up to 255, as 0, 255 or 0, 128, 255,
+    it is a class. Levels that use few of the numbers up to the largest one, as 0, 127, 254, are
+    one class each. Otherwise the classes are 0 to the largest number.
+    """
+    if VOID in levels and set(levels) <= BINARY:
+        return ["0", "255"]
+    if VOID in levels and _are_even(levels):
+        return [str(level) for level in levels]
+    numbers = [level for level in levels if level != VOID]
+    largest = max(numbers, default=-1)
+    if largest >= LEAST_GREY_LEVEL and len(numbers) <= min(MOST_GREY_LEVELS, largest / 4):
+        return [str(level) for level in numbers]
+    return [str(level) for level in range(largest + 1)]
+
+
+def _are_even(levels: list[int]) -> bool:
+    """Return whether levels divide 0 to 255 evenly; an export rounds up or down."""
+    even = np.linspace(0, VOID, len(levels))
+    return len(levels) <= MOST_GREY_LEVELS and bool((np.abs(even - levels) <= 1).all())
+
+
+def grey_levels_of(class_names: Iterable[str]) -> list[int] | None:
+    """Return the grey level of each class in its masks; None where it is the class's number."""
+    names = list(class_names)
+    levels = [int(name) for name in names if name.isascii() and name.isdecimal()]
+    if len(levels) < len(names) or not LEAST_GREY_LEVEL <= max(levels, default=0) <= VOID:
+        return None
+    return None if levels == list(range(len(names))) else levels
+
+
+def note_on_levels(class_names: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence where grey levels are numbered as classes, but not for 0 and 255."""
+    levels = grey_levels_of(class_names)
+    if levels is None or set(levels) <= BINARY:
+        return
+    listed = ", ".join(map(str, levels))
+    yield (
+        f"The masks have the grey levels {listed}, which are the classes 0 to {len(levels) - 1}. "
+        "If they mean anything else, save the class of each pixel as 0, 1, 2 …, and 255 where it "
+        "does not count."
+    )
+
+
+def classes_of_pixels(mask: np.ndarray, levels: list[int] | None) -> np.ndarray:
+    """Return the class of each pixel, 255 where it does not count.
 
     Args:
-        read: position → (height, width) uint8.
+        mask: (height, width) uint8.
+        levels: the grey level of each class; None: the mask has the numbers of classes.
     """
-    is_there = np.zeros(256, bool)
-
-    def look(i: int) -> None:
-        is_there[read(i).ravel()] = True
-
-    decode_all(count, look)
-    values = np.flatnonzero(is_there).tolist()
-    if VOID in values and set(values) <= {0, VOID}:
-        return BINARY
-    return [str(value) for value in range(1 + max((value for value in values if value != VOID), default=-1))]
+    if levels is None:
+        return mask
+    table = np.full(256, VOID, np.uint8)
+    table[levels] = np.arange(len(levels))
+    return table[mask]

@@ -34,15 +34,16 @@ class Sidecar:
     Attributes:
         metric: what a best checkpoint reached.
         weights_only: the optimizer's state is left out.
+        name: of the file that it was written beside; empty in version 2.0.0.
     """
 
     step: int
     bytes: int = 0
     sha256: str = ""
     epoch: int = 0
-    metric: dict[str, float] = field(default_factory=dict)  # what a best checkpoint reached
-    weights_only: bool = False  # the optimizer's state is left out
-    name: str = ""  # the file that it was written beside; empty in version 2.0.0
+    metric: dict[str, float] = field(default_factory=dict)
+    weights_only: bool = False
+    name: str = ""
 
 
 def parse_sidecar(content: Any) -> Sidecar | None:

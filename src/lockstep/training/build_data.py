@@ -50,11 +50,10 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         data.match_classes(trained_on.get("class_names", data.class_names))  # own data modules may state none
         typed = {key_of(word) for word in plan.config["overrides"]}
         is_new = any(names_images(key) for key in typed)
-        is_same = data.data_hash == trained_on.get("data_hash")
-        is_same |= data.list_hash == (trained_on.get("list_hash") or None)  # read in another way or size
+        is_same = is_same_data(data, trained_on)
         if is_new and data.splits.drew_test and not is_same and "data.test_fraction" not in typed:
             data.test_on_all()
-        elif not is_new and not is_same and cluster.is_rank_zero:
+        elif not is_new and is_same is False and cluster.is_rank_zero:
             log.warning("The images have changed since the training, which may have seen some of these test images.")
     accumulate, device = plan.batch.accumulate, device_of(plan)
     data.place(rank=cluster.rank, world_size=cluster.world_size, accumulate_grad_batches=accumulate, device=device)
@@ -65,6 +64,16 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         report.log_contents(data, lists, plan.choices.get("augmentation") if trained_on is None else None)
         report.write_lists(plan.folder.path, lists)
     return data
+
+
+def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
+    """Return whether a checkpoint was trained on these data; None where it cannot be told.
+
+    Version 2.0.0 hashed images in another way; of its data only names and sizes are compared.
+    """
+    if trained_on.get("hash_method") == getattr(data, "hash_method", None):
+        return trained_on.get("data_hash") == data.data_hash
+    return True if data.list_hash == trained_on.get("list_hash") else None
 
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:
@@ -133,6 +142,7 @@ def data_facts(data: Any) -> DataFacts:
         return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
     own = ("mean", "std", "data_hash", "list_hash", "class_counts")
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *own)}
+    facts["hash_method"] = getattr(data, "hash_method", None)
     framing = {key: getattr(data.framing, key) for key in ("resize", "fit", "interpolation")}
     names, crop_pct = [str(name) for name in data.class_names], float(data.settings.crop_pct)
     return {**facts, **framing, "class_names": names, "crop_pct": crop_pct, "target": data.target_kind}

@@ -4,6 +4,7 @@ import logging
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lockstep.launch.plan import RunPlan
@@ -83,14 +84,24 @@ def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | str:
 
 def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run with other images than it began with."""
-    trained_on = {**facts, **facts_of(checkpoint)}
-    for name, shown in (("class_names", _shown), ("data_hash", "hash {:.12}".format)):
-        if trained_on[name] != facts[name]:
-            raise UserError(
-                f"The run {run_id} was trained on other images ({shown(trained_on[name])}, "
-                f"now {shown(facts[name])}): give it the same data.root and data.path, "
-                "or start a new run with ckpt_path=."
+    before = {**facts, **facts_of(checkpoint)}
+    if before["class_names"] != facts["class_names"]:
+        change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
+    elif before["data_hash"] == facts["data_hash"]:
+        return
+    elif facts_of(checkpoint).get("hash_method") == facts.get("hash_method"):
+        change = f"hash {before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
+    else:
+        if rank_zero_only.rank == 0:
+            log.info(
+                "The run began with a version that hashed its images in another way: whether the "
+                "images are the same is not checked."
             )
+        return
+    raise UserError(
+        f"The run {run_id} was trained on other images ({change}): give it the same data.root, or "
+        "start a new run with ckpt_path=."
+    )
 
 
 def start_from(

@@ -15,6 +15,7 @@ from data.image_folder import ImageFolderDataModule
 from data.table import CSVDataModule, ParquetDataModule
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
+from lockstep.data.targets import mask_classes
 from lockstep.runs.errors import UserError
 
 N, SIDE = 26, 16
@@ -252,3 +253,88 @@ def test_a_target_that_is_no_number(pictures, tmp_path):
         kind(root=pictures / "list.csv", target="number", cache_dir=tmp_path, **OPTIONS).prepare()
     with pytest.raises(UserError, match="data.target=text must be one of class, number, mask"):
         kind(root=pictures / "list.csv", target="text", cache_dir=tmp_path, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("levels", "names"),
+    [
+        ([0, 127, 254], ["0", "127", "254"]),
+        ([0, 128, 255], ["0", "128", "255"]),
+        ([0, 255], ["0", "255"]),
+        ([0, 1, 255], ["0", "1"]),
+        ([0, 128, 254, 255], ["0", "128", "254"]),
+        ([3, 255], ["0", "1", "2", "3"]),
+        ([0, 7, 8, 11, 12, 13, 17, 19, 20], [str(i) for i in range(21)]),
+    ],
+)
+def test_grey_levels_of_masks_are_classes(levels, names):
+    assert mask_classes(levels) == names
+
+
+@pytest.mark.parametrize("source", ["folders", "dataset"])
+@pytest.mark.parametrize("levels", [[0, 127, 254], [0, 128, 255]])
+def test_masks_of_grey_levels_have_the_classes_of_their_pixels(levels, source, pictures, tmp_path):
+    grey = [np.array(levels, np.uint8)[(BLOCKS[i] * (1 + i % 2))] for i in range(N)]
+    for i in range(N):
+        Image.fromarray(grey[i]).save(pictures / "masks" / f"{i:02d}.png")
+    options = {"target": "mask", "cache_dir": tmp_path / "cache", **OPTIONS}
+    dm = ImageFolderDataModule(root=pictures, **options)
+    if source == "dataset":
+        dm = DatasetDataModule(dataset=Items(lambda i: grey[i]), **options)
+    images, masks = joined(batches(dm))
+    assert (dm.class_names, dm.num_classes) == ([str(level) for level in levels], 3)
+    assert masks.unique().tolist() == [0, 1, 2] and torch.equal(images[:, 0] > 0.5, masks > 0)
+    assert len(dm.warnings) == 1 and "grey levels" in dm.warnings[0]
+
+
+class Counted(Items):
+    """Keep how many masks are in memory at once, at most."""
+
+    def __getitem__(self, i):
+        image, mask = super().__getitem__(i)
+        return image, Held(mask)
+
+
+class Held(np.ndarray):
+    alive = most = 0
+
+    def __new__(cls, mask):
+        Held.alive += 1
+        Held.most = max(Held.most, Held.alive)
+        return np.asarray(mask).view(cls)
+
+    def __del__(self):
+        Held.alive -= 1
+
+
+def test_masks_of_a_dataset_are_not_kept(tmp_path):
+    dataset = Counted(lambda i: BLOCKS[i].copy())
+    dm = DatasetDataModule(dataset=dataset, target="mask", cache_dir=tmp_path, **OPTIONS)
+    dm.prepare()
+    assert dm.class_names == ["0", "1"] and Held.most < N / 2
+
+
+def test_a_label_that_is_not_known_is_nan(pictures, tmp_path):
+    kind = table(pictures, LABELS, lambda i: [-1 if i % 4 == 0 else 1, i % 2, 0])
+    options = {"label_columns": LABELS, "cache_dir": tmp_path, **OPTIONS}
+    dm = kind(root=pictures / "list.csv", unknown=-1, **options)
+    targets = joined(batches(dm))[1]
+    assert targets.isnan().any() and not targets[:, 1:].isnan().any() and targets.nan_to_num().min() == 0
+    dm.refuse_labels_outside(0, 1)
+    dm = kind(root=pictures / "list.csv", **options)
+    dm.prepare()
+    with pytest.raises(UserError, match=r"00.png \(line 2\): the label odd is -1.*data.unknown=-1"):
+        dm.refuse_labels_outside(0, 1)
+
+
+def test_unknown_labels_are_of_several_labels(pictures, tmp_path):
+    kind = table(pictures, ["label"], lambda i: [i % 2])
+    with pytest.raises(UserError, match="data.unknown=-1 is for several labels"):
+        kind(root=pictures / "list.csv", unknown=-1, cache_dir=tmp_path, **OPTIONS).prepare()
+
+
+def test_a_label_without_training_images_is_reported(pictures, tmp_path):
+    kind = table(pictures, [*LABELS, "split"], lambda i: [i % 2, int(i > 20), 1, "test" if i > 20 else "train"])
+    dm = kind(root=pictures / "list.csv", label_columns=LABELS, cache_dir=tmp_path, **OPTIONS)
+    dm.prepare()
+    assert len(dm.warnings) == 1 and "No training image has the label large" in dm.warnings[0]

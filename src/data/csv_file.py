@@ -1,0 +1,127 @@
+"""Read a table of text: its encoding, its delimiter, its columns and the line of each row."""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.runs.errors import UserError
+
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+SAVE_AS = "save it as CSV UTF-8 (in Excel: Save as, CSV UTF-8)"
+DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
+THOUSANDS = re.compile(r"[+-]?[0-9]{1,3},[0-9]{3}")
+
+
+@dataclass
+class CSVTable:
+    """The columns of a CSV file, and its rows with their lines."""
+
+    path: Path
+    names: list[str]
+    delimiter: str
+    rows: list[dict[str, str]] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)  # the line of each row in the file
+    warnings: list[str] = field(default_factory=list)
+
+    def where(self, row: int) -> str:
+        """Return what messages call a row."""
+        return f"{self.path}, line {self.lines[row]}"
+
+    def column(self, name: str) -> list[str]:
+        return [row[name] for row in self.rows]
+
+    def read_decimal_commas(self, columns: Sequence[str]) -> None:
+        """Write 3,5 as 3.5 in columns of numbers.
+
+        Raises:
+            UserError: a number as 1,234 may mean 1.234 or 1234.
+        """
+        example = ""
+        for i, row in enumerate(self.rows):
+            for column in columns:
+                value = row[column]
+                if not DECIMAL_COMMA.fullmatch(value):
+                    continue
+                if self.delimiter == "," and THOUSANDS.fullmatch(value):
+                    raise UserError(
+                        f"{self.where(i)}: {column} is {value}, which may be "
+                        f"{value.replace(',', '.')} or {value.replace(',', '')}: write one of them."
+                    )
+                example = example or value
+                row[column] = value.replace(",", ".")
+        if example:
+            number = example.replace(",", ".")
+            self.warnings.append(f"{self.path} has decimal commas: {example} is read as {number}.")
+
+    def one_hot_columns(self, names: Iterable[str]) -> list[str]:
+        """Return the columns of 0 and 1 among these if each row has a single 1; [] otherwise."""
+        columns = [name for name in names if all(is_flag(value) for value in self.column(name))]
+        if len(columns) < 2:
+            return []
+        counts = {sum(float(row[name]) for name in columns) for row in self.rows}
+        return columns if counts == {1.0} else []
+
+
+def is_flag(value: str) -> bool:
+    return value in ("0", "1", "0.0", "1.0")
+
+
+def read_csv(path: Path) -> CSVTable:
+    """Return the table in a file of commas, semicolons, tabs or bars.
+
+    Raises:
+        UserError: it cannot be read, a line has another number of values, or it has no rows.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"data.root={path} cannot be read ({error.strerror}): give a CSV file."
+        ) from None
+    text, encoding = _decoded(path, data)
+    delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        table = CSVTable(path, _column_names(path, next(reader, [])), delimiter)
+        for cells in filter(any, reader):
+            table.lines.append(reader.line_num)
+            if len(cells) != len(table.names):
+                raise UserError(
+                    f"{table.where(-1)}: {len(cells)} values for {len(table.names)} columns."
+                )
+            table.rows.append(dict(zip(table.names, map(str.strip, cells))))
+    except csv.Error as error:
+        raise UserError(f"data.root={path} is not a CSV file ({error}).") from None
+    if not table.rows:
+        raise UserError(f"data.root={path} has no rows.")
+    if encoding == "cp1252":
+        example = re.search(r"\S*[^\x00-\x7f]\S*", text)
+        table.warnings.append(
+            f"{path} is not UTF-8 and is read as Windows-1252: {example[0][:40] if example else ''}"
+            f". If this is misspelt, {SAVE_AS}."
+        )
+    return table
+
+
+def _decoded(path: Path, data: bytes) -> tuple[str, str]:
+    """Return the text of a file, and its encoding: UTF-8, UTF-16 or Excel's own."""
+    encodings = ["utf-16"] if data[:2] in UTF_16 else ["utf-8-sig", "cp1252"]
+    for encoding in encodings:
+        try:
+            text = data.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+        if "\0" not in text:
+            return text, encoding
+    raise UserError(f"data.root={path} is not a CSV file in UTF-8 or UTF-16: {SAVE_AS}.")
+
+
+def _column_names(path: Path, cells: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in cells]
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
+        raise UserError(f"{path}: two columns have one name.")
+    return names

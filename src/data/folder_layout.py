@@ -1,0 +1,230 @@
+"""Decide which folders below data.root are splits and which are classes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.data.listing import SPLIT_OF, TRAIN, Item, splits_in
+from lockstep.runs.errors import UserError
+
+AUTO = "auto"
+SPLIT, CLASS, UNCLEAR = "split", "class", "unclear"  # what a folder named train may be
+
+
+@dataclass
+class FolderLayout:
+    """The folders in a root, and what lies in each."""
+
+    root: Path
+    inner: dict[str, list[str]]  # the folders in the root, with the folders within each
+    with_images: set[str] = field(default_factory=set)  # those that have images at any depth
+    with_direct_images: set[str] = field(
+        default_factory=set
+    )  # those that have images beside folders
+
+    @classmethod
+    def of(cls, root: Path, folders: Iterable[str], images: Iterable[Item]) -> "FolderLayout":
+        """Return the layout of folders and images that are named relative to the root."""
+        parts = [name.split("/") for name in folders]
+        layout = cls(root, {names[0]: [] for names in parts if len(names) == 1})
+        for names in parts:
+            if len(names) == 2:
+                layout.inner[names[0]].append(names[1])
+        for image in images:
+            top, _, rest = image.name.partition("/")
+            if rest:
+                layout.with_images.add(top)
+            if rest and "/" not in rest:
+                layout.with_direct_images.add(top)
+        return layout
+
+    def have_same_folders(self, names: Iterable[str]) -> bool:
+        """Return whether two or more folders each contain the same two or more folders alone."""
+        names = list(names)
+        contents = {frozenset(self.inner[name]) for name in names}
+        has_direct_images = not self.with_direct_images.isdisjoint(names)
+        return (
+            len(names) > 1 and len(contents) == 1 and len(*contents) > 1 and not has_direct_images
+        )
+
+
+def split_folders(
+    layout: FolderLayout, option: bool | str, warnings: list[str], *, of_classes: bool
+) -> dict[str, int]:
+    """Return the split of each folder in the root that is one; {} where all are classes.
+
+    Args:
+        option: data.splits; auto, or whether the source has splits.
+        warnings: gets sentences where another reading is possible.
+        of_classes: the folders are classes, and not images/ and masks/.
+    Raises:
+        UserError: the layout can be read in two ways.
+    """
+    if option is False:
+        return {}
+    splits = _by_name(layout)
+    if splits and option == AUTO and _is_class_named_train(layout, splits, warnings):
+        return {}
+    if splits:
+        return splits
+    _refuse_folder_around_splits(layout)
+    if all(splits_in(name) for name in layout.inner):
+        return _by_words(layout)
+    _refuse_splits_within_classes(layout)
+    _refuse_test_without_train(layout)
+    if option is True:
+        raise UserError(
+            f"data.splits=true, but {layout.root} has no folder train/ with class folders: rename "
+            "the folder of the training images to train/, or leave data.splits out."
+        )
+    if of_classes:
+        _refuse_folder_around_classes(layout)
+        _check_same_folders(layout, warnings)
+    return {}
+
+
+def _by_name(layout: FolderLayout) -> dict[str, int]:
+    """Return the splits by their very names, and others beside them whose names contain one.
+
+    A folder named train that holds images and no folders is a class: pictures of trains.
+    """
+    splits = {
+        name: SPLIT_OF[name.lower()]
+        for name, inner in layout.inner.items()
+        if inner and name.lower() in SPLIT_OF
+    }
+    if TRAIN not in splits.values() and len(splits) < len(layout.inner):
+        return {}
+    named = set(splits.values())
+    for name, inner in layout.inner.items():
+        words = splits_in(name)
+        if inner and name not in splits and words and words[0] not in named:
+            splits[name] = words[0]
+    return splits
+
+
+def _is_class_named_train(
+    layout: FolderLayout, splits: dict[str, int], warnings: list[str]
+) -> bool:
+    """Return whether train/ is a class like the folders beside it, as in bus/, car/, train/.
+
+    Raises:
+        UserError: it may be a class or a split.
+    """
+    rivals = _rivals_of_train(layout, splits)
+    train = next(iter(splits))
+    reading = _reading_of_train(layout, train, rivals)
+    if reading == UNCLEAR:
+        raise UserError(
+            f"{layout.root}: {train}/ may be the training images or a class beside "
+            f"{_listed(rivals)}. Give data.splits=true to train on the classes within {train}/, or "
+            f"data.splits=false if {train} is a class."
+        )
+    if reading == CLASS:
+        warnings.append(
+            f"{train}/ counts as a class beside {_listed(rivals)}, because no other folder is a "
+            f"split. Give data.splits=true to train on the classes within {train}/."
+        )
+    return reading == CLASS
+
+
+def _rivals_of_train(layout: FolderLayout, splits: dict[str, int]) -> list[str]:
+    """Return the folders with images beside train/, where no other folder is named as a split."""
+    rest = [name for name in layout.inner if name not in splits]
+    if len(splits) > 1 or any(splits_in(name) for name in rest):
+        return []
+    return [name for name in rest if name in layout.with_images]
+
+
+def _reading_of_train(layout: FolderLayout, train: str, rivals: list[str]) -> str:
+    nested = [name for name in rivals if layout.inner[name]]
+    if not nested and len(rivals) < 2:
+        return SPLIT
+    classes = set(layout.inner[train])
+    if any(classes.intersection(layout.inner[name]) for name in nested):
+        # More images of the same classes, as in extra/. Equal contents of several folders are
+        # also what classes with one folder for each day have.
+        have_same = len(rivals) > 1 and layout.have_same_folders([train, *rivals])
+        return UNCLEAR if have_same else SPLIT
+    are_all_nested = len(rivals) > 1 and len(nested) == len(rivals)
+    return CLASS if are_all_nested else UNCLEAR
+
+
+def _refuse_folder_around_splits(layout: FolderLayout) -> None:
+    if len(layout.inner) > 1:
+        return
+    for name, inner in layout.inner.items():
+        if TRAIN in [SPLIT_OF.get(folder.lower()) for folder in inner]:
+            raise UserError(
+                f"{layout.root} holds only {name}/ with {', '.join(sorted(inner))}: add /{name} to "
+                "data.root."
+            )
+
+
+def _by_words(layout: FolderLayout) -> dict[str, int]:
+    """Return the splits where words of all names say them, as train_images/ and test_images/."""
+    splits = {name: splits_in(name)[0] for name in layout.inner}
+    if len(layout.inner) == 1 or any(layout.inner.values()):
+        return {name: split for name, split in splits.items() if layout.inner[name]}
+    if TRAIN not in splits.values():  # classes, as test_tube/ and dev_board/
+        return {}
+    raise UserError(
+        f"{layout.root}: {', '.join(sorted(splits))} hold no class folders: make train/<class>/ "
+        "there, or use data=csv. If they are the classes, give data.splits=false."
+    )
+
+
+def _refuse_splits_within_classes(layout: FolderLayout) -> None:
+    within = {name.lower() for inner in layout.inner.values() for name in inner}
+    if within and all(layout.inner.values()) and within <= SPLIT_OF.keys():
+        names = sorted(layout.inner)
+        part = min(within)
+        raise UserError(
+            f"{layout.root}: the splits lie within {', '.join(names)}: move {names[0]}/{part} to "
+            f"{part}/{names[0]} and so on."
+        )
+
+
+def _refuse_test_without_train(layout: FolderLayout) -> None:
+    for name, inner in layout.inner.items():
+        if name.lower() not in SPLIT_OF or not inner:
+            continue
+        if all(set(inner).intersection(folders) for folders in layout.inner.values()):
+            raise UserError(
+                f"{layout.root}: {name}/ is a split and no folder beside it is named train: rename "
+                "one, or give data.splits=false if all are classes."
+            )
+
+
+def _refuse_folder_around_classes(layout: FolderLayout) -> None:
+    """Refuse a data.root that is one folder too high."""
+    for name, inner in layout.inner.items():
+        is_alone = len(layout.inner) == 1 and name not in layout.with_direct_images
+        if is_alone and len(inner) > 1:
+            raise UserError(
+                f"data.root={layout.root} holds a single class, {name}/, with the folders "
+                f"{_listed(inner)}. If these are the classes, give data.root={layout.root / name}. "
+                f"If {name} is the only class, give data.splits=false."
+            )
+
+
+def _check_same_folders(layout: FolderLayout, warnings: list[str]) -> None:
+    """Refuse, or report, folders that all have the same folders inside, as splits have."""
+    names = sorted(layout.inner)
+    if not layout.have_same_folders(names):
+        return
+    inside = _listed(layout.inner[names[0]])
+    if any(splits_in(name) for name in names):
+        raise UserError(
+            f"{layout.root}: {_listed(names)} each hold the folders {inside}, as splits do. Rename "
+            "them train/, val/ and test/, or give data.splits=false if they are the classes."
+        )
+    warnings.append(
+        f"{_listed(names)} count as classes, and each holds the folders {inside}. If they are "
+        "splits, rename them train/, val/ and test/. data.splits=false says that they are classes."
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
