@@ -71,7 +71,8 @@ class RunPlan:
 def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str]) -> tuple[Cluster, str]:
     """Return the Cluster, and cpu or gpu; a UserError says what works here if machine and options do not fit."""
     gpus = visible_gpus(environ)
-    accelerator, wanted = place(config["trainer"], trainer_name, gpus)
+    is_training = config["task_name"] == "train"
+    accelerator, wanted = place(config["trainer"], trainer_name, gpus, is_training)
     cluster = describe(environ, wanted)
     if wanted.several_processes and accelerator == "gpu" and cluster.devices > gpus:
         raise UserError(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -70,6 +71,7 @@ class RankSession:
         hosts: a description of each node.
         hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
         heartbeat: by which ranks wait for each other for hours; None for a single rank.
+        data_report: the callback that compares the images, on rank 0.
     """
 
     plan: RunPlan
@@ -77,6 +79,7 @@ class RankSession:
     interruption: Interruption = field(default_factory=Interruption)
     hang_dump: HangDump | None = None
     heartbeat: Heartbeat | None = None
+    data_report: pl.Callback | None = None
 
     def wait_for_all(self) -> None:
         """Wait until every rank has come here, however long the slowest takes to read its images.
