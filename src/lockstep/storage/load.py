@@ -31,10 +31,25 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", content: io.Byt
         lines = [line for line in map(str.strip, str(error).splitlines()) if line] or [""]
         # torch's reason is the last line but one; the lines before it advise to load without this check.
         reason = lines[-2] if lines[-1].startswith("Check the documentation") else " ".join(lines)
-        fault = f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
+        fault = _fault_of_file(content or path)
+        fault = fault or f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
     if fault:
         raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}  # without the versions that torch attaches
+
+
+def _fault_of_file(source: str | Path | io.BytesIO) -> str:
+    """Return a sentence if a file does not begin as torch.save writes: as a zip, or as a pickle."""
+    if isinstance(source, io.BytesIO):
+        start = source.getvalue()[:2]
+    else:
+        with open(source, "rb") as file:
+            start = file.read(2)
+    if not start:
+        return "the file is empty."
+    if start == b"PK" or start.startswith(b"\x80"):
+        return ""
+    return "it is no file of torch.save. Pass a .ckpt file or the id of a run."
 
 
 def _fault_of(checkpoint: Any) -> str | None:
