@@ -82,6 +82,10 @@ def test_a_new_project_is_small_committed_and_has_no_machinery(first):
     assert "{{" not in (first / "README.md").read_text() + (first / "pyproject.toml").read_text()
 
 
+def test_a_clone_has_the_folder_of_slurms_output(project):
+    assert (project / "logs").is_dir() and git("status", "--porcelain", cwd=project) == ""
+
+
 def test_its_own_tests_pass(project):
     said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project, **environment(project))
     assert re.search(r"\d+ passed", said) and "failed" not in said

@@ -58,8 +58,8 @@ class TimmModel(nn.Module):
         config = pretrained_config(name)
         if timm_arguments.get("in_chans", channels) != channels:
             raise UserError(
-                f"model.in_chans={timm_arguments['in_chans']}, but the images have {channels} "
-                "channels: leave it out, as the net takes the channels of the data."
+                f"model.in_chans={timm_arguments['in_chans']} is not the number of channels of the "
+                f"images, {channels}: leave it out, as the net takes the channels of the data."
             )
         settings = {"num_classes": num_classes, "in_chans": channels, "pretrained": from_timm}
         self.backbone = _create(str(name), image_size, channels, settings, timm_arguments)
@@ -265,14 +265,12 @@ def _cause(
     said = _one_line(failure)
     if isinstance(failure, TypeError) and "argument" in str(failure):
         return UserError(f"{name} does not take one of the model's arguments ({said}).")
-    plain = {**settings, "pretrained": False}
-    shown = [f"model.{key}={value!r}" for key, value in options.items() if value is not None]
-    for size in ({"img_size": image_size}, {}):
-        if shown and _works(name, image_size, channels, {**size, **plain}):
-            return UserError(
-                f"{name} cannot be used with {' '.join(shown)} ({said}): leave out what does not "
-                "fit."
-            )
+    arguments = {**settings, **options, "pretrained": False}
+    for key, value in options.items():
+        others = {other: arguments[other] for other in arguments if other != key}
+        sizes: tuple[dict[str, Any], ...] = ({"img_size": image_size}, {})
+        if any(_works(name, image_size, channels, {**size, **others}) for size in sizes):
+            return UserError(f"{name} cannot be used with model.{key}={value!r} ({said}).")
     return UserError(f"{name} cannot take data.image_size={image_size} ({said}).")
 
 

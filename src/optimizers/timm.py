@@ -26,11 +26,12 @@ def timm_optimizer(
 
     Args:
         parameters: parameters, or groups of them.
-        opt: any of timm.optim.list_optimizers(), also as lookahead_NAME.
+        opt: any of timm.optim.list_optimizers().
         options: arguments of the optimizer: momentum, betas, eps, …
 
     Raises:
-        UserError: an unknown name, an optimizer that needs second derivatives, or an unknown option.
+        UserError: an unknown name or option, an optimizer that needs second derivatives, or
+            Lookahead.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 
@@ -41,6 +42,11 @@ def timm_optimizer(
         raise UserError(
             f"optimizer.opt={opt}: timm has no optimizer of that name; it has {others} and others."
         )
+    if name != opt:
+        raise UserError(
+            f"optimizer.opt={opt}: timm's Lookahead lacks the hooks of torch's optimizers, which a "
+            f"resume here needs. Pass optimizer.opt={name}."
+        )
     if get_optimizer_info(name).second_order:
         raise UserError(
             f"optimizer.opt={opt} needs second derivatives, which a training step here does not "
@@ -48,7 +54,7 @@ def timm_optimizer(
         )
     try:
         return create_optimizer_v2(
-            parameters, opt=str(opt), lr=lr, weight_decay=weight_decay, **options
+            parameters, opt=name, lr=lr, weight_decay=weight_decay, **options
         )
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise UserError(

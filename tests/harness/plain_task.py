@@ -2,8 +2,9 @@
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 
 class Regression(pl.LightningModule):
@@ -57,6 +58,21 @@ class Numbers(pl.LightningDataModule):
         return DataLoader(self.parts[1], self.batch_size)
 
     test_dataloader = val_dataloader
+
+
+class Rows(IterableDataset):
+    """Ten batches of four rows on rank 1, twelve on rank 0."""
+
+    def __iter__(self):
+        is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
+        for _ in range(4 * (12 if is_rank_zero else 10)):
+            x = torch.randn(4)
+            yield x, x.sum()
+
+
+class Streams(Numbers):
+    def train_dataloader(self):
+        return DataLoader(Rows(), 4)
 
 
 class Unused(Regression):

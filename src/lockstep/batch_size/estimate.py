@@ -86,9 +86,7 @@ def _memory_gib(trainer: Config) -> float:
         return float(trainer["memory_limit_gib"])
     if torch.cuda.is_available():
         return USABLE * torch.cuda.mem_get_info()[0] / GIB
-    raise UserError(
-        "--estimate needs the memory of a device: pass trainer.memory_limit_gib=16."
-    )
+    raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
 
 
 def _training_images(config: Config) -> int:

@@ -266,9 +266,7 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
     Returns:
         Its exit code.
     """
-    variables = {
-        name: value for name, value in environ.items() if not name.startswith(LAUNCHER)
-    }
+    variables = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
     # While the child starts, a signal is only noted: a child that nobody knows would go on.
     previous = signals.on_stop(signals.note)
     command = [sys.executable, str(TRAIN), *overrides]

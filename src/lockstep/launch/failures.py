@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.launch.heartbeat import LostRank
+from lockstep.launch.heartbeat import Epochs, LostRank
 from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import (
     EXIT_FAILED,
@@ -86,13 +87,18 @@ def rank_error(
 
 
 def with_culprit(
-    error: BaseException, store: "Store", cluster: Cluster, hosts: list[str]
+    error: BaseException,
+    store: "Store",
+    cluster: Cluster,
+    hosts: list[str],
+    epochs: Callable[[], list[Epochs]] = list,
 ) -> BaseException:
     """Return what the exception of a rank means, with the rank that failed first.
 
     Args:
         store: where the ranks of this start publish their errors.
         hosts: the name of each rank's host.
+        epochs: returns the last epochs of each rank, as of Heartbeat.
 
     Returns:
         The exception itself, with `culprit`, or Interrupted if another rank was stopped.
@@ -100,7 +106,7 @@ def with_culprit(
     is_agreed = isinstance(error, Interrupted) and error.agreed
     if is_agreed or hasattr(error, "culprit"):
         return error
-    culprit = _Publisher(error, store, cluster, hosts).first_error()
+    culprit = _Publisher(error, store, cluster, hosts, epochs).first_error()
     if culprit["kind"] == "Interrupted" and not isinstance(error, Interrupted):
         stop = Interrupted("another rank was asked to stop")
         stop.elsewhere = True
@@ -118,6 +124,7 @@ class _Publisher:
     store: "Store"
     cluster: Cluster
     hosts: list[str]
+    epochs: Callable[[], list[Epochs]]
 
     @property
     def phase(self) -> str:
@@ -180,9 +187,12 @@ class _Publisher:
         return isinstance(self.error, RuntimeError) and any(word in text for word in NETWORK_ERRORS)
 
     def _lost_peer(self) -> RankError | None:
-        """Return the error of the rank that says nothing, if no rank has published one."""
+        """Return the error of a rank that says nothing, or of unequal data, unless one is known."""
         if self._wait_for(["first"]):
             return None
+        sentence = unequal_epochs(self.epochs())
+        if sentence:
+            return rank_error(self.cluster.rank, UserError(sentence), phase=self.phase)
         silent = [rank for rank in self.others if not self.store.check([f"lost-peer/{rank}"])]
         if not silent:
             return None
@@ -202,6 +212,30 @@ class _Publisher:
                 return False
             time.sleep(POLL_INTERVAL_S)
         return True
+
+
+def unequal_epochs(ranks: list[Epochs]) -> str:
+    """Return a sentence if the ranks have other numbers of batches in an epoch, else "".
+
+    A rank waits in the gradients of a batch for ranks that have no more of them.
+    """
+    shortest: dict[int, tuple[int, int]] = {}  # batches of an epoch that is over, and the rank
+    for rank, epochs in enumerate(ranks):
+        for epoch, batches, is_over in epochs:
+            if is_over:
+                shortest[epoch] = min(shortest.get(epoch, (batches, rank)), (batches, rank))
+    for rank, epochs in enumerate(ranks):
+        for epoch, batches, is_over in epochs:
+            fewest, short_rank = shortest.get(epoch, (batches, rank))
+            if batches > fewest:
+                number = f"{batches}" if is_over else f"at least {batches}"
+                return (
+                    f"Rank {short_rank} has had {fewest} training batches in epoch {epoch + 1}, "
+                    f"rank {rank} {number}: each rank needs as many as the others. Pass "
+                    f"trainer.limit_train_batches={fewest}, or let the data module give all ranks "
+                    "as many, by leaving the rest out or repeating batches."
+                )
+    return ""
 
 
 def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Epochs = list[list[int]]  # of a rank, its last two: number, batches at least, 1 if it is over
+
 INTERVAL_S = 5.0
 LOST_AFTER_S = 40.0
 SPEAK_INTERVAL_S = 60.0
@@ -71,6 +73,7 @@ class Heartbeat:
         self.lost_after_s = lost_after_s
         self._keys = [f"beat/{number}" for number in range(world_size)]
 
+        self._epochs: Epochs = []
         self._count = 0
         self._reached = 0  # waits that this rank has begun
         self._passed = 0  # waits that all ranks have begun, as far as this rank knows
@@ -90,11 +93,21 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._set_beat()
         if rank == 0:
-            self._set_state([[0, 0, 0] for _ in range(world_size)], None)
+            self._set_state([[0, 0, 0, []] for _ in range(world_size)], None)
 
     def start(self) -> None:
         self._round_at = time.monotonic()
         self._thread.start()
+
+    def note(self, epoch: int, batches: int, *, is_over: bool) -> None:
+        """Tell the others, with the next beat, how many training batches an epoch has at least."""
+        before = [each for each in self._epochs if each[0] < epoch]
+        self._epochs = [*before[-1:], [epoch, batches, int(is_over)]]
+
+    def epochs_of_all(self) -> list[Epochs]:
+        """Return the last epochs of each rank, as of its last beat."""
+        self._set_beat()
+        return [json.loads(text)[3] for text in self.store.multi_get(self._keys)]
 
     def end(self) -> None:
         """End the thread, before the store goes."""
@@ -177,7 +190,7 @@ class Heartbeat:
 
     def _set_beat(self) -> None:
         passed = self._passed
-        beat = [self._count, self._reached, passed]
+        beat = [self._count, self._reached, passed, self._epochs]
         self.store.set(self._keys[self.rank], json.dumps(beat))
         self._confirmed = passed
 
@@ -189,7 +202,7 @@ class Heartbeat:
         self._all_passed = min(beat[2] for beat in beats)
         self._set_state(beats, min(others, default=None))
 
-    def _set_state(self, beats: list[list[int]], silent: int | None) -> None:
+    def _set_state(self, beats: list[list[Any]], silent: int | None) -> None:
         passed = min(beat[1] for beat in beats)
         state = {"count": self._count, "passed": passed, "silent": silent}
         self.store.set("state", json.dumps(state))

@@ -183,9 +183,7 @@ def _publish(store: dist.Store, prefix: str, missing_nodes: list[int]) -> None:
     store.set(f"{prefix}/missing", json.dumps(missing_nodes))
 
 
-def _follow(
-    store: dist.Store, wait: _Wait, number: str, introduction: str
-) -> tuple[str, Answer]:
+def _follow(store: dist.Store, wait: _Wait, number: str, introduction: str) -> tuple[str, Answer]:
     """Introduce this rank to rank 0, and wait for the answer that is meant for it.
 
     Returns:
@@ -291,9 +289,7 @@ def _listen(address: str, port: int) -> int:
     try:
         family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
-            return socket.create_server(
-                (str(place[0]), port), family=family, backlog=1024
-            ).detach()
+            return socket.create_server((str(place[0]), port), family=family, backlog=1024).detach()
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise

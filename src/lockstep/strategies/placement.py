@@ -88,9 +88,7 @@ def _accelerator(trainer: Config, gpus: int) -> str:
     return str(trainer["accelerator"])
 
 
-def _check_gpus(
-    trainer: Config, name: str, gpus: int, devices: int, is_training: bool
-) -> None:
+def _check_gpus(trainer: Config, name: str, gpus: int, devices: int, is_training: bool) -> None:
     """Refuse a trainer that asks for more GPUs than there are, and say what works here."""
     needed = devices
     if "num_gpus" in trainer:

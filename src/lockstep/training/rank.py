@@ -5,8 +5,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from lightning.fabric.utilities.seed import seed_everything
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
+from lockstep.callbacks.resume_point import ends_epoch
 from lockstep.launch import heartbeat
 from lockstep.launch.failures import with_culprit
 from lockstep.launch.heartbeat import Heartbeat
@@ -107,6 +109,45 @@ class StartedRanks(LightningEnvironment):
         return self.cluster.node_rank
 
 
+class RankWatch(HangDump):
+    """Write the stack of a rank that hangs, and tell the others how many batches it has had.
+
+    Args:
+        on_error: called early with an exception of this rank: other ranks may wait.
+        beats: take the number of batches to the other ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float,
+        on_error: Callable[[BaseException], Any],
+        beats: Heartbeat,
+    ) -> None:
+        super().__init__(folder, timeout_s, on_error)
+        self.beats = beats
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._arm()
+        self.beats.note(trainer.current_epoch, batch_idx + 1, is_over=False)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._arm()
+        is_over = ends_epoch(trainer)
+        # Lightning fetches a batch ahead, so that one more is certain here.
+        batches = batch_idx + 1 if is_over else batch_idx + 2
+        self.beats.note(trainer.current_epoch, batches, is_over=is_over)
+
+
 @contextlib.contextmanager
 def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     """Meet the other ranks, watch over each other until the block ends, and leave together.
@@ -157,11 +198,16 @@ def _several_ranks(plan: RunPlan) -> Iterator[RankSession]:
     beats.start()
 
     names = [str(host["host"]) for host in hosts]
-    dump = HangDump(
-        plan.folder.path, timeout_s, lambda error: with_culprit(error, errors, cluster, names)
-    )
+
+    def explained(error: BaseException) -> BaseException:
+        return with_culprit(error, errors, cluster, names, beats.epochs_of_all)
+
     session = RankSession(
-        plan, hosts[:: cluster.devices], Interruption(timeout_s), dump, heartbeat=beats
+        plan,
+        hosts[:: cluster.devices],
+        Interruption(timeout_s),
+        RankWatch(plan.folder.path, timeout_s, explained, beats),
+        heartbeat=beats,
     )
     try:
         yield session
@@ -172,7 +218,7 @@ def _several_ranks(plan: RunPlan) -> Iterator[RankSession]:
             reason = _leave_together(error, beats)
         if reason is error and getattr(error, "agreed", False):
             raise
-        reason = with_culprit(reason, errors, cluster, names)
+        reason = explained(reason)
         culprit = getattr(reason, "culprit", None)
         if culprit and culprit["kind"] == "hangs":
             if names[culprit["rank"]] == names[cluster.rank]:
