@@ -90,17 +90,10 @@ def watch(hosts: list[Host]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: asked.append(number))
     failed: list[Host] = []
-    kill_at = math.inf
+    end = _End()
     while running := [host for host in hosts if host.process.poll() is None]:
         failed = failed or _failed(hosts)
-        if math.isinf(kill_at) and (asked or failed):
-            kill_at = time.monotonic() + (GRACE_AFTER_STOP_S if asked else GRACE_AFTER_FAILURE_S)
-            if asked:
-                _tell_all(running, "stop")
-        if len(asked) > 1:
-            kill_at = min(kill_at, time.monotonic())
-        if time.monotonic() >= kill_at:
-            _kill(running, since_s=time.monotonic() - kill_at)
+        end.come_closer(running, len(asked), has_failed=bool(failed))
         time.sleep(0.1)
 
     for host in hosts:
@@ -113,6 +106,31 @@ def watch(hosts: list[Host]) -> int:
         # Repeat it as the last line on the screen.
         log.info(f"[{first.name}] {first.error}")
     return max(first.process.returncode, 0) or EXIT_FAILED
+
+
+class _End:
+    """The end of the hosts that still run: they are asked to stop, and killed after a grace."""
+
+    def __init__(self) -> None:
+        self.kill_at = math.inf
+
+    def come_closer(self, running: list[Host], signals: int, *, has_failed: bool) -> None:
+        """Do what is due.
+
+        Args:
+            signals: how many have come; the second one kills at once.
+            has_failed: another host has.
+        """
+        now = time.monotonic()
+        if math.isinf(self.kill_at) and signals:
+            self.kill_at = now + GRACE_AFTER_STOP_S
+            _tell_all(running, "stop")
+        if math.isinf(self.kill_at) and has_failed:
+            self.kill_at = now + GRACE_AFTER_FAILURE_S
+        if signals > 1:
+            self.kill_at = min(self.kill_at, now)
+        if now >= self.kill_at:
+            _kill(running, since_s=now - self.kill_at)
 
 
 def _failed(hosts: list[Host]) -> list[Host]:

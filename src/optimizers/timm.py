@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from lockstep.runs.errors import UserError
 
-
 # A prefix of timm: slow weights follow those of the optimizer that is named after it.
 LOOKAHEAD = "lookahead_"
 

@@ -65,7 +65,8 @@ def estimate(cfg: Any) -> int:
     tried: dict[int, float | None] = {}
     batch: int | None = max(1, min(START, bound))
     while batch is not None:
-        peak = MARGIN * peak_bytes(config, batch, ranks, devices) / GIB
+        needed = peak_bytes(config, batch, ranks, devices)
+        peak = MARGIN * needed / GIB
         tried[batch] = peak
         log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
         batch = next_batch(tried, limit, bound)
@@ -154,8 +155,10 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     def on_one_device(moment: Mapping[str, int]) -> float:
         gradients = max(moment["GRAD"], buckets)
         state = moment["PARAM"] + gradients + moment["OPT"] + average
-        others = moment["Total"] - moment["PARAM"] - moment["GRAD"] - moment["OPT"]
-        return numbers.copies * state / shards + others + gathered
+        sharded = numbers.copies * state / shards
+        counted = moment["PARAM"] + moment["GRAD"] + moment["OPT"]
+        activations = moment["Total"] - counted
+        return sharded + activations + gathered
 
     return max(map(on_one_device, moments))
 

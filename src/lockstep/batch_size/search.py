@@ -95,8 +95,10 @@ class Tried:
         peak = record["peak_memory_gib"]
         self.peaks[batch] = peak
         usable = record.get("usable_memory_gib")
-        if limit or usable:
-            self.limit = limit or USABLE * usable
+        if limit:
+            self.limit = limit
+        elif usable:
+            self.limit = USABLE * usable
         if record.get("num_train"):
             self.bound = record["num_train"] // parts
         said = f"{peak:.3g} of {self.limit:.3g} GiB" if peak else "out of memory"
@@ -171,8 +173,9 @@ def _aim(
         assert failed is not None
         return failed / 4
     points = sorted((batch, peak) for batch, peak in tried.items() if peak and batch <= largest)
-    if failed is not None and tried[failed]:
-        points.append((failed, tried[failed]))
+    failed_peak = None if failed is None else tried[failed]
+    if failed is not None and failed_peak:
+        points.append((failed, failed_peak))
     if len(points) < 2:
         return 8 * largest
     (small, low), (large, high) = points[-2:]

@@ -190,10 +190,9 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> End
         return reports[local_rank]
     if is_stopped:
         return EXIT_INTERRUPTED, None, ""
+    text = f"ended with exit code {code}"
     if code < 0:
         text = f"killed by {signal.Signals(-code).name}"
-    else:
-        text = f"ended with exit code {code}"
     return EXIT_FAILED, rank_error(cluster.rank + local_rank, text, "killed"), ""
 
 

@@ -219,10 +219,9 @@ def _several_ranks(plan: RunPlan) -> Iterator[RankSession]:
         if reason is error and getattr(error, "agreed", False):
             raise
         reason = explained(reason)
-        culprit = getattr(reason, "culprit", None)
-        if culprit and culprit["kind"] == "hangs":
-            if names[culprit["rank"]] == names[cluster.rank]:
-                reason.hung_pid = pids[culprit["rank"]]
+        culprit = getattr(reason, "culprit", None) or {"kind": ""}
+        if culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
+            reason.hung_pid = pids[culprit["rank"]]
         raise reason  # noqa: B904 it names its cause itself
     finally:
         beats.end()
