@@ -32,6 +32,7 @@ LEFT = (  # the packages, the dry run on a driver that a project lacks, and our 
     "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
     "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip
+KEPT_LOGS = "logs/.gitkeep"
 REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
 WHEEL = re.compile(r"(?:\./)?vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n")
@@ -106,26 +107,43 @@ def pin(wheel: Path, requirements: Path) -> None:
 
 def new(name: str, folder: str) -> None:
     if not NAME.fullmatch(name):
-        raise Refused(f"NAME={name} is not a project name. Pass lower-case letters, digits, - and _, as NAME=birds.")
+        raise Refused(
+            f"NAME={name} is not a project name. Pass lower-case letters, digits, - and _, as "
+            "NAME=birds."
+        )
     if not folder:
-        raise Refused(f"DIR is missing. Pass a folder that does not exist yet: make new NAME={name} DIR=../{name}")
+        raise Refused(
+            "DIR is missing. Pass a folder that does not exist yet: make new "
+            f"NAME={name} DIR=../{name}"
+        )
     target = Path(folder).expanduser().resolve()
     if target.exists() and any(target.iterdir()):
         raise Refused(f"{target} is not empty. Pass a folder that does not exist yet.")
+
     for path in listed(ROOT):
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / path, target / path)
-    for name_in_git in run("git", "ls-files", "-co", "--exclude-standard", "--", OWN_FILES, cwd=ROOT).splitlines():
-        place = target / name_in_git.removeprefix(f"{OWN_FILES}/").removesuffix(".in")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        text = (ROOT / name_in_git).read_text().replace("{{name}}", name).replace("{{source}}", origin_of(ROOT))
-        place.write_text(text.replace("{{version}}", version_of(ROOT)))
+        write(target / path, (ROOT / path).read_bytes())
+        shutil.copymode(ROOT / path, target / path)
+    own_files = run("git", "ls-files", "-co", "--exclude-standard", "--", OWN_FILES, cwd=ROOT)
+    for file in own_files.splitlines():
+        text = (ROOT / file).read_text().replace("{{name}}", name)
+        text = text.replace("{{source}}", origin_of(ROOT)).replace("{{version}}", version_of(ROOT))
+        path = target / file.removeprefix(f"{OWN_FILES}/").removesuffix(".in")
+        write(path, text.encode())
     pin(build_wheel(ROOT, target / "vendor"), target / "requirements.txt")
-    (target / "logbook").mkdir()
-    (target / "logbook" / "README.md").write_text("# Logbook\n\nNo runs yet: `python src/logbook.py keep <run_id>`.\n")
-    for command in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-qm", f"Start {name} from Lockstep")):
-        git(*command, cwd=target)
+    text = "# Logbook\n\nNo runs yet: `python src/logbook.py keep <run_id>`.\n"
+    write(target / "logbook" / "README.md", text.encode())
+    # SLURM writes the output of launch/train.sbatch there, and makes no folder.
+    write(target / KEPT_LOGS, b"")
+
+    git("init", "-q", "-b", "main", cwd=target)
+    git("add", "-A", cwd=target)
+    git("commit", "-qm", f"Start {name} from Lockstep", cwd=target)
     print(f'{name} is in {target}. Next: cd "{target}" && make train')
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def version_of(source: Path) -> str:

@@ -9,6 +9,7 @@ is the master.
 import argparse
 import contextlib
 import logging
+import math
 import shlex
 import signal
 import subprocess
@@ -40,19 +41,27 @@ REMOTE = (
 
 def run_id_for(overrides: list[str], environ: dict[str, str]) -> str | None:
     """Return RUN_ID for all hosts; None if resume=auto has no run id, which train.py reports."""
-    stated = dict(word.split("=", 1) for word in overrides if "=" in word)
-    named = [stated.get("run_id"), stated.get("resume"), environ.get("RUN_ID")]
-    known = next((value for value in named if value not in (None, "null", "auto")), None)
-    return known or (None if stated.get("resume") == "auto" else new_run_id())
+    values = dict(override.split("=", 1) for override in overrides if "=" in override)
+    for value in (values.get("run_id"), values.get("resume"), environ.get("RUN_ID")):
+        if value not in (None, "null", "auto"):
+            return value
+    if values.get("resume") == "auto":
+        return None
+    return new_run_id()
 
 
 class Host:
     """One host's process, its lines printed with the host's name before them."""
 
     def __init__(self, name: str, command: list[str]) -> None:
-        self.name, self.error = name, ""
+        self.name = name
+        self.error = ""
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         self.reader = threading.Thread(target=self._print, daemon=True)
         self.reader.start()
@@ -60,7 +69,8 @@ class Host:
     def _print(self) -> None:
         for raw in self.process.stdout or ():
             line = raw.decode(errors="replace")
-            self.error = line.rstrip() if line.startswith("error: ") else self.error
+            if line.startswith("error: "):
+                self.error = line.rstrip()
             print(f"[{self.name}] {printable(line)}", end="", flush=True)
 
     def tell(self, word: str) -> None:
@@ -71,54 +81,112 @@ class Host:
 
 
 def watch(hosts: list[Host]) -> int:
-    """Wait until all hosts have ended; return the exit code of the first failed one, else 75 if one was interrupted."""
+    """Wait until all hosts have ended.
+
+    Returns:
+        The exit code of the first one that failed, else 75 if one was interrupted.
+    """
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: asked.append(number))
     failed: list[Host] = []
-    kill_at = float("inf")
+    end = _End()
     while running := [host for host in hosts if host.process.poll() is None]:
-        failed = failed or [h for h in hosts if h.process.returncode not in (None, EXIT_OK, EXIT_INTERRUPTED)]
-        now = time.monotonic()
-        if kill_at == float("inf") and (asked or failed):
-            kill_at = now + (GRACE_AFTER_STOP_S if asked else GRACE_AFTER_FAILURE_S)
-            for host in running if asked else ():
-                host.tell("stop")
-        kill_at = min(kill_at, now) if len(asked) > 1 else kill_at
-        for host in running if now >= kill_at else ():
-            host.tell("kill")
-            if now > kill_at + 5:  # its connection hangs
-                host.process.kill()
+        failed = failed or _failed(hosts)
+        end.come_closer(running, len(asked), has_failed=bool(failed))
         time.sleep(0.1)
+
     for host in hosts:
         host.reader.join(5)
-    codes = [host.process.returncode for host in hosts]
-    failed = failed or [host for host, code in zip(hosts, codes) if code not in (EXIT_OK, EXIT_INTERRUPTED)]
+    failed = failed or _failed(hosts)
     if not failed:
-        return max(codes)
-    if failed[0].error:
-        log.info(f"[{failed[0].name}] {failed[0].error}")  # repeated as the last line on the screen
-    return max(failed[0].process.returncode, 0) or EXIT_FAILED
+        return max(host.process.returncode for host in hosts)
+    first = failed[0]
+    if first.error:
+        # Repeat it as the last line on the screen.
+        log.info(f"[{first.name}] {first.error}")
+    return max(first.process.returncode, 0) or EXIT_FAILED
+
+
+class _End:
+    """The end of the hosts that still run: they are asked to stop, and killed after a grace."""
+
+    def __init__(self) -> None:
+        self.kill_at = math.inf
+
+    def come_closer(self, running: list[Host], signals: int, *, has_failed: bool) -> None:
+        """Do what is due.
+
+        Args:
+            signals: how many have come; the second one kills at once.
+            has_failed: another host has.
+        """
+        now = time.monotonic()
+        if math.isinf(self.kill_at) and signals:
+            self.kill_at = now + GRACE_AFTER_STOP_S
+            _tell_all(running, "stop")
+        if math.isinf(self.kill_at) and has_failed:
+            self.kill_at = now + GRACE_AFTER_FAILURE_S
+        if signals > 1:
+            self.kill_at = min(self.kill_at, now)
+        if now >= self.kill_at:
+            _kill(running, since_s=now - self.kill_at)
+
+
+def _failed(hosts: list[Host]) -> list[Host]:
+    fine = (None, EXIT_OK, EXIT_INTERRUPTED)
+    return [host for host in hosts if host.process.returncode not in fine]
+
+
+def _tell_all(hosts: list[Host], word: str) -> None:
+    for host in hosts:
+        host.tell(word)
+
+
+def _kill(hosts: list[Host], since_s: float) -> None:
+    """Kill the trainers; a few seconds later end the connections, which may hang."""
+    _tell_all(hosts, "kill")
+    if since_s > 5:
+        for host in hosts:
+            host.process.kill()
 
 
 def main(argv: list[str]) -> int:
     set_up()
     at = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("hosts", nargs="+", help="as ssh knows them; the first is the master")
-    parser.add_argument("--dir", nargs="+", default=[str(REPOSITORY)], help="the repository there: one, or one a host")
-    parser.add_argument("--master-addr", help="host0's address as the others reach it (default: its name)")
+    parser.add_argument(
+        "--dir",
+        nargs="+",
+        default=[str(REPOSITORY)],
+        help="the repository there: one, or one a host",
+    )
+    parser.add_argument(
+        "--master-addr", help="host0's address as the others reach it (default: its name)"
+    )
     parser.add_argument("--master-port", type=int, default=29500)
-    parser.add_argument("--ssh", type=shlex.split, default=SSH, help="the ssh command with its options")
+    parser.add_argument(
+        "--ssh", type=shlex.split, default=SSH, help="the ssh command with its options"
+    )
     options: Any = parser.parse_args(argv[:at])
     overrides = argv[at + 1 :]
-    run_id, hosts = run_id_for(overrides, environment()), []
+    run_id = run_id_for(overrides, environment())
+    hosts = []
     for rank, name in enumerate(options.hosts):
-        variables = [f"MASTER_ADDR={options.master_addr or options.hosts[0].split('@')[-1]}"]
-        variables += [f"MASTER_PORT={options.master_port}", f"NODE_RANK={rank}", *[f"RUN_ID={run_id}"] * bool(run_id)]
-        train = ["env", *variables, ".venv/bin/python", "src/train.py", f"trainer.num_nodes={len(options.hosts)}"]
-        folder = shlex.quote(options.dir[min(rank, len(options.dir) - 1)])
-        remote = REMOTE.format(folder=folder, train=shlex.join([*train, *overrides]))
+        variables = [
+            f"MASTER_ADDR={options.master_addr or options.hosts[0].split('@')[-1]}",
+            f"MASTER_PORT={options.master_port}",
+            f"NODE_RANK={rank}",
+        ]
+        if run_id:
+            variables.append(f"RUN_ID={run_id}")
+        train = ["env", *variables, ".venv/bin/python", "src/train.py"]
+        train += [f"trainer.num_nodes={len(options.hosts)}", *overrides]
+        folder = options.dir[min(rank, len(options.dir) - 1)]
+        remote = REMOTE.format(folder=shlex.quote(folder), train=shlex.join(train))
         hosts.append(Host(name, [*options.ssh, name, remote]))
     return watch(hosts)
 

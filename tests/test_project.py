@@ -89,6 +89,10 @@ def test_a_new_project_has_the_strategies_that_its_yamls_name(first):
     assert set(targets) == files == {"strategies.data_parallel", "strategies.model_parallel"}
 
 
+def test_a_clone_has_the_folder_of_slurms_output(project):
+    assert (project / "logs").is_dir() and git("status", "--porcelain", cwd=project) == ""
+
+
 def test_its_own_tests_pass(project):
     said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project, **environment(project))
     assert re.search(r"\d+ passed", said) and "failed" not in said

@@ -26,7 +26,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lockstep.commands import sweep
-from lockstep.runs.environment import environment, visible_gpus
+from lockstep.runs.environment import JOBS, environment, visible_gpus
 from lockstep.runs.errors import EXIT_USER_ERROR, UserError
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,9 @@ class LocalJobs(Launcher):
             if sweep.asked:  # by a signal to stop
                 return result
             place, path = free.get(), folder / f"{folder.name}_{cfg.hydra.job.num}.log"
-            environ = {**environment(), **({"CUDA_VISIBLE_DEVICES": place} if place else {})}
+            environ = {**environment(), JOBS: str(number)}
+            if place:
+                environ["CUDA_VISIBLE_DEVICES"] = place
             try:
                 with path.open("w") if number > 1 else nullcontext() as output:
                     result.return_value = sweep.run_job(cfg, cfg.hydra, program, environ, output)

@@ -56,8 +56,13 @@ class TimmModel(nn.Module):
         super().__init__()
         from_timm = pretrained and weights is None
         config = pretrained_config(name)
-        settings = {"num_classes": num_classes, "in_chans": channels, "pretrained": from_timm, **timm_arguments}
-        self.backbone = _create(str(name), image_size, channels, settings)
+        if timm_arguments.get("in_chans", channels) != channels:
+            raise UserError(
+                f"model.in_chans={timm_arguments['in_chans']} is not the number of channels of the "
+                f"images, {channels}: leave it out, as the net takes the channels of the data."
+            )
+        settings = {"num_classes": num_classes, "in_chans": channels, "pretrained": from_timm}
+        self.backbone = _create(str(name), image_size, channels, settings, timm_arguments)
         is_head_new = from_timm and config.get("num_classes") != num_classes
         if weights is not None:
             is_head_new = _load(self.backbone, Path(weights), str(name), channels)
@@ -179,36 +184,94 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
         raise UserError(f"model.name={name} cannot be used ({offline or _one_line(error)}).") from error
 
 
-def _create(name: str, image_size: int, channels: int, settings: dict[str, Any]) -> nn.Module:
-    """Build the model and try it: with img_size if that works, otherwise at its default size."""
+def _create(
+    name: str, image_size: int, channels: int, settings: dict[str, Any], options: dict[str, Any]
+) -> nn.Module:
+    """Build the model and try it: with img_size if that works, otherwise at its default size.
+
+    Args:
+        settings: num_classes, in_chans and pretrained.
+        options: further arguments of timm.create_model, from the user.
+
+    Raises:
+        UserError: it cannot be built or takes no such images, with the cause.
+    """
+    # Lockstep's handler shows the messages of the hub's client.
+    logging.getLogger("huggingface_hub").handlers.clear()
+    offline = _without_network() if settings["pretrained"] else ""
+    arguments = {**settings, **options}
+    failure: Exception | None = None
+    for size in ({"img_size": image_size}, {}):
+        try:
+            backbone = _build(name, {**size, **arguments})
+            _try(backbone, image_size, channels, settings["num_classes"])
+        except Exception as error:  # of timm, the hub's client, and assertions of any model
+            if size and isinstance(error, TypeError) and "img_size" in str(error):
+                continue
+            untrained = {**size, **arguments, "pretrained": False}
+            if settings["pretrained"] and _works(name, image_size, channels, untrained):
+                raise UserError(
+                    f"the pretrained weights of {name} cannot be loaded "
+                    f"({offline or _one_line(error)}): give a local file with model.weights=FILE, "
+                    "or train from scratch with model.pretrained=false."
+                ) from error
+            failure = failure or error
+        else:
+            return backbone.train()
+    assert failure is not None
+    raise _cause(failure, name, image_size, channels, settings, options) from failure
+
+
+def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
     import timm
 
-    logging.getLogger("huggingface_hub").handlers.clear()  # Lockstep's handler shows its messages
-    offline, problem = _without_network() if settings["pretrained"] else "", ""
-    for size in ({"img_size": image_size}, {}):
-        backbone = None
-        try:
-            backbone = timm.create_model(name, **size, **settings)
-            parameter = next(backbone.parameters())
-            if not parameter.is_meta:
-                with torch.no_grad():
-                    backbone.eval()(torch.zeros(1, channels, image_size, image_size, dtype=parameter.dtype))
-            for layer in _layers(backbone, "first_conv"):
-                _embed_by_product(backbone.get_submodule(layer))
-            return backbone.train()
-        except Exception as error:  # timm's, the hub client's, its HTTP library's, and assertions of any model
-            said = _one_line(error)
-            if size and isinstance(error, TypeError) and "img_size" in said:
-                continue
-            if backbone is None and not problem and isinstance(error, TypeError):
-                raise UserError(f"{name} does not take one of the model's arguments ({said}).") from error
-            if backbone is None and not problem and settings["pretrained"]:
-                raise UserError(
-                    f"the pretrained weights of {name} cannot be loaded ({offline or said}): give a local file with "
-                    "model.weights=FILE, or train from scratch with model.pretrained=false."
-                ) from error
-            problem = problem or said
-    raise UserError(f"{name} cannot take data.image_size={image_size} ({problem}).")
+    backbone = timm.create_model(name, **arguments)
+    for layer in _layers(backbone, "first_conv"):
+        _embed_by_product(backbone.get_submodule(layer))
+    return backbone
+
+
+def _try(backbone: nn.Module, image_size: int, channels: int, num_classes: int) -> None:
+    """Raise an exception if the model does not turn an image into a value for each class."""
+    parameter = next(backbone.parameters())
+    if parameter.is_meta:
+        return
+    image = torch.zeros(1, channels, image_size, image_size, dtype=parameter.dtype)
+    with torch.no_grad():
+        output = backbone.eval()(image)
+    if num_classes and isinstance(output, Tensor) and output.shape != (1, num_classes):
+        shape = "×".join(map(str, output.shape[1:]))
+        raise ValueError(f"the output is {shape} in place of {num_classes} classes")
+
+
+def _works(name: str, image_size: int, channels: int, arguments: dict[str, Any]) -> bool:
+    """Return whether the model can be built with other arguments: to find the cause of an error."""
+    try:
+        _try(_build(name, arguments), image_size, channels, arguments["num_classes"])
+    except Exception:
+        return False
+    return True
+
+
+def _cause(
+    failure: Exception,
+    name: str,
+    image_size: int,
+    channels: int,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+) -> UserError:
+    """Return the error of a model that failed: its options or the image size."""
+    said = _one_line(failure)
+    if isinstance(failure, TypeError) and "argument" in str(failure):
+        return UserError(f"{name} does not take one of the model's arguments ({said}).")
+    arguments = {**settings, **options, "pretrained": False}
+    for key, value in options.items():
+        others = {other: arguments[other] for other in arguments if other != key}
+        sizes: tuple[dict[str, Any], ...] = ({"img_size": image_size}, {})
+        if any(_works(name, image_size, channels, {**size, **others}) for size in sizes):
+            return UserError(f"{name} cannot be used with model.{key}={value!r} ({said}).")
+    return UserError(f"{name} cannot take data.image_size={image_size} ({said}).")
 
 
 class PatchConv(nn.Conv2d):

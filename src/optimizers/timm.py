@@ -10,9 +10,16 @@ from torch.optim import Optimizer
 
 from lockstep.runs.errors import UserError
 
+# A prefix of timm: slow weights follow those of the optimizer that is named after it.
+LOOKAHEAD = "lookahead_"
+
 
 def timm_optimizer(
-    parameters: Any, opt: str | None = None, lr: float = 1e-3, weight_decay: float = 0.0, **options: Any
+    parameters: Any,
+    opt: str | None = None,
+    lr: float = 1e-3,
+    weight_decay: float = 0.0,
+    **options: Any,
 ) -> Optimizer:
     """Return an optimizer of timm.
 
@@ -20,17 +27,35 @@ def timm_optimizer(
         parameters: parameters, or groups of them.
         opt: any of timm.optim.list_optimizers().
         options: arguments of the optimizer: momentum, betas, eps, …
+
     Raises:
-        UserError: an unknown name, an optimizer that needs second derivatives, or an unknown option.
+        UserError: an unknown name or option, an optimizer that needs second derivatives, or
+            Lookahead.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 
-    if opt not in list_optimizers():
-        close = ", ".join(difflib.get_close_matches(str(opt), list_optimizers(), 3)) or "lamb, lion, adan, nadamw"
-        raise UserError(f"optimizer.opt={opt}: timm has no optimizer of that name; it has {close} and others.")
-    if get_optimizer_info(opt).second_order:
-        raise UserError(f"optimizer.opt={opt} needs second derivatives, which a training step here does not keep.")
+    name = str(opt).removeprefix(LOOKAHEAD)
+    if name not in list_optimizers():
+        close = difflib.get_close_matches(name, list_optimizers(), 3)
+        others = ", ".join(close) or "lamb, lion, adan, nadamw"
+        raise UserError(
+            f"optimizer.opt={opt}: timm has no optimizer of that name; it has {others} and others."
+        )
+    if name != opt:
+        raise UserError(
+            f"optimizer.opt={opt}: timm's Lookahead lacks the hooks of torch's optimizers, which a "
+            f"resume here needs. Pass optimizer.opt={name}."
+        )
+    if get_optimizer_info(name).second_order:
+        raise UserError(
+            f"optimizer.opt={opt} needs second derivatives, which a training step here does not "
+            "keep."
+        )
     try:
-        return create_optimizer_v2(parameters, opt=opt, lr=lr, weight_decay=weight_decay, **options)
+        return create_optimizer_v2(
+            parameters, opt=name, lr=lr, weight_decay=weight_decay, **options
+        )
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise UserError(f"timm's {opt} cannot be built from the optimizer's options ({error}).") from error
+        raise UserError(
+            f"timm's {opt} cannot be built from the optimizer's options ({error})."
+        ) from error

@@ -54,6 +54,21 @@ def fail_at_step(step: int) -> None:
     _wrap(Interruption, "on_train_batch_end", fault)
 
 
+def stopped_while_it_prepares(rank: int, number: int = signal.SIGSTOP) -> None:
+    """This rank gets a signal before it reads its images; others notice within seconds."""
+    from data.digits import DigitsDataModule
+    from lockstep.launch import heartbeat
+
+    heartbeat.INTERVAL_S = 0.2
+    heartbeat.LOST_AFTER_S = 2.0
+
+    def fault(self: Any) -> None:
+        if _rank() == rank:
+            os.kill(os.getpid(), number)
+
+    _wrap(DigitsDataModule, "prepare", fault)
+
+
 class Harmed(Callback):
     """One rank of a training comes to harm.
 

@@ -5,8 +5,9 @@ import random
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
 class Regression(pl.LightningModule):
@@ -99,6 +100,19 @@ class NoisyRegression(Regression):
         x, y = batch
         noise = np.random.rand() + random.random()
         return nn.functional.mse_loss(self(nn.functional.dropout(x, 0.1)) + 0.01 * noise, y)
+class Rows(IterableDataset):
+    """Ten batches of four rows on rank 1, twelve on rank 0."""
+
+    def __iter__(self):
+        is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
+        for _ in range(4 * (12 if is_rank_zero else 10)):
+            x = torch.randn(4)
+            yield x, x.sum()
+
+
+class Streams(Numbers):
+    def train_dataloader(self):
+        return DataLoader(Rows(), 4)
 
 
 class Unused(Regression):

@@ -51,6 +51,8 @@ def test_it_is_the_one_that_was_named_and_keeps_groups_and_options():
     ("options", "says"),
     [
         ({"opt": "lamp"}, "optimizer.opt=lamp: timm has no optimizer of that name; it has lamb"),
+        ({"opt": "lookahead_lamp"}, "optimizer.opt=lookahead_lamp: timm has no .* it has lamb"),
+        ({"opt": "lookahead_adamw"}, "Lookahead lacks the hooks .* Pass optimizer.opt=adamw"),
         ({}, "optimizer.opt=None: timm has no optimizer"),
         ({"opt": "adahessian"}, "needs second derivatives"),
         ({"opt": "lamb", "nonsense": 1}, "timm's lamb cannot be built.*nonsense"),

@@ -1,7 +1,7 @@
 """Find out who started this process, and which rank of how many it is.
 
-Nobody (this machine alone), one command per node (MASTER_ADDR, MASTER_PORT, NODE_RANK), Lockstep's own agent, torchrun,
-SLURM's srun, MPI, or any other launcher that sets RANK and WORLD_SIZE.
+Nobody (this machine alone), one command per node (MASTER_ADDR, MASTER_PORT, NODE_RANK), Lockstep's
+own agent, torchrun, SLURM's srun, MPI, or any other launcher that sets RANK and WORLD_SIZE.
 """
 
 import os
@@ -10,22 +10,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.runs.environment import AGENT, environment, network_interface, set_variables
 from lockstep.runs.errors import UserError
 from lockstep.strategies.placement import RequestedDevices
 
 Environ = Mapping[str, str]
-# Each launcher's variables for rank, world size, local rank and ranks of the node
+
+
+class Variables(NamedTuple):
+    """The names of a launcher's variables."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+
+
 VARIABLES = {
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-               "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, torch's env://, PyTorchJob
-}  # fmt: skip
-NODES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")  # one command per node
-INFINIBAND = Path("/sys/class/infiniband")  # InfiniBand, RoCE or EFA, which NCCL finds by itself
+    "mpirun": Variables(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # MPICH and Intel MPI
+    "mpiexec": Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # torchrun, torch's env:// and PyTorchJob
+    "env": Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+# Of one command per node
+NODES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+# InfiniBand, RoCE or EFA, which NCCL finds by itself
+INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
@@ -67,144 +85,274 @@ class Cluster:
 
 def set_rank_environment(cluster: Cluster) -> None:
     """Set torchrun's variables for this rank, and defaults of gloo, NCCL and the CUDA allocator."""
-    set_variables({
-        "RANK": str(cluster.rank), "LOCAL_RANK": str(cluster.local_rank or 0), "WORLD_SIZE": str(cluster.world_size),
-        "LOCAL_WORLD_SIZE": str(cluster.devices), "GROUP_RANK": str(cluster.node_rank),
-        "GROUP_WORLD_SIZE": str(cluster.num_nodes), "MASTER_ADDR": cluster.master_addr,
-        "MASTER_PORT": str(cluster.master_port or 0),
-    })  # fmt: skip
+    set_variables(
+        {
+            "RANK": str(cluster.rank),
+            "LOCAL_RANK": str(cluster.local_rank or 0),
+            "WORLD_SIZE": str(cluster.world_size),
+            "LOCAL_WORLD_SIZE": str(cluster.devices),
+            "GROUP_RANK": str(cluster.node_rank),
+            "GROUP_WORLD_SIZE": str(cluster.num_nodes),
+            "MASTER_ADDR": cluster.master_addr,
+            "MASTER_PORT": str(cluster.master_port or 0),
+        }
+    )
     defaults = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as nvidia-smi counts
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a lost peer prints C++ stacks over the error that counts
-        "TORCH_FR_BUFFER_SIZE": "2000",  # NCCL's flight recorder keeps the last collectives
+        # As nvidia-smi counts
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # A lost peer would print C++ stacks over the error that counts.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # NCCL's flight recorder keeps the last collectives.
+        "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        # The step that meets a lost GPU raises an exception: NCCL's watchdog would abort the process before that
+        # The step that meets a lost GPU raises an exception: NCCL's watchdog would abort the
+        # process before that.
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     }
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environment():  # the older name of the same option
-        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # else half a GPU is lost to fragments
-    where = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"
-    if cluster.world_size > 1 and (interface := network_interface(where)):
-        defaults["GLOO_SOCKET_IFNAME"] = interface
-        if cluster.num_nodes > 1 and not any(INFINIBAND.glob("*")):  # else NCCL may take a container's bridge and hang
-            defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    # The allocator's option has two names. Without it half a GPU is lost to fragments.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment():
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if cluster.world_size > 1:
+        defaults |= _interfaces(cluster)
     set_variables(defaults, unless_set=True)
 
 
+def _interfaces(cluster: Cluster) -> dict[str, str]:
+    """Return the network interface by which gloo and NCCL reach the master."""
+    address = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"
+    interface = network_interface(address)
+    if not interface:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": interface}
+    # NCCL may take a container's bridge otherwise, and hang.
+    if cluster.num_nodes > 1 and not any(INFINIBAND.glob("*")):
+        variables["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return variables
+
+
 def slurm_step(environ: Environ) -> str | None:
-    """Name the srun step of several tasks that this process is one of; a step of one task is a plain machine."""
-    is_step = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # a batch script or an interactive shell has none
-    return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}" if is_step else None
+    """Name the srun step of several tasks that this process is one of.
+
+    A step of one task is a plain machine; a batch script and an interactive shell have no step.
+    """
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return None
+    return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
 
 
 def launcher_of(environ: Environ) -> str | None:
-    """Name the launcher that decided how many ranks there are and which this process is; None if none did."""
+    """Name the launcher that decided how many ranks there are; None if none did."""
     for name, variable in (("agent", AGENT), ("torchrun", "TORCHELASTIC_RUN_ID")):
         if "RANK" in environ and variable in environ:
             return name
     if slurm_step(environ):
         return "slurm"
-    return next((name for name, (rank, size, *_) in VARIABLES.items() if rank in environ and size in environ), None)
+    for name, variables in VARIABLES.items():
+        if variables.rank in environ and variables.world_size in environ:
+            return name
+    return None
 
 
 def is_first_on_node(environ: Environ) -> bool:
     """Return whether this process prepares what all ranks of its node read."""
-    names = ("SLURM_LOCALID", *(local_rank for _, _, local_rank, _ in VARIABLES.values()))
+    names = ["SLURM_LOCALID", *(variables.local_rank for variables in VARIABLES.values())]
     return all(environ.get(name, "0") == "0" for name in names)
 
 
-def describe(environ: Environ, wanted: RequestedDevices) -> Cluster:
-    """Return the cluster that the environment and the trainer's options describe together; UserError if they differ."""
+def describe(environ: Environ, requested: RequestedDevices) -> Cluster:
+    """Return the cluster that the environment and the trainer's options describe together.
+
+    Raises:
+        UserError: they contradict each other.
+    """
     name = launcher_of(environ)
     if name == "agent":
-        launcher, nodes, node, address, port = environ[AGENT].split(maxsplit=6)[1:6]
-        own = (int(environ["LOCAL_WORLD_SIZE"]), int(node), int(environ["LOCAL_RANK"]))
-        return Cluster(launcher, int(nodes), *own, address, int(port), agent_store=nodes == "1", has_agent=True)
+        return _of_agent(environ)
+    if name == "slurm":
+        return _started_rank(name, {**environ, **_of_slurm(environ)}, requested)
     if name is not None:
-        return _started_rank(name, {**environ, **_of_slurm(environ)} if name == "slurm" else environ, wanted)
-    devices = (wanted.devices or wanted.machine) if wanted.several_processes else 1
-    local_rank = None if devices > 1 else 0
-    if not wanted.several_processes or ("NODE_RANK" not in environ and (wanted.num_nodes or 1) == 1):
-        return Cluster("none", 1, devices, 0, local_rank, "127.0.0.1", None)
-    num_nodes = wanted.num_nodes or 0
-    has_all, size = all(map(environ.get, NODES)), _integer(environ, "WORLD_SIZE", devices * num_nodes)
+        return _started_rank(name, environ, requested)
+    if not requested.several_processes:
+        return Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+    if "NODE_RANK" in environ or (requested.num_nodes or 1) > 1:
+        return _of_nodes(environ, requested)
+    devices = requested.devices or requested.machine
+    return Cluster("none", 1, devices, 0, _only_rank(devices), "127.0.0.1", None)
+
+
+def _only_rank(devices: int) -> int | None:
+    """Return the local rank of a process that nobody has made one of several."""
+    return None if devices > 1 else 0
+
+
+def _of_agent(environ: Environ) -> Cluster:
+    """Return the cluster that Lockstep's agent describes to its ranks."""
+    launcher, num_nodes, node_rank, address, port = environ[AGENT].split(maxsplit=6)[1:6]
+    return Cluster(
+        launcher,
+        int(num_nodes),
+        int(environ["LOCAL_WORLD_SIZE"]),
+        int(node_rank),
+        int(environ["LOCAL_RANK"]),
+        address,
+        int(port),
+        agent_store=num_nodes == "1",
+        has_agent=True,
+    )
+
+
+def _of_nodes(environ: Environ, requested: RequestedDevices) -> Cluster:
+    """Return the cluster of one command per node."""
+    devices = requested.devices or requested.machine
+    num_nodes = requested.num_nodes or 0
+    world_size = devices * num_nodes
     node_rank = _integer(environ, "NODE_RANK", 0)
-    if not has_all or size != devices * num_nodes or not 0 <= node_rank < num_nodes:
-        shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in (*NODES, "WORLD_SIZE"))
+    is_complete = all(environ.get(name) for name in NODES)
+    is_size = _integer(environ, "WORLD_SIZE", world_size) == world_size
+    if not (is_complete and is_size and 0 <= node_rank < num_nodes):
+        names = (*NODES, "WORLD_SIZE")
+        shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in names)
         raise UserError(
-            f"{shown} do not fit trainer.devices={devices} trainer.num_nodes={num_nodes or 'unset'}: start on each of "
-            "N nodes MASTER_ADDR=<address of node 0> MASTER_PORT=29500 NODE_RANK=<0 to N - 1> python src/train.py "
-            "trainer.num_nodes=<N> …; WORLD_SIZE is N × trainer.devices, or not set."
+            f"{shown} do not fit trainer.devices={devices} trainer.num_nodes="
+            f"{num_nodes or 'unset'}: start on each of N nodes MASTER_ADDR=<address of node 0> "
+            "MASTER_PORT=29500 NODE_RANK=<0 to N - 1> python src/train.py trainer.num_nodes=<N> …; "
+            "WORLD_SIZE is N × trainer.devices, or not set."
         )
-    address, meet_at = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
-    return Cluster("nodes", num_nodes, devices, node_rank, local_rank, address, meet_at)
+    port = _integer(environ, "MASTER_PORT")
+    local_rank = _only_rank(devices)
+    return Cluster(
+        "nodes", num_nodes, devices, node_rank, local_rank, _master_address(environ), port
+    )
 
 
-def _started_rank(name: str, environ: Environ, wanted: RequestedDevices) -> Cluster:
+def _master_address(environ: Environ) -> str:
+    """Return MASTER_ADDR; an IPv6 address may stand in brackets, as in URLs."""
+    address = environ.get("MASTER_ADDR") or "127.0.0.1"
+    return address.removeprefix("[").removesuffix("]")
+
+
+def _started_rank(name: str, environ: Environ, requested: RequestedDevices) -> Cluster:
     """Return the cluster of a launcher that sets the rank of each process."""
-    of_rank, of_size, of_local_rank, of_local_size = VARIABLES.get(name, VARIABLES["env"])
-    rank, size = _integer(environ, of_rank), _integer(environ, of_size)
-    devices = _integer(environ, of_local_size, wanted.devices or 1)
-    local_rank, nodes = _integer(environ, of_local_rank, rank % devices), size // devices
-    who = "RANK and WORLD_SIZE" if name == "env" else name
-    unset = "" if name == "slurm" else f", or unset {of_rank} and {of_size}"
-    if not wanted.several_processes and size > 1:
+    variables = VARIABLES.get(name, VARIABLES["env"])
+    rank = _integer(environ, variables.rank)
+    devices = _integer(environ, variables.local_size, requested.devices or 1)
+    cluster = Cluster(
+        name,
+        _integer(environ, variables.world_size) // devices,
+        devices,
+        rank // devices,
+        _integer(environ, variables.local_rank, rank % devices),
+        _master_address(environ),
+        _integer(environ, "MASTER_PORT", 29500),
+        agent_store=name == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+    _check_started(cluster, variables, environ, requested)
+    if cluster.num_nodes > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise UserError(
-            f"{who} started {size} processes, but this trainer runs in one: choose trainer=ddp or trainer=fsdp "
-            f"(on CPUs ddp_sim or fsdp_sim){unset}."
+            f"{_title(name)} started {cluster.num_nodes} nodes: set MASTER_ADDR and MASTER_PORT "
+            "for all."
         )
-    stated = (wanted.devices or devices, wanted.num_nodes or nodes) if wanted.several_processes else (devices, nodes)
-    is_in_a_row = 0 <= rank < size and size % devices == 0 and local_rank == rank % devices
-    if stated != (devices, nodes) or not is_in_a_row:
+    return cluster
+
+
+def _title(launcher: str) -> str:
+    """Return the name of a launcher as errors say it."""
+    return "RANK and WORLD_SIZE" if launcher == "env" else launcher
+
+
+def _check_started(
+    cluster: Cluster, variables: Variables, environ: Environ, requested: RequestedDevices
+) -> None:
+    """Refuse ranks that the trainer's options or each other contradict."""
+    rank = _integer(environ, variables.rank)
+    world_size = _integer(environ, variables.world_size)
+    launcher = _title(cluster.launcher)
+    unset = ""
+    if cluster.launcher != "slurm":
+        unset = f", or unset {variables.rank} and {variables.world_size}"
+
+    if world_size > 1 and not requested.several_processes:
         raise UserError(
-            f"{who} started rank {rank} of {size}, number {local_rank} of {devices} on its node, but trainer.devices="
-            f"{stated[0]} × trainer.num_nodes={stated[1]}: every node needs as many ranks, numbered in a row. Give "
-            f"trainer.devices=<ranks on a node>, or leave both out{unset}."
+            f"{launcher} started {world_size} processes, but this trainer runs in one: choose "
+            f"trainer=ddp or trainer=fsdp (on CPUs ddp_sim or fsdp_sim){unset}."
         )
-    if nodes > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
-        raise UserError(f"{who} started {nodes} nodes: set MASTER_ADDR and MASTER_PORT for all.")
-    agent_store = name == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = environ.get("MASTER_ADDR") or "127.0.0.1", _integer(environ, "MASTER_PORT", 29500)
-    return Cluster(name, nodes, devices, rank // devices, local_rank, address, port, agent_store)
+    is_row = rank in range(world_size) and (cluster.world_size, cluster.rank) == (world_size, rank)
+    if not is_row or not _fits(requested, cluster):
+        raise UserError(
+            f"{launcher} started rank {rank} of {world_size}, number {cluster.local_rank} of "
+            f"{cluster.devices} on its node, but trainer.devices="
+            f"{requested.devices or cluster.devices} × trainer.num_nodes="
+            f"{requested.num_nodes or cluster.num_nodes}: every node needs as many ranks, numbered "
+            f"in a row. Give trainer.devices=<ranks on a node>, or leave both out{unset}."
+        )
+
+
+def _fits(requested: RequestedDevices, cluster: Cluster) -> bool:
+    """Return whether a launcher started what the options ask for, where they ask for a number."""
+    if not requested.several_processes:
+        return True
+    has_devices = requested.devices in (None, cluster.devices)
+    return has_devices and requested.num_nodes in (None, cluster.num_nodes)
 
 
 def _of_slurm(environ: Environ) -> dict[str, str]:
     """Return torchrun's variables for a task of an srun step."""
-    tasks, local_rank = _integer(environ, "SLURM_STEP_NUM_TASKS"), _integer(environ, "SLURM_LOCALID")
+    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS")
     devices = tasks // _integer(environ, "SLURM_STEP_NUM_NODES")
+    local_rank = _integer(environ, "SLURM_LOCALID")
+    rank = _integer(environ, "SLURM_NODEID") * devices + local_rank
+    # Each step of each job has a port of its own.
     number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ["SLURM_STEP_ID"])
-    # The first host of a node list: `gpu[03-05,9],login` → `gpu03`
-    first = re.sub(r"^([^\[,]+)(?:\[(\w+)[^\]]*\])?([^,]*).*", r"\1\2\3", environ["SLURM_STEP_NODELIST"])
+    address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
     return {
-        "RANK": str(_integer(environ, "SLURM_NODEID") * devices + local_rank), "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(devices),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first,
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + number % 12000),  # another for each step of each job
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(devices),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + number % 12000),
+    }
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of SLURM's node list: rack1gpu03 of `rack[1-2]gpu[03-05,9],login`."""
+    # A comma within brackets separates numbers, and one outside of them separates names.
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 def named_run(config: Mapping[str, Any], environ: Environ) -> str | None:
-    """Return the run id that the user, torchrun (--rdzv-id) or SLURM's job gives the run, also after a restart."""
-    stated = environ.get("TORCHELASTIC_RUN_ID", "none")
-    torchrun = "" if stated == "none" else re.sub(r"[^A-Za-z0-9._-]", "-", stated).lstrip("._-")[:100]
-    return config.get("run_id") or environ.get("RUN_ID") or torchrun or slurm_step(environ)
+    """Return the run id that the user, torchrun (--rdzv-id) or SLURM's job gives the run.
+
+    It is the same after a restart.
+    """
+    rendezvous = environ.get("TORCHELASTIC_RUN_ID", "none")
+    of_torchrun = ""
+    if rendezvous != "none":
+        of_torchrun = re.sub(r"[^A-Za-z0-9._-]", "-", rendezvous).lstrip("._-")[:100]
+    return config.get("run_id") or environ.get("RUN_ID") or of_torchrun or slurm_step(environ)
 
 
 def agent_id(environ: Environ) -> str | None:
-    """Name what would start this process again in the same run: torchrun's agent or the SLURM step; else None."""
+    """Name what would start this process again in the same run: torchrun's agent or a SLURM step.
+
+    None if nothing would.
+    """
     if launcher_of(environ) != "torchrun":
         return slurm_step(environ)
     import psutil
 
     agent = psutil.Process(os.getppid())
-    return f"{datetime.fromtimestamp(agent.create_time(), UTC):%Y-%m-%d_%H-%M-%S}_torchrun-{agent.pid}"
+    started_at = datetime.fromtimestamp(agent.create_time(), UTC)
+    return f"{started_at:%Y-%m-%d_%H-%M-%S}_torchrun-{agent.pid}"
 
 
 def _integer(environ: Environ, name: str, default: int | None = None) -> int:
-    stated = environ.get(name) or default
-    if stated is None:
+    value = environ.get(name) or default
+    if value is None:
         raise UserError(f"{name} is not set, and this launch needs it.")
     try:
-        return int(stated)
+        return int(value)
     except ValueError:
-        raise UserError(f"{name}={stated!r} is not a whole number.") from None
+        raise UserError(f"{name}={value!r} is not a whole number.") from None

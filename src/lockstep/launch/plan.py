@@ -73,7 +73,8 @@ class RunPlan:
 def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str]) -> tuple[Cluster, str]:
     """Return the Cluster, and cpu or gpu; a UserError says what works here if machine and options do not fit."""
     gpus = visible_gpus(environ)
-    accelerator, wanted = place(config["trainer"], trainer_name, gpus)
+    is_training = config["task_name"] == "train"
+    accelerator, wanted = place(config["trainer"], trainer_name, gpus, is_training)
     cluster = describe(environ, wanted)
     if wanted.several_processes and accelerator == "gpu" and cluster.devices > gpus:
         raise UserError(
@@ -124,6 +125,7 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
             raise UserError(f"seed={config['seed']}: give a whole number from 0 to 4294967295, as numpy takes.")
         if trainer.get("limit_train_batches") == 0:
             raise UserError("trainer.limit_train_batches=0 leaves nothing to train on: give 1.0 for all batches.")
+        check_decay(trainer["ema_decay"])
         if trainer["max_time"]:
             seconds_of(trainer["max_time"], "trainer.max_time")
         if accelerator == "cpu" and not any(key_of(word) in CHOSEN for word in config["overrides"]):
@@ -152,6 +154,15 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
         )
     if len(temporary := tempfile.gettempdir()) > MOST_OF_TMPDIR:
         raise UserError(f"TMPDIR={temporary} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
+
+
+def check_decay(decay: Any) -> None:
+    """Refuse a trainer.ema_decay that is no share of an average."""
+    is_share = isinstance(decay, int | float) and 0 <= decay < 1
+    if decay is not None and not is_share:
+        raise UserError(
+            f"trainer.ema_decay={decay}: give a number from 0 to below 1, such as 0.999, or null."
+        )
 
 
 def resolved(config: Config, cluster: Cluster, accelerator: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 AGENT = "LOCKSTEP_AGENT"  # set in the ranks that agent.py starts: its pid, their cluster, the folder for their output
+# Set in the jobs of a sweep: how many of them run side by side on this machine
+JOBS = "LOCKSTEP_JOBS"
 
 
 def environment() -> dict[str, str]:
@@ -75,12 +77,19 @@ def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("
 
 
 def cores_of_rank() -> int:
-    """Return the cores of this rank: those that SLURM has bound it to, else its share of the machine's."""
+    """Return the cores of this rank: those that SLURM has bound it to, else its share.
+
+    The ranks of this node, and the jobs of a sweep that run side by side, share the machine's.
+    """
     environ = environment()
-    cores, ranks = available_cores(), int(environ.get("LOCAL_WORLD_SIZE") or 1)
-    is_task = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not {AGENT, "TORCHELASTIC_RUN_ID"} & environ.keys()
+    cores = available_cores()
+    ranks = int(environ.get("LOCAL_WORLD_SIZE") or 1) * int(environ.get(JOBS) or 1)
+    has_agent = bool({AGENT, "TORCHELASTIC_RUN_ID"} & environ.keys())
+    is_task = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not has_agent
     is_bound = is_task and cores < ranks * int(environ.get("SLURM_CPUS_PER_TASK") or 0)
-    return cores if is_bound else max(1, cores // ranks)
+    if is_bound:
+        return cores
+    return max(1, cores // ranks)
 
 
 def cpu_name() -> str:

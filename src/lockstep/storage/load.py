@@ -44,7 +44,8 @@ def read_checkpoint(
         checkpoint = torch.load(content or path, map_location=map_location, weights_only=True)
         fault = _fault_of(checkpoint)
     except Exception as error:
-        fault = _reason(error)
+        # A damaged file makes zipfile, pickle and torch raise nearly anything.
+        fault = _fault_of_file(content or path) or _reason(error)
     if fault:
         raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
 
@@ -61,6 +62,20 @@ def _reason(error: Exception) -> str:
     else:
         reason = " ".join(lines)
     return f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
+
+
+def _fault_of_file(source: str | Path | io.BytesIO) -> str:
+    """Return a sentence if a file does not begin as torch.save writes: as a zip, or as a pickle."""
+    if isinstance(source, io.BytesIO):
+        start = source.getvalue()[:2]
+    else:
+        with open(source, "rb") as file:
+            start = file.read(2)
+    if not start:
+        return "the file is empty."
+    if start == b"PK" or start.startswith(b"\x80"):
+        return ""
+    return "it is no file of torch.save. Pass a .ckpt file or the id of a run."
 
 
 def _fault_of(checkpoint: Any) -> str | None:

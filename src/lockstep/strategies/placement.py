@@ -1,10 +1,16 @@
-"""The processes, GPUs and nodes that the options of each trainer ask for. Imports no torch: the launcher asks."""
+"""The processes, GPUs and nodes that the options of each trainer ask for.
+
+Imports no torch: the launcher asks.
+"""
 
 from dataclasses import dataclass
 
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
+
+# Ranks of a strategy over CPUs where neither the user nor a launcher says how many.
+CPU_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -23,40 +29,71 @@ class RequestedDevices:
     machine: int = 1
 
 
-def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]:
+def place(
+    trainer: Config, name: str, gpus: int, is_training: bool = True
+) -> tuple[str, RequestedDevices]:
     """Return "cpu" or "gpu", and what the launcher has to start.
 
     Args:
         trainer: the config's trainer node.
         name: the option that was chosen, as trainer=name.
         gpus: that this process sees.
+        is_training: a training of any recipe is too slow for a CPU, an evaluation is not.
+
     Raises:
-        UserError: a GPU is asked for on a machine that has none, with the option that works there; one process is
-            asked to be several.
+        UserError: a GPU is asked for on a machine that has none, with the option that works here;
+            one process is asked to be several.
     """
-    devices, num_nodes = (None if trainer[key] == "auto" else trainer[key] for key in ("devices", "num_nodes"))
-    is_one = trainer["launch"] == "one_process"
-    if is_one and (devices or 1, num_nodes or 1) != (1, 1):
+    devices = _number(trainer["devices"], "devices")
+    num_nodes = _number(trainer["num_nodes"], "num_nodes")
+    is_one_process = trainer["launch"] == "one_process"
+    if is_one_process and (devices or 1, num_nodes or 1) != (1, 1):
         raise UserError(
-            f"trainer.devices={devices} trainer.num_nodes={num_nodes}, but trainer={name} is one process: trainer=ddp "
-            "(on CPUs ddp_sim) has several; dp takes trainer.num_gpus, model_parallel trainer.stage_devices."
+            f"trainer.devices={devices} trainer.num_nodes={num_nodes}, but trainer={name} is one "
+            "process: trainer=ddp (on CPUs ddp_sim) has several; dp takes trainer.num_gpus, "
+            "model_parallel trainer.stage_devices."
         )
-    if devices is not None and (not isinstance(devices, int) or devices < 1):
-        raise UserError(f"trainer.devices={devices!r}: give a number from 1 on, or auto.")
-    accelerator = str(trainer["accelerator"])
-    needed = gpus_needed(trainer, devices or 1)
+
+    accelerator = _accelerator(trainer, gpus)
+    machine = 1
+    if accelerator == "gpu":
+        _check_gpus(trainer, name, gpus, devices or 1, is_training)
+        machine = gpus
+    elif trainer["strategy"] and not is_one_process:
+        machine = CPU_RANKS
+    return accelerator, RequestedDevices(devices, num_nodes, not is_one_process, machine)
+
+
+def _number(value: int | str, key: str) -> int | None:
+    """Return a number of devices or nodes; None for auto."""
+    if value == "auto":
+        return None
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"trainer.{key}={value!r}: give a number from 1 on, or auto.")
+    return value
+
+
+def _accelerator(trainer: Config, gpus: int) -> str:
+    """Return "cpu" or "gpu"."""
     process_devices = trainer.get("process_devices")
     if isinstance(process_devices, list):
-        accelerator = "cpu" if str(process_devices[0]).startswith("cpu") else "gpu"
-    elif accelerator == "auto":
-        accelerator = "gpu" if gpus else "cpu"
-    if accelerator == "gpu" and gpus < needed:
-        has = f"{gpus or 'no'} GPU{'s' if gpus > 1 else ''}"
-        raise UserError(
-            f"trainer={name} asks for {needed} GPU{'s' if needed > 1 else ''} and this machine has {has}: "
-            f"trainer={option_for_cpus(name)} works here."
-        )
-    return accelerator, RequestedDevices(devices, num_nodes, not is_one, gpus if accelerator == "gpu" else 1)
+        return "cpu" if str(process_devices[0]).startswith("cpu") else "gpu"
+    if trainer["accelerator"] == "auto":
+        return "gpu" if gpus else "cpu"
+    return str(trainer["accelerator"])
+
+
+def _check_gpus(trainer: Config, name: str, gpus: int, devices: int, is_training: bool) -> None:
+    """Refuse a trainer that asks for more GPUs than there are, and say what works here."""
+    needed = gpus_needed(trainer, devices)
+    if gpus >= needed:
+        return
+    asked = f"{needed} GPU" if needed == 1 else f"{needed} GPUs"
+    present = {0: "no GPU", 1: "1 GPU"}.get(gpus, f"{gpus} GPUs")
+    works = f"trainer={option_for_cpus(name)} works here."
+    if is_training:
+        works = f"experiment=quickstart {works}"
+    raise UserError(f"trainer={name} asks for {asked} and this machine has {present}: {works}")
 
 
 def gpus_needed(trainer: Config, devices: int) -> int:

@@ -73,7 +73,8 @@ def synchronise(net: nn.Module, device_type: str) -> None:
     for layer in net.modules():
         if not isinstance(layer, BATCH_NORMS) or isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
-        is_timms = type(layer).__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys()
+        children = dict(layer.named_children()).keys()
+        is_timms = type(layer).__module__.startswith("timm.") and children >= {"drop", "act"}
         if not is_timms and type(layer).forward is not nn.BatchNorm2d.forward:
             raise UserError(
                 f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a forward of its own: "
@@ -83,12 +84,15 @@ def synchronise(net: nn.Module, device_type: str) -> None:
         layer.process_group = None  # torch's attribute: all ranks
 
 
-def check_batch_norm(net: nn.Module, *, images: int, world_size: int, micro_batches: int, synchronised: bool) -> str:
-    """Return a sentence if BatchNorm makes the result depend on the number of ranks, else an empty string.
+def check_batch_norm(
+    net: nn.Module, *, images: int, world_size: int, micro_batches: int, synchronised: bool
+) -> str:
+    """Return a sentence if BatchNorm makes the result depend on the number of ranks, else "".
 
     Args:
         images: that go through the net of one device at a time.
-        micro_batches: trainer.accumulate_grad_batches (times trainer.micro_batches of model_parallel).
+        micro_batches: trainer.accumulate_grad_batches (times micro_batches of model_parallel).
+
     Raises:
         UserError: one image at a time has no statistics; names the sizes that work.
     """
@@ -96,12 +100,15 @@ def check_batch_norm(net: nn.Module, *, images: int, world_size: int, micro_batc
         return ""
     differs = world_size > 1 and not synchronised
     if images < 2 and (differs or world_size == 1):
-        size, synced = 2 * world_size * micro_batches, ", trainer.sync_batchnorm=true" if differs else ""
+        size = 2 * world_size * micro_batches
+        synced = ", trainer.sync_batchnorm=true" if differs else ""
         raise UserError(
-            f"BatchNorm cannot normalise one image at a time: give data.global_batch_size={size} or more{synced}, or a "
-            "net without BatchNorm."
+            "BatchNorm cannot normalise one image at a time: give data.global_batch_size="
+            f"{size} or more{synced}, or a net without BatchNorm."
         )
-    return differs * (
-        f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part of the batch: "
-        "trainer.sync_batchnorm=true uses the whole batch, as one process does."
+    if not differs:
+        return ""
+    return (
+        f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part "
+        "of the batch: trainer.sync_batchnorm=true uses the whole batch, as one process does."
     )

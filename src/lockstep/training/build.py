@@ -177,4 +177,6 @@ def build_callbacks(
         first.append(WeightAverage(own["ema_decay"], device_of(plan)))
     if session.hang_dump is not None:
         first.append(session.hang_dump)
+    if session.data_report is not None:
+        first.append(session.data_report)
     return [*first, TrainingLog(batch_size), *chosen, session.interruption, recorder]

@@ -19,6 +19,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.storage.s3 import is_s3
 from lockstep.storage.sync import sync
+from lockstep.training.data_report import DataReport
 from lockstep.training.rank import RankSession, device_of
 
 log = logging.getLogger(__name__)
@@ -34,36 +35,54 @@ RETIRED = (  # options of older versions
 
 
 def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None = None) -> Any:
-    """Return the data module of one rank: Lockstep's, prepared and placed on the rank, or any of Lightning's.
+    """Return the data module of one rank: Lockstep's, prepared and placed, or any of Lightning's.
 
     Args:
         trained_on: for an evaluation, the checkpoint's facts about its training data.
+
     Raises:
-        UserError: it is not a LightningDataModule, its images are not here, or ranks have other images.
+        UserError: it is not a LightningDataModule, its images are not here, or ranks have other
+            images.
     """
-    config, cluster = plan.config, plan.cluster
-    stated = {**config["data"], "global_batch_size": plan.batch.global_size}
-    if not hasattr(resolve_target(stated.get("_target_"), "data._target_"), "place"):
+    config = plan.config
+    cluster = plan.cluster
+    options = {**config["data"], "global_batch_size": plan.batch.global_size}
+    if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "place"):
         return build_plain_data(config["data"])
-    data = prepared_data(config, stated, "fit" if trained_on is None else "test")
+
+    data = prepared_data(config, options, "fit" if trained_on is None else "test")
     if trained_on:
-        data.match_classes(trained_on.get("class_names", data.class_names))  # own data modules may state none
-        typed = {key_of(word) for word in plan.config["overrides"]}
-        is_new = any(names_images(key) for key in typed)
-        is_same = is_same_data(data, trained_on)
-        if is_new and data.splits.drew_test and not is_same and "data.test_fraction" not in typed:
-            data.test_on_all()
-        elif not is_new and is_same is False and cluster.is_rank_zero:
-            log.warning("The images have changed since the training, which may have seen some of these test images.")
-    accumulate, device = plan.batch.accumulate, device_of(plan)
-    data.place(rank=cluster.rank, world_size=cluster.world_size, accumulate_grad_batches=accumulate, device=device)
+        _match_training(data, trained_on, plan)
+    data.place(
+        rank=cluster.rank,
+        world_size=cluster.world_size,
+        accumulate_grad_batches=plan.batch.accumulate,
+        device=device_of(plan),
+    )
+
+    # From here on the ranks meet in collectives, whose time is limited.
     session.wait_for_all()
     check_same_data(data_facts(data), data, cluster)
     if cluster.is_rank_zero:
-        data.report, lists = report.report_of(data) if trained_on is None else ({}, {})
-        report.log_contents(data, lists, plan.choices.get("augmentation") if trained_on is None else None)
-        report.write_lists(plan.folder.path, lists)
+        _report(data, plan, session, is_training=trained_on is None)
     return data
+
+
+def _match_training(data: Any, trained_on: DataFacts, plan: RunPlan) -> None:
+    """Give evaluated data the classes of the training, and say where the images are others."""
+    # Data modules of the user's own may state no classes.
+    data.match_classes(trained_on.get("class_names", data.class_names))
+    typed = {key_of(override) for override in plan.config["overrides"]}
+    is_new = any(names_images(key) for key in typed)
+    is_same = is_same_data(data, trained_on)
+    if is_new:
+        if data.splits.drew_test and not is_same and "data.test_fraction" not in typed:
+            data.test_on_all()
+    elif is_same is False and plan.cluster.is_rank_zero:
+        log.warning(
+            "The images have changed since the training, which may have seen some of these test "
+            "images."
+        )
 
 
 def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
@@ -74,6 +93,17 @@ def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
     if trained_on.get("hash_method") == getattr(data, "hash_method", None):
         return trained_on.get("data_hash") == data.data_hash
     return True if data.list_hash == trained_on.get("list_hash") else None
+
+
+def _report(data: Any, plan: RunPlan, session: RankSession, *, is_training: bool) -> None:
+    """Log the contents of the data on rank 0, and compare the images of a training."""
+    augmentation = plan.choices.get("augmentation") if is_training else None
+    report.log_contents(data, {}, augmentation)
+    if is_training:
+        session.data_report = DataReport(data, plan.folder)
+        session.data_report.start()
+    else:
+        data.report = {}
 
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:

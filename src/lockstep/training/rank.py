@@ -4,46 +4,64 @@ import contextlib
 import logging
 import os
 import sys
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import seed_everything
 
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
+from lockstep.callbacks.resume_point import ends_epoch
+from lockstep.launch import heartbeat
 from lockstep.launch.failures import with_culprit
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import join
 from lockstep.ranks.collectives import gather_objects
 from lockstep.runs import provenance, signals
-from lockstep.runs.environment import cores_of_rank
+from lockstep.runs.config import Config
+from lockstep.runs.environment import AGENT, cores_of_rank, environment
 from lockstep.runs.errors import UserError
 
 log = logging.getLogger(__name__)
 
 EXPECTED_WARNINGS = (
-    ".*Using `DistributedSampler` with the dataloaders.*",  # build.py logs what it means
-    ".*recommended to use `self.log.*sync_dist=True.*",  # the module reduces its counts before it logs them
-    ".*smaller than the logging interval.*",  # every epoch's last step is a log point too
-    ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.14
-    ".*`broadcast_buffers` is deprecated.*",  # Lightning 2.6 on torch 2.14
-    ".*Grad strides do not match bucket view strides.*",  # (n, 1, h, w) weights: both layouts mean the same there
-    ".*nvmlDeviceGetGpuFabricInfoV failed.*",  # torch asks it of every GPU where segments expand; only newer ones know
-    ".*have no `validation_step`.*",  # SimCLR validates nothing, whatever the data hold
-    ".*functional.all_gather is deprecated.*",  # Lightning 2.6 on torch 2.14
-    ".*default schedule will be overridden.*",  # a profiler of few steps
-    ".*GPU available but not used.*",  # trainer=cpu means it
-    ".*`srun` command is available.*",  # a start without srun is intended
-    ".*callbacks used to create the checkpoint need to be provided.*",  # the average of weights, at the test
+    # build.py logs what it means.
+    ".*Using `DistributedSampler` with the dataloaders.*",
+    # The module reduces its counts before it logs them.
+    ".*recommended to use `self.log.*sync_dist=True.*",
+    # Every epoch's last step is a log point too.
+    ".*smaller than the logging interval.*",
+    # Lightning 2.6 on torch 2.14
+    ".*isinstance\\(treespec, LeafSpec\\).*",
+    ".*`broadcast_buffers` is deprecated.*",
+    ".*functional.all_gather is deprecated.*",
+    # Of weights with the shape (n, 1, h, w), where both layouts mean the same
+    ".*Grad strides do not match bucket view strides.*",
+    # torch asks it of every GPU where segments expand, and only newer ones know.
+    ".*nvmlDeviceGetGpuFabricInfoV failed.*",
+    # SimCLR validates nothing, whatever the data hold.
+    ".*have no `validation_step`.*",
+    # A profiler of few steps
+    ".*default schedule will be overridden.*",
+    # trainer=cpu means it.
+    ".*GPU available but not used.*",
+    # A start without srun is intended.
+    ".*`srun` command is available.*",
+    # The average of weights, at the test
+    ".*callbacks used to create the checkpoint need to be provided.*",
     ".*Found .* module\\(s\\) in eval mode at the start of training.*",
 )
+# The loop, a loader worker, and the threads of NCCL and of the statistics
+MIN_CORES = 3
 
 
 @dataclass
@@ -54,26 +72,29 @@ class RankSession:
         plan: the plan of rank 0, with its checkpoint.
         hosts: a description of each node.
         hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
-        patient_group: a process group of all ranks whose collectives may take a day.
+        heartbeat: by which ranks wait for each other for hours; None for a single rank.
+        data_report: the callback that compares the images, on rank 0.
     """
 
     plan: RunPlan
     hosts: list[dict[str, Any]]
     interruption: Interruption = field(default_factory=Interruption)
     hang_dump: HangDump | None = None
-    patient_group: Any = None
+    heartbeat: Heartbeat | None = None
+    data_report: pl.Callback | None = None
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has come here, however long the slowest takes to download and decode its images."""
-        if self.patient_group is not None:
-            arrived = torch.distributed.barrier(self.patient_group, async_op=True)
-            while not arrived.is_completed():  # a signal is handled between two looks
-                time.sleep(0.02)
-            arrived.wait()
+        """Wait until every rank has come here, however long the slowest takes to read its images.
+
+        Raises:
+            LostRank: a rank gives no sign of life.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.wait_for_all()
 
 
 class StartedRanks(LightningEnvironment):
-    """Pass the ranks of the Cluster to Lightning, so that it neither starts nor detects any by itself."""
+    """Pass the ranks of the Cluster to Lightning, so that it neither starts nor detects any."""
 
     creates_processes_externally = True
 
@@ -88,48 +109,135 @@ class StartedRanks(LightningEnvironment):
         return self.cluster.node_rank
 
 
-MIN_CORES = 3  # the loop, a loader worker, and the threads of NCCL and of the statistics
+class RankWatch(HangDump):
+    """Write the stack of a rank that hangs, and tell the others how many batches it has had.
+
+    Args:
+        on_error: called early with an exception of this rank: other ranks may wait.
+        beats: take the number of batches to the other ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float,
+        on_error: Callable[[BaseException], Any],
+        beats: Heartbeat,
+    ) -> None:
+        super().__init__(folder, timeout_s, on_error)
+        self.beats = beats
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._arm()
+        self.beats.note(trainer.current_epoch, batch_idx + 1, is_over=False)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._arm()
+        is_over = ends_epoch(trainer)
+        # Lightning fetches a batch ahead, so that one more is certain here.
+        batches = batch_idx + 1 if is_over else batch_idx + 2
+        self.beats.note(trainer.current_epoch, batches, is_over=is_over)
 
 
 @contextlib.contextmanager
 def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     """Meet the other ranks, watch over each other until the block ends, and leave together.
 
-    An exception that leaves the block carries `culprit`: which rank failed first, on which host, in which phase.
+    An exception that leaves the block carries `culprit`: which rank failed first, on which host, in
+    which phase.
     """
-    cluster, timeout_s = plan.cluster, plan.trainer["timeout_s"]
-    signals.check()  # the imports of torch and Lightning are done
+    # The imports of torch and Lightning are done.
+    signals.check()
     prepare_process(plan)
-    set_breakpoints(cluster)
-    if cluster.world_size == 1:
-        with contextlib.ExitStack() as alone:
-            if plan.trainer["strategy"] and plan.trainer["launch"] == "process_per_device":
-                join(cluster, device_of(plan), timeout_s)
-                alone.callback(torch.distributed.destroy_process_group)
-            yield RankSession(plan, [provenance.host(cluster.node_rank)])
-        return
+    set_breakpoints(plan.cluster)
+    several = plan.cluster.world_size > 1
+    with _several_ranks(plan) if several else _one_rank(plan) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def _one_rank(plan: RunPlan) -> Iterator[RankSession]:
+    """Yield the session of a rank that is alone; its strategy may need a process group."""
+    needs_group = plan.trainer["strategy"] and plan.trainer["launch"] == "process_per_device"
+    if needs_group:
+        join(plan.cluster, device_of(plan), plan.trainer["timeout_s"])
+    try:
+        yield RankSession(plan, [provenance.host(plan.cluster.node_rank)])
+    finally:
+        if needs_group:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _several_ranks(plan: RunPlan) -> Iterator[RankSession]:
+    """Yield the session of one of several ranks; name the rank that fails first."""
+    cluster = plan.cluster
+    timeout_s = plan.trainer["timeout_s"]
     store = join(cluster, device_of(plan), timeout_s)
-    patient_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+    errors = dist.PrefixStore("errors", store)
+    beats = Heartbeat(
+        dist.PrefixStore("beats", store.clone()),
+        dist.PrefixStore("errors", store.clone()),
+        cluster.rank,
+        cluster.world_size,
+        interval_s=heartbeat.INTERVAL_S,
+        lost_after_s=heartbeat.LOST_AFTER_S,
+    )
+    # After these collectives every rank has constructed its heartbeat.
     hosts = gather_objects(provenance.host(cluster.node_rank))
     pids = gather_objects(os.getpid())
+    beats.start()
+
     names = [str(host["host"]) for host in hosts]
-    dump = HangDump(plan.folder.path, timeout_s, lambda error: with_culprit(error, store, cluster, names))
+
+    def explained(error: BaseException) -> BaseException:
+        return with_culprit(error, errors, cluster, names, beats.epochs_of_all)
+
+    session = RankSession(
+        plan,
+        hosts[:: cluster.devices],
+        Interruption(timeout_s),
+        RankWatch(plan.folder.path, timeout_s, explained, beats),
+        heartbeat=beats,
+    )
     try:
-        yield RankSession(plan, hosts[:: cluster.devices], Interruption(timeout_s), dump, patient_group)
-        torch.distributed.barrier()
+        yield session
+        dist.barrier()
     except BaseException as error:
-        if getattr(error, "agreed", False):  # the first to end leaves the others 30 s, too few for a large checkpoint
-            try:
-                torch.distributed.barrier(patient_group)
-                raise
-            except RuntimeError as broken:  # another rank failed while it saved
-                error = broken
-        reason: Any = with_culprit(error, store, cluster, names)
-        culprit = getattr(reason, "culprit", None)
-        if culprit and culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
+        reason: Any = error
+        if getattr(error, "agreed", False):
+            reason = _leave_together(error, beats)
+        if reason is error and getattr(error, "agreed", False):
+            raise
+        reason = explained(reason)
+        culprit = getattr(reason, "culprit", None) or {"kind": ""}
+        if culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
             reason.hung_pid = pids[culprit["rank"]]
         raise reason  # noqa: B904 it names its cause itself
-    torch.distributed.destroy_process_group()
+    finally:
+        beats.end()
+    dist.destroy_process_group()
+
+
+def _leave_together(stop: BaseException, beats: Heartbeat) -> BaseException:
+    """Wait for all ranks after a stop on which they agreed; return the stop, or what came instead.
+
+    The first rank to end leaves the others 30 s, too few for a large checkpoint.
+    """
+    try:
+        beats.wait_for_all()
+    except RuntimeError as error:
+        return error
+    return stop
 
 
 def device_of(plan: RunPlan) -> torch.device:
@@ -144,17 +252,36 @@ def device_of(plan: RunPlan) -> torch.device:
 
 
 def set_breakpoints(cluster: Cluster) -> None:
-    """Let breakpoint() open the debugger of rank 0 on a terminal; other ranks wait for it in their next collective.
+    """Let breakpoint() open the debugger of rank 0 on a terminal.
 
-    Without a terminal, breakpoint() raises UserError on rank 0.
+    Other ranks wait for it in their next collective. Without a terminal, breakpoint() raises
+    UserError on rank 0.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
         if cluster.is_rank_zero:
-            raise UserError("breakpoint() of several ranks needs a terminal: debug with trainer=cpu, in one process.")
+            raise UserError(
+                "breakpoint() of several ranks needs a terminal: debug with trainer=cpu, in one "
+                "process."
+            )
 
-    if cluster.world_size > 1 and not (cluster.is_rank_zero and sys.stdin.isatty()):
+    has_debugger = cluster.is_rank_zero and sys.stdin.isatty()
+    if cluster.world_size > 1 and not has_debugger:
         sys.breakpointhook = refuse
+
+
+def threads_of(trainer: Config) -> int:
+    """Return the CPU threads of this rank: trainer.num_threads, OMP_NUM_THREADS, or its cores."""
+    if trainer["num_threads"] != "auto":
+        return int(trainer["num_threads"])
+    environ = environment()
+    stated = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    # torchrun sets 1 for several ranks on a node where the user has set nothing.
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environ and AGENT not in environ
+    is_torchruns_own = is_torchrun and stated == "1" and environ.get("LOCAL_WORLD_SIZE") != "1"
+    if stated.isdigit() and stated != "0" and not is_torchruns_own:
+        return int(stated)
+    return cores_of_rank()
 
 
 def prepare_process(plan: RunPlan) -> None:
@@ -163,20 +290,30 @@ def prepare_process(plan: RunPlan) -> None:
     Raises:
         UserError: the driver shows GPUs that torch cannot use.
     """
-    own, own_cores = plan.trainer, cores_of_rank()
-    torch.set_num_threads(own_cores if own["num_threads"] == "auto" else own["num_threads"])
-    seed_everything(plan.config["seed"], verbose=False)  # the order of Lightning's own samplers too
+    torch.set_num_threads(threads_of(plan.trainer))
+    # The order of Lightning's own samplers follows the seed too.
+    seed_everything(plan.config["seed"], verbose=False)
     if plan.accelerator == "gpu":
-        if not torch.cuda.is_available():
-            raise UserError(
-                f"The driver shows GPUs, but torch {torch.__version__} cannot use them: update the driver, or install "
-                "a torch for its CUDA; trainer=cpu does without."
-            )
-        if own_cores < MIN_CORES and plan.cluster.is_rank_zero:
-            log.warning(f"Each rank has {own_cores} CPU core(s), too few for a GPU: give it 8 (--cpus-per-task=8).")
-        torch.backends.cudnn.benchmark = own["deterministic"] is not True
-        torch.set_float32_matmul_precision(own.get("matmul_precision", "high"))
+        _prepare_gpu(plan)
+
+    # Whoever adds the summary of a model wants to see it.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)  # who adds it wants to see it
+    logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)
+
+
+def _prepare_gpu(plan: RunPlan) -> None:
+    """Check that torch can use the GPU, and set the precision of its products."""
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"The driver shows GPUs, but torch {torch.__version__} cannot use them: update the "
+            "driver, or install a torch for its CUDA; trainer=cpu does without."
+        )
+    cores = cores_of_rank()
+    if cores < MIN_CORES and plan.cluster.is_rank_zero:
+        log.warning(
+            f"Each rank has {cores} CPU core(s), too few for a GPU: give it 8 (--cpus-per-task=8)."
+        )
+    torch.backends.cudnn.benchmark = plan.trainer["deterministic"] is not True
+    torch.set_float32_matmul_precision(plan.trainer.get("matmul_precision", "high"))

@@ -3,15 +3,22 @@
 import math
 import re
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 import runs
+from lockstep.batch_size import search
 from lockstep.batch_size.estimate import MARGIN, estimate, peak_bytes
 from lockstep.batch_size.search import fitting, next_batch
 from lockstep.config.compose import compose, plain
+from lockstep.launch.launchers import Cluster
+from lockstep.launch.plan import RunPlan
+from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
 from runs import run_door, start_door
 
 SMALL = ["data=synthetic", "data.num_images=20000", "data.num_test_images=20", "model=small_cnn", "optimizer=sgd",
@@ -53,6 +60,36 @@ def test_the_data_set_ends_the_search_every_batch_is_a_multiple_of_the_unit_and_
     assert all(batch % 6 == 0 for batch in list(searched(lambda batch: 0.1 * batch, unit=6))[1:])
     with pytest.raises(UserError, match="Not even 1 images per device fit into 16 GiB"):
         fitting(searched(lambda batch: None), 16.0)
+
+
+@pytest.mark.parametrize("peak", [None, 9.0])
+def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
+    """BatchNorm refuses a single image, which is tried last."""
+    config = plain(compose("train", [*SMALL, "trainer=cpu", "trainer.memory_limit_gib=1"]))
+    cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+    plan = RunPlan(config, cluster, "cpu", RunFolder(Path()), Batch(1, 1, 1))
+
+    def train(_, batch):
+        if batch == 1:
+            raise search.Refused("BatchNorm cannot normalise one image at a time")
+        return {"peak_memory_gib": peak, "usable_memory_gib": 1.0, "num_train": 100}
+
+    monkeypatch.setattr(search, "_train_two_steps", train)
+    with pytest.raises(UserError, match="Not even 2 images per device fit into 1 GiB"):
+        search.search(plan)
+
+
+def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch, capsys):
+    for number in range(40):
+        folder = tmp_path / "photos" / ("cat" if number % 2 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+    words = ["data=image_folder", f"data.root={tmp_path / 'photos'}", "data.test_fraction=0.2"]
+    words += ["data.val_fraction=0.25", "trainer=ddp", "trainer.devices=2", "model=small_cnn"]
+    monkeypatch.setattr("lockstep.batch_size.estimate.peak_bytes", lambda *_: 2**20)
+    assert estimate(compose("train", [*words, "trainer.memory_limit_gib=16"])) == 0
+    said = capsys.readouterr().out
+    assert "largest batch 12 per device, 24 global = 12 × 2 × 1 · limited by the data set" in said
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Jobs of a sweep: how they are stopped, how many run side by side, and the ranking at the end."""
 
+import copy
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,6 +14,7 @@ from hydra_plugins import lockstep_sweeps
 from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.commands import sweep
 from lockstep.commands.sweep import Job, forward_stop_signals, is_minimized, ranking, run_child
+from lockstep.config.compose import compose
 from runs import run_door
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -84,6 +87,17 @@ def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, m
     launcher = LocalJobs(n_jobs)
     launcher.config = OmegaConf.create({"trainer": {"accelerator": "auto", "devices": "auto", **trainer}})
     assert launcher.at_once() == expected
+
+
+def test_jobs_side_by_side_know_how_many_they_are(monkeypatch, tmp_path):
+    environs = []
+    monkeypatch.setattr(lockstep_sweeps.sweep, "run_job", lambda *job: environs.append(job[3]))
+    launcher = LocalJobs(4)
+    launcher.config = compose("train", ["trainer=cpu"])
+    launcher.config.hydra = {"sweep": {"dir": str(tmp_path)}, "job": {"num": 0}}
+    launcher.loader = SimpleNamespace(load_sweep_config=lambda config, _: copy.deepcopy(config))
+    launcher.launch([["seed=1"], ["seed=2"]], 0)
+    assert [environ["LOCKSTEP_JOBS"] for environ in environs] == ["4", "4"]
 
 
 @pytest.mark.slow

@@ -102,6 +102,28 @@ def test_a_signal_reaches_the_ranks_and_one_that_fails_then_has_failed(run, numb
     assert code == ended[0] and (failure["message"].startswith(ended[1]) if failure else ended[1] is None)
 
 
+def test_a_second_ctrl_c_kills_the_rest_where_one_child_is_just_gone(monkeypatch):
+    killed = []
+
+    class Child:
+        def __init__(self, number):
+            self.number = number
+
+        def kill(self):
+            if self.number == 1:
+                raise psutil.NoSuchProcess(self.number)
+            killed.append(self.number)
+
+    children = [Child(number) for number in range(3)]
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: children)
+    monkeypatch.setattr(agent.signals, "note", lambda number: None)
+    monkeypatch.setattr(agent.signals, "asked", [signal.SIGINT])
+    stop = agent._Stop()
+    stop.at = time.monotonic()
+    stop(signal.SIGINT, None)
+    assert killed == [0, 2]
+
+
 def test_the_rank_that_failed_first_is_named_not_the_one_that_noticed(run):
     code, failure, callstack = run(
         'first = os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error", "/1/error")\n'

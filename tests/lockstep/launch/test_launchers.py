@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from lockstep.config.compose import compose, plain
 from lockstep.launch.launchers import AGENT, Cluster, agent_id, describe, named_run, set_rank_environment
+from lockstep.launch.plan import resolve_cluster
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import checked_run_id
@@ -60,7 +62,8 @@ def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, opt
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu[03-05,9],login", "gpu03"), ("n1,n2", "n1"), ("n7", "n7"), ("a-b[1]", "a-b1"), ("r[2-3]-gpu", "r2-gpu")],
+    [("gpu[03-05,9],login", "gpu03"), ("n1,n2", "n1"), ("n7", "n7"), ("a-b[1]", "a-b1"), ("r[2-3]-gpu", "r2-gpu"),
+     ("rack[1-2]node[3-4]", "rack1node3"), ("rack[1,3]node[03-05,9]x,login", "rack1node03x")],
 )
 def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
     assert ask({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == host
@@ -95,6 +98,18 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
 def test_contradictions_end_in_one_sentence(environ, options, said):
     with pytest.raises(UserError, match=said):
         ask(environ, **options)
+
+
+def test_torchrun_says_how_many_ranks_ddp_sim_has():
+    config = plain(compose("train", ["trainer=ddp_sim"]))
+    cluster, accelerator = resolve_cluster(config, "ddp_sim", TORCHRUN)
+    assert (cluster.devices, cluster.num_nodes, accelerator) == (4, 2, "cpu")
+
+
+@pytest.mark.parametrize("environ", [NODES, TORCHRUN])
+def test_an_ipv6_master_may_stand_in_brackets(environ):
+    cluster = ask({**environ, "MASTER_ADDR": "[::1]"}, num_nodes=2)
+    assert (cluster.master_addr, cluster.num_nodes) == ("::1", 2)
 
 
 def test_run_id_from_outside():

@@ -1,5 +1,6 @@
 """Ranks that meet, each in a thread: missing ones and differences named, rank 0's decisions given to all."""
 
+import json
 import signal
 import socket
 import threading
@@ -118,3 +119,52 @@ def test_rank_zero_listens_at_master_addr_alone():
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", ranks.port), timeout=1).close()
     assert isinstance(ranks.start(1).end()[0], dict)
+
+
+class Counting:
+    """A store that counts its calls."""
+
+    def __init__(self, store):
+        self.store = store
+        self.calls = 0
+
+    def __getattr__(self, name):
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_takes_the_same_calls_however_many_ranks(rank, monkeypatch):
+    monkeypatch.setattr(process_group.secrets, "token_hex", lambda _: "n")
+    monkeypatch.setattr(process_group.dist, "PrefixStore", lambda *_: None)
+
+    def calls(world_size):
+        store = dist.HashStore()
+        others = [number for number in range(world_size) if number != rank]
+        for number in others:
+            store.set(f"lockstep/n/{number}", json.dumps(["n", "host", SAME]))
+        store.set("lockstep/n/arrived", "".join(f"{number} " for number in others))
+        if rank:
+            store.set("lockstep/start", "n")
+            store.set("lockstep/n/missing", "[]")
+            store.set("lockstep/n/answer", json.dumps({"numbers": ["n"], "hosts": []}))
+        counting = Counting(Appending(store))
+        monkeypatch.setattr(process_group, "_open_store", lambda *_: counting)
+        cluster = Cluster("nodes", world_size, 1, rank, 0, "127.0.0.1", 1)
+        assert "hosts" in meet(cluster, 5.0, SAME)
+        return counting.calls
+
+    assert calls(2) == calls(2000) <= 10
+
+
+class Appending:
+    """A HashStore with TCPStore's `append`."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def append(self, key, value):
+        self.store.set(key, self.store.get(key).decode() + value)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)

@@ -133,6 +133,14 @@ def test_another_content_is_named(changes, says, tmp_path):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("picture", [b"\x89PNG\r\n", b"\xff\xd8\xff\xe0JFIF", b"GIF89a", b"RIFF"])
+def test_a_picture_is_told_to_be_no_checkpoint(picture, tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(picture + bytes(100))
+    with pytest.raises(UserError, match="a.png .* no file of torch.save. Pass a .ckpt file"):
+        read_checkpoint(path)
+
+
 def test_a_damaged_file_is_one_sentence(tmp_path):
     path = tmp_path / "x.ckpt"
     with pytest.raises(UserError, match=r"There is no checkpoint .*x\.ckpt\."):

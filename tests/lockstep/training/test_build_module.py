@@ -24,7 +24,7 @@ from lockstep.runs.errors import UserError
 from lockstep.training import rank
 from lockstep.training.build_module import build_module, uses_channels_last
 from lockstep.training.metrics import averaged_here, values_of
-from lockstep.training.rank import prepare_process, set_breakpoints
+from lockstep.training.rank import prepare_process, set_breakpoints, threads_of
 from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
@@ -180,3 +180,31 @@ def test_breakpoint_is_of_rank_zero_on_a_terminal(monkeypatch):
     set_breakpoints(local_cluster(0, 2, 29500))
     with pytest.raises(UserError, match="needs a terminal: debug with trainer=cpu"):
         breakpoint()
+
+
+@pytest.mark.parametrize(
+    ("stated", "environ", "threads"),
+    [
+        ("auto", {}, 12),
+        ("auto", {"OMP_NUM_THREADS": "3"}, 3),
+        (2, {"OMP_NUM_THREADS": "3"}, 2),
+        ("auto", {"LOCAL_WORLD_SIZE": "4"}, 3),
+        # torchrun sets 1 where the user has set nothing.
+        (
+            "auto",
+            {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"},
+            6,
+        ),
+        ("auto", {"OMP_NUM_THREADS": "5", "TORCHELASTIC_RUN_ID": "none"}, 5),
+        # Four jobs of a sweep side by side
+        ("auto", {"LOCKSTEP_JOBS": "4"}, 3),
+        ("auto", {"LOCKSTEP_JOBS": "4", "LOCAL_WORLD_SIZE": "2"}, 1),
+    ],
+)
+def test_a_rank_takes_the_threads_that_are_its_own(stated, environ, threads, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "LOCKSTEP_AGENT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lockstep.runs.environment.available_cores", lambda: 12)
+    assert threads_of({"num_threads": stated}) == threads

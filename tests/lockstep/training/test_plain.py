@@ -67,6 +67,16 @@ def test_callbacks_of_lightning_work_beside_lockstep_s(tmp_path):
     assert "Total params" in done.output and "lr-" in done.folder.metrics.read_text().splitlines()[0]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_with_unequal_numbers_of_batches_are_told_so(accumulate, tmp_path):
+    streams = ["data._target_=plain_task.Streams", "trainer=ddp_sim", "trainer.timeout_s=10"]
+    accumulation = f"trainer.accumulate_grad_batches={accumulate}"
+    done = run_door("train", *PLAIN, *streams, accumulation, "trainer.max_epochs=2", logs=tmp_path)
+    said = done.output.strip().splitlines()[-1]
+    assert done.code == 2 and "Rank 1 has had 10 training batches in epoch 1, rank 0 at least 1" in said, done.output
+    assert "trainer.limit_train_batches=10" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

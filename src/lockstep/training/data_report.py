@@ -1,0 +1,72 @@
+"""Compare the images of a run beside its training: on a slow disk that takes many minutes."""
+
+import logging
+import threading
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lockstep.data import report
+from lockstep.data.listed_datamodule import ListedDataModule
+from lockstep.runs.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+# Most data are compared by then, and their report stands before the first step.
+WAIT_AT_START_S = 3.0
+# At the end rank 0 gives the comparison so long; the other ranks wait in a collective.
+WAIT_AT_END_S = 10.0
+
+
+class DataReport(pl.Callback):
+    """The report of a run's images, which rank 0 makes in a thread.
+
+    Args:
+        data: a prepared ImageDataModule, whose attribute `report` is set when it is done.
+        folder: gets the names of images that were left out or are identical.
+    """
+
+    def __init__(self, data: Any, folder: RunFolder) -> None:
+        self.data = data
+        self.folder = folder
+        self.data.report = {}
+        self._thread = threading.Thread(target=self._make, name="data-report", daemon=True)
+
+    def start(self) -> None:
+        """Begin, and wait for what is done at once."""
+        reads_files = type(self.data).identical_images is ListedDataModule.identical_images
+        if not reads_files:
+            # Arrays are compared in memory. A Dataset of the user's may draw random numbers of
+            # this process, and is not compared: a few of its images are opened for their size.
+            self._make()
+            return
+        self._thread.start()
+        self._thread.join(WAIT_AT_START_S)
+        if self._thread.is_alive():
+            log.info("The images are compared with each other while the training begins.")
+
+    def _make(self) -> None:
+        left_out = self.data.left_out
+        try:
+            fields, lists = report.report_of(self.data)
+        except OSError as error:
+            log.warning(f"The images were not compared with each other ({error}).")
+            return
+        report.write_lists(self.folder.path, lists)
+        for sentence in lists.keys() - left_out.keys():
+            log.warning(f"{sentence} ({report.LISTS}).")
+        self.data.report = fields
+
+    def record_fields(self) -> dict[str, object]:
+        """Return the fields of run.json."""
+        return {"data_report": self.data.report} if self.data.report else {}
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._thread.is_alive():
+            return
+        self._thread.join(WAIT_AT_END_S)
+        if self._thread.is_alive():
+            log.info(
+                "The training has ended before all images were compared with each other: "
+                "`python src/check_data.py` compares them."
+            )
