@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.ranks.collectives import gather_objects
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
 from lockstep.data import report
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
+from lockstep.ranks.collectives import gather_objects
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError

@@ -15,13 +15,13 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import seed_everything
 
-from lockstep.ranks.collectives import gather_objects
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
 from lockstep.launch.failures import with_culprit
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import join
+from lockstep.ranks.collectives import gather_objects
 from lockstep.runs import provenance, signals
 from lockstep.runs.environment import cores_of_rank
 from lockstep.runs.errors import UserError

@@ -6,8 +6,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.ranks.collectives import load_on_all_ranks
 from lockstep.launch.plan import RunPlan
+from lockstep.ranks.collectives import load_on_all_ranks
 from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
 from lockstep.storage.load import Checkpoint
