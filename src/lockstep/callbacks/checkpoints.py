@@ -186,7 +186,12 @@ class Checkpoints(pl.Callback):
             point = place.point_after_epoch(trainer, epoch=self.ended[0])
         else:
             point = place.point_in_epoch(trainer, self.validated_step)
-        state = self.loader_state.state_dict(point)
+        # A resume repeats this validation, or a longer run would not have it.
+        is_repeated = point["phase"] == place.VALIDATION and trainer.validating
+        is_validated = not self.ended and self.validated_step == trainer.global_step
+        is_extra = is_validated and not place.is_validation_due(trainer)
+        before_validation = is_repeated or is_extra
+        state = self.loader_state.state_dict(point, before_validation=before_validation)
         checkpoint["lockstep"] = {**self.contents, "point": point, **state}
         keep_plain_hyperparameters(pl_module, checkpoint)
 

@@ -13,6 +13,7 @@ tests/lockstep/callbacks/test_loader_state.py fails where a release renames them
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 
 from lockstep.callbacks.random_state import State, random_state, set_random_state
-from lockstep.callbacks.resume_point import EPOCH_END, VALIDATION, Point, batches_done
+from lockstep.callbacks.resume_point import EPOCH_END, Point, batches_done
 from lockstep.ranks.collectives import gather_for_checkpoint
 from lockstep.runs.errors import UserError
 
@@ -72,12 +73,15 @@ class LoaderState:
         _wrap(epoch_loop, "on_run_start", self._begin_epoch)
         _wrap(epoch_loop.val_loop, "run", self._validate)
 
-    def state_dict(self, point: Point) -> dict[str, Any]:
-        """Return what a checkpoint at `point` needs, of all ranks; a collective unless fit failed."""
+    def state_dict(self, point: Point, *, before_validation: bool) -> dict[str, Any]:
+        """Return what a checkpoint at `point` needs, of all ranks; a collective unless fit failed.
+
+        Args:
+            before_validation: keep the random state before the latest validation, not that of now.
+        """
         loaders = loaders_in(self.trainer.train_dataloader)
         now = self._random_state()
-        if point["phase"] == VALIDATION and self.trainer.validating and self.before_validation:
-            # A resume repeats the whole validation.
+        if before_validation and self.before_validation is not None:
             now = self.before_validation
         replay = None
         if point["phase"] != EPOCH_END and self.before_epoch and not all(map(has_state, loaders)):
@@ -116,6 +120,11 @@ class LoaderState:
                 "Random numbers that persistent workers draw differ after a resume; the order of "
                 "the samples does not."
             )
+        if any(is_read_ahead(loader) for loader in plain):
+            log.info(
+                "The training data have no length, so one batch is read ahead: its random numbers "
+                "differ after a resume in mid-epoch, unless a worker draws them (num_workers=1)."
+            )
 
     # In a run that resumes
 
@@ -125,6 +134,9 @@ class LoaderState:
         self.stored = stored
         self.has_validated = stored.get("has_validated", False)
         self.must_start_workers = self.has_validated
+        if self._of_rank("replay") is not None:
+            # Lightning does not know that the batches are read again.
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
 
     def set_epoch_random_state(self) -> None:
         """Set the random state of an epoch's end, before the hooks of the next epoch draw from it."""
@@ -172,7 +184,13 @@ class LoaderState:
         self.stored = None
 
     def _load(self, loaders: list[Any]) -> None:
-        for loader, state in zip(loaders, self._loader_states(), strict=True):
+        states = self._loader_states()
+        if len(states) != len(loaders):
+            raise UserError(
+                f"The checkpoint holds the states of {len(states)} training loaders, and this run "
+                f"has {len(loaders)} with a load_state_dict. Resume with the loaders that it had."
+            )
+        for loader, state in zip(loaders, states):
             if self.point["phase"] == EPOCH_END and is_of_lockstep(state):
                 # The epoch may have been a part of the images (overfit_batches).
                 state = {**state, "global_batches": 0}
@@ -259,7 +277,11 @@ class LoaderState:
             # The original makes an iterator under these conditions.
             self.before_epoch = self._random_state()
             self.before_batches = None
+        elif is_restart:
+            # A checkpoint of another program does not say how this epoch began.
+            self.before_epoch = None
         original(fetcher)
+        self.first_loaders = []
         if self.before_batches is None:
             self.before_batches = self._random_state()
 
@@ -303,6 +325,11 @@ class LoaderState:
     def _set_random_state(self, state: State | None) -> None:
         if state is not None:
             set_random_state(state, self._owners())
+
+
+def is_read_ahead(loader: Any) -> bool:
+    """Return whether Lightning reads one batch ahead in this process, which draws from its state."""
+    return sized_len(loader) is None and getattr(loader, "num_workers", 0) == 0
 
 
 def is_of_lockstep(state: Any) -> bool:

@@ -39,7 +39,10 @@ def losses(done):
 def assert_goes_on_as(whole, logs, *words):
     resumed = succeed("train", "resume=r", *words, logs=logs)
     assert differences(weights(resumed.folder), weights(whole.folder)) == []
-    assert losses(resumed) == losses(whole)
+    # A kill may lose a row of metrics.csv.
+    assert losses(resumed).items() <= losses(whole).items()
+    last = max(map(int, losses(whole)))
+    assert str(last) in losses(resumed)
 
 
 def test_a_run_resumed_with_more_epochs_equals_a_longer_one(tmp_path):
@@ -63,7 +66,7 @@ STOPS = {
     ("trainer", "num_workers"), [("cpu", 0), ("cpu", 2), ("ddp_sim", 0), ("ddp_sim", 2)]
 )
 def test_a_run_stopped_anywhere_ends_with_the_same_weights(trainer, num_workers, tmp_path):
-    words = [f"+data.num_workers={num_workers}", "trainer.max_epochs=3"]
+    words = [f"data.num_workers={num_workers}", "trainer.max_epochs=3"]
     whole = train(tmp_path / "whole", trainer, *words)
     assert whole.code == 0, whole.output
     for name, (number, hook, share) in STOPS.items():

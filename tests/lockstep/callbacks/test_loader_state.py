@@ -365,6 +365,14 @@ def test_a_second_kill_in_an_epoch_resumes_bit_for_bit(tmp_path):
     assert_equal(start(tmp_path / "r", loader, resume=True), whole, 3 * BATCHES - 4)
 
 
+def test_a_run_with_more_steps_equals_a_longer_one(tmp_path):
+    """The end in mid-epoch has a validation, which the longer run has not."""
+    loader = LOADERS["shuffle"]
+    whole = start(tmp_path / "whole", loader)
+    start(tmp_path / "r", loader, max_steps=8)
+    assert_equal(start(tmp_path / "r", loader, resume=True), whole, 3 * BATCHES - 8)
+
+
 def test_fewer_data_than_a_checkpoint_has_trained_are_refused(tmp_path):
     killed(tmp_path, LOADERS["shuffle"], epoch=0, batch=4)
     with pytest.raises(UserError, match="end after 2 batches, and the checkpoint has trained 4"):
