@@ -1,9 +1,11 @@
-"""Check this machine, this cluster and this bucket: one sentence for each finding, with the command that fixes it.
+"""Check this machine, this cluster and this bucket: one sentence for each finding, with its mend.
 
-    MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=ddp trainer.num_nodes=2
+    MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 \\
+        python src/doctor.py trainer=ddp trainer.num_nodes=2
 
-On each node, with the variables and options of the run to come. --json prints a list for scripts. Exit code 1: there is
-something to fix. Takes ten seconds at most, and waits for other nodes as long as the run would.
+On each node, with the variables and options of the run to come. --json prints a list for scripts.
+Exit code 1: there is something to fix. Takes ten seconds at most, and waits for other nodes as long
+as the run would.
 """
 
 import json
@@ -20,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from ctypes.util import find_library
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
@@ -34,11 +36,40 @@ from lockstep.runs.output import say
 
 log = logging.getLogger(__name__)
 
-Finding = tuple[bool, str, str]  # whether all is well, what was found, and what mends it
 GIB = 2**30
-DISK, SHARED, HANDLES = 5 * GIB, GIB // 4, 1024  # less is to be mended
+MIB = 2**20
+# Less than these is a fault of the machine.
+DISK = 5 * GIB
+SHARED = GIB // 4
+HANDLES = 1024
 BUCKET_WAIT_S = 6.0
-FIRST_YEAR = 2026  # an earlier date is a clock that was never set
+# An earlier date is a clock that was never set.
+FIRST_YEAR = 2026
+# The message of the network test. The first count connects the ranks, the second one is measured.
+TEST_FLOATS = 2**23
+TEST_MIB = 4 * TEST_FLOATS // MIB
+TEST_COUNTS = (1, 5)
+LOOPBACKS = ("127.", "localhost", "::1")
+
+
+class Finding(NamedTuple):
+    """One check.
+
+    Attributes:
+        said: what was found.
+        mend: what mends it; empty if `said` tells it already.
+    """
+
+    is_fine: bool
+    said: str
+    mend: str = ""
+
+    @property
+    def sentence(self) -> str:
+        said = self.said.rstrip(".")
+        if self.mend and not self.is_fine:
+            said += f": {self.mend}"
+        return f"{said}."
 
 
 def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -48,62 +79,142 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
         cluster, accelerator = resolve_cluster(config, trainer_name, environ)
         resolve_batch(config, cluster)
     except UserError as error:
-        yield False, str(error), ""
+        yield Finding(False, str(error))
         return
-    ranks, cores, address = cluster.devices, available_cores(), cluster.master_addr
-    where = f"{cluster.world_size} ranks on {cluster.num_nodes} nodes, this is node {cluster.node_rank}"
-    yield True, f"settings: {where} ({cluster.launcher})", ""
-    yield cores >= ranks, f"{cores} cores for {ranks} ranks", f"#SBATCH --cpus-per-task, or docker --cpus={ranks}"
-    if cluster.num_nodes > 1 and not address.startswith(("127.", "localhost", "::1")):
-        mend = "it is this host by its loopback interface; give the address of node 0, or correct /etc/hosts"
-        yield network_interface(address) != "lo", f"MASTER_ADDR={address}", mend
-    stated, known = environ.get("NCCL_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
-    matches = str.__eq__ if stated.startswith("=") else str.startswith  # as NCCL does; ^ names those it must not use
-    for name in filter(None, [] if stated.startswith("^") else stated.removeprefix("=").split(",")):
-        mend = f"there are {', '.join(known)}: unset NCCL_SOCKET_IFNAME"
-        yield any(matches(each, name) for each in known), f"NCCL_SOCKET_IFNAME={name}", mend
-    yield from _gpus() if accelerator == "gpu" else ()
-    yield from _bucket(config["s3"]) if (config.get("s3") or {}).get("uri") else ()
+
+    yield from _ranks(cluster)
+    yield from _interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
+    if accelerator == "gpu":
+        yield from _gpus()
+    s3 = config.get("s3") or {}
+    if s3.get("uri"):
+        yield from _bucket(s3)
     if cluster.launcher == "nodes" and cluster.num_nodes > 1:
         yield from _other_nodes(resolved(config, cluster, accelerator), cluster, accelerator)
 
 
 def _machine(config: Config) -> Iterator[Finding]:
-    folder, shm, temporary = Path(config["paths"]["log_dir"]).resolve(), Path("/dev/shm"), tempfile.gettempdir()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free, may_write = shutil.disk_usage(there).free, there.is_dir() and os.access(there, os.W_OK)
-    shared, handles = shutil.disk_usage(shm).free if shm.is_dir() else 0, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield may_write, f"runs are written to {folder}", "it cannot be written, pass paths.log_dir=OTHER"
-    yield free > DISK, f"{free / GIB:.0f} GiB free at {folder}", "make room, or pass paths.log_dir=OTHER"
-    yield len(temporary) <= MOST_OF_TMPDIR, f"temporary files in {temporary}", "too long, export TMPDIR=/tmp"
-    yield shared > SHARED, f"{shared / 2**20:.0f} MiB of shared memory", "docker run --shm-size=8g"
-    yield handles < 0 or handles >= HANDLES, f"{handles} file handles", "ulimit -n 65536"
-    yield time.gmtime().tm_year >= FIRST_YEAR, f"the clock says {time.strftime('%F %T %Z')}", "timedatectl set-ntp true"
+    """Check the disk, the shared memory, the limits and the clock."""
+    yield from _folder_of_runs(Path(config["paths"]["log_dir"]).resolve())
+
+    temporary = tempfile.gettempdir()
+    yield Finding(
+        len(temporary) <= MOST_OF_TMPDIR,
+        f"temporary files in {temporary}",
+        "too long, export TMPDIR=/tmp",
+    )
+    memory = Path("/dev/shm")
+    shared = shutil.disk_usage(memory).free if memory.is_dir() else 0
+    yield Finding(
+        shared > SHARED, f"{shared / MIB:.0f} MiB of shared memory", "docker run --shm-size=8g"
+    )
+    # A negative limit means none.
+    handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    yield Finding(handles < 0 or handles >= HANDLES, f"{handles} file handles", "ulimit -n 65536")
+    yield Finding(
+        time.gmtime().tm_year >= FIRST_YEAR,
+        f"the clock says {time.strftime('%F %T %Z')}",
+        "timedatectl set-ntp true",
+    )
+
+
+def _folder_of_runs(folder: Path) -> Iterator[Finding]:
+    """Check that runs can be written into a folder, which need not exist."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    may_write = existing.is_dir() and os.access(existing, os.W_OK)
+    yield Finding(
+        may_write,
+        f"runs are written to {folder}",
+        "it cannot be written, pass paths.log_dir=OTHER",
+    )
+    free = shutil.disk_usage(existing).free
+    yield Finding(
+        free > DISK,
+        f"{free / GIB:.0f} GiB free at {folder}",
+        "make room, or pass paths.log_dir=OTHER",
+    )
+
+
+def _ranks(cluster: Cluster) -> Iterator[Finding]:
+    """Report the settings, and check the cores and the address of node 0."""
+    yield Finding(
+        True,
+        f"settings: {cluster.world_size} ranks on {cluster.num_nodes} nodes, "
+        f"this is node {cluster.node_rank} ({cluster.launcher})",
+    )
+    ranks = cluster.devices
+    cores = available_cores()
+    yield Finding(
+        cores >= ranks,
+        f"{cores} cores for {ranks} ranks",
+        f"#SBATCH --cpus-per-task, or docker --cpus={ranks}",
+    )
+    address = cluster.master_addr
+    if cluster.num_nodes > 1 and not address.startswith(LOOPBACKS):
+        yield Finding(
+            network_interface(address) != "lo",
+            f"MASTER_ADDR={address}",
+            "it is this host by its loopback interface; "
+            "give the address of node 0, or correct /etc/hosts",
+        )
+
+
+def _interfaces(socket_ifname: str) -> Iterator[Finding]:
+    """Check the interfaces that NCCL_SOCKET_IFNAME names.
+
+    As NCCL reads it, = is before whole names, and ^ before those that it must not use.
+    """
+    if socket_ifname.startswith("^"):
+        return
+    matches = str.__eq__ if socket_ifname.startswith("=") else str.startswith
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for name in socket_ifname.removeprefix("=").split(","):
+        if name:
+            yield Finding(
+                any(matches(interface, name) for interface in interfaces),
+                f"NCCL_SOCKET_IFNAME={name}",
+                f"there are {', '.join(interfaces)}: unset NCCL_SOCKET_IFNAME",
+            )
 
 
 def _gpus() -> Iterator[Finding]:
+    """Check the driver, and the plugin of NCCL where the network is EFA."""
     import torch
 
-    is_fine, cuda = torch.cuda.is_available(), torch.version.cuda
-    mend = f"apt-get install a driver for CUDA {cuda}, or pip install a torch for the driver's CUDA"
-    yield is_fine, f"torch {torch.__version__} with CUDA {cuda} {'uses' if is_fine else 'cannot use'} the driver", mend
+    cuda = torch.version.cuda
+    is_fine = torch.cuda.is_available()
+    verb = "uses" if is_fine else "cannot use"
+    yield Finding(
+        is_fine,
+        f"torch {torch.__version__} with CUDA {cuda} {verb} the driver",
+        f"apt-get install a driver for CUDA {cuda}, or pip install a torch for the driver's CUDA",
+    )
     if any(INFINIBAND.glob("efa*")):
-        mend = "install aws-ofi-nccl, or NCCL uses TCP at a tenth of the speed"
-        yield find_library("nccl-net") is not None, "EFA with NCCL's plugin libnccl-net.so", mend
+        yield Finding(
+            find_library("nccl-net") is not None,
+            "EFA with NCCL's plugin libnccl-net.so",
+            "install aws-ofi-nccl, or NCCL uses TCP at a tenth of the speed",
+        )
 
 
 def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
+    """Write into the bucket, and wait for its answer at most BUCKET_WAIT_S."""
     from lockstep.storage.s3 import Bucket
 
-    mend = "correct s3.endpoint_url, AWS_REGION or the proxy"
-    answers: list[Finding] = [(False, f"s3: no answer within {BUCKET_WAIT_S:.0f} s", mend)]
+    answers = [
+        Finding(
+            False,
+            f"s3: no answer within {BUCKET_WAIT_S:.0f} s",
+            "correct s3.endpoint_url, AWS_REGION or the proxy",
+        )
+    ]
 
     def write() -> None:
         try:
             Bucket.of(s3).check_writable()
-            answers.append((True, f"{s3['uri']} can be written", ""))
+            answers.append(Finding(True, f"{s3['uri']} can be written"))
         except UserError as error:
-            answers.append((False, f"s3: {error}", ""))
+            answers.append(Finding(False, f"s3: {error}"))
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
@@ -112,52 +223,80 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _other_nodes(config: Config, cluster: Cluster, accelerator: str) -> Iterator[Finding]:
-    """Let one process of each node meet the others, and measure their network by gloo, on GPUs by NCCL too."""
-    one_each, timeout_s = replace(cluster, devices=1, local_rank=0), config["trainer"]["timeout_s"]
-    set_rank_environment(one_each)
+    """Let one process of each node meet the others, and measure their network.
+
+    It is measured by gloo, and on GPUs by NCCL too.
+    """
+    one_per_node = replace(cluster, devices=1, local_rank=0)
+    timeout_s = config["trainer"]["timeout_s"]
+    # gloo and NCCL find their network interface by these variables.
+    set_rank_environment(one_per_node)
     import torch
     import torch.distributed as dist
 
     from lockstep.launch.process_group import join, meet
 
-    device = torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
+    cpu = torch.device("cpu")
+    device = torch.device("cuda", 0) if accelerator == "gpu" else cpu
     try:
-        hosts = meet(one_each, timeout_s, provenance.fingerprint(config))["hosts"]
-        yield True, f"same code, options and packages on all nodes: {', '.join(hosts)}", ""
-        join(one_each, device, min(60.0, timeout_s))
-        for place in dict.fromkeys((torch.device("cpu"), device)):
-            tensor, name = torch.zeros(2**23, device=place), "NCCL" if place.type == "cuda" else "gloo"  # 32 MiB
-            for count in (1, 5):  # the first connects the ranks
-                started = time.perf_counter()
-                for _ in range(count):
-                    dist.all_reduce(tensor)
-                tensor[0].item()  # waits for the device
-            speed = 32 * count / (time.perf_counter() - started)
-            yield True, f"all-reduce of 32 MiB by {name}: {speed:.0f} MiB/s", ""
+        hosts = meet(one_per_node, timeout_s, provenance.fingerprint(config))["hosts"]
+        yield Finding(True, f"same code, options and packages on all nodes: {', '.join(hosts)}")
+        join(one_per_node, device, min(60.0, timeout_s))
+        for measured in dict.fromkeys((cpu, device)):
+            yield _network_speed(measured)
         dist.barrier()
         dist.destroy_process_group()
     except UserError as error:
-        yield False, str(error), ""
+        yield Finding(False, str(error))
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        yield False, f"the ranks' own connections fail ({reason})", "open all ports between the nodes to each other"
+        yield Finding(
+            False,
+            f"the ranks' own connections fail ({reason})",
+            "open all ports between the nodes to each other",
+        )
+
+
+def _network_speed(device: Any) -> Finding:
+    """Measure an all-reduce of tensors on a device."""
+    import torch
+    import torch.distributed as dist
+
+    name = "NCCL" if device.type == "cuda" else "gloo"
+    tensor = torch.zeros(TEST_FLOATS, device=device)
+    seconds = 0.0
+    for count in TEST_COUNTS:
+        started = time.perf_counter()
+        for _ in range(count):
+            dist.all_reduce(tensor)
+        # Reading a value waits for the device.
+        tensor[0].item()
+        seconds = time.perf_counter() - started
+    speed = TEST_MIB * TEST_COUNTS[-1] / seconds
+    return Finding(True, f"all-reduce of {TEST_MIB} MiB by {name}: {speed:.0f} MiB/s")
 
 
 def main(argv: list[str]) -> int:
     as_json = "--json" in argv
 
     def diagnose(cfg: Any) -> int:
-        found = []
-        for is_fine, said, mend in examine(plain(cfg), chosen_options(cfg)["trainer"], environment()):
-            sentence = f"{said.rstrip('.')}{f': {mend}' if mend and not is_fine else ''}."
-            found.append({"ok": is_fine, "finding": sentence})
+        findings = []
+        for finding in examine(plain(cfg), chosen_options(cfg)["trainer"], environment()):
+            findings.append(finding)
             if not as_json:
-                log.info(f"{'ok  ' if is_fine else 'FIX '}  {sentence}")
+                mark = "ok  " if finding.is_fine else "FIX "
+                log.info(f"{mark}  {finding.sentence}")
         if as_json:
-            say(json.dumps(found, indent=1, ensure_ascii=False))
-        return EXIT_OK if all(each["ok"] for each in found) else EXIT_FAILED
+            _print_json(findings)
+        return EXIT_OK if all(finding.is_fine for finding in findings) else EXIT_FAILED
 
-    return run_script("train", [word for word in argv if word != "--json"], diagnose, __doc__ or "")
+    words = [word for word in argv if word != "--json"]
+    return run_script("train", words, diagnose, __doc__ or "")
+
+
+def _print_json(findings: list[Finding]) -> None:
+    items = [{"ok": finding.is_fine, "finding": finding.sentence} for finding in findings]
+    say(json.dumps(items, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Find the largest batch that trains under any trainer, by short runs of train.py.
 
-    python src/find_batch_size.py model=… data=… trainer=…            on this machine
-    python src/find_batch_size.py … trainer=fsdp trainer.memory_limit_gib=16 --estimate    for GPUs elsewhere
+    python src/find_batch_size.py model=… data=… trainer=…
+
+It runs on this machine. For GPUs elsewhere:
+
+    python src/find_batch_size.py … trainer=fsdp trainer.memory_limit_gib=16 --estimate
 
 data.global_batch_size=max in train.py does the same and trains with the batch that is found.
 """
@@ -23,15 +26,19 @@ def find(cfg: Any) -> int:
 
     config = whole_config(cfg)
     config["data"]["global_batch_size"] = "max"
-    cluster, accelerator = resolve_cluster(config, config["choices"]["trainer"], environment())
+    trainer_name = config["choices"]["trainer"]
+    cluster, accelerator = resolve_cluster(config, trainer_name, environment())
     if not cluster.is_rank_zero:
         return 0
+
     batch = resolve_batch(config, cluster)
-    found = search(RunPlan(config, cluster, accelerator, RunFolder(Path()), batch))
-    per_device, peak, limit = found["per_device"], found["peak_memory_gib"], found["limit_gib"]
+    largest = search(RunPlan(config, cluster, accelerator, RunFolder(Path()), batch))
+    per_device = largest["per_device"]
     print(
-        f"largest batch {per_device} per device, {found['global']} global = {per_device} × {cluster.world_size} × "
-        f"{batch.accumulate} · limited by the {found['bounded_by']} · peak {peak:.3g} of {limit:.3g} GiB"
+        f"largest batch {per_device} per device, {largest['global']} global "
+        f"= {per_device} × {cluster.world_size} × {batch.accumulate} "
+        f"· limited by the {largest['bounded_by']} "
+        f"· peak {largest['peak_memory_gib']:.3g} of {largest['limit_gib']:.3g} GiB"
     )
     return 0
 
@@ -41,8 +48,9 @@ def main(argv: list[str]) -> int:
     if "--estimate" in argv:
         from lockstep.batch_size.estimate import estimate
 
-        argv, task = [word for word in argv if word != "--estimate"], estimate
-    return run_script("train", argv, task, __doc__ or "")
+        task = estimate
+    words = [word for word in argv if word != "--estimate"]
+    return run_script("train", words, task, __doc__ or "")
 
 
 if __name__ == "__main__":

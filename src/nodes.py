@@ -1,9 +1,11 @@
-"""Start one run on several hosts over ssh and print their output; all stop if one fails, or on Ctrl-C.
+"""Start one run on several hosts over ssh and print their output.
+
+All stop if one fails, or on Ctrl-C.
 
     python src/nodes.py host0 host1 -- trainer=ddp data=cifar10
 
-Each host needs the repository at the same path as here (or --dir), after `make install`, and ssh access by key. host0
-is the master.
+Each host needs the repository at the same path as here (or --dir), after `make install`, and ssh
+access by key. host0 is the master.
 """
 
 import argparse
@@ -26,14 +28,22 @@ from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
 
-GRACE_AFTER_FAILURE_S = 30.0  # the other nodes notice by themselves and name the cause
-GRACE_AFTER_STOP_S = 120.0  # for the coordinated checkpoint and its upload
+# The other nodes notice a failure by themselves and name the cause.
+GRACE_AFTER_FAILURE_S = 30.0
+# A stop takes the coordinated checkpoint and its upload.
+GRACE_AFTER_STOP_S = 120.0
+# After a `kill` that is not obeyed the connection hangs.
+GRACE_AFTER_KILL_S = 5.0
+POLL_S = 0.1
+FINE = (EXIT_OK, EXIT_INTERRUPTED)
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"]
-# Standard input controls the trainer: `stop` asks it to save and end, `kill` and a lost connection end it. The reader's
-# own output is closed, because sshd waits for every process that has the session's open.
+# Standard input controls the trainer: `stop` asks it to save and end, `kill` and a lost connection
+# end it. The reader's own output is closed, because sshd waits for every process that has the
+# session's open.
 REMOTE = (
     "{{ cd {folder} || exit 1; {train} </dev/null & pid=$!; "
-    'control() {{ while read -r word; do case "$word" in stop) kill -TERM $pid;; kill) kill -KILL $pid;; esac; done; '
+    'control() {{ while read -r word; do case "$word" in '
+    "stop) kill -TERM $pid;; kill) kill -KILL $pid;; esac; done; "
     "kill -TERM $pid; }}; control <&3 >/dev/null 2>&1 & control=$!; "
     "wait $pid; code=$?; kill $control 2>/dev/null; exit $code; }} 3<&0"
 )
@@ -41,10 +51,11 @@ REMOTE = (
 
 def run_id_for(overrides: list[str], environ: dict[str, str]) -> str | None:
     """Return RUN_ID for all hosts; None if resume=auto has no run id, which train.py reports."""
-    values = dict(override.split("=", 1) for override in overrides if "=" in override)
-    for value in (values.get("run_id"), values.get("resume"), environ.get("RUN_ID")):
-        if value not in (None, "null", "auto"):
-            return value
+    values = dict(word.split("=", 1) for word in overrides if "=" in word)
+    named = (values.get("run_id"), values.get("resume"), environ.get("RUN_ID"))
+    run_id = next((name for name in named if name not in (None, "null", "auto")), None)
+    if run_id:
+        return run_id
     if values.get("resume") == "auto":
         return None
     return new_run_id()
@@ -55,6 +66,7 @@ class Host:
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
+        # The last line of its output that begins with "error: ".
         self.error = ""
         self.process = subprocess.Popen(
             command,
@@ -74,86 +86,107 @@ class Host:
             print(f"[{self.name}] {printable(line)}", end="", flush=True)
 
     def tell(self, word: str) -> None:
+        """Send a word to REMOTE; nothing if the connection is gone."""
         assert self.process.stdin
-        with contextlib.suppress(OSError):  # the connection is gone
+        with contextlib.suppress(OSError):
             self.process.stdin.write(f"{word}\n".encode())
             self.process.stdin.flush()
+
+    def has_failed(self) -> bool:
+        return self.process.returncode is not None and self.process.returncode not in FINE
 
 
 def watch(hosts: list[Host]) -> int:
     """Wait until all hosts have ended.
 
     Returns:
-        The exit code of the first one that failed, else 75 if one was interrupted.
+        The exit code of the first failed one, else 75 if one was interrupted.
     """
-    asked: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _frame: asked.append(number))
-    failed: list[Host] = []
-    end = _End()
-    while running := [host for host in hosts if host.process.poll() is None]:
-        failed = failed or _failed(hosts)
-        end.come_closer(running, len(asked), has_failed=bool(failed))
-        time.sleep(0.1)
+        signal.signal(number, lambda number, _frame: signals.append(number))
 
+    first_failed = _wait(hosts, signals)
     for host in hosts:
         host.reader.join(5)
-    failed = failed or _failed(hosts)
-    if not failed:
-        return max(host.process.returncode for host in hosts)
-    first = failed[0]
-    if first.error:
-        # Repeat it as the last line on the screen.
-        log.info(f"[{first.name}] {first.error}")
-    return max(first.process.returncode, 0) or EXIT_FAILED
+    return _exit_code(hosts, first_failed)
 
 
-class _End:
-    """The end of the hosts that still run: they are asked to stop, and killed after a grace."""
+def _wait(hosts: list[Host], signals: list[int]) -> Host | None:
+    """Wait until all hosts have ended; stop them after a signal or a failure.
 
-    def __init__(self) -> None:
-        self.kill_at = math.inf
+    Args:
+        signals: those that have come; a second one shortens the grace.
 
-    def come_closer(self, running: list[Host], signals: int, *, has_failed: bool) -> None:
-        """Do what is due.
+    Returns:
+        The host that failed first, if one has failed while others ran.
+    """
+    first_failed = None
+    kill_at = math.inf
+    while True:
+        running = [host for host in hosts if host.process.poll() is None]
+        if not running:
+            return first_failed
 
-        Args:
-            signals: how many have come; the second one kills at once.
-            has_failed: another host has.
-        """
+        first_failed = first_failed or _first_failed(hosts)
         now = time.monotonic()
-        if math.isinf(self.kill_at) and signals:
-            self.kill_at = now + GRACE_AFTER_STOP_S
-            _tell_all(running, "stop")
-        if math.isinf(self.kill_at) and has_failed:
-            self.kill_at = now + GRACE_AFTER_FAILURE_S
-        if signals > 1:
-            self.kill_at = min(self.kill_at, now)
-        if now >= self.kill_at:
-            _kill(running, since_s=now - self.kill_at)
+        if kill_at == math.inf:
+            kill_at = now + _grace_s(running, signals, first_failed)
+        if len(signals) > 1:
+            kill_at = min(kill_at, now)
+        if now >= kill_at:
+            _kill(running, is_late=now > kill_at + GRACE_AFTER_KILL_S)
+        time.sleep(POLL_S)
 
 
-def _failed(hosts: list[Host]) -> list[Host]:
-    fine = (None, EXIT_OK, EXIT_INTERRUPTED)
-    return [host for host in hosts if host.process.returncode not in fine]
+def _grace_s(running: list[Host], signals: list[int], first_failed: Host | None) -> float:
+    """Return after how long hosts are to be killed; tell them to stop after a signal."""
+    if signals:
+        for host in running:
+            host.tell("stop")
+        return GRACE_AFTER_STOP_S
+    return GRACE_AFTER_FAILURE_S if first_failed else math.inf
 
 
-def _tell_all(hosts: list[Host], word: str) -> None:
+def _first_failed(hosts: list[Host]) -> Host | None:
+    return next((host for host in hosts if host.has_failed()), None)
+
+
+def _kill(hosts: list[Host], is_late: bool) -> None:
+    """End the trainers, and if that was asked for some time ago the connections too."""
     for host in hosts:
-        host.tell(word)
-
-
-def _kill(hosts: list[Host], since_s: float) -> None:
-    """Kill the trainers; a few seconds later end the connections, which may hang."""
-    _tell_all(hosts, "kill")
-    if since_s > 5:
-        for host in hosts:
+        host.tell("kill")
+        if is_late:
             host.process.kill()
+
+
+def _exit_code(hosts: list[Host], first_failed: Host | None) -> int:
+    """Return the exit code of the run, and repeat the error of the host that failed first."""
+    failed = first_failed or _first_failed(hosts)
+    if failed is None:
+        return max(host.process.returncode for host in hosts)
+
+    # The last line on the screen says why the run has ended.
+    if failed.error:
+        log.info(f"[{failed.name}] {failed.error}")
+    return max(failed.process.returncode, 0) or EXIT_FAILED
 
 
 def main(argv: list[str]) -> int:
     set_up()
     at = argv.index("--") if "--" in argv else len(argv)
+    options = _parser().parse_args(argv[:at])
+    overrides = argv[at + 1 :]
+
+    run_id = run_id_for(overrides, environment())
+    hosts = []
+    for rank, name in enumerate(options.hosts):
+        remote = _remote_command(options, rank, run_id, overrides)
+        hosts.append(Host(name, [*options.ssh, name, remote]))
+    return watch(hosts)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -171,24 +204,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--ssh", type=shlex.split, default=SSH, help="the ssh command with its options"
     )
-    options: Any = parser.parse_args(argv[:at])
-    overrides = argv[at + 1 :]
-    run_id = run_id_for(overrides, environment())
-    hosts = []
-    for rank, name in enumerate(options.hosts):
-        variables = [
-            f"MASTER_ADDR={options.master_addr or options.hosts[0].split('@')[-1]}",
-            f"MASTER_PORT={options.master_port}",
-            f"NODE_RANK={rank}",
-        ]
-        if run_id:
-            variables.append(f"RUN_ID={run_id}")
-        train = ["env", *variables, ".venv/bin/python", "src/train.py"]
-        train += [f"trainer.num_nodes={len(options.hosts)}", *overrides]
-        folder = options.dir[min(rank, len(options.dir) - 1)]
-        remote = REMOTE.format(folder=shlex.quote(folder), train=shlex.join(train))
-        hosts.append(Host(name, [*options.ssh, name, remote]))
-    return watch(hosts)
+    return parser
+
+
+def _remote_command(options: Any, rank: int, run_id: str | None, overrides: list[str]) -> str:
+    """Return the shell command that trains on the host of a node rank."""
+    master = options.master_addr or options.hosts[0].split("@")[-1]
+    variables = [
+        f"MASTER_ADDR={master}",
+        f"MASTER_PORT={options.master_port}",
+        f"NODE_RANK={rank}",
+    ]
+    if run_id:
+        variables.append(f"RUN_ID={run_id}")
+
+    num_nodes = f"trainer.num_nodes={len(options.hosts)}"
+    train = ["env", *variables, ".venv/bin/python", "src/train.py", num_nodes, *overrides]
+    folder = options.dir[min(rank, len(options.dir) - 1)]
+    return REMOTE.format(folder=shlex.quote(folder), train=shlex.join(train))
 
 
 if __name__ == "__main__":

@@ -1,43 +1,70 @@
 """Upload the rest of a finished run: its best and last checkpoint, its record and curves.
 
-python src/upload.py RUN_ID [s3.uri=s3://bucket/prefix] [s3.endpoint_url=https://…] [paths.log_dir=logs]
+python src/upload.py RUN_ID [s3.uri=s3://bucket/prefix] [s3.endpoint_url=https://…]
+    [paths.log_dir=logs]
 """
 
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from lockstep.runs.errors import EXIT_OK, UserError
-from lockstep.runs.folder import find_run, read_config
+from lockstep.runs.folder import RunFolder, find_run, read_config
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
 from lockstep.runs.script import run_with_options
 from lockstep.storage.uploader import finish_upload, send_files
 
-OPTIONS = {"run": None, "s3.uri": "", "s3.endpoint_url": "", "paths.log_dir": str(REPOSITORY / "logs")}
+log = logging.getLogger(__name__)
+
+OPTIONS = {
+    "run": None,
+    "s3.uri": "",
+    "s3.endpoint_url": "",
+    "paths.log_dir": str(REPOSITORY / "logs"),
+}
+# There is no training to hold up, so the upload may take long.
+FLUSH_TIMEOUT_S = 3600.0
 
 
-def upload(given: dict[str, str]) -> int:
-    """Upload the rest; return EXIT_NOT_UPLOADED if the best checkpoint is still not in the bucket."""
-    folder = find_run(Path(given["paths.log_dir"]), given["run"])
-    s3 = (read_config(folder.config).get("s3") or {}) if folder.config.exists() else {}
-    s3 |= {key: given[f"s3.{key}"] for key in ("uri", "endpoint_url") if given[f"s3.{key}"]}
+def upload(options: dict[str, str]) -> int:
+    """Upload the rest; return EXIT_NOT_UPLOADED if the best checkpoint is still missing there."""
+    folder = find_run(Path(options["paths.log_dir"]), options["run"])
+    s3 = _bucket_config(folder, options)
     if not s3.get("uri"):
-        raise UserError(f"The run {folder.run_id} was trained without s3.uri. Pass s3.uri=s3://bucket/prefix.")
+        raise UserError(
+            f"The run {folder.run_id} was trained without s3.uri. Pass s3.uri=s3://bucket/prefix."
+        )
     if status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
-    s3["flush_timeout_s"] = 3600.0
+
+    s3["flush_timeout_s"] = FLUSH_TIMEOUT_S
     code = finish_upload(s3, folder, EXIT_OK)
     if code == EXIT_OK:
         send_files(s3, folder)
-    sent = f"{folder.run_id} is in {s3['uri']}." if code == EXIT_OK else "not uploaded: "
-    logging.getLogger(__name__).info(sent + (read_record(folder.record).upload.error or ""))
+        log.info(f"{folder.run_id} is in {s3['uri']}.")
+    else:
+        log.info(f"not uploaded: {read_record(folder.record).upload.error or ''}")
     return code
+
+
+def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]:
+    """Return the run's bucket, with what the command line names in its place."""
+    s3: dict[str, Any] = {}
+    if folder.config.exists():
+        s3 = dict(read_config(folder.config).get("s3") or {})
+    for key in ("uri", "endpoint_url"):
+        if options[f"s3.{key}"]:
+            s3[key] = options[f"s3.{key}"]
+    return s3
 
 
 def main(argv: list[str]) -> int:
     ids = [word for word in argv if "=" not in word and not word.startswith("-")]
-    words = [word for word in argv if word not in ids] + ([f"run={' '.join(ids)}"] if ids else [])
+    words = [word for word in argv if word not in ids]
+    if ids:
+        words.append(f"run={' '.join(ids)}")
     return run_with_options(words, __doc__ or "", OPTIONS, upload)
 
 

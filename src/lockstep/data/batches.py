@@ -1,11 +1,14 @@
-"""The train and evaluation loaders: which images, in which order and with which augmentation, each rank gets.
+"""The train and evaluation loaders: the images, their order and their augmentation on each rank.
 
-Everything follows from (seed, epoch, step), so that one process and N ranks see the same pixels. Order and augmentation
-are drawn for a whole epoch at once, as a generator for each step would cost more than a batch of crops. Global batch s
-takes images [s·G, (s+1)·G) of the epoch; micro-batch j of k covers its positions [j·G/k, (j+1)·G/k), and rank r of W
-takes the r-th of W equal contiguous parts of that.
+Everything follows from (seed, epoch, step), so that one process and N ranks see the same pixels.
+Order and augmentation are drawn for a whole epoch at once, as a generator for each step would cost
+more than a batch of crops.
+
+Global batch s takes images [s·G, (s+1)·G) of the epoch. Micro-batch j of k covers its positions
+[j·G/k, (j+1)·G/k), and rank r of W takes the r-th of W equal contiguous parts of that.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,18 +18,31 @@ from torch.utils.data import SequentialSampler
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
-SPLIT, ORDER, AUGMENTATION, TEST, MIXING = 0, 1, 2, 3, 4  # keep the random streams of one seed apart
+# These numbers keep the random streams of one seed apart.
+SPLIT = 0
+ORDER = 1
+AUGMENTATION = 2
+TEST = 3
+MIXING = 4
 
 
 class Selection(NamedTuple):
-    """The images that one rank loads next."""
+    """The images that one rank loads next.
 
-    positions: np.ndarray  # (n,) int64
-    draws: np.ndarray  # for each view (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each image
-    mixing: np.ndarray | None = None  # (6, n/2) float64 as of Mixing.draw; None: nothing is mixed
+    Attributes:
+        positions: (n,) int64.
+        draws: for each view (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each
+            image.
+        mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
+    """
+
+    positions: np.ndarray
+    draws: np.ndarray
+    mixing: np.ndarray | None = None
 
 
-Deliver = Callable[[Iterable[Selection]], Iterator[Any]]  # makes the batches, in order; it may read ahead
+Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
+"""A function that makes the batches, in order; it may read ahead."""
 Draw = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
 """(seed, epoch, n) → draws and mixing, as a Selection has them, of an epoch of n images"""
 
@@ -38,8 +54,8 @@ def random_stream(seed: int, *purpose: int) -> np.random.Generator:
 class TrainBatches:
     """This rank's micro-batches of an epoch's complete global batches; the remainder is dropped.
 
-    `len()` counts micro-batches, and `state_dict()` global batches, so that accumulation and world size may differ
-    between saving and loading. Lightning finds `set_epoch` through `sampler`.
+    `len()` counts micro-batches, and `state_dict()` global batches, so that accumulation and world
+    size may differ between saving and loading. Lightning finds `set_epoch` through `sampler`.
 
     Args:
         indices: positions of the training images.
@@ -47,19 +63,39 @@ class TrainBatches:
     """
 
     def __init__(
-        self, deliver: Deliver, indices: np.ndarray, draw: Draw, *, global_batch_size:
-        int, rank: int = 0, world_size: int = 1, accumulate_grad_batches: int = 1, seed: int = 0, fixed: bool = False,
-    ) -> None:  # fmt: skip
-        size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
+        self,
+        deliver: Deliver,
+        indices: np.ndarray,
+        draw: Draw,
+        *,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate_grad_batches: int = 1,
+        seed: int = 0,
+        fixed: bool = False,
+    ) -> None:
+        self.seed = seed
         self.steps_per_epoch = len(indices) // global_batch_size
-        self._deliver, self._indices, self._draw = deliver, indices, draw
-        self._global_batch_size, self._accumulate, self.seed = global_batch_size, accumulate_grad_batches, seed
-        # Where this rank's part of each micro-batch lies within a global batch.
-        self._parts = [(j * world_size + rank) * size + np.array([0, size]) for j in range(accumulate_grad_batches)]
+        self._deliver = deliver
+        self._indices = indices
+        self._draw = draw
+        self._global_batch_size = global_batch_size
+        self._accumulate = accumulate_grad_batches
+
+        # The bounds of this rank's part of each micro-batch within a global batch.
+        size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
+        self._parts = []
+        for micro_batch in range(accumulate_grad_batches):
+            first = (micro_batch * world_size + rank) * size
+            self._parts.append((first, first + size))
+
         self._epoch = 0
-        self._first_step = 0  # where the next iteration starts: 0 but after load_state_dict
+        # The next iteration starts at this step: 0 but after load_state_dict.
+        self._first_step = 0
         self._micro_batches_done = 0
-        # A sequential sampler tells Lightning that nothing is shuffled between epochs, and has no set_epoch.
+        # A sequential sampler tells Lightning that nothing is shuffled between epochs, and has no
+        # set_epoch.
         self.sampler = SequentialSampler(range(len(indices))) if fixed else self
 
     def __len__(self) -> int:
@@ -67,63 +103,89 @@ class TrainBatches:
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch, self._first_step, self._micro_batches_done = epoch, 0, 0
+            self._epoch = epoch
+            self._first_step = 0
+            self._micro_batches_done = 0
 
     def state_dict(self) -> dict[str, int]:
         return {
-            "epoch": self._epoch, "global_batches": self._micro_batches_done // self._accumulate,
-            "steps_per_epoch": self.steps_per_epoch, "global_batch_size": self._global_batch_size,
+            "epoch": self._epoch,
+            "global_batches": self._micro_batches_done // self._accumulate,
+            "steps_per_epoch": self.steps_per_epoch,
+            "global_batch_size": self._global_batch_size,
             "accumulate_grad_batches": self._accumulate,
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        done, steps, size = (state[key] for key in ("global_batches", "steps_per_epoch", "global_batch_size"))
-        if (steps, size) != (self.steps_per_epoch, self._global_batch_size) and 0 < done < steps:
+        done = state["global_batches"]
+        steps = state["steps_per_epoch"]
+        is_same_cut = (
+            steps == self.steps_per_epoch and state["global_batch_size"] == self._global_batch_size
+        )
+        if 0 < done < steps and not is_same_cut:
             raise UserError(
-                f"The checkpoint is at step {done} of {steps} within an epoch at data.global_batch_size={size}: resume "
-                f"with the same batch and data (now {self.steps_per_epoch} steps at {self._global_batch_size})."
+                f"The checkpoint is at step {done} of {steps} within an epoch at "
+                f"data.global_batch_size={state['global_batch_size']}: resume with the same batch "
+                f"and data (now {self.steps_per_epoch} steps at {self._global_batch_size})."
             )
+
         self._epoch = state["epoch"]
         self._first_step = self.steps_per_epoch if done >= steps else done
         self._micro_batches_done = self._first_step * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: nothing runs before the first next(), so Lightning may call iter() first and load_state_dict
-        # and set_epoch afterwards, as it does.
-        first_step, self._first_step = self._first_step, 0
+        # A generator: nothing runs before the first next(), so Lightning may call iter() first and
+        # load_state_dict and set_epoch afterwards, as it does.
+        first_step = self._first_step
+        self._first_step = 0
         self._micro_batches_done = first_step * self._accumulate
         for batch in self._deliver(self._selections(first_step)):
             self._micro_batches_done += 1
             yield batch
 
     def _selections(self, first_step: int) -> Iterator[Selection]:
-        size, count = self._global_batch_size, self.steps_per_epoch * self._global_batch_size
+        size = self._global_batch_size
+        count = self.steps_per_epoch * size
         order = random_stream(self.seed, ORDER, self._epoch).permutation(self._indices)
         draws, mixing = self._draw(self.seed, self._epoch, count)
+
         for start in range(first_step * size, count, size):
-            for first, end in (start + part for part in self._parts):
-                pairs = None if mixing is None else mixing[:, first // 2 : end // 2]
+            for part_first, part_end in self._parts:
+                first = start + part_first
+                end = start + part_end
+                pairs = None
+                if mixing is not None:
+                    pairs = mixing[:, first // 2 : end // 2]
                 yield Selection(order[first:end], draws[:, first:end], pairs)
 
 
 class EvalBatches:
     """Every image once over all ranks, in order, with the same number of batches on every rank.
 
-    There are as few batches as `batch_size` (per device, at most) allows, and their sizes differ by one image at most.
-    With fewer images than ranks, some ranks get an empty batch.
+    There are as few batches as `batch_size` (per device, at most) allows, and their sizes differ by
+    one image at most. With fewer images than ranks, some ranks get an empty batch.
 
     Args:
         draws: (3,) int64 dy, dx, flip for every image: the centre crop.
     """
 
     def __init__(
-        self, deliver: Deliver, indices: np.ndarray, draws: np.ndarray, *, batch_size: int, rank: int = 0, world_size:
-        int = 1,
-    ) -> None:  # fmt: skip
-        num_batches = -(-len(indices) // (batch_size * world_size))
-        parts = np.array_split(indices, max(num_batches * world_size, 1))[rank::world_size][:num_batches]
+        self,
+        deliver: Deliver,
+        indices: np.ndarray,
+        draws: np.ndarray,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        num_batches = math.ceil(len(indices) / (batch_size * world_size))
+        parts = np.array_split(indices, max(num_batches * world_size, 1))
+        of_rank = parts[rank::world_size][:num_batches]
         self._deliver = deliver
-        self._selections = [Selection(each, draws[:, None].repeat(len(each), 1)) for each in parts]
+        self._selections = [
+            Selection(positions, draws[:, None].repeat(len(positions), 1)) for positions in of_rank
+        ]
 
     def __len__(self) -> int:
         return len(self._selections)

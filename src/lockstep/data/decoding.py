@@ -1,4 +1,7 @@
-"""Decode one image file into 8-bit pixels, upright and without transparency; name the file that cannot be decoded."""
+"""Decode one image file into 8-bit pixels, upright and without transparency.
+
+An error names the file that cannot be decoded.
+"""
 
 import io
 import logging
@@ -13,18 +16,28 @@ from tqdm import tqdm
 
 from lockstep.runs.errors import UserError
 
-# Raster formats that Pillow decodes itself: without EPS and WMF (other programs), PDF, and container formats.
+# Raster formats that Pillow decodes itself. EPS and WMF need other programs; PDF and containers
+# are no images.
 FORMATS = (
-    "AVIF", "BMP", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
-    "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM",
+    "AVIF", "BMP", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM",
+    "PSD", "QOI", "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM",
 )  # fmt: skip
-SUFFIXES = {end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")}
-BACKGROUND = "white"  # behind transparent images, in training, evaluation, prediction and export alike
-THREADS, CHUNK = 8, 32  # Pillow decodes without Python's lock; images per task, to bound the number of tasks
+SUFFIXES = {
+    suffix for suffix, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")
+}
+# The colour behind transparent images, in training, evaluation, prediction and export alike.
+BACKGROUND = "white"
+# Pillow decodes without Python's lock.
+THREADS = 8
+# Images of one task of a thread; more of them mean fewer tasks to keep in memory.
+CHUNK = 32
 
 
 class CorruptImage(UserError):
-    """An image, or a file of images, that cannot be read or decoded; `args[0]` says which and why."""
+    """An image, or a file of images, that cannot be read or decoded.
+
+    `args[0]` says which and why.
+    """
 
     def __str__(self) -> str:
         return (
@@ -64,8 +77,9 @@ def open_image(
     if max_megapixels is not None:
         # Pillow has one limit for the process, and refuses images of more than twice that number.
         Image.MAX_IMAGE_PIXELS = int(max_megapixels * 1e6 / 2)
+    source = io.BytesIO(file) if isinstance(file, bytes) else file
+    # A damaged file makes Pillow raise nearly anything.
     try:
-        source = io.BytesIO(file) if isinstance(file, bytes) else file
         with Image.open(source, formats=FORMATS) as opened:
             image = ImageOps.exif_transpose(opened)
             image.format = opened.format
@@ -77,7 +91,7 @@ def open_image(
     except Image.DecompressionBombError:
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise TooLargeImage(f"{name} has more than {limit:.0f} megapixels") from None
-    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+    except Exception as error:
         raise CorruptImage(f"{name} cannot be decoded ({error})") from None
 
 
@@ -87,14 +101,17 @@ def in_8_bits(image: Image.Image, channels: int) -> Image.Image:
     Raises:
         ValueError: 32 bits per pixel.
     """
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        # 16 bits, which Pillow's own conversion clips at 255
+    # Pillow's own conversion of 16 bits clips at 255.
+    is_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+    if is_16_bits:
         image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError("32 bits per pixel and no defined white: convert it to 8 or 16 bits")
+
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
+        background = Image.new("RGBA", image.size, BACKGROUND)
+        image = Image.alpha_composite(background, image)
     return image.convert("L" if channels == 1 else "RGB")
 
 
@@ -104,33 +121,45 @@ def open_mask(path: Path) -> np.ndarray:
     Raises:
         CorruptImage: it cannot be read, or has several channels.
     """
+    # A damaged file makes Pillow raise nearly anything.
     try:
         with Image.open(path) as image:
-            pixels, is_lossy = np.asarray(image), image.format in ("JPEG", "MPO")
-    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+            pixels = np.asarray(image)
+            is_lossy = image.format in ("JPEG", "MPO")
+    except Exception as error:
         raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
+
     if is_lossy:
-        raise CorruptImage(f"the mask {path} is a JPEG, which changes values of pixels: save masks as PNG")
+        raise CorruptImage(
+            f"the mask {path} is a JPEG, which changes values of pixels: save masks as PNG"
+        )
     if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
-        raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
+        raise CorruptImage(
+            f"the mask {path} must have one channel of 8 bits, the class of each pixel"
+        )
     return pixels.astype(np.uint8)
 
 
 def pixels_of(image: Any) -> np.ndarray:
     """Return a Pillow image or a mask as (height, width, channels) uint8."""
     pixels = np.asarray(image)
-    return pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.ndim == 2:
+        return pixels[..., None]
+    return pixels
 
 
 def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:
     """Call decode_one(i) for images 0 to count − 1 in threads, and raise the first error."""
 
-    def work(first: int) -> None:
+    def decode_chunk(first: int) -> None:
         for i in range(first, min(first + CHUNK, count)):
             decode_one(i)
 
     logging.getLogger(__name__).info(f"Decoding {count} images")
+    firsts = range(0, count, CHUNK)
     with ThreadPoolExecutor(THREADS) as pool:
-        every = pool.map(work, range(0, count, CHUNK))
-        for _ in tqdm(every, total=-(-count // CHUNK), disable=None):  # None: on terminals alone
+        chunks = pool.map(decode_chunk, firsts)
+        # Going through the chunks raises their errors. With disable=None tqdm shows its bar on
+        # terminals alone.
+        for _ in tqdm(chunks, total=len(firsts), disable=None):
             pass

@@ -1,52 +1,111 @@
-"""Folders that the first process on a node builds and the others reuse; a folder is complete or absent."""
+"""Folders that the first process on a node builds and the others reuse.
+
+A folder is complete or absent.
+"""
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError, no_room
 from lockstep.runs.files import locked_file, sync_folder
 
+log = logging.getLogger(__name__)
+
 META = "meta.json"
-Content = dict[str, Any]  # JSON values
+# A smaller folder is not worth a line in the log.
+LARGE_BYTES = 10**8
+# Values that JSON can hold, by name.
+Content = dict[str, Any]
 
 
 def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
-    """Return the metadata of a cache folder; the first process builds the folder while others wait.
+    """Return the metadata of a cache folder.
 
-    A complete folder is read without a lock, so that it may be on a read-only disk or belong to another user.
+    The first process builds the folder while others wait. A complete folder is read without a lock,
+    so that it may be on a read-only disk or belong to another user.
 
     Args:
         build: writes files into an empty folder and returns its metadata.
+
     Raises:
         NoRoom: the disk is full; nothing is left behind.
     """
-    meta, part = folder / META, folder.with_name(f".{folder.name}.part")
-    with ExitStack() as held:
-        try:
-            if not meta.exists():
-                held.enter_context(locked_file(folder.with_name(f"{folder.name}.lock"), required=True))
-        except OSError as error:
-            reason = f"cannot be written or locked ({error.strerror}): give data.cache_dir=FOLDER on a local disk"
-            raise UserError(f"{folder.parent} {reason}.") from None
+    meta = folder / META
+    if meta.exists():
+        return json.loads(meta.read_text())
+
+    with _locked(folder):
+        # Another process may have built it while this one waited.
         if meta.exists():
             return json.loads(meta.read_text())
-        for incomplete in (folder, part):
-            shutil.rmtree(incomplete, ignore_errors=True)
-        part.mkdir()
-        held.callback(shutil.rmtree, part, ignore_errors=True)
+        content = _build(folder, build)
+
+    if _size(folder) >= LARGE_BYTES:
+        _say_size(folder.parent)
+    return content
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache folder.
+
+    Raises:
+        UserError: the disk has no locks, or nobody may write there.
+    """
+    lock = locked_file(folder.with_name(f"{folder.name}.lock"), required=True)
+    with ExitStack() as held:
         try:
-            content = build(part)
-            (part / META).write_text(json.dumps(content))
-            for path in part.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            os.replace(part, folder)
-        except Exception as error:
-            raise no_room(error, folder.parent, "give data.cache_dir=FOLDER on a larger disk") or error from None
-        sync_folder(folder.parent)
-        return content
+            held.enter_context(lock)
+        except OSError as error:
+            raise UserError(
+                f"{folder.parent} cannot be written or locked ({error.strerror}): "
+                "give data.cache_dir=FOLDER on a local disk."
+            ) from None
+        yield
+
+
+def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
+    """Build a folder beside its place and rename it; remove what is left of it after an error."""
+    part = folder.with_name(f".{folder.name}.part")
+    for incomplete in (folder, part):
+        shutil.rmtree(incomplete, ignore_errors=True)
+    part.mkdir()
+    try:
+        content = build(part)
+        (part / META).write_text(json.dumps(content))
+        for path in part.iterdir():
+            _sync_file(path)
+        os.replace(part, folder)
+    except Exception as error:
+        advice = "give data.cache_dir=FOLDER on a larger disk"
+        raise no_room(error, folder.parent, advice) or error from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    sync_folder(folder.parent)
+    return content
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _say_size(cache: Path) -> None:
+    """Log what a cache takes of the disk, as nothing in it is ever deleted."""
+    folders = [path.parent for path in cache.glob(f"*/{META}")]
+    size = sum(map(_size, folders))
+    log.info(
+        f"{cache} holds {size / 1e9:.1f} GB of prepared images in {len(folders)} folders. "
+        "You may delete it between runs, which prepare their images anew."
+    )
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.data import loading
+from lockstep.data import loading, node_cache
 from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
 from lockstep.data.node_cache import META, cached
@@ -112,3 +112,17 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written or locked .*data.cache_dir"):
         cached(tmp_path / "file" / "entry", build_slowly)
+
+
+def test_a_large_new_folder_says_what_the_cache_takes(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(node_cache, "LARGE_BYTES", 10_000)
+
+    def build(size):
+        return lambda folder: {"bytes": (folder / "images").write_bytes(b"1" * size)}
+
+    cached(tmp_path / "small", build(100))
+    assert "holds" not in caplog.text
+    for _ in range(2):
+        cached(tmp_path / "large", build(300_000))
+    assert caplog.text.count(f"{tmp_path} holds 0.0 GB of prepared images in 2 folders") == 1
