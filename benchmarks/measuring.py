@@ -16,7 +16,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.runs import environment, provenance  # noqa: E402 the line above puts it on the path
+from lockstep.process import environment  # noqa: E402 the line above puts it on the path
+from lockstep.records import provenance  # noqa: E402 the line above puts it on the path
 
 TRAIN = [sys.executable, str(REPOSITORY / "src" / "train.py")]
 

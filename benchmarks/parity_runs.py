@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from data.synthetic import SyntheticDataModule
 from local_ranks import meet
 from lockstep.data.augmentation import CropFlip
-from lockstep.launch.launchers import Cluster
+from lockstep.ranks.find import Cluster
+from lockstep.runs.join import StartedRanks
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.parameter_groups import GroupRules, freeze, parameter_groups
-from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel

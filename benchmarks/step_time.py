@@ -100,9 +100,9 @@ def timed_run(
     import lightning.pytorch as pl
 
     from lockstep.config.compose import compose, whole_config
-    from lockstep.launch.launcher import launch
+    from lockstep.runs.join import joined_ranks
+    from lockstep.runs.launcher import launch
     from lockstep.training.build import build_run
-    from lockstep.training.rank import joined_ranks
 
     class Clock(pl.Callback):
         seconds = 0.0

@@ -21,7 +21,7 @@ import numpy as np
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import plain, typed_overrides
 from lockstep.config.schema import key_of
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
-from lockstep.launch.launchers import INFINIBAND, Cluster, set_rank_environment
-from lockstep.launch.plan import MOST_OF_TMPDIR, resolve_batch, resolve_cluster, resolved
-from lockstep.runs import provenance
-from lockstep.runs.config import Config
-from lockstep.runs.environment import available_cores, environment, network_interface
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.output import say
+from lockstep.process.environment import available_cores, environment, network_interface
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.process.output import say
+from lockstep.ranks.find import INFINIBAND, Cluster, set_rank_environment
+from lockstep.records import provenance
+from lockstep.records.config import Config
+from lockstep.runs.plan import MOST_OF_TMPDIR, resolve_batch, resolve_cluster, resolved
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ def _other_nodes(config: Config, cluster: Cluster, accelerator: str) -> Iterator
     import torch
     import torch.distributed as dist
 
-    from lockstep.launch.process_group import join, meet
+    from lockstep.ranks.meeting import join, meet
 
     cpu = torch.device("cpu")
     device = torch.device("cuda", 0) if accelerator == "gpu" else cpu

@@ -16,10 +16,10 @@ from lockstep.config import keys
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.config.foreign import stored_config
 from lockstep.config.schema import key_of
-from lockstep.launch.launcher import launch
-from lockstep.launch.plan import RunPlan
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
+from lockstep.records.config import Config
+from lockstep.runs.launcher import launch
+from lockstep.runs.plan import RunPlan
 from lockstep.storage.fetch import locate_checkpoint
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ def evaluate(plan: RunPlan) -> int:
     """Evaluate the checkpoint as one rank."""
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
+    from lockstep.process.files import utc_now
     from lockstep.ranks.collectives import load_on_all_ranks
-    from lockstep.runs.files import utc_now
+    from lockstep.runs.join import joined_ranks
     from lockstep.training.build import build_run
-    from lockstep.training.rank import joined_ranks
     from lockstep.training.task import Task
 
     with joined_ranks(plan) as session:
@@ -64,7 +64,7 @@ def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
         raise UserError("eval needs a checkpoint. Pass ckpt_path=<run_id>, ckpt_path=FILE or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"))
-    from lockstep.storage.load import read_checkpoint
+    from lockstep.checkpoints.load import read_checkpoint
     from lockstep.training.weights import facts_of  # imports torch, after the checks above
 
     checkpoint = read_checkpoint(path)

@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.config import data_name, model_name
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError, no_room
-from lockstep.runs.files import sha256_of
-from lockstep.runs.folder import RUN_ID_PATTERN
-from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.redact import redact_text
-from lockstep.runs.script import run_with_options
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError, no_room
+from lockstep.process.files import sha256_of
+from lockstep.process.project import REPOSITORY
+from lockstep.process.redact import redact_text
+from lockstep.process.script import run_with_options
+from lockstep.records.config import data_name, model_name
+from lockstep.records.folder import RUN_ID_PATTERN
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from lockstep.config.compose import whole_config
 
 def find(cfg: Any) -> int:
     """Search, print the largest batch, and return the exit code."""
-    from lockstep.batch_size.search import search
-    from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
-    from lockstep.runs.environment import environment
-    from lockstep.runs.folder import RunFolder
+    from lockstep.process.environment import environment
+    from lockstep.records.folder import RunFolder
+    from lockstep.runs.batch_search import search
+    from lockstep.runs.plan import RunPlan, resolve_batch, resolve_cluster
 
     config = whole_config(cfg)
     config["data"]["global_batch_size"] = "max"
@@ -46,7 +46,7 @@ def find(cfg: Any) -> int:
 def main(argv: list[str]) -> int:
     task = find
     if "--estimate" in argv:
-        from lockstep.batch_size.estimate import estimate
+        from lockstep.training.memory_estimate import estimate
 
         task = estimate
     words = [word for word in argv if word != "--estimate"]

@@ -25,13 +25,13 @@ from lockstep.logbook.compare import as_text, write_comparison
 from lockstep.logbook.folders import Run, find_run, read_run
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
-from lockstep.runs.errors import UserError
-from lockstep.runs.files import write_atomically
-from lockstep.runs.folder import run_folders
-from lockstep.runs.output import say, set_up
-from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import locked_record
-from lockstep.runs.script import exit_code_of
+from lockstep.process.errors import UserError
+from lockstep.process.files import write_atomically
+from lockstep.process.output import say, set_up
+from lockstep.process.project import REPOSITORY
+from lockstep.process.script import exit_code_of
+from lockstep.records.folder import run_folders
+from lockstep.records.record import locked_record
 
 COLUMNS = (
     "started_at", "status", "data", "model", "trainer", "world_size", "global_batch_size", "epochs", "monitor",

@@ -20,11 +20,11 @@ import threading
 import time
 from typing import Any
 
-from lockstep.runs.environment import environment
-from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from lockstep.runs.folder import new_run_id
-from lockstep.runs.output import printable, set_up
-from lockstep.runs.provenance import REPOSITORY
+from lockstep.process.environment import environment
+from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from lockstep.process.output import printable, set_up
+from lockstep.process.project import REPOSITORY
+from lockstep.records.folder import new_run_id
 
 log = logging.getLogger(__name__)
 

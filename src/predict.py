@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.files import write_atomically
-from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.script import run_with_options
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.process.files import write_atomically
+from lockstep.process.project import REPOSITORY
+from lockstep.process.script import run_with_options
 
 log = logging.getLogger(__name__)
 

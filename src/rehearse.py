@@ -22,8 +22,8 @@ from lockstep.commands.command_line import run_script
 from lockstep.config.compose import whole_config
 from lockstep.config.keys import is_left_out_of_trials
 from lockstep.config.schema import key_of
-from lockstep.runs.environment import environment
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.process.environment import environment
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     capability = next((word.partition("=")[2] for word in argv if word.startswith("--capability=")), "8.0")
 
     def dry_run(cfg: Any) -> int:
-        from lockstep.batch_size.search import run_train
+        from lockstep.runs.batch_search import run_train
 
         failed = False
         with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:

@@ -10,18 +10,18 @@ from typing import Any
 
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import whole_config
-from lockstep.launch.launcher import launch
-from lockstep.launch.plan import RunPlan
+from lockstep.runs.launcher import launch
+from lockstep.runs.plan import RunPlan
 
 log = logging.getLogger(__name__)
 
 
 def train(plan: RunPlan) -> int:
     """Run one rank: fit, test the best checkpoint, complete the record."""
-    from lockstep.launch.start import write_config
-    from lockstep.runs.files import utc_now
+    from lockstep.process.files import utc_now
+    from lockstep.runs.join import joined_ranks
+    from lockstep.runs.start import write_config
     from lockstep.training.build import build_run
-    from lockstep.training.rank import joined_ranks
 
     with joined_ranks(plan) as session:
         plan = session.plan
@@ -45,7 +45,7 @@ def known_at_start(trainer: Any, module: Any, data: Any, plan: RunPlan) -> dict[
     """Return fields of the record that are known when the parts of a run are built."""
     from lockstep.config.instantiate import options_of
     from lockstep.data.report import settings_of
-    from lockstep.runs.config import model_name
+    from lockstep.records.config import model_name
 
     parameters = list(getattr(module, "net", module).parameters())
     takes_model = "net" in options_of(type(module))[0].keys() - plan.config["task"].keys()
@@ -78,8 +78,8 @@ def test_best(trainer: Any, module: Any, data: Any) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from lockstep.batch_size.search import search
-    from lockstep.launch.start import find_stored
+    from lockstep.runs.batch_search import search
+    from lockstep.runs.start import find_stored
 
     return run_script("train", argv, lambda cfg: launch(whole_config(cfg), train, search), __doc__ or "", find_stored)
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import EXIT_OK, UserError
-from lockstep.runs.folder import RunFolder, find_run, read_config
-from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import read_record, status_of
-from lockstep.runs.script import run_with_options
+from lockstep.process.errors import EXIT_OK, UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.process.script import run_with_options
+from lockstep.records.folder import RunFolder, find_run, read_config
+from lockstep.records.record import read_record, status_of
 from lockstep.storage.uploader import finish_upload, send_files
 
 log = logging.getLogger(__name__)

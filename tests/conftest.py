@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runs import signals
-from lockstep.runs.output import set_up
+from lockstep.process import signals
+from lockstep.process.output import set_up
 
 # What users rely on, through the command line and public functions (CONTRIBUTING.md): make test-contract
 CONTRACT = (
@@ -16,7 +16,7 @@ CONTRACT = (
     "test_two_hosts.py::test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host[one_command",
     "test_slurm.py::test_usr1", "test_slurm.py::test_a_killed", "test_slurm.py::test_each_job", "test_s3_runs.py",
     "test_run_pages.py", "test_export.py", "lockstep/strategies/test_checkpoints_across.py",
-    "lockstep/data/test_same_pixels.py", "lockstep/data/test_batches.py", "lockstep/commands/test_optuna_search.py",
+    "lockstep/data/test_same_pixels.py", "lockstep/data/test_batches.py", "lockstep/sweeps/test_optuna_search.py",
 )  # fmt: skip
 
 

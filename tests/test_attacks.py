@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.runs.errors import UserError
-from lockstep.storage.checkpoint_files import Sidecar, complete, write_sidecar
-from lockstep.storage.load import read_checkpoint
+from lockstep.checkpoints.files import Sidecar, complete, write_sidecar
+from lockstep.checkpoints.load import read_checkpoint
+from lockstep.process.errors import UserError
 from lockstep.training.inference import load_finished
 from runs import run_door
 

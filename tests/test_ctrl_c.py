@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from faults import signal_at_step
-from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import read_record
 from ranks import SRC
 from runs import run_door
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lockstep.config.compose import compose, plain
-from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from object_store import shared_store
 
 ROOT = Path(__file__).resolve().parents[1]

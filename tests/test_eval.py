@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.callbacks.checkpoint_io import write_checkpoint
-from lockstep.runs.folder import read_config
-from lockstep.storage.load import read_checkpoint
+from lockstep.checkpoints.io import write_checkpoint
+from lockstep.checkpoints.load import read_checkpoint
+from lockstep.records.folder import read_config
 from runs import run_door, succeed
 
 SAME = {name: name for name in ("cat", "dog", "fox")}

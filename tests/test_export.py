@@ -10,8 +10,8 @@ import torch
 
 import export
 from export import card_text, chosen_formats, example_images, main
-from lockstep.runs.errors import UserError
-from lockstep.runs.record import RunRecord
+from lockstep.process.errors import UserError
+from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel, load_finished
 from models.timm import TimmModel
 from runs import succeed

@@ -25,12 +25,12 @@ YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")}
 WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook", "commands")
 WITH_TORCH = {
-    "lockstep/launch/process_group.py",
-    "lockstep/storage/load.py",
-    "lockstep/launch/agent.py",
-    "lockstep/launch/failures.py",  # inside of functions: the launcher imports it
+    "lockstep/ranks/meeting.py",
+    "lockstep/checkpoints/load.py",
+    "lockstep/ranks/agent.py",
+    "lockstep/ranks/failures.py",  # inside of functions: the launcher imports it
 }
-TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
+TORCH_FREE = {"lockstep/ranks/placement.py"}  # the launcher asks it
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
 FOLDER_OF_GROUP = {
     "model": ("models",), "task": ("tasks",), "data": ("data",), "augmentation": ("augmentations", "lockstep.data"),
@@ -90,7 +90,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 def test_one_file_reads_the_environment():
     readers = {name for name, path in FILES.items() if "os.environ" in path.read_text() or "getenv" in path.read_text()}
-    assert readers == {"lockstep/runs/environment.py"}
+    assert readers == {"lockstep/process/environment.py"}
 
 
 def test_what_starts_a_run_comes_without_torch():
@@ -122,7 +122,7 @@ def test_each_config_is_yaml_without_a_key_twice_and_builds_what_lies_in_the_fol
 # Names with a leading underscore of the libraries, which may go in any release. Each file says in its first line which
 # and why, and a test beside it fails when the name goes.
 PRIVATE = {
-    "lockstep/batch_size/estimate.py": {"_subclasses", "_tools"},
+    "lockstep/training/memory_estimate.py": {"_subclasses", "_tools"},
     "lockstep/callbacks/interruption.py": {"_broadcast_sigterm_tensor", "_signal_connector"},
     "lockstep/callbacks/weight_average.py": {"_average_model"},
     "models/timm.py": {"_pos_embed"},

@@ -11,7 +11,7 @@ import pytest
 
 from faults import signal_at_step
 from kills import DDP, FSDP, TINY, differences, disturbed_run, final_state
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 from runs import run_door
 
 ROOT = Path(__file__).resolve().parents[1]

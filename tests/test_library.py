@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.storage.checkpoint_files import complete
+from lockstep.checkpoints.files import complete
 from object_store import shared_store
 from ranks import free_port
 

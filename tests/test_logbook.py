@@ -15,8 +15,8 @@ from lockstep.logbook import build
 from lockstep.logbook.build import summary_of, write_index, write_page
 from lockstep.logbook.folders import read_run
 from lockstep.logbook.report import report_html
-from lockstep.runs.files import utc_now
-from lockstep.runs.record import update_record
+from lockstep.process.files import utc_now
+from lockstep.records.record import update_record
 from logbook import main
 from object_store import shared_store
 

@@ -20,10 +20,10 @@ from torchmetrics.classification import (
 
 from data.synthetic import SyntheticDataModule
 from local_ranks import local_cluster, meet, run_ranks
-from lockstep.launch.launchers import Cluster
 from lockstep.logbook.build import class_scores
+from lockstep.ranks.find import Cluster
+from lockstep.runs.join import StartedRanks
 from lockstep.strategies.ddp import DDP
-from lockstep.training.rank import StartedRanks
 from tasks.classifier import ImageClassifier, scores_of
 
 CLASSES, IMAGES, BATCH = 5, 83, 7

@@ -115,7 +115,7 @@ def test_the_largest_batch_is_found_in_it_and_libraries_are_quiet(project, tmp_p
     words = ["experiment=quickstart", "trainer.memory_limit_gib=1.1", f"paths.data_dir={tmp_path}/data"]
     said = run(sys.executable, "src/find_batch_size.py", *words, cwd=project, **environment(project))
     assert re.search(r"largest batch.* \d+", said), said
-    code = "from lockstep.runs.output import set_up; import logging; set_up(); print(*(logging.getLogger(name)"
+    code = "from lockstep.process.output import set_up; import logging; set_up(); print(*(logging.getLogger(name)"
     code += ".getEffectiveLevel() for name in ('optuna', 'lockstep.data', 'tasks')))"
     (project.parent / "installed/optuna").mkdir()
     assert run(sys.executable, "-c", code, cwd=project, **environment(project)) == "30 20 20\n"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep.config.compose import compose, plain
-from lockstep.runs.config import flatten
+from lockstep.records.config import flatten
 from runs import succeed
 
 TWO_STEPS = [

@@ -13,7 +13,7 @@ import pytest
 import nullgpu
 import rehearse
 from lockstep.config.compose import compose, plain
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from null_gpus import needs_null_gpus, run_on_null_gpus
 
 SMALL = ("experiment=quickstart", "data.global_batch_size=16", "callbacks.hardware=null")

@@ -9,7 +9,7 @@ import pytest
 
 from faults import signal_at_step
 from kills import weights
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 from runs import run_door, succeed
 
 # Four steps an epoch; plain SGD, so that a rate or a clipped gradient shows in the weights.

@@ -13,15 +13,15 @@ from functools import partial
 import pytest
 
 from faults import fail_at_step, signal_at_step
-from lockstep.runs.errors import (
+from lockstep.checkpoints.files import Sidecar
+from lockstep.process.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NOT_UPLOADED,
     EXIT_OK,
     EXIT_USER_ERROR,
 )
-from lockstep.runs.folder import RunFolder, read_config
-from lockstep.storage.checkpoint_files import Sidecar
+from lockstep.records.folder import RunFolder, read_config
 from lockstep.storage.pointers import read_pointer
 from lockstep.storage.s3 import Bucket
 from object_store import KEY_IDS, SECRETS, object_store, shared_store

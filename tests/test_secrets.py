@@ -114,7 +114,7 @@ def test_what_git_would_show_of_uncommitted_code_is_kept_without_secrets(tmp_pat
 
 
 def _dirty():
-    from lockstep.runs import provenance
+    from lockstep.records import provenance
 
     provenance.code_diff = lambda _: f"+password = '{CANARIES[1]}'\n+x = 1\n"
     provenance.code_state = lambda _: {"commit": "c", "dirty": True}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kills import differences, weights
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 from runs import run_door
 from slurm import cluster, needs_slurm
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from kills import final_state
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 from ranks import SRC, free_port
 from runs import run_door
 

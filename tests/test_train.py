@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from faults import signal_at_step
 from kills import differences, weights
-from lockstep.storage.checkpoint_files import complete, fault_of
+from lockstep.checkpoints.files import complete, fault_of
 from runs import run_door, succeed
 
 ROOT = Path(__file__).resolve().parents[1]

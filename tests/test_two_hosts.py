@@ -7,7 +7,7 @@ import torch
 
 from hosts import make_keys, needs_hosts, two_hosts, wait_until
 from kills import weights
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 from runs import run_door
 
 pytestmark = needs_hosts

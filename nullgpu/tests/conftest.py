@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.runs.output import set_up
+from lockstep.process.output import set_up
 
 
 @pytest.fixture(autouse=True)

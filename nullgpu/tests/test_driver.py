@@ -184,7 +184,7 @@ def test_images_are_taken_by_their_bytes(side):
 def pinned(available):
     import psutil
 
-    from lockstep.callbacks.checkpoint_io import on_host
+    from lockstep.checkpoints.io import on_host
 
     psutil.virtual_memory = lambda: SimpleNamespace(available=available)
     found = on_host({"a": torch.ones(256, device="cuda"), "b": torch.ones(256, device="cuda")}, always=True)

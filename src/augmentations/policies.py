@@ -7,7 +7,7 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from lockstep.data.augmentation import Augmentation, Operation, check
 from lockstep.data.framing import Framing
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 # RandAugment counts its strengths from 0.
 MAGNITUDES = 31

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 SAVE_AS = "save it as CSV UTF-8 (in Excel: Save as, CSV UTF-8)"

@@ -26,7 +26,7 @@ from lockstep.data.targets import (
     mask_classes,
     note_on_levels,
 )
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 SAMPLED_ITEMS = 32  # whose images count in the hash of the data
 Place = tuple[Any, int]  # a data set and the number of an item

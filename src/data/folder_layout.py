@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.data.listing import SPLIT_OF, TRAIN, Item, splits_in
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 AUTO = "auto"
 SPLIT, CLASS, UNCLEAR = "split", "class", "unclear"  # what a folder named train may be

@@ -18,7 +18,7 @@ from lockstep.data.listing import (
     local_root,
     ordered_classes,
 )
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 
 class ImageFolderDataModule(ListedDataModule):

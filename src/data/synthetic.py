@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 
 class SyntheticDataModule(ImageDataModule):

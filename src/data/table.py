@@ -25,7 +25,7 @@ from lockstep.data.listing import (
     local_root,
 )
 from lockstep.data.node_cache import Content
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 ALIASES = {  # names that are tried where a table has no column path, label or split
     "path": ("file", "filename", "file_name", "filepath", "image", "image_path", "img"),

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.runs.errors import UserError
-from lockstep.runs.files import locked_file
+from lockstep.process.errors import UserError
+from lockstep.process.files import locked_file
 
 TIMEOUT_S = 20.0
 

@@ -23,7 +23,7 @@ from lockstep.data.listing import (
     splits_in,
 )
 from lockstep.data.node_cache import Content, cached
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 HINT_ON_FIELD = " (where a key.json holds the label: data.label_field=FIELD)"
 

@@ -25,9 +25,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from lockstep.commands import sweep
-from lockstep.runs.environment import JOBS, environment, visible_gpus
-from lockstep.runs.errors import EXIT_USER_ERROR, UserError
+from lockstep.process.environment import JOBS, environment, visible_gpus
+from lockstep.process.errors import EXIT_USER_ERROR, UserError
+from lockstep.sweeps import jobs as sweep
 
 log = logging.getLogger(__name__)
 

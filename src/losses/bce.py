@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from losses.cross_entropy import CrossEntropy
 
 

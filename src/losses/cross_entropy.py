@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 
 def weights_of_classes(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from losses.cross_entropy import CrossEntropy
 
 

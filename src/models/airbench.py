@@ -8,7 +8,7 @@ python src/train.py experiment=cifar10_cpu
 import torch
 from torch import Tensor, nn
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 WHITENING_KERNEL = 2
 WHITENING_EPS = 5e-4

@@ -5,7 +5,7 @@ python src/train.py model=alexnet data=cifar10 data.image_size=64
 
 from torch import Tensor, nn
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 # width, kernel, stride, padding
 CONVOLUTIONS = (

@@ -5,7 +5,7 @@ python src/train.py model=small_cnn data=mnist
 
 from torch import Tensor, nn
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 # Two 3x3 convolutions without padding and one pooling leave a single pixel of it.
 SMALLEST = 6  # pixels

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 # A prefix of timm: slow weights follow those of the optimizer that is named after it.
 LOOKAHEAD = "lookahead_"

@@ -8,7 +8,7 @@ python src/train.py scheduler=wsd scheduler.warmup_epochs=1 scheduler.decay_shar
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from schedulers.cosine import warmup_steps
 
 

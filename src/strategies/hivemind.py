@@ -24,8 +24,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lockstep.runs.environment import die_with_parent
-from lockstep.runs.errors import UserError
+from lockstep.process.environment import die_with_parent
+from lockstep.process.errors import UserError
 from lockstep.strategies.base import Capabilities
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.strategies.base import Capabilities
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.parameter_groups import GroupRules
 from lockstep.training.task import Task

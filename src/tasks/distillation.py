@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from tasks.classifier import ImageClassifier
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MultilabelAveragePrecision
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.training.task import Task
 
 UNKNOWN = -1  # the label that torchmetrics leaves out

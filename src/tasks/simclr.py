@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.training.task import Task
 
 

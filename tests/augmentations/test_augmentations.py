@@ -14,7 +14,7 @@ from lockstep.config.compose import CONFIGS
 from lockstep.config.instantiate import build, options_of
 from lockstep.data.augmentation import Augmentation
 from lockstep.data.framing import Framing
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 
 def with_defaults(name):

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from data.dataset import DatasetDataModule
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from runs import run_door
 
 

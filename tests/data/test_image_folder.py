@@ -8,7 +8,7 @@ from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data.augmentation import CropFlip
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(0)
 

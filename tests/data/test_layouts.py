@@ -7,7 +7,7 @@ from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data.report import log_contents
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from runs import run_door
 
 

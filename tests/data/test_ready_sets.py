@@ -13,7 +13,7 @@ from torchvision.datasets.utils import calculate_md5
 from data.digits import DigitsDataModule
 from data.synthetic import SyntheticDataModule
 from data.torchvision_sets import CIFAR10DataModule, FashionMNISTDataModule, MNISTDataModule
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(0)
 FOLDER, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"

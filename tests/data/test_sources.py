@@ -14,7 +14,7 @@ from PIL import Image
 from augmentations.policies import RandAugment
 from lockstep.config.compose import compose, plain
 from lockstep.config.instantiate import resolve_target
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from sources import MODULES, Encoded, write
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"

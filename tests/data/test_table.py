@@ -11,7 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from data.table import CSVDataModule, ParquetDataModule
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 HEADER = ["path", "label", "split"]
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from data.webdataset import WebDatasetDataModule
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from sources import add
 
 COLOURS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}

@@ -57,7 +57,7 @@ def fail_at_step(step: int) -> None:
 def stopped_while_it_prepares(rank: int, number: int = signal.SIGSTOP) -> None:
     """This rank gets a signal before it reads its images; others notice within seconds."""
     from data.digits import DigitsDataModule
-    from lockstep.launch import heartbeat
+    from lockstep.ranks import heartbeat
 
     heartbeat.INTERVAL_S = 0.2
     heartbeat.LOST_AFTER_S = 2.0

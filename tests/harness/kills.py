@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.runs.folder import RunFolder
-from lockstep.storage.checkpoint_files import newest_whole
-from lockstep.storage.load import read_checkpoint
+from lockstep.checkpoints.files import newest_whole
+from lockstep.checkpoints.load import read_checkpoint
+from lockstep.records.folder import RunFolder
 from runs import Done, start_door
 
 DDP = ["experiment=quickstart", "trainer=ddp_sim"]

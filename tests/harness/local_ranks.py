@@ -14,8 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.launch.launchers import Cluster, set_rank_environment
-from lockstep.runs.output import set_up
+from lockstep.process.output import set_up
+from lockstep.ranks.find import Cluster, set_rank_environment
 from ranks import free_port, new_process
 
 
@@ -89,7 +89,7 @@ def _rank(connection: Connection, paths: list[str], function: Any, place: Cluste
 
 
 def meet(cluster: Cluster, device_type: str = "cpu") -> None:
-    """Make the default process group, once, as lockstep/launch/process_group.py does before a run's strategy."""
+    """Make the default process group, once, as lockstep/ranks/meeting.py does before a run's strategy."""
     import torch.distributed as dist
 
     if (cluster.world_size > 1 or device_type != "cpu") and not dist.is_initialized():

@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.runs.environment import die_with_parent
+from lockstep.process.environment import die_with_parent
 
 READY_TIMEOUT_S = 30.0
 IDENTITIES = {

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs import signals
-from lockstep.runs.folder import RunFolder
+from lockstep.process import signals
+from lockstep.records.folder import RunFolder
 from ranks import SRC, new_process
 
 TIMEOUT_S = 120.0  # of a whole run; a campaign on a busy machine sets it higher
@@ -86,7 +86,7 @@ class ForkedRank:
 
 def run_job(command: list[str], **_: Any) -> int:
     """Stands in for sweep.run_child."""
-    from lockstep.commands import sweep
+    from lockstep.sweeps import jobs as sweep
 
     job = ForkedRank(command, dict(os.environ))
     sweep.running.add(job)
@@ -99,7 +99,7 @@ def run_job(command: list[str], **_: Any) -> int:
 def _main(door: str, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from lockstep.commands import sweep
+    from lockstep.sweeps import jobs as sweep
 
     sweep.run_child = run_job
     subprocess_handler.Popen = ForkedRank

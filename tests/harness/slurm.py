@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runs.environment import die_with_parent
+from lockstep.process.environment import die_with_parent
 from ranks import free_port
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")

@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from local_ranks import local_cluster, meet, run_ranks
-from lockstep.callbacks.checkpoint_io import CheckpointFiles
-from lockstep.launch.launchers import Cluster
+from lockstep.checkpoints.io import CheckpointFiles
+from lockstep.ranks.find import Cluster
+from lockstep.runs.join import StartedRanks
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import synchronise
-from lockstep.training.rank import StartedRanks
 from strategies.allreduce import AllReduce
 from strategies.model_parallel import ModelParallel
 

@@ -13,7 +13,7 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
     import torch
 
     from data.digits import DigitsDataModule
-    from lockstep.runs.output import set_up
+    from lockstep.process.output import set_up
     from models.small_cnn import SmallCNN
     from strategies.hivemind import Hivemind
     from tasks.classifier import ImageClassifier

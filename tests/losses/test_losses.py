@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.training.build_module import build_loss
 from losses.bce import BinaryCrossEntropy
 from losses.cross_entropy import CrossEntropy

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.models import alexnet
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from models.airbench import Airbench
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN

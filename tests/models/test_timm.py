@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from models.timm import PatchConv, TimmModel
 
 SIZES = {"patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}

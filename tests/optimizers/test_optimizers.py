@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from local_ranks import meet, run_ranks
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from optimizers.airbench import AirbenchMuon, orthogonalise
 from optimizers.timm import timm_optimizer
 

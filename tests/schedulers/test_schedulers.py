@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from schedulers.cosine import cosine, linear
 from schedulers.step import step
 from schedulers.wsd import wsd

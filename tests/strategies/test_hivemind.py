@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.data.batches import TrainBatches
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from strategies import hivemind
 from strategies.hivemind import Hivemind, clip_before_step, device_of_peer, initialise_state
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from local_ranks import local_cluster
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from models.alexnet import AlexNetBN
 from strategies.model_parallel import ModelParallel, balanced_cut, checked_devices, cut_into_groups
 from strategy_runs import difference, fit, one

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from optimizers.airbench import AirbenchMuon
 from schedulers.cosine import linear
 from tasks.classifier import ImageClassifier, check_logits

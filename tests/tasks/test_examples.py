@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import shapes
 from faults import signal_at_step
-from lockstep.runs.errors import UserError
-from lockstep.runs.folder import read_config
-from lockstep.runs.record import RunRecord
-from lockstep.storage.checkpoint_files import newest_whole
-from lockstep.storage.load import read_checkpoint
+from lockstep.checkpoints.files import newest_whole
+from lockstep.checkpoints.load import read_checkpoint
+from lockstep.process.errors import UserError
+from lockstep.records.folder import read_config
+from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel
 from lockstep.training.task import Task
 from object_store import shared_store

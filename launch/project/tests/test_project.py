@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.config.compose import CONFIGS, compose, plain
-from lockstep.runs.output import set_up
+from lockstep.process.output import set_up
 from lockstep.training.build_module import build_module
 
 SRC = Path(__file__).resolve().parents[1] / "src"

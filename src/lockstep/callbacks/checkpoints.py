@@ -12,20 +12,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lockstep.callbacks import resume_point as place
-from lockstep.callbacks.checkpoint_io import (
+from lockstep.checkpoints import files as files
+from lockstep.checkpoints import resume_point as place
+from lockstep.checkpoints.files import Sidecar
+from lockstep.checkpoints.io import (
     CheckpointFiles,
     check_loadable,
     on_host,
     write_checkpoint,
 )
-from lockstep.callbacks.loader_state import LoaderState
-from lockstep.callbacks.metrics_csv import MetricsCsv
-from lockstep.runs.config import Config
-from lockstep.runs.errors import Diverged, UserError
-from lockstep.storage import checkpoint_files as files
-from lockstep.storage.checkpoint_files import Sidecar
-from lockstep.storage.load import Checkpoint
+from lockstep.checkpoints.load import Checkpoint
+from lockstep.checkpoints.loader_state import LoaderState
+from lockstep.loggers.metrics_csv import MetricsCsv
+from lockstep.process.errors import Diverged, UserError
+from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.callbacks.resume_point import phase_of
+from lockstep.checkpoints.resume_point import phase_of
 
 # Arming starts a thread. Once in this time it costs nothing.
 ARMING_INTERVAL_S = 1.0

@@ -22,10 +22,10 @@ import psutil
 import torch
 
 from lockstep.callbacks.distribution import Distribution
+from lockstep.process.environment import cpu_name
+from lockstep.process.errors import Interrupted
+from lockstep.process.files import utc_now
 from lockstep.ranks.collectives import gather_objects
-from lockstep.runs.environment import cpu_name
-from lockstep.runs.errors import Interrupted
-from lockstep.runs.files import utc_now
 
 log = logging.getLogger(__name__)
 

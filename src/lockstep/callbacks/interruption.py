@@ -15,17 +15,17 @@ import lightning.pytorch as pl
 import torch
 
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.resume_point import (
+from lockstep.checkpoints.resume_point import (
     ends_epoch,
     ends_step,
     epoch_of,
     is_validation_epoch,
     steps_are_over,
 )
+from lockstep.process import signals
+from lockstep.process.errors import Interrupted
+from lockstep.process.output import duration
 from lockstep.ranks.collectives import gather_objects
-from lockstep.runs import signals
-from lockstep.runs.errors import Interrupted
-from lockstep.runs.output import duration
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.callbacks.resume_point import batches_done, ends_epoch, epoch_of
-from lockstep.runs.output import as_read
+from lockstep.checkpoints.resume_point import batches_done, ends_epoch, epoch_of
+from lockstep.process.output import as_read
 
 log = logging.getLogger(__name__)
 

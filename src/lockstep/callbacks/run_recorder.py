@@ -12,10 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lockstep.callbacks.resume_point import phase_of
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, Interrupted
-from lockstep.runs.files import utc_now, write_atomically
-from lockstep.runs.record import (
+from lockstep.checkpoints.files import Sidecar, read_sidecar
+from lockstep.checkpoints.resume_point import phase_of
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, Interrupted
+from lockstep.process.files import utc_now, write_atomically
+from lockstep.process.redact import redact_text
+from lockstep.records.record import (
     HEARTBEAT_INTERVAL_S,
     RunRecord,
     continued,
@@ -24,8 +26,6 @@ from lockstep.runs.record import (
     update_record,
     write_record,
 )
-from lockstep.runs.redact import redact_text
-from lockstep.storage.checkpoint_files import Sidecar, read_sidecar
 
 STOPS = (Interrupted, KeyboardInterrupt, SIGTERMException)
 

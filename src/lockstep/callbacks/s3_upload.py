@@ -6,8 +6,8 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from lockstep.runs.errors import Interrupted, UserError
-from lockstep.runs.folder import RunFolder
+from lockstep.process.errors import Interrupted, UserError
+from lockstep.records.folder import RunFolder
 from lockstep.storage.errors import OtherRunError, S3Error
 from lockstep.storage.pointers import read_pointers, refuse_other_run
 from lockstep.storage.s3 import Bucket

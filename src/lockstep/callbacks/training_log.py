@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lockstep.callbacks.metrics_csv import MetricsCsv
-from lockstep.callbacks.resume_point import ends_epoch, ends_step, steps_are_over
 from lockstep.callbacks.speed import Speed
+from lockstep.checkpoints.resume_point import ends_epoch, ends_step, steps_are_over
+from lockstep.loggers.metrics_csv import MetricsCsv
+from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import gather_for_checkpoint
-from lockstep.runs.errors import Diverged, UserError
 
 Metrics = dict[str, float]
 

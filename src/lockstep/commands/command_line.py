@@ -7,10 +7,10 @@ from typing import Any
 
 from lockstep.config import schema
 from lockstep.config.compose import CONFIGS, compose, quoted, register_resolvers, unresolved, without_hydra
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
-from lockstep.runs.output import say, set_up
-from lockstep.runs.script import exit_code_of
+from lockstep.process.errors import UserError
+from lockstep.process.output import say, set_up
+from lockstep.process.script import exit_code_of
+from lockstep.records.config import Config
 
 
 def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -60,11 +60,11 @@ def run_script(
         if options.help:
             say(schema.help_text(CONFIGS, config_name, description))
         elif options.multirun:
-            from lockstep.commands.sweep import run_sweep
+            from lockstep.sweeps.jobs import run_sweep
 
             return run_sweep(config_name, overrides)
         elif options.info or options.shell_completion or options.cfg in ("hydra", "all"):
-            from lockstep.commands.sweep import run_hydra
+            from lockstep.sweeps.jobs import run_hydra
 
             register_resolvers()
             run_hydra(config_name, lambda cfg: None, argv)

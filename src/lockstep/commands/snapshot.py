@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from lockstep.runs.environment import environment, set_variables
-from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import CODE, REPOSITORY, git
+from lockstep.process.environment import environment, set_variables
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.records.provenance import CODE, git
 
 log = logging.getLogger(__name__)
 

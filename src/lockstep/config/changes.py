@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.config import keys
 from lockstep.config.merge import CLASS_GROUPS
 from lockstep.config.schema import key_of
-from lockstep.runs.config import Config
+from lockstep.records.config import Config
 
 ABSENT = object()
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from lockstep.config import merge, schema
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of, missing_option, unknown_key
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
-from lockstep.runs.folder import new_run_id
-from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.redact import redact_text
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.process.redact import redact_text
+from lockstep.records.config import Config
+from lockstep.records.folder import new_run_id
 
 CONFIGS = REPOSITORY / "configs"
 NOT_CHOSEN = ("hydra", "fits", "resumed")  # groups whose options nobody chooses

@@ -13,9 +13,9 @@ from typing import Any
 
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.schema import keys, missing_option
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder, read_config, with_current_names
+from lockstep.process.errors import UserError
+from lockstep.records.config import Config
+from lockstep.records.folder import RunFolder, read_config, with_current_names
 
 OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
 OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 
 def resolve_target(target: Any, where: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 
-from lockstep.runs.batch import ACCUMULATION
+from lockstep.records.batch import ACCUMULATION
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import keys
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of, missing_option
-from lockstep.runs.config import Config
+from lockstep.records.config import Config
 
 # The classes of these groups may take keys that no yaml lists.
 CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
+from lockstep.records.config import Config
 
 KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_][\w]*):(?P<value>[^#]*?)(?:\s+# (?P<comment>.+))?$")
 FREE_GROUPS = ("callbacks", "logger", "metrics")  # the user names their entries

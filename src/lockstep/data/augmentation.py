@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from torchvision.tv_tensors import Mask
 
 from lockstep.data.framing import VOID, Framing
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 Operation = Callable[[Any], Any]
 

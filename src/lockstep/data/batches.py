@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import SequentialSampler
 
-from lockstep.runs.batch import Batch
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
+from lockstep.records.batch import Batch
 
 # These numbers keep the random streams of one seed apart.
 SPLIT = 0

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 # Raster formats that Pillow decodes itself. EPS and WMF need other programs; PDF and containers
 # are no images.

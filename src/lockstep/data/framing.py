@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 AUTO = "auto"
 # The value of a mask's pixel that does not count.

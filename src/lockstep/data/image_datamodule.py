@@ -27,9 +27,9 @@ from lockstep.data.loading import LoadedBatch, OpenSample, Samples, prefetched, 
 from lockstep.data.report import identical_images
 from lockstep.data.split import VAL_FRACTION, Split, Splits
 from lockstep.data.targets import VOID, Arrays, ImageSet, as_masks, kind_of
-from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
-from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import REPOSITORY
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 
 CHECK = "check"  # the stage of check_data.py, which lists all images that cannot be used
 

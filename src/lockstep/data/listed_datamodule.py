@@ -27,7 +27,7 @@ from lockstep.data.targets import (
     mask_classes,
     note_on_levels,
 )
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 CACHE_VERSION = 8
 IMAGES = "images.npy"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.decoding import SUFFIXES, CorruptImage, open_mask
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 TRAIN, VAL, TEST = 0, 1, 2
 SPLITS = ("train", "val", "test")

@@ -23,8 +23,8 @@ from lockstep.data.augmentation import Operation
 from lockstep.data.batches import Selection
 from lockstep.data.decoding import pixels_of
 from lockstep.data.framing import Framing
-from lockstep.runs.environment import available_cores, cores_of_rank
-from lockstep.runs.errors import UserError
+from lockstep.process.environment import available_cores, cores_of_rank
+from lockstep.process.errors import UserError
 
 LoadedBatch = dict[str, Any]
 """`targets` by name; `pixels` of images and each mask, (n, side, side, channels) uint8, or `index` into the device's

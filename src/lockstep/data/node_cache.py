@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import UserError, no_room
-from lockstep.runs.files import locked_file, sync_folder
+from lockstep.process.errors import UserError, no_room
+from lockstep.process.files import locked_file, sync_folder
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.listing import TEST, TRAIN, VAL, counts_of
-from lockstep.runs.files import write_atomically
-from lockstep.runs.output import printable
+from lockstep.process.files import write_atomically
+from lockstep.process.output import printable
 
 log = logging.getLogger(__name__)
 

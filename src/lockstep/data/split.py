@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.data.batches import SPLIT, random_stream
 from lockstep.data.batches import TEST as TEST_STREAM
 from lockstep.data.listing import TEST, TRAIN, VAL
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 VAL_FRACTION = 0.1
 TEST_SEED = 42  # of drawn test images: every seed trains on the others

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.data.framing import VOID
 from lockstep.data.listing import TEST, TRAIN, VAL
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 Arrays = dict[str, np.ndarray]
 """Targets (n, …) by name: int64, float32, or uint8 for masks. A single target has the name ""."""

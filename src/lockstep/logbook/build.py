@@ -12,11 +12,11 @@ from typing import Any
 from lockstep.logbook.figures import drawn, run_panels, write_figure
 from lockstep.logbook.folders import NOTE, Run, config_of, read_run
 from lockstep.logbook.render import render
-from lockstep.runs.errors import UserError
-from lockstep.runs.files import write_atomically
-from lockstep.runs.folder import run_folders
-from lockstep.runs.record import RunRecord, as_json, locked_record, save_record
-from lockstep.runs.redact import redact, redact_text
+from lockstep.process.errors import UserError
+from lockstep.process.files import write_atomically
+from lockstep.process.redact import redact, redact_text
+from lockstep.records.folder import run_folders
+from lockstep.records.record import RunRecord, as_json, locked_record, save_record
 
 MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
 MAX_CONFUSION, MAX_CLASSES = 50, 1000  # classes whose confusion matrix, and whose scores, go into the record

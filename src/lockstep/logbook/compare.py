@@ -18,7 +18,7 @@ from lockstep.logbook.render import (
     percent,
     render,
 )
-from lockstep.runs.files import write_atomically
+from lockstep.process.files import write_atomically
 
 # The name of a row, and a cell for each run.
 Row = tuple[str, list[str]]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.runs.config import flatten
-from lockstep.runs.errors import UserError
-from lockstep.runs.folder import no_such_run, read_config, run_folders
-from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import RunRecord, read_record, status_of
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.records.config import flatten
+from lockstep.records.folder import no_such_run, read_config, run_folders
+from lockstep.records.record import RunRecord, read_record, status_of
 
 STAGES = ("val", "test")
 # An error lists at most this many runs.

@@ -14,7 +14,7 @@ from urllib.parse import quote as quote_url
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
-from lockstep.runs import output
+from lockstep.process import output
 
 # Characters that markdown or HTML understands, at places where it does.
 SPECIAL = re.compile(

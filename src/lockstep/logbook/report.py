@@ -14,7 +14,7 @@ from lockstep.logbook.compare import Row, not_held_fixed, number_rows, setting_r
 from lockstep.logbook.figures import thin
 from lockstep.logbook.folders import Run
 from lockstep.logbook.render import metric
-from lockstep.runs.redact import redact
+from lockstep.process.redact import redact
 
 STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 400  # of a curve

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.runs.errors import UserError
-from lockstep.storage.load import Checkpoint, read_checkpoint
+from lockstep.checkpoints.load import Checkpoint, read_checkpoint
+from lockstep.process.errors import UserError
 
 CHUNK_BYTES = 64 * 2**20
 

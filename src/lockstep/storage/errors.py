@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 CLOCK = "the clock of this machine differs too much from the store's{at}: set the clock"
 REGION = "bucket {bucket} is in another region: set AWS_DEFAULT_REGION to it"

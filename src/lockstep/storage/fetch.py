@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import UserError
-from lockstep.runs.files import locked_file, sha256_of
-from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
-from lockstep.runs.record import has_trained
-from lockstep.storage import checkpoint_files as files
-from lockstep.storage.checkpoint_files import Sidecar, newest_whole, read_sidecar
+from lockstep.checkpoints import files as files
+from lockstep.checkpoints.files import Sidecar, newest_whole, read_sidecar
+from lockstep.process.errors import UserError
+from lockstep.process.files import locked_file, sha256_of
+from lockstep.records.folder import RUN_ID_PATTERN, RunFolder, find_run
+from lockstep.records.record import has_trained
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import (
     Pointers,

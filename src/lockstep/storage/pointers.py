@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.files import write_atomically
-from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import RunRecord, has_trained, read_record
-from lockstep.storage.checkpoint_files import Sidecar, complete, parse_sidecar
+from lockstep.checkpoints.files import Sidecar, complete, parse_sidecar
+from lockstep.process.files import write_atomically
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.storage.errors import OtherRunError
 from lockstep.storage.s3 import Bucket
 

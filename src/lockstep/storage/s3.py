@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.storage.errors import S3Error, translated
 
 log = logging.getLogger(__name__)

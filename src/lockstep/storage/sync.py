@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
-from lockstep.runs.files import locked_file
+from lockstep.process.errors import UserError
+from lockstep.process.files import locked_file
+from lockstep.records.config import Config
 from lockstep.storage.errors import S3Error, translated
 from lockstep.storage.s3 import Bucket, Progress
 

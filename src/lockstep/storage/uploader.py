@@ -24,17 +24,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import (
+from lockstep.checkpoints.files import Sidecar, complete, link, remove
+from lockstep.process.errors import (
     EXIT_INTERRUPTED,
     EXIT_NOT_UPLOADED,
     EXIT_OK,
     EXIT_USER_ERROR,
     UserError,
 )
-from lockstep.runs.files import write_atomically
-from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import JsonObject, update_record
-from lockstep.storage.checkpoint_files import Sidecar, complete, link, remove
+from lockstep.process.files import write_atomically
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import JsonObject, update_record
 from lockstep.storage.errors import OtherRunError, S3Error
 from lockstep.storage.pointers import (
     KINDS,

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 
 class SixteenBits(MixedPrecision):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.strategies.base import Ranks, SixteenBits, broadcast_from_rank_zero
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 

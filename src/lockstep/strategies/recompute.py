@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 

@@ -12,11 +12,12 @@ from lockstep.callbacks.interruption import MaxTime
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
+from lockstep.checkpoints.load import Checkpoint
 from lockstep.config.instantiate import build
-from lockstep.launch.plan import RunPlan, as_run
-from lockstep.runs.config import model_name, seconds_of
-from lockstep.runs.errors import UserError
-from lockstep.storage.load import Checkpoint
+from lockstep.process.errors import UserError
+from lockstep.records.config import model_name, seconds_of
+from lockstep.runs.join import RankSession, device_of
+from lockstep.runs.plan import RunPlan, as_run
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.recompute import recompute_activations
@@ -24,7 +25,6 @@ from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training.build_data import DataFacts, build_data, data_facts
 from lockstep.training.build_module import build_module
 from lockstep.training.compilation import EagerEvaluation, compile_net, is_compiled
-from lockstep.training.rank import RankSession, device_of
 from lockstep.training.task import Task
 from lockstep.training.trainer import build_trainer
 from lockstep.training.weights import check_fits, facts_of, load_weights

@@ -11,16 +11,16 @@ from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.keys import names_images
 from lockstep.config.schema import key_of
 from lockstep.data import report
-from lockstep.launch.launchers import Cluster
-from lockstep.launch.plan import RunPlan
+from lockstep.process.errors import UserError
 from lockstep.ranks.collectives import gather_objects
-from lockstep.runs import provenance
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
+from lockstep.ranks.find import Cluster
+from lockstep.records import provenance
+from lockstep.records.config import Config
+from lockstep.runs.join import RankSession, device_of
+from lockstep.runs.plan import RunPlan
 from lockstep.storage.s3 import is_s3
 from lockstep.storage.sync import sync
 from lockstep.training.data_report import DataReport
-from lockstep.training.rank import RankSession, device_of
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
-from lockstep.runs.config import Config
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
+from lockstep.records.config import Config
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 

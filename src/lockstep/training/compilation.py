@@ -12,9 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.launch.plan import RunPlan
-from lockstep.runs.environment import environment
-from lockstep.runs.errors import UserError
+from lockstep.process.environment import environment
+from lockstep.process.errors import UserError
+from lockstep.runs.plan import RunPlan
 from lockstep.strategies.base import capabilities
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 
 from lockstep.data import report
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import center_crop
 
+from lockstep.checkpoints.load import Checkpoint, read_checkpoint
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
 from lockstep.config.instantiate import resolve_target
 from lockstep.data.framing import Framing
-from lockstep.runs.config import Config, model_name
-from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import RunRecord, read_record
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.records.config import Config, model_name
+from lockstep.records.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
-from lockstep.storage.load import Checkpoint, read_checkpoint
 from lockstep.training.build_data import DataFacts, build_plain_data, prepared_data
 from lockstep.training.build_module import build_module
 from lockstep.training.weights import check_fits

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 log = logging.getLogger(__name__)
 log_once = cache(log.info)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 # model.freeze=backbone means everything but the head.

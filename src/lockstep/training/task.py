@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.instantiate import options_of
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
 # Of torch 2.14's fused optimizers these take DTensors.

@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.training_log import ValidationInterval
+from lockstep.checkpoints.io import CheckpointFiles
 from lockstep.config.instantiate import build
-from lockstep.launch.plan import RunPlan
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
+from lockstep.runs.join import StartedRanks
+from lockstep.runs.plan import RunPlan
 from lockstep.strategies.base import capabilities
-from lockstep.training.rank import StartedRanks
 
 log = logging.getLogger(__name__)
 

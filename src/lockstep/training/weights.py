@@ -7,11 +7,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lockstep.launch.plan import RunPlan
+from lockstep.checkpoints.load import Checkpoint
+from lockstep.process.errors import UserError
 from lockstep.ranks.collectives import load_on_all_ranks
-from lockstep.runs.config import Config, model_name
-from lockstep.runs.errors import UserError
-from lockstep.storage.load import Checkpoint
+from lockstep.records.config import Config, model_name
+from lockstep.runs.plan import RunPlan
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from local_ranks import meet, run_ranks
-from lockstep.callbacks.checkpoint_io import CheckpointFiles, on_host, write_checkpoint
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
-from lockstep.callbacks.random_state import random_state, set_random_state
+from lockstep.checkpoints.files import Sidecar, complete, newest_whole, write_sidecar
+from lockstep.checkpoints.io import CheckpointFiles, on_host, write_checkpoint
+from lockstep.checkpoints.load import read_checkpoint
+from lockstep.checkpoints.random_state import random_state, set_random_state
+from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import load_on_all_ranks
-from lockstep.runs.errors import Diverged, UserError
-from lockstep.storage.checkpoint_files import Sidecar, complete, newest_whole, write_sidecar
-from lockstep.storage.load import read_checkpoint
 from plain_task import Small, TwoOptimizers, fit
 from runs import run_door
 

@@ -14,10 +14,10 @@ from local_ranks import run_ranks
 from lockstep.callbacks import interruption as module
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption, Vote
-from lockstep.runs import signals
-from lockstep.runs.errors import Interrupted
-from lockstep.storage.checkpoint_files import complete, fault_of
-from lockstep.storage.load import read_checkpoint
+from lockstep.checkpoints.files import complete, fault_of
+from lockstep.checkpoints.load import read_checkpoint
+from lockstep.process import signals
+from lockstep.process.errors import Interrupted
 from plain_task import Small, fit
 from runs import run_door
 

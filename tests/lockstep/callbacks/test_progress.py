@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.callbacks import progress as module
 from lockstep.callbacks.progress import Progress
-from lockstep.callbacks.trackers import Trackio
+from lockstep.loggers.trackers import Trackio
 
 
 def trainer_at(batch: int, epochs: int) -> SimpleNamespace:

@@ -17,11 +17,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lockstep.callbacks.distribution import Distribution
 from lockstep.callbacks.hardware_stats import HardwareStats, Samples
-from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
-from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
-from lockstep.storage.checkpoint_files import Sidecar
+from lockstep.checkpoints.files import Sidecar
+from lockstep.loggers.metrics_csv import MetricsCsv
+from lockstep.records.record import RunRecord, continued, read_record, update_record, write_record
 from plain_task import Small, fit
 
 

@@ -10,8 +10,8 @@ import pytest
 from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.s3_upload import S3Upload
 from lockstep.callbacks.spot_notice import SpotNotice
-from lockstep.runs.errors import Interrupted, UserError
-from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
+from lockstep.checkpoints.files import Sidecar, write_sidecar
+from lockstep.process.errors import Interrupted, UserError
 from lockstep.storage.pointers import read_pointer
 from object_store import shared_store
 

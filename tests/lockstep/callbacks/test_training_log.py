@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.training_log import TrainingLog, check_eps
-from lockstep.runs.errors import Diverged, UserError
+from lockstep.loggers.metrics_csv import MetricsCsv
+from lockstep.process.errors import Diverged, UserError
 from lockstep.training.task import Task
 from plain_task import Small, TwoOptimizers, fit
 

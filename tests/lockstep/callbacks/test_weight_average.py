@@ -11,8 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 from faults import signal_at_step
 from kills import differences
 from lockstep.callbacks.weight_average import update
-from lockstep.storage.checkpoint_files import newest_whole
-from lockstep.storage.load import read_checkpoint
+from lockstep.checkpoints.files import newest_whole
+from lockstep.checkpoints.load import read_checkpoint
 from runs import run_door
 
 WORDS = ["experiment=quickstart", "trainer.ema_decay=0.9", "trainer.max_epochs=3", "data.global_batch_size=128",

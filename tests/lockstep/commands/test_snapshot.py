@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lockstep.commands import snapshot
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import pytest
 from lockstep.config import keys, schema
 from lockstep.config.changes import changes_of
 from lockstep.config.compose import CONFIGS, compose, defaults_of, whole_config
-from lockstep.launch import start
-from lockstep.runs.config import flatten
-from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import RunRecord
+from lockstep.process.errors import UserError
+from lockstep.records.config import flatten
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord
+from lockstep.runs import start
 
 # A resume may change these options of a group whose other options stay.
 MAY_CHANGE = {

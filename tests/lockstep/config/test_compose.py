@@ -7,7 +7,7 @@ import pytest
 from lockstep.commands.command_line import run_script
 from lockstep.config import compose as module
 from lockstep.config.compose import CONFIGS, compose, plain, typed_overrides, whole_config
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 WRONG = {
     "batch_size=16": "use data.global_batch_size.",

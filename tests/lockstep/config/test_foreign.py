@@ -9,7 +9,7 @@ import yaml
 from lockstep.config import foreign
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.foreign import GROUPS, OF_CHECKPOINT, OF_RUN, accepted, config_of_checkpoint
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 OPTIONS = [
     pytest.param(group, path.stem, marks=[pytest.mark.slow] * (number > 0))

@@ -6,7 +6,7 @@ import torch
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build, options_of, resolve_target
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.training.parameter_groups import RULES
 
 OWN_KEYS = {"monitor", "mode", "outputs", "_target_", "_partial_", "scale_lr_with_batch", "base_batch_size", "freeze",

@@ -56,7 +56,7 @@ def lists_of(path):
 # These lists are no facts about kinds of keys.
 ELSEWHERE = {
     ("eval.py", "size_is_stated"): "which options say the size of the images",
-    ("lockstep/commands/sweep.py", "overrides"): "the overrides of a job",
+    ("lockstep/sweeps/jobs.py", "overrides"): "the overrides of a job",
     ("lockstep/config/foreign.py", "NAMES"): "the boundary says itself what it lets in",
     ("lockstep/config/foreign.py", "OF_RUN"): "the boundary says itself what it lets in",
     ("lockstep/config/schema.py", "NAMES"): "types of values",
@@ -64,8 +64,8 @@ ELSEWHERE = {
     ("lockstep/config/schema.py", "WORDS"): "types of values",
     ("lockstep/config/schema.py", "SYNONYMS"): "names from other programs",
     ("lockstep/config/schema.py", "dotted"): "keys that nobody gives",
-    ("lockstep/launch/plan.py", "CHOSEN"): "what makes a training on a CPU a choice",
-    ("lockstep/runs/folder.py", "GROUPS"): "the nodes of a config that is read",
+    ("lockstep/runs/plan.py", "CHOSEN"): "what makes a training on a CPU a choice",
+    ("lockstep/records/folder.py", "GROUPS"): "the nodes of a config that is read",
     ("rehearse.py", "FIXED"): "the overrides of a dry run",
     ("rehearse.py", "changes"): "the overrides of a dry run",
     ("rehearse.py", "code"): "the overrides of a dry run",

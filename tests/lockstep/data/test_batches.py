@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.data.batches import EvalBatches, TrainBatches
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 INDICES = np.arange(100, 297)  # 197 images that do not start at 0
 

@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(4)
 

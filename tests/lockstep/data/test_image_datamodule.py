@@ -9,10 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data.digits import DigitsDataModule
 from data.synthetic import SyntheticDataModule
-from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state
+from lockstep.checkpoints.resume_point import TRAINING, VALIDATION, loop_state
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 OPTIONS = {
     "num_images": 220, "num_test_images": 197, "num_classes": 7, "image_size": 12, "crop_padding": 2, "flip": True,

@@ -17,8 +17,8 @@ from lockstep.data import loading, node_cache
 from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
 from lockstep.data.node_cache import META, cached
-from lockstep.runs import environment
-from lockstep.runs.errors import NoRoom, UserError
+from lockstep.process import environment
+from lockstep.process.errors import NoRoom, UserError
 
 PROGRAM = """
 import multiprocessing, os, signal, time, numpy as np

@@ -8,7 +8,7 @@ import pytest
 from data.synthetic import SyntheticDataModule
 from lockstep.data.report import log_contents, settings_of
 from lockstep.data.split import Split
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 LABELS = np.random.default_rng(0).choice(4, 103, p=[0.5, 0.3, 0.15, 0.05])
 

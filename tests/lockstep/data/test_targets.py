@@ -16,7 +16,7 @@ from data.table import CSVDataModule, ParquetDataModule
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.data.targets import mask_classes
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 
 N, SIDE = 26, 16
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import NOTE, Run, read_run
 from lockstep.logbook.report import report_data
-from lockstep.runs.record import RunRecord
+from lockstep.records.record import RunRecord
 
 HEADINGS = [
     "Results", "How it was started", "What it cost", "Curves", "Data", "Environment and code",

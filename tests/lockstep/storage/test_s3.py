@@ -9,7 +9,7 @@ from boto3.exceptions import S3UploadFailedError
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.storage.errors import S3Error, translate
 from lockstep.storage.s3 import Bucket
 from object_store import IDENTITIES, KEY_IDS, SECRETS, shared_store

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.storage import sync as module
 from lockstep.storage.sync import sync
 from object_store import FaultyProxy, shared_store

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 import pytest
 
 import upload
-from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
-from lockstep.runs.files import sha256_of
-from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import JsonObject, RunRecord, read_record, update_record, write_record
-from lockstep.storage import checkpoint_files
+from lockstep.checkpoints import files as checkpoint_files
+from lockstep.checkpoints.files import Sidecar, complete, fault_of, newest_whole, read_sidecar, write_sidecar
+from lockstep.process.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
+from lockstep.process.files import sha256_of
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import JsonObject, RunRecord, read_record, update_record, write_record
 from lockstep.storage import uploader as module
-from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newest_whole, read_sidecar, write_sidecar
 from lockstep.storage.errors import OtherRunError
 from lockstep.storage.fetch import fetch_checkpoints, fetch_record, locate_checkpoint
 from lockstep.storage.pointers import KINDS, read_pointer
@@ -283,9 +283,9 @@ def kill_after(upload, prefix: str):
 CHILD = """
 import itertools, sys, time
 from pathlib import Path
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 from lockstep.storage import s3, uploader as module
-from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
+from lockstep.checkpoints.files import Sidecar, write_sidecar
 
 uri, endpoint_url, path, first = sys.argv[1:]
 folder, s3.PART_BYTES = RunFolder(Path(path)), 5 << 20

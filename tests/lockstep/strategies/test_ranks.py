@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import strategy_runs as tiny
 from local_ranks import run_ranks
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.strategies.base import Ranks
 from lockstep.strategies.ddp import DDP
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from local_ranks import meet, run_ranks
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, check_batch_norm, synchronise
 
 PARTS = (5, 3)  # images of each rank: unequal on purpose

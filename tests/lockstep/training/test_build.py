@@ -7,12 +7,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from local_ranks import run_ranks
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.launch.launchers import Cluster
-from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
-from lockstep.launch.process_group import join
-from lockstep.runs.batch import Batch
-from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder
+from lockstep.process.errors import UserError
+from lockstep.ranks.find import Cluster
+from lockstep.ranks.meeting import join
+from lockstep.records.batch import Batch
+from lockstep.records.folder import RunFolder
+from lockstep.runs.plan import RunPlan, resolve_batch, resolve_cluster
 from lockstep.training.build import build_loggers, build_strategy
 from lockstep.training.build_data import check_same_data, of_this_version, prepared_data
 from runs import run_door, succeed

@@ -16,15 +16,15 @@ from torch import nn
 from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
 
 from local_ranks import local_cluster
-from lockstep.callbacks.checkpoint_io import write_checkpoint
+from lockstep.checkpoints.io import write_checkpoint
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build
 from lockstep.config.schema import missing_option
-from lockstep.runs.errors import UserError
-from lockstep.training import rank
+from lockstep.process.errors import UserError
+from lockstep.runs import join as rank
+from lockstep.runs.join import prepare_process, set_breakpoints, threads_of
 from lockstep.training.build_module import build_module, uses_channels_last
 from lockstep.training.metrics import averaged_here, values_of
-from lockstep.training.rank import prepare_process, set_breakpoints, threads_of
 from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
@@ -206,5 +206,5 @@ def test_a_rank_takes_the_threads_that_are_its_own(stated, environ, threads, mon
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("lockstep.runs.environment.available_cores", lambda: 12)
+    monkeypatch.setattr("lockstep.process.environment.available_cores", lambda: 12)
     assert threads_of({"num_threads": stated}) == threads

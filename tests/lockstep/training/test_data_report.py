@@ -8,7 +8,7 @@ from PIL import Image
 
 from lockstep.config.compose import compose, plain
 from lockstep.data.listing import ImageList
-from lockstep.runs.folder import RunFolder
+from lockstep.records.folder import RunFolder
 from lockstep.training import data_report
 from lockstep.training.build_data import prepared_data
 from lockstep.training.data_report import DataReport

@@ -8,7 +8,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from lockstep.runs.errors import UserError
+from lockstep.process.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, freeze, head_names, layer_numbers, parameter_groups
 from models.airbench import Airbench
 from models.alexnet import AlexNet, AlexNetBN

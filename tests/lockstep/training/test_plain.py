@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from augmentations.policies import RandAugment
-from lockstep.callbacks.checkpoint_io import write_checkpoint
-from lockstep.runs.errors import UserError
-from lockstep.storage.load import read_checkpoint
+from lockstep.checkpoints.io import write_checkpoint
+from lockstep.checkpoints.load import read_checkpoint
+from lockstep.process.errors import UserError
 from lockstep.training.inference import load_data
 from runs import run_door, succeed
 

@@ -9,8 +9,8 @@ import pytest
 from lockstep.config.compose import compose, plain
 from lockstep.config.instantiate import build
 from lockstep.config.schema import REFUSED_TRAINER_KEYS
-from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import REPOSITORY
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
 from lockstep.training.trainer import validation_interval, whole_steps
 from runs import succeed
 

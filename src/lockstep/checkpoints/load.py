@@ -1,0 +1,109 @@
+"""Load checkpoint files: tensors and plain values, nothing that could run code."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.process.errors import UserError
+
+# The content as Lightning saves it; what Lockstep adds is under "lockstep".
+Checkpoint = dict[str, Any]
+
+DATA_FACTS = {
+    "class_names": list,
+    "num_classes": int,
+    "image_size": int,
+    "channels": int,
+    "mean": list,
+    "std": list,
+}
+
+
+def read_checkpoint(
+    path: str | Path, map_location: Any = "cpu", content: io.BytesIO | None = None
+) -> Checkpoint:
+    """Return the content of a checkpoint file of Lightning or Lockstep.
+
+    It is read with `weights_only=True`.
+
+    Args:
+        content: the bytes of the file, if another rank read them.
+
+    Raises:
+        UserError: the file does not exist, is damaged, or holds objects that are neither tensors
+            nor plain values.
+    """
+    if content is None and not Path(path).is_file():
+        raise UserError(f"There is no checkpoint {path}.")
+
+    # A damaged file makes zipfile, pickle and torch raise nearly anything.
+    try:
+        checkpoint = torch.load(content or path, map_location=map_location, weights_only=True)
+        fault = _fault_of(checkpoint)
+    except Exception as error:
+        # A damaged file makes zipfile, pickle and torch raise nearly anything.
+        fault = _fault_of_file(content or path) or _reason(error)
+    if fault:
+        raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
+
+    # A new dict is without the versions that torch attaches to the state.
+    return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
+
+
+def _reason(error: Exception) -> str:
+    """Return the cause in one line, without torch's advice to load without this check."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # torch gives its reason in the last line but one; the lines before it are the advice.
+    if len(lines) > 1 and lines[-1].startswith("Check the documentation"):
+        reason = lines[-2]
+    else:
+        reason = " ".join(lines)
+    return f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
+
+
+def _fault_of_file(source: str | Path | io.BytesIO) -> str:
+    """Return a sentence if a file does not begin as torch.save writes: as a zip, or as a pickle."""
+    if isinstance(source, io.BytesIO):
+        start = source.getvalue()[:2]
+    else:
+        with open(source, "rb") as file:
+            start = file.read(2)
+    if not start:
+        return "the file is empty."
+    if start == b"PK" or start.startswith(b"\x80"):
+        return ""
+    return "it is no file of torch.save. Pass a .ckpt file or the id of a run."
+
+
+def _fault_of(checkpoint: Any) -> str | None:
+    """Say why a file that torch could read is no checkpoint; None if it is one."""
+    state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(state, dict):
+        return "it holds no state_dict"
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            return "its state_dict is not tensors by name"
+    return _fault_of_config(checkpoint.get("lockstep", {}))
+
+
+def _fault_of_config(of_lockstep: Any) -> str | None:
+    """Say what is wrong with the config and the facts about the data; None if nothing is."""
+    if not isinstance(of_lockstep, dict):
+        return _no_config("lockstep", of_lockstep)
+    for name in ("config", "data"):
+        part = of_lockstep.get(name, {})
+        if not isinstance(part, dict):
+            return _no_config(name, part)
+
+    facts = of_lockstep.get("data", {})
+    for key, kind in DATA_FACTS.items():
+        if key in facts and not isinstance(facts[key], kind):
+            return f"its data.{key} is {str(facts[key])[:60]!r}"
+    return None
+
+
+def _no_config(name: str, value: Any) -> str:
+    return f"it carries no config: its {name} is a {type(value).__name__}"

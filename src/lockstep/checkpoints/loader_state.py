@@ -1,0 +1,342 @@
+"""Keep what a rank's next batches depend on, and bring it back in a resumed run.
+
+A DataLoader draws its order and its workers' seeds from the global generators at the moment in which
+its iterator is made, and Lightning has no hook at that moment. `LoaderState` therefore wraps three
+methods with public names on the objects of one trainer:
+
+- `strategy.process_dataloader`, the last call before the iterator of a fit's first epoch is made;
+- `fit_loop.epoch_loop.on_run_start`, which makes the iterators of later epochs;
+- `fit_loop.epoch_loop.val_loop.run`, where a validation begins.
+
+tests/lockstep/checkpoints/test_loader_state.py fails where a release renames them.
+"""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
+
+from lockstep.checkpoints.random_state import State, random_state, set_random_state
+from lockstep.checkpoints.resume_point import EPOCH_END, Point, batches_done
+from lockstep.process.errors import UserError
+from lockstep.ranks.collectives import gather_for_checkpoint
+
+log = logging.getLogger(__name__)
+
+
+def loaders_in(collection: Any) -> list[Any]:
+    """Return the loaders of a trainer's `train_dataloader` or `val_dataloaders`, which may be None."""
+    if collection is None:
+        return []
+    return CombinedLoader(collection).flattened
+
+
+def has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+class LoaderState:
+    """The states of this rank's training loaders and generators, at a batch and at an epoch's begin.
+
+    Attributes:
+        before_epoch: random state before the iterator of this epoch was made.
+        before_batches: random state before the first batch of this epoch was drawn.
+        before_validation: random state before the latest validation.
+        has_validated: whether a validation or sanity check has begun in any start of this run.
+    """
+
+    def __init__(self) -> None:
+        self.before_epoch: State | None = None
+        self.before_batches: State | None = None
+        self.before_validation: State | None = None
+        self.has_validated = False
+        self.must_start_workers = False
+        self.point: Point = {}
+        self.stored: dict[str, Any] | None = None
+        self.trainer: Any = None
+        self.first_loaders: list[Any] = []
+
+    # In a run that saves
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Wrap the three methods of a trainer, once."""
+        if self.trainer is trainer:
+            return
+        self.trainer = trainer
+        epoch_loop = trainer.fit_loop.epoch_loop
+        _wrap(trainer.strategy, "process_dataloader", self._process_loader)
+        _wrap(epoch_loop, "on_run_start", self._begin_epoch)
+        _wrap(epoch_loop.val_loop, "run", self._validate)
+
+    def state_dict(self, point: Point, *, before_validation: bool) -> dict[str, Any]:
+        """Return what a checkpoint at `point` needs, of all ranks; a collective unless fit failed.
+
+        Args:
+            before_validation: keep the random state before the latest validation, not that of now.
+        """
+        loaders = loaders_in(self.trainer.train_dataloader)
+        now = self._random_state()
+        if before_validation and self.before_validation is not None:
+            now = self.before_validation
+        replay = None
+        if point["phase"] != EPOCH_END and self.before_epoch and not all(map(has_state, loaders)):
+            replay = {
+                "before_epoch": self.before_epoch,
+                "before_batches": self.before_batches,
+                "batches": batches_done(self.trainer),
+            }
+        states = [loader.state_dict() for loader in loaders if has_state(loader)]
+        ranks = gather_for_checkpoint((now, replay, states), self.trainer)
+        return {
+            "random": [now for now, _, _ in ranks],
+            "replay": [replay for _, replay, _ in ranks],
+            "loaders": [states for _, _, states in ranks],
+            "has_validated": self.has_validated,
+        }
+
+    def log_what_holds(self) -> None:
+        """Say on rank 0 how exact a resume is with the training loaders of this run."""
+        loaders = loaders_in(self.trainer.train_dataloader)
+        plain = [loader for loader in loaders if not has_state(loader)]
+        if not plain or not self.trainer.is_global_zero:
+            return
+        if len(plain) < len(loaders):
+            log.info(
+                "Resume is exact at an epoch's end only: some of the training loaders have a "
+                "state_dict, and some have none."
+            )
+        else:
+            log.info(
+                "Resume is exact: the training loader has no state_dict, so a resume in mid-epoch "
+                "reads the first batches of the epoch again."
+            )
+        if any(getattr(loader, "persistent_workers", False) for loader in plain):
+            log.info(
+                "Random numbers that persistent workers draw differ after a resume; the order of "
+                "the samples does not."
+            )
+        if any(is_read_ahead(loader) for loader in plain):
+            log.info(
+                "The training data have no length, so one batch is read ahead: its random numbers "
+                "differ after a resume in mid-epoch, unless a worker draws them (num_workers=1)."
+            )
+
+    # In a run that resumes
+
+    def load_state_dict(self, point: Point, stored: dict[str, Any]) -> None:
+        """Keep a checkpoint's states until the iterators of this start are made."""
+        self.point = point
+        self.stored = stored
+        self.has_validated = stored.get("has_validated", False)
+        self.must_start_workers = self.has_validated
+        if self._of_rank("replay") is not None:
+            # Lightning does not know that the batches are read again.
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
+
+    def set_epoch_random_state(self) -> None:
+        """Set the random state of an epoch's end, before the hooks of the next epoch draw from it."""
+        if self.stored is not None and self.point["phase"] == EPOCH_END:
+            self._set_random_state(self._of_rank("random"))
+
+    def _of_rank(self, name: str) -> Any:
+        """Return this rank's part of the stored states; None if as many ranks did not save it."""
+        assert self.stored is not None
+        parts = self.stored.get(name) or []
+        if len(parts) != self.trainer.world_size:
+            return None
+        return parts[self.trainer.global_rank]
+
+    def _loader_states(self) -> list[Any]:
+        """Return the states of this rank's loaders; those of rank 0 if the number of ranks differs.
+
+        The state of Lockstep's own loaders does not depend on the rank.
+        """
+        assert self.stored is not None
+        if "loaders" in self.stored:
+            return self._of_rank("loaders") or self.stored["loaders"][0]
+        # Earlier versions stored the state of one loader.
+        state = self.stored.get("loader")
+        return [state] if state else []
+
+    def _resume(self, fetcher: Any) -> None:
+        """Make the iterator of the first epoch of this start as a run without a stop has it."""
+        loaders = fetcher.combined_loader.flattened
+        with_state = [loader for loader in loaders if has_state(loader)]
+        replay = self._of_rank("replay")
+        self.before_epoch = self.before_batches = None
+        if self._of_rank("random") is None and len(with_state) < len(loaders):
+            self._warn_of_other_ranks()
+
+        if self.point["phase"] == EPOCH_END:
+            self._begin_next_epoch(fetcher, with_state)
+        elif with_state:
+            self._load(with_state)
+            iter(fetcher)
+        elif replay is not None and not self.point["is_last"]:
+            self._replay(fetcher, replay)
+        if self.point["phase"] != EPOCH_END:
+            self._set_random_state(self._of_rank("random"))
+        self.stored = None
+
+    def _load(self, loaders: list[Any]) -> None:
+        states = self._loader_states()
+        if len(states) != len(loaders):
+            raise UserError(
+                f"The checkpoint holds the states of {len(states)} training loaders, and this run "
+                f"has {len(loaders)} with a load_state_dict. Resume with the loaders that it had."
+            )
+        for loader, state in zip(loaders, states):
+            if self.point["phase"] == EPOCH_END and is_of_lockstep(state):
+                # The epoch may have been a part of the images (overfit_batches).
+                state = {**state, "global_batches": 0}
+            loader.load_state_dict(state)
+
+    def _begin_next_epoch(self, fetcher: Any, with_state: list[Any]) -> None:
+        now = self._random_state()
+        if with_state:
+            self._load(with_state)
+            if not all(map(is_of_lockstep, self._loader_states())):
+                self._end_loaded_epoch(fetcher, with_state)
+            self._set_random_state(now)
+        self.before_epoch = now
+        iter(fetcher)
+
+    def _end_loaded_epoch(self, fetcher: Any, with_state: list[Any]) -> None:
+        """Bring loaders with a state to where the next iter() begins the next epoch.
+
+        Their states may be at the end of an epoch (torchdata's StatefulDataLoader), where iter()
+        would make an epoch without batches, or at the begin of the next one.
+        """
+        iter(fetcher)
+        try:
+            next(getattr(fetcher, "iterator_wrapper", fetcher))
+        except StopIteration:
+            return
+        lengths = [sized_len(loader) for loader in with_state]
+        batches = self.trainer.num_training_batches
+        if all(length is None or length <= batches for length in lengths):
+            # The epoch was whole, so this batch is the first one of the next epoch.
+            self._load(with_state)
+
+    def _warn_of_other_ranks(self) -> None:
+        assert self.stored is not None
+        if self.trainer.is_global_zero:
+            log.warning(
+                f"The checkpoint is of {len(self.stored['random'])} rank(s), and this start has "
+                f"{self.trainer.world_size}: batches and random numbers differ from those of a run "
+                "without a stop, because the training loader has no state_dict."
+            )
+
+    def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:
+        """Draw the order of this epoch again, and leave out the batches that have been trained."""
+        batches = replay["batches"]
+        if self.trainer.is_global_zero:
+            log.info(f"Reading the first {batches} batches of this epoch again …")
+        if self.point["epoch"] == 0:
+            # Workers that persist over epochs were started with this epoch's seeds.
+            fetcher.combined_loader.reset()
+        self._set_random_state(replay["before_epoch"])
+        iter(fetcher)
+        self._set_random_state(replay["before_batches"])
+        self.before_epoch = replay["before_epoch"]
+        self.before_batches = replay["before_batches"]
+
+        # A training_step(dataloader_iter) draws from the wrapper.
+        source = getattr(fetcher, "iterator_wrapper", fetcher)
+        for number in range(batches):
+            try:
+                next(source)
+            except StopIteration:
+                raise UserError(
+                    f"The training data end after {number} batches, and the checkpoint has trained "
+                    f"{batches} of this epoch. Resume with the data and batch size that it had."
+                ) from None
+        # Lightning adds the batches of the checkpoint.
+        fetcher.fetched = 0
+
+    # The wrapped methods
+
+    def _process_loader(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        loader = original(loader)
+        if self.trainer.training:
+            self.first_loaders.append(loader)
+            self.before_epoch = self._random_state(self.first_loaders)
+        return loader
+
+    def _begin_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        fit_loop = self.trainer.fit_loop
+        is_restart = fit_loop.is_resuming or fit_loop.epoch_loop.restarting
+        if self.stored is not None:
+            self._resume(fetcher)
+        elif self.trainer.current_epoch > 0 and not is_restart:
+            # The original makes an iterator under these conditions.
+            self.before_epoch = self._random_state()
+            self.before_batches = None
+        elif is_restart:
+            # A checkpoint of another program does not say how this epoch began.
+            self.before_epoch = None
+        original(fetcher)
+        self.first_loaders = []
+        if self.before_batches is None:
+            self.before_batches = self._random_state()
+
+    def _validate(self, original: Callable[[], Any]) -> Any:
+        if not self.trainer.sanity_checking:
+            self.before_validation = self._random_state()
+            if self.must_start_workers:
+                self._start_workers()
+        self.has_validated = True
+        return original()
+
+    def _start_workers(self) -> None:
+        """Start persistent workers, which a run without a stop has had since its first validation.
+
+        Their start draws a random number.
+        """
+        self.must_start_workers = False
+        self.trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        for loader in loaders_in(self.trainer.val_dataloaders):
+            if getattr(loader, "persistent_workers", False):
+                iter(loader)
+        self._set_random_state(self.before_validation)
+
+    # Random states
+
+    def _owners(self, train_loaders: list[Any] | None = None) -> dict[str, Any]:
+        """Return the objects whose attributes may be generators."""
+        trainer = self.trainer
+        if train_loaders is None:
+            train_loaders = loaders_in(trainer.train_dataloader)
+        return {
+            "train": train_loaders,
+            "val": loaders_in(trainer.val_dataloaders),
+            "module": trainer.lightning_module,
+            "data": trainer.datamodule,
+        }
+
+    def _random_state(self, train_loaders: list[Any] | None = None) -> State:
+        return random_state(self._owners(train_loaders))
+
+    def _set_random_state(self, state: State | None) -> None:
+        if state is not None:
+            set_random_state(state, self._owners())
+
+
+def is_read_ahead(loader: Any) -> bool:
+    """Return whether Lightning reads one batch ahead in this process, which draws from its state."""
+    return sized_len(loader) is None and getattr(loader, "num_workers", 0) == 0
+
+
+def is_of_lockstep(state: Any) -> bool:
+    """Return whether a loader's state counts global batches, as those of lockstep.data.batches do."""
+    return isinstance(state, dict) and "global_batches" in state
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let `wrapper` be called in place of a method of one object, with the method before its arguments."""
+    setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))

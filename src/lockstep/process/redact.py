@@ -1,0 +1,55 @@
+"""Remove secrets from text and records before they reach a page, and refuse them as options of a run."""
+
+import re
+from typing import Any
+
+from lockstep.process.errors import UserError
+
+REDACTED = "[redacted]"
+NAME = (
+    r"(?:passw(?:or)?d|passphrase|pwd|secrets?|tokens?|credentials?|authorization|access[_-]?key(?:[_-]?id)?"
+    r"|(?:api|secret|private|account|kms|sse)[_-]?key)"
+)
+SECRET_NAME = re.compile(rf"{NAME}$", re.IGNORECASE)
+NAMED_VALUE = re.compile(
+    rf"((?<![\w-])--?[\w-]{{0,60}}{NAME}[ \t]{{1,8}}|{NAME}[\"']?[ \t]{{0,8}}[=:][ \t]{{0,8}}(?:bearer |basic )?)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'|(?![\[\"'])(?!\d[\d.,]*(?:[\s;)\]}\"']|\Z)|(?:null|none|true|false|bearer|basic)\b)\S+)",
+    re.IGNORECASE,
+)
+TOKEN = re.compile(
+    r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bhf_[A-Za-z0-9]{20,}"
+    r"|\bsk-[\w-]{20,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    r"|(?<![A-Za-z0-9/+])(?!/|(?:[A-Za-z0-9+]{0,40}/){4})(?=[a-z/+]*[A-Z])(?=[a-zA-Z/+]*\d)(?=[A-Z0-9/+]*[a-z])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
+)
+LOGIN = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,20}://)[^\s/?#\"'<>@]{1,500}@", re.IGNORECASE)
+SIGNED = re.compile(r"\?(?=[^\s?]{0,500}(?:x-amz-|signature|sig=|token|credential))[^\s\"'<>]+", re.IGNORECASE)
+
+
+def redact_text(text: str) -> str:
+    """Return the text with every secret replaced."""
+    text = SIGNED.sub(f"?{REDACTED}", LOGIN.sub(rf"\1{REDACTED}@", TOKEN.sub(REDACTED, text)))
+    return NAMED_VALUE.sub(rf"\1{REDACTED}", text)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """Return the value with every secret replaced, in nested lists and mappings too."""
+    if isinstance(value, dict):
+        return {redact_text(str(key)): redact(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item, name) for item in value]
+    if isinstance(value, str):
+        return REDACTED if value and SECRET_NAME.search(name) else redact_text(value)
+    return value
+
+
+def refuse_secrets(value: Any, key: str = "") -> None:
+    """Raise UserError if an option holds a secret: a run writes its options down. It names the key, not the value."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            refuse_secrets(item, f"{key}.{name}".lstrip("."))
+    for item in value if isinstance(value, list | tuple) else ():
+        refuse_secrets(item, key)
+    if isinstance(value, str) and value not in ("", "null") and redact(value, key) != value:
+        kind = "a secret" if SECRET_NAME.search(key) else "credentials" if "://" in value else "a token or key"
+        raise UserError(f"{key} holds {kind}: give it in the environment, ~/.aws or ~/.netrc instead.")

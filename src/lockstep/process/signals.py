@@ -1,0 +1,51 @@
+"""Handle SIGTERM, SIGUSR1 (SLURM), SIGHUP (a lost ssh session) and Ctrl-C, which ask a run to save and end.
+
+Before training they end it at once, as a second Ctrl-C always does. Imports no torch.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.process.errors import Interrupted
+
+INTERRUPTED_AT_ONCE = 128 + signal.SIGINT
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+asked: list[int] = []  # the signals that came since the run began
+_before_the_end: list[Callable[[], None]] = []
+
+
+def on_stop(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, Any]:
+    """Install a handler for all that are not ignored (nohup ignores SIGHUP, `&` Ctrl-C); return those before."""
+    return {number: signal.signal(number, handler) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+
+
+def note(number: int, _frame: Any = None) -> None:
+    """Remember a signal; the second Ctrl-C ends this process here."""
+    if number == signal.SIGINT and signal.SIGINT in asked:
+        try:
+            for action in _before_the_end:
+                action()
+        finally:
+            os._exit(INTERRUPTED_AT_ONCE)
+    asked.append(number)
+
+
+def interrupt(number: int, _frame: Any = None) -> None:
+    """Raise Interrupted for the first signal. In the middle of an import it may be lost: see `check`."""
+    note(number)
+    if len(asked) == 1:
+        check()
+
+
+def check() -> None:
+    """Raise Interrupted if a signal came, also one whose exception an import has caught."""
+    if asked:
+        raise Interrupted(signal.Signals(asked[0]).name)
+
+
+def before_the_end(action: Callable[[], None]) -> None:
+    """Let a second Ctrl-C call this before it ends the process: to complete the record."""
+    _before_the_end[:] = [action]

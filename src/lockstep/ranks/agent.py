@@ -1,0 +1,224 @@
+"""Start one rank for each device of this node with torch's elastic agent, the engine of torchrun.
+
+Each rank runs the same command line and composes its own config. The agent's rendezvous is of this
+node alone: the ranks of all nodes meet at MASTER_ADDR by themselves (process_group.py), where a
+node that is missing can be named.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from lockstep.process import signals
+from lockstep.process.environment import set_variables
+from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from lockstep.ranks.failures import RankError, exit_code, rank_error
+from lockstep.ranks.find import AGENT, Cluster
+
+# For a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
+GRACE_AFTER_STOP_S = 100
+# torch's agent kills the others so long after the first rank has ended.
+AGENT_KILLS_AFTER_S = 30
+STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
+# Exit code, how the rank that failed first ended, its traceback
+Ended = tuple[int, RankError | None, str]
+
+
+def start_ranks(
+    cluster: Cluster, run_id: str | None, folder: Path, arguments: list[str], timeout_s: float
+) -> Ended:
+    """Start this node's ranks and wait until all have ended; none of them is left afterwards.
+
+    A second Ctrl-C kills them.
+
+    Args:
+        run_id: handed to the ranks; None if only node 0 knows it.
+        folder: each rank but local rank 0 writes its output there, as rank<N>.log.
+        arguments: the script and its command line, as sys.argv.
+    """
+    _silence_torch()
+    store, port = _serve(timeout_s)
+    _describe_to_ranks(cluster, run_id, folder, port)
+    stop = _Stop()
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-errors-") as errors:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=cluster.devices,
+            run_id=run_id or "none",
+            max_restarts=0,
+            rdzv_backend="static",
+            rdzv_endpoint=f"127.0.0.1:{port}",
+            monitor_interval=0.1,
+            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1},
+            logs_specs=DefaultLogsSpecs(errors),
+            # The other signals raise the same exception in `stop`.
+            signals_to_handle="SIGQUIT",
+            shutdown_timeout=GRACE_AFTER_STOP_S,
+        )
+        previous: dict[int, Any] = {}
+        try:
+            previous = signals.on_stop(stop)
+            launch_agent(config, sys.executable, arguments)
+            return EXIT_OK, None, ""
+        except ChildFailedError as error:
+            return _first_failure(error.failures, cluster)
+        except SignalException:
+            return _after_stop(stop, Path(errors), cluster)
+        finally:
+            del store
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _silence_torch() -> None:
+    """Hide the lines of torch's agent: what counts is said by this project's own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _serve(timeout_s: float) -> tuple[TCPStore, int]:
+    """Serve the ranks' store at a free port of this machine alone; torch's own has every interface.
+
+    Returns:
+        The store, which lives as long as it is referenced, and its port.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def _describe_to_ranks(cluster: Cluster, run_id: str | None, folder: Path, port: int) -> None:
+    """Set the variables by which each rank finds its agent, its cluster and its run."""
+    description = [
+        os.getpid(),
+        cluster.launcher,
+        cluster.num_nodes,
+        cluster.node_rank,
+        cluster.master_addr,
+        port if cluster.num_nodes == 1 else cluster.master_port,
+        folder,
+    ]
+    set_variables({AGENT: " ".join(map(str, description))})
+    if run_id:
+        set_variables({"RUN_ID": run_id})
+
+
+class _Stop:
+    """A signal handler: the first signal stops the ranks, a second Ctrl-C kills them."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and signal.SIGINT in signals.asked:
+            _kill_children()
+        signals.note(number)
+        if self.at is None:
+            self.at = time.monotonic()
+            raise SignalException(signal.Signals(number).name, signal.SIGTERM)
+
+    def is_overdue(self) -> bool:
+        return self.at is not None and time.monotonic() > self.at + GRACE_AFTER_STOP_S
+
+
+def _kill_children() -> None:
+    """Kill all processes below this one; some of them may have just ended."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _after_stop(stop: _Stop, errors: Path, cluster: Cluster) -> Ended:
+    """Tell how the ranks ended after a signal: one may have failed, or did not stop in time."""
+    if stop.is_overdue():
+        text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
+        return EXIT_FAILED, rank_error(cluster.rank, text, "killed"), ""
+    files = sorted(errors.rglob("error.json"), key=lambda path: path.stat().st_mtime)
+    if files:
+        return _read(files[0])
+    return EXIT_INTERRUPTED, None, ""
+
+
+def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> Ended:
+    """Tell which rank failed first: the agent ends the others then, and lists them too.
+
+    Args:
+        failures: by local rank.
+    """
+    reports: dict[int, Ended] = {}
+    for local_rank, failure in failures.items():
+        file = Path(failure.error_file)
+        if file.is_file():
+            reports[local_rank] = _read(file)
+    # The ranks that waited for one that hangs have killed it.
+    for report in reports.values():
+        if report[1] and report[1]["kind"] == "hangs":
+            return report
+
+    local_rank = _first_to_fail(failures, set(reports))
+    code = failures[local_rank].exitcode
+    is_stopped = code in STOPPED
+    if local_rank in reports and (code > 0 or is_stopped):
+        return reports[local_rank]
+    if is_stopped:
+        return EXIT_INTERRUPTED, None, ""
+    text = f"ended with exit code {code}"
+    if code < 0:
+        text = f"killed by {signal.Signals(-code).name}"
+    return EXIT_FAILED, rank_error(cluster.rank + local_rank, text, "killed"), ""
+
+
+def _first_to_fail(failures: dict[int, ProcessFailure], reporting: set[int]) -> int:
+    """Return the local rank whose end came before those that it caused.
+
+    Args:
+        reporting: the local ranks that have written an error.
+    """
+    first_at = min(failure.timestamp for failure in failures.values())
+
+    def order(local_rank: int) -> tuple[bool, bool, float]:
+        code = failures[local_rank].exitcode
+        time_s = float(failures[local_rank].timestamp)
+        is_killed_late = time_s >= first_at + AGENT_KILLS_AFTER_S - 1
+        is_killed_by_agent = code == -signal.SIGKILL and is_killed_late
+        is_only_stopped = code in STOPPED and local_rank not in reporting
+        # Times are whole seconds: a kill came before what it caused.
+        if code < 0 and code not in STOPPED:
+            time_s -= 2
+        return is_killed_by_agent, is_only_stopped, time_s
+
+    return min(failures, key=order)
+
+
+def _read(error_file: Path) -> Ended:
+    message = json.loads(error_file.read_text())["message"]
+    failure: RankError = json.loads(message["message"].partition(": ")[2])
+    return exit_code(failure), failure, message["extraInfo"]["py_callstack"]

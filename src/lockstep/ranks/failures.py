@@ -1,0 +1,324 @@
+"""The end of a rank: which rank failed first, the error file, the run record and the last line.
+
+Each rank publishes its error in the torch.distributed store. A rank that died or hangs publishes
+nothing, but makes the collectives of all other ranks fail: the rank that has then published nothing
+is reported as the culprit.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.process.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    Interrupted,
+    UserError,
+    no_room,
+)
+from lockstep.process.files import utc_now
+from lockstep.process.redact import redact_text
+from lockstep.ranks.find import Cluster
+from lockstep.ranks.heartbeat import Epochs, LostRank
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import JsonObject, locked_record, read_record, write_record
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger(__name__)
+
+UNCOMPILED = "trainer.compile=false trains without torch.compile."
+# By the exception's class
+HINTS = {
+    "OutOfMemoryError": (
+        "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global "
+        "batch), less with trainer.precision=bf16-mixed; data.global_batch_size=max finds what "
+        "fits. What else is on the GPU: nvidia-smi."
+    ),
+    "BackendCompilerFailed": UNCOMPILED,
+    "InductorError": UNCOMPILED,
+    "InternalTorchDynamoError": UNCOMPILED,
+}
+# Exceptions whose message is a sentence
+PLAIN = ("UserError", "Diverged", "NoRoom")
+# For the other ranks to publish their error, or that they have lost a peer
+PEER_TIMEOUT_S = 6.0
+POLL_INTERVAL_S = 0.05
+NETWORK_ERRORS = (
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "gloo",
+    "nccl",
+)
+# rank, host, phase, message; kind: the exception's class, or "killed", "lost" or "hangs"
+RankError = dict[str, Any]
+
+
+def rank_error(
+    rank: int, message: str | BaseException, kind: str = "", phase: str = "", host: str = ""
+) -> RankError:
+    """Return the description of how a rank failed, from its exception or from a message."""
+    if isinstance(message, BaseException):
+        kind = "UserError" if isinstance(message, UserError) else type(message).__name__
+        message = str(message) if kind in PLAIN else f"{kind}: {message}"
+    return {
+        "rank": rank,
+        "host": host or socket.gethostname(),
+        "phase": phase,
+        "message": message,
+        "kind": kind,
+    }
+
+
+def with_culprit(
+    error: BaseException,
+    store: "Store",
+    cluster: Cluster,
+    hosts: list[str],
+    epochs: Callable[[], list[Epochs]] = list,
+) -> BaseException:
+    """Return what the exception of a rank means, with the rank that failed first.
+
+    Args:
+        store: where the ranks of this start publish their errors.
+        hosts: the name of each rank's host.
+        epochs: returns the last epochs of each rank, as of Heartbeat.
+
+    Returns:
+        The exception itself, with `culprit`, or Interrupted if another rank was stopped.
+    """
+    is_agreed = isinstance(error, Interrupted) and error.agreed
+    if is_agreed or hasattr(error, "culprit"):
+        return error
+    culprit = _Publisher(error, store, cluster, hosts, epochs).first_error()
+    if culprit["kind"] == "Interrupted" and not isinstance(error, Interrupted):
+        stop = Interrupted("another rank was asked to stop")
+        stop.elsewhere = True
+        stop.__cause__ = error
+        return stop
+    error.culprit = culprit  # type: ignore[attr-defined]
+    return error
+
+
+@dataclass
+class _Publisher:
+    """Publishes the error of this rank, and finds the run's first one."""
+
+    error: BaseException
+    store: "Store"
+    cluster: Cluster
+    hosts: list[str]
+    epochs: Callable[[], list[Epochs]]
+
+    @property
+    def phase(self) -> str:
+        return getattr(self.error, "phase", "start")
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.cluster.world_size) if rank != self.cluster.rank]
+
+    def first_error(self) -> RankError:
+        """Return the first error of the run; wait PEER_TIMEOUT_S for all ranks together."""
+        if isinstance(self.error, LostRank) and self.error.rank == 0:
+            # Its process may hold the store, which would not answer.
+            return self._of_silent_rank(0, str(self.error))
+        try:
+            self.store.set_timeout(timedelta(seconds=PEER_TIMEOUT_S))
+            return self._published()
+        except RuntimeError:
+            message = (
+                "died, was stopped, or lost its host or network: the store that it holds cannot "
+                "be reached"
+            )
+            return rank_error(0, message, "lost", self.phase, self.hosts[0])
+
+    def _published(self) -> RankError:
+        rank = self.cluster.rank
+        if isinstance(self.error, LostRank):
+            return self._publish(self._of_silent_rank(self.error.rank, str(self.error)))
+        if self._is_of_network():
+            self.store.set(f"lost-peer/{rank}", "")
+            return self._publish(self._lost_peer() or self._mine())
+        first = self._publish(self._mine())
+        if rank == 0:
+            # This process may hold the store: let the others read the error before it ends.
+            self._wait_for([f"lost-peer/{other}" for other in self.others])
+        return first
+
+    def _mine(self) -> RankError:
+        rank = self.cluster.rank
+        return rank_error(rank, self.error, phase=self.phase, host=self.hosts[rank])
+
+    def _of_silent_rank(self, rank: int, message: str) -> RankError:
+        return rank_error(rank, message, "hangs", self.phase, self.hosts[rank])
+
+    def _publish(self, error: RankError) -> RankError:
+        """Publish an error unless another rank was first; return the first one."""
+        first: RankError = json.loads(self.store.compare_set("first", "", json.dumps(error)))
+        return first
+
+    def _is_of_network(self) -> bool:
+        """Return whether a collective failed because of another rank.
+
+        It is judged by the error text of gloo, NCCL or the store, which have no class of their own.
+        """
+        from torch.distributed import DistError
+
+        if isinstance(self.error, DistError):
+            return True
+        text = str(self.error).lower()
+        return isinstance(self.error, RuntimeError) and any(word in text for word in NETWORK_ERRORS)
+
+    def _lost_peer(self) -> RankError | None:
+        """Return the error of a rank that says nothing, or of unequal data, unless one is known."""
+        if self._wait_for(["first"]):
+            return None
+        sentence = unequal_epochs(self.epochs())
+        if sentence:
+            return rank_error(self.cluster.rank, UserError(sentence), phase=self.phase)
+        silent = [rank for rank in self.others if not self.store.check([f"lost-peer/{rank}"])]
+        if not silent:
+            return None
+        text = str(self.error).lower()
+        if "timeout" in text or "timed out" in text:
+            file = f"stack-rank{silent[0]}.txt"
+            message = f"hangs: the other ranks waited for it; see {file}"
+            return self._of_silent_rank(silent[0], message)
+        message = "died or was cut off without an error"
+        return rank_error(silent[0], message, "lost", self.phase, self.hosts[silent[0]])
+
+    def _wait_for(self, keys: list[str]) -> bool:
+        """Return whether all keys are there in time."""
+        deadline = time.monotonic() + PEER_TIMEOUT_S
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_INTERVAL_S)
+        return True
+
+
+def unequal_epochs(ranks: list[Epochs]) -> str:
+    """Return a sentence if the ranks have other numbers of batches in an epoch, else "".
+
+    A rank waits in the gradients of a batch for ranks that have no more of them.
+    """
+    shortest: dict[int, tuple[int, int]] = {}  # batches of an epoch that is over, and the rank
+    for rank, epochs in enumerate(ranks):
+        for epoch, batches, is_over in epochs:
+            if is_over:
+                shortest[epoch] = min(shortest.get(epoch, (batches, rank)), (batches, rank))
+    for rank, epochs in enumerate(ranks):
+        for epoch, batches, is_over in epochs:
+            fewest, short_rank = shortest.get(epoch, (batches, rank))
+            if batches > fewest:
+                number = f"{batches}" if is_over else f"at least {batches}"
+                return (
+                    f"Rank {short_rank} has had {fewest} training batches in epoch {epoch + 1}, "
+                    f"rank {rank} {number}: each rank needs as many as the others. Pass "
+                    f"trainer.limit_train_batches={fewest}, or let the data module give all ranks "
+                    "as many, by leaving the rest out or repeating batches."
+                )
+    return ""
+
+
+def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
+    """Report the exception that ended this rank; return the exit code."""
+    if isinstance(error, Interrupted):
+        _end_interrupted(error, cluster, folder)
+        return EXIT_INTERRUPTED
+
+    error = no_room(error, folder.path if folder else Path()) or error
+    phase = getattr(error, "phase", None) or phase_of(folder)
+    mine = rank_error(cluster.rank, error, phase=phase)
+    first: RankError = getattr(error, "culprit", mine)
+    first["message"] = redact_text(first["message"])
+
+    if cluster.has_agent:
+        _tell_agent(error, first)
+        return exit_code(mine)
+    if cluster.is_rank_zero and folder is not None:
+        record_end(folder, exit_code(mine), first)
+    log_failure(first, traceback.format_exc() if first["rank"] == cluster.rank else "")
+    return exit_code(mine)
+
+
+def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | None) -> None:
+    """Record on rank 0 that the run was interrupted, and say how it goes on."""
+    if not cluster.is_rank_zero or folder is None or not folder.record.exists():
+        return
+    if not cluster.has_agent:
+        record_end(folder, EXIT_INTERRUPTED)
+    # Without an agreement another rank may have failed, which the agent knows.
+    if error.agreed or not cluster.has_agent:
+        log.info(f"Interrupted ({error}): resume={folder.run_id} continues it.")
+
+
+def _tell_agent(error: Exception, failure: RankError) -> None:
+    """Write the error file for Lockstep's agent, and kill a rank of this host that hangs."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(RuntimeError(json.dumps(failure)))
+    pid = getattr(error, "hung_pid", None)
+    if pid:
+        # torch's agent would wait 30 s before it does.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def exit_code(failure: RankError) -> int:
+    return EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
+
+
+def phase_of(folder: RunFolder | None) -> str:
+    """Return the phase of the run record: start, training, validation, test or end."""
+    if folder is None or not folder.record.exists():
+        return "start"
+    return read_record(folder.record).phase or "start"
+
+
+def log_failure(failure: RankError, callstack: str) -> None:
+    """Print the traceback, then the message with the place, unless it says all that there is."""
+    text = failure["message"]
+    kind = failure["kind"]
+    if kind not in PLAIN:
+        # It may quote a request with credentials.
+        sys.stderr.write(redact_text(callstack))
+    if kind not in ("UserError", "NoRoom"):
+        place = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}"
+        text = f"{place}: {text}".rstrip()
+    if kind in HINTS:
+        text = f"{text}\n{HINTS[kind]}"
+    log.error(text)
+
+
+def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -> None:
+    """Complete the record of a run that failed or, without a failure, was interrupted."""
+    if not folder.record.exists():
+        return
+    with locked_record(folder.record):
+        record = read_record(folder.record)
+        if record.status == "finished" or (failure and record.status == "interrupted"):
+            return
+        where = {key: value for key, value in (failure or {}).items() if key != "kind"}
+        record.status = "failed" if failure else "interrupted"
+        record.exit_code = code
+        record.finished_at = utc_now()
+        record.error = JsonObject(where)
+        write_record(folder.record, record)

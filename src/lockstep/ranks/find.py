@@ -1,0 +1,358 @@
+"""Find out who started this process, and which rank of how many it is.
+
+Nobody (this machine alone), one command per node (MASTER_ADDR, MASTER_PORT, NODE_RANK), Lockstep's
+own agent, torchrun, SLURM's srun, MPI, or any other launcher that sets RANK and WORLD_SIZE.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.process.environment import AGENT, environment, network_interface, set_variables
+from lockstep.process.errors import UserError
+from lockstep.ranks.placement import RequestedDevices
+
+Environ = Mapping[str, str]
+
+
+class Variables(NamedTuple):
+    """The names of a launcher's variables."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+
+
+VARIABLES = {
+    "mpirun": Variables(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # MPICH and Intel MPI
+    "mpiexec": Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # torchrun, torch's env:// and PyTorchJob
+    "env": Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+# Of one command per node
+NODES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+# InfiniBand, RoCE or EFA, which NCCL finds by itself
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The rank that this process is, and the ranks around it.
+
+    Args:
+        launcher: none, nodes, torchrun, slurm, mpirun, mpiexec or env.
+        devices: ranks on each node.
+        local_rank: None in a process that starts this node's ranks and is none itself.
+        master_port: None on a single machine, where any free port will do.
+        agent_store: torchrun's agent or Lockstep's, not rank 0, serves the store at that address.
+        has_agent: Lockstep's agent has started this rank and reports its error.
+    """
+
+    launcher: str
+    num_nodes: int
+    devices: int
+    node_rank: int
+    local_rank: int | None
+    master_addr: str
+    master_port: int | None
+    agent_store: bool = False
+    has_agent: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.devices
+
+    @property
+    def rank(self) -> int:
+        """The global rank; of a process that starts ranks, its first one's."""
+        return self.node_rank * self.devices + (self.local_rank or 0)
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+
+def set_rank_environment(cluster: Cluster) -> None:
+    """Set torchrun's variables for this rank, and defaults of gloo, NCCL and the CUDA allocator."""
+    set_variables(
+        {
+            "RANK": str(cluster.rank),
+            "LOCAL_RANK": str(cluster.local_rank or 0),
+            "WORLD_SIZE": str(cluster.world_size),
+            "LOCAL_WORLD_SIZE": str(cluster.devices),
+            "GROUP_RANK": str(cluster.node_rank),
+            "GROUP_WORLD_SIZE": str(cluster.num_nodes),
+            "MASTER_ADDR": cluster.master_addr,
+            "MASTER_PORT": str(cluster.master_port or 0),
+        }
+    )
+    defaults = {
+        # As nvidia-smi counts
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # A lost peer would print C++ stacks over the error that counts.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # NCCL's flight recorder keeps the last collectives.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # The step that meets a lost GPU raises an exception: NCCL's watchdog would abort the
+        # process before that.
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    }
+    # The allocator's option has two names. Without it half a GPU is lost to fragments.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment():
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if cluster.world_size > 1:
+        defaults |= _interfaces(cluster)
+    set_variables(defaults, unless_set=True)
+
+
+def _interfaces(cluster: Cluster) -> dict[str, str]:
+    """Return the network interface by which gloo and NCCL reach the master."""
+    address = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"
+    interface = network_interface(address)
+    if not interface:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": interface}
+    # NCCL may take a container's bridge otherwise, and hang.
+    if cluster.num_nodes > 1 and not any(INFINIBAND.glob("*")):
+        variables["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return variables
+
+
+def slurm_step(environ: Environ) -> str | None:
+    """Name the srun step of several tasks that this process is one of.
+
+    A step of one task is a plain machine; a batch script and an interactive shell have no step.
+    """
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return None
+    return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
+
+
+def launcher_of(environ: Environ) -> str | None:
+    """Name the launcher that decided how many ranks there are; None if none did."""
+    for name, variable in (("agent", AGENT), ("torchrun", "TORCHELASTIC_RUN_ID")):
+        if "RANK" in environ and variable in environ:
+            return name
+    if slurm_step(environ):
+        return "slurm"
+    for name, variables in VARIABLES.items():
+        if variables.rank in environ and variables.world_size in environ:
+            return name
+    return None
+
+
+def is_first_on_node(environ: Environ) -> bool:
+    """Return whether this process prepares what all ranks of its node read."""
+    names = ["SLURM_LOCALID", *(variables.local_rank for variables in VARIABLES.values())]
+    return all(environ.get(name, "0") == "0" for name in names)
+
+
+def describe(environ: Environ, requested: RequestedDevices) -> Cluster:
+    """Return the cluster that the environment and the trainer's options describe together.
+
+    Raises:
+        UserError: they contradict each other.
+    """
+    name = launcher_of(environ)
+    if name == "agent":
+        return _of_agent(environ)
+    if name == "slurm":
+        return _started_rank(name, {**environ, **_of_slurm(environ)}, requested)
+    if name is not None:
+        return _started_rank(name, environ, requested)
+    if not requested.several_processes:
+        return Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+    if "NODE_RANK" in environ or (requested.num_nodes or 1) > 1:
+        return _of_nodes(environ, requested)
+    devices = requested.devices or requested.machine
+    return Cluster("none", 1, devices, 0, _only_rank(devices), "127.0.0.1", None)
+
+
+def _only_rank(devices: int) -> int | None:
+    """Return the local rank of a process that nobody has made one of several."""
+    return None if devices > 1 else 0
+
+
+def _of_agent(environ: Environ) -> Cluster:
+    """Return the cluster that Lockstep's agent describes to its ranks."""
+    launcher, num_nodes, node_rank, address, port = environ[AGENT].split(maxsplit=6)[1:6]
+    return Cluster(
+        launcher,
+        int(num_nodes),
+        int(environ["LOCAL_WORLD_SIZE"]),
+        int(node_rank),
+        int(environ["LOCAL_RANK"]),
+        address,
+        int(port),
+        agent_store=num_nodes == "1",
+        has_agent=True,
+    )
+
+
+def _of_nodes(environ: Environ, requested: RequestedDevices) -> Cluster:
+    """Return the cluster of one command per node."""
+    devices = requested.devices or requested.machine
+    num_nodes = requested.num_nodes or 0
+    world_size = devices * num_nodes
+    node_rank = _integer(environ, "NODE_RANK", 0)
+    is_complete = all(environ.get(name) for name in NODES)
+    is_size = _integer(environ, "WORLD_SIZE", world_size) == world_size
+    if not (is_complete and is_size and 0 <= node_rank < num_nodes):
+        names = (*NODES, "WORLD_SIZE")
+        shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in names)
+        raise UserError(
+            f"{shown} do not fit trainer.devices={devices} trainer.num_nodes="
+            f"{num_nodes or 'unset'}: start on each of N nodes MASTER_ADDR=<address of node 0> "
+            "MASTER_PORT=29500 NODE_RANK=<0 to N - 1> python src/train.py trainer.num_nodes=<N> …; "
+            "WORLD_SIZE is N × trainer.devices, or not set."
+        )
+    port = _integer(environ, "MASTER_PORT")
+    local_rank = _only_rank(devices)
+    return Cluster(
+        "nodes", num_nodes, devices, node_rank, local_rank, _master_address(environ), port
+    )
+
+
+def _master_address(environ: Environ) -> str:
+    """Return MASTER_ADDR; an IPv6 address may stand in brackets, as in URLs."""
+    address = environ.get("MASTER_ADDR") or "127.0.0.1"
+    return address.removeprefix("[").removesuffix("]")
+
+
+def _started_rank(name: str, environ: Environ, requested: RequestedDevices) -> Cluster:
+    """Return the cluster of a launcher that sets the rank of each process."""
+    variables = VARIABLES.get(name, VARIABLES["env"])
+    rank = _integer(environ, variables.rank)
+    devices = _integer(environ, variables.local_size, requested.devices or 1)
+    cluster = Cluster(
+        name,
+        _integer(environ, variables.world_size) // devices,
+        devices,
+        rank // devices,
+        _integer(environ, variables.local_rank, rank % devices),
+        _master_address(environ),
+        _integer(environ, "MASTER_PORT", 29500),
+        agent_store=name == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+    _check_started(cluster, variables, environ, requested)
+    if cluster.num_nodes > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
+        raise UserError(
+            f"{_title(name)} started {cluster.num_nodes} nodes: set MASTER_ADDR and MASTER_PORT "
+            "for all."
+        )
+    return cluster
+
+
+def _title(launcher: str) -> str:
+    """Return the name of a launcher as errors say it."""
+    return "RANK and WORLD_SIZE" if launcher == "env" else launcher
+
+
+def _check_started(
+    cluster: Cluster, variables: Variables, environ: Environ, requested: RequestedDevices
+) -> None:
+    """Refuse ranks that the trainer's options or each other contradict."""
+    rank = _integer(environ, variables.rank)
+    world_size = _integer(environ, variables.world_size)
+    launcher = _title(cluster.launcher)
+    unset = ""
+    if cluster.launcher != "slurm":
+        unset = f", or unset {variables.rank} and {variables.world_size}"
+
+    if world_size > 1 and not requested.several_processes:
+        raise UserError(
+            f"{launcher} started {world_size} processes, but this trainer runs in one: choose "
+            f"trainer=ddp or trainer=fsdp (on CPUs ddp_sim or fsdp_sim){unset}."
+        )
+    is_row = rank in range(world_size) and (cluster.world_size, cluster.rank) == (world_size, rank)
+    if not is_row or not _fits(requested, cluster):
+        raise UserError(
+            f"{launcher} started rank {rank} of {world_size}, number {cluster.local_rank} of "
+            f"{cluster.devices} on its node, but trainer.devices="
+            f"{requested.devices or cluster.devices} × trainer.num_nodes="
+            f"{requested.num_nodes or cluster.num_nodes}: every node needs as many ranks, numbered "
+            f"in a row. Give trainer.devices=<ranks on a node>, or leave both out{unset}."
+        )
+
+
+def _fits(requested: RequestedDevices, cluster: Cluster) -> bool:
+    """Return whether a launcher started what the options ask for, where they ask for a number."""
+    if not requested.several_processes:
+        return True
+    has_devices = requested.devices in (None, cluster.devices)
+    return has_devices and requested.num_nodes in (None, cluster.num_nodes)
+
+
+def _of_slurm(environ: Environ) -> dict[str, str]:
+    """Return torchrun's variables for a task of an srun step."""
+    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS")
+    devices = tasks // _integer(environ, "SLURM_STEP_NUM_NODES")
+    local_rank = _integer(environ, "SLURM_LOCALID")
+    rank = _integer(environ, "SLURM_NODEID") * devices + local_rank
+    # Each step of each job has a port of its own.
+    number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ["SLURM_STEP_ID"])
+    address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(devices),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + number % 12000),
+    }
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of SLURM's node list: rack1gpu03 of `rack[1-2]gpu[03-05,9],login`."""
+    # A comma within brackets separates numbers, and one outside of them separates names.
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def named_run(config: Mapping[str, Any], environ: Environ) -> str | None:
+    """Return the run id that the user, torchrun (--rdzv-id) or SLURM's job gives the run.
+
+    It is the same after a restart.
+    """
+    rendezvous = environ.get("TORCHELASTIC_RUN_ID", "none")
+    of_torchrun = ""
+    if rendezvous != "none":
+        of_torchrun = re.sub(r"[^A-Za-z0-9._-]", "-", rendezvous).lstrip("._-")[:100]
+    return config.get("run_id") or environ.get("RUN_ID") or of_torchrun or slurm_step(environ)
+
+
+def agent_id(environ: Environ) -> str | None:
+    """Name what would start this process again in the same run: torchrun's agent or a SLURM step.
+
+    None if nothing would.
+    """
+    if launcher_of(environ) != "torchrun":
+        return slurm_step(environ)
+    import psutil
+
+    agent = psutil.Process(os.getppid())
+    started_at = datetime.fromtimestamp(agent.create_time(), UTC)
+    return f"{started_at:%Y-%m-%d_%H-%M-%S}_torchrun-{agent.pid}"
+
+
+def _integer(environ: Environ, name: str, default: int | None = None) -> int:
+    value = environ.get(name) or default
+    if value is None:
+        raise UserError(f"{name} is not set, and this launch needs it.")
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"{name}={value!r} is not a whole number.") from None

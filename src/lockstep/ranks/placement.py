@@ -1,0 +1,120 @@
+"""The processes, GPUs and nodes that the options of each trainer ask for.
+
+Imports no torch: the launcher asks.
+"""
+
+from dataclasses import dataclass
+
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.records.config import Config
+
+# Ranks of a strategy over CPUs where neither the user nor a launcher says how many.
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class RequestedDevices:
+    """The devices that the options of a trainer ask for.
+
+    Args:
+        devices, num_nodes: trainer.devices and trainer.num_nodes if the user stated them.
+        several_processes: one process for each device; else one process, whatever it computes on.
+        machine: the default number of devices of this machine.
+    """
+
+    devices: int | None = None
+    num_nodes: int | None = None
+    several_processes: bool = True
+    machine: int = 1
+
+
+def place(
+    trainer: Config, name: str, gpus: int, is_training: bool = True
+) -> tuple[str, RequestedDevices]:
+    """Return "cpu" or "gpu", and what the launcher has to start.
+
+    Args:
+        trainer: the config's trainer node.
+        name: the option that was chosen, as trainer=name.
+        gpus: that this process sees.
+        is_training: a training of any recipe is too slow for a CPU, an evaluation is not.
+
+    Raises:
+        UserError: a GPU is asked for on a machine that has none, with the option that works here;
+            one process is asked to be several.
+    """
+    devices = _number(trainer["devices"], "devices")
+    num_nodes = _number(trainer["num_nodes"], "num_nodes")
+    is_one_process = trainer["launch"] == "one_process"
+    if is_one_process and (devices or 1, num_nodes or 1) != (1, 1):
+        raise UserError(
+            f"trainer.devices={devices} trainer.num_nodes={num_nodes}, but trainer={name} is one "
+            "process: trainer=ddp (on CPUs ddp_sim) has several; dp takes trainer.num_gpus, "
+            "model_parallel trainer.stage_devices."
+        )
+
+    accelerator = _accelerator(trainer, gpus)
+    machine = 1
+    if accelerator == "gpu":
+        _check_gpus(trainer, name, gpus, devices or 1, is_training)
+        machine = gpus
+    elif trainer["strategy"] and not is_one_process:
+        machine = CPU_RANKS
+    return accelerator, RequestedDevices(devices, num_nodes, not is_one_process, machine)
+
+
+def _number(value: int | str, key: str) -> int | None:
+    """Return a number of devices or nodes; None for auto."""
+    if value == "auto":
+        return None
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"trainer.{key}={value!r}: give a number from 1 on, or auto.")
+    return value
+
+
+def _accelerator(trainer: Config, gpus: int) -> str:
+    """Return "cpu" or "gpu"."""
+    process_devices = trainer.get("process_devices")
+    if isinstance(process_devices, list):
+        return "cpu" if str(process_devices[0]).startswith("cpu") else "gpu"
+    if trainer["accelerator"] == "auto":
+        return "gpu" if gpus else "cpu"
+    return str(trainer["accelerator"])
+
+
+def _check_gpus(trainer: Config, name: str, gpus: int, devices: int, is_training: bool) -> None:
+    """Refuse a trainer that asks for more GPUs than there are, and say what works here."""
+    needed = gpus_needed(trainer, devices)
+    if gpus >= needed:
+        return
+    asked = f"{needed} GPU" if needed == 1 else f"{needed} GPUs"
+    present = {0: "no GPU", 1: "1 GPU"}.get(gpus, f"{gpus} GPUs")
+    works = f"trainer={option_for_cpus(name)} works here."
+    if is_training:
+        works = f"experiment=quickstart {works}"
+    raise UserError(f"trainer={name} asks for {asked} and this machine has {present}: {works}")
+
+
+def gpus_needed(trainer: Config, devices: int) -> int:
+    """Return the number of GPUs of a node that a trainer needs, if it runs on GPUs.
+
+    Args:
+        devices: the processes on each node.
+    """
+    process_devices = trainer.get("process_devices", devices)
+    if isinstance(process_devices, int):
+        return process_devices
+    # The strategy itself checks the names of its devices, and that `null` leaves it enough of them
+    # where it runs on CPUs too.
+    if process_devices or trainer["accelerator"] != "gpu":
+        return 1
+    return 2
+
+
+def option_for_cpus(name: str) -> str:
+    """Return the option that a machine without the GPUs of trainer=NAME can run."""
+    simulated = f"{name}_sim"
+    if (REPOSITORY / "configs" / "trainer" / f"{simulated}.yaml").is_file():
+        return simulated
+    return "cpu"

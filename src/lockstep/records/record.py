@@ -1,0 +1,244 @@
+"""The run record (run.json): its fields, its statuses, and functions to read and update it. Imports no torch."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.process.errors import UserError
+from lockstep.process.files import locked_file, utc_now, write_atomically
+from lockstep.records.batch import states_accumulation
+from lockstep.records.folder import RunFolder
+
+SCHEMA_VERSION = 2  # version 1 can still be read
+STATUSES = ("running", "finished", "failed", "interrupted", "lost")
+HEARTBEAT_INTERVAL_S = 15.0
+LOCK_WAIT_S = 10.0  # no writer holds the lock for longer than a moment, unless it hangs
+LOST_AFTER_S, LOST_AFTER_STARTING_S = 300.0, 3600.0  # downloads and decoding have no heartbeat
+KEPT_ON_RESTART = (
+    "uuid", "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
+    "initial_weights", "initial_weights_sha256", "reports",
+)  # fmt: skip
+
+
+class JsonObject(dict[str, Any]):
+    """An object in the record, whose keys are attributes too; a missing one is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str | None = None
+    uuid: str | None = None  # 32 random hex digits, made with the run: others may have its run_id
+    task_name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    status: str | None = None
+    phase: str | None = None
+    error: JsonObject = field(default_factory=JsonObject)  # message, rank, host and phase, if the run failed
+    exit_code: int | None = None
+    started_at: str | None = None
+    updated_at: str | None = None
+    finished_at: str | None = None
+    command: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    experiment: str | None = None
+    code: dict[str, Any] = field(default_factory=dict)  # commit or commit_unknown: why, dirty, tree_hash of the code
+    versions: dict[str, str] = field(default_factory=dict)
+    hosts: list[dict[str, Any]] = field(default_factory=list)
+    launcher: str | None = None
+    agent: str | None = None
+    model: str | None = None
+    data: str | None = None
+    trainer: str | None = None
+    world_size: int | None = None
+    num_nodes: int | None = None
+    accelerator: str | None = None
+    precision: str | int | None = None
+    compiled: bool | None = None  # by torch.compile
+    seed: int | None = None
+    global_batch_size: int | None = None
+    per_device_batch_size: int | None = None
+    per_device_batch_limit: int | None = None  # of the last start that set accumulate_grad_batches, else of the first
+    accumulate_grad_batches: int | None = None
+    ended_by: str | None = None  # "max_time" if that ended the training before its epochs and steps did
+    monitor: str = "val/acc"  # chooses the best checkpoint by its largest or smallest value
+    epochs: int | None = None
+    steps: int | None = None
+    num_parameters: int | None = None
+    num_trained_parameters: int | None = None
+    num_train: int | None = None
+    num_val: int | None = None
+    num_test: int | None = None
+    left_out_per_epoch: int | None = None
+    data_hash: str | None = None
+    data_report: dict[str, Any] = field(default_factory=dict)  # images by class and split, files left out
+    images: dict[str, Any] = field(default_factory=dict)  # how they are preprocessed
+    metrics: dict[str, float | str] = field(default_factory=dict)
+    fit_seconds: float | None = None
+    images_per_s: float | None = None
+    throughput: dict[str, Any] = field(default_factory=dict)
+    peak_memory_gib: float | None = None
+    usable_memory_gib: float | None = None
+    hardware: dict[str, Any] = field(default_factory=dict)
+    cost: dict[str, Any] = field(default_factory=dict)  # usd, usd_per_epoch: of all nodes; price_per_hour: of one
+    largest_batch: dict[str, Any] = field(default_factory=dict)  # that data.global_batch_size=max found
+    swarm: dict[str, Any] = field(default_factory=dict)
+    # path in the run folder, bytes, sha256, epoch, step, s3_uri, and the monitored metric as {name: value}
+    best_checkpoint: JsonObject = field(default_factory=JsonObject)
+    # uri, sha256 and step of the best checkpoint in the bucket, and as error why a newer one is not there
+    upload: JsonObject = field(default_factory=JsonObject)
+    initial_weights: str | None = None
+    initial_weights_sha256: str | None = None
+    restarts: list[JsonObject] = field(default_factory=list)  # as `continued` makes them
+    summary: dict[str, Any] = field(default_factory=dict)  # what pages print, by lockstep.logbook.build at the end
+    reports: dict[str, str] = field(default_factory=dict)  # {title: URL} of interactive reports that contain the run
+    config: dict[str, Any] = field(default_factory=dict)  # only in the logbook: a run folder has config.yaml
+    other: dict[str, Any] = field(default_factory=dict, repr=False)  # of other versions and of the user's callbacks
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Set fields from JSON values or from values of their own types; what has no field goes into `other`."""
+        blanks = vars(RunRecord())
+        for name, value in values.items():
+            blank = blanks.get(name)
+            if name not in blanks or name == "other":
+                self.other[name] = value
+            elif isinstance(blank, JsonObject):
+                setattr(self, name, JsonObject(value or {}))
+            elif isinstance(blank, dict | list) and not isinstance(value, type(blank) | None):
+                raise TypeError(f"its {name} is a {type(value).__name__}")
+            else:
+                setattr(self, name, blank if value is None and isinstance(blank, dict | list) else value)
+        self.restarts = [JsonObject(value) for value in self.restarts]
+
+
+def read_record(path: Path) -> RunRecord:
+    """Return the record at `path`; raise UserError if it is missing, no record, or of a newer version."""
+    record = RunRecord()
+    try:
+        values = json.loads(path.read_bytes())
+        version = values.get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            known = f"this code reads only up to {SCHEMA_VERSION}: update the code."
+            raise UserError(f"{path} has schema version {version} but {known}")
+        record.take(values)
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is not a run folder: it has no {path.name}.") from None
+    except (TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a run record: {error}.") from None
+    return record
+
+
+def has_trained(folder: RunFolder) -> bool:
+    """Return whether a run has trained a step or finished.
+
+    Otherwise its id can be used again, with other options.
+    """
+    if any(folder.checkpoints.glob("*.ckpt")):
+        return True
+    if not folder.record.exists():
+        return False
+    record = read_record(folder.record)
+    return bool(record.steps) or record.status == "finished"
+
+
+def write_record(path: Path, record: RunRecord) -> None:
+    """Update `updated_at` and `cost`, and write the record atomically."""
+    record.schema_version, record.updated_at = SCHEMA_VERSION, utc_now()
+    price = record.cost.get("price_per_hour")
+    running_s = _between(record.started_at, record.finished_at or record.updated_at)
+    if price is not None and running_s >= 0:  # the pauses before restarts cost nothing
+        running_s -= sum(each.downtime_s or each.idle_s or 0.0 for each in record.restarts)
+        usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
+        each = round(usd / record.epochs, 4) if record.epochs else None
+        record.cost = {"usd": round(usd, 4), "usd_per_epoch": each, "price_per_hour": price}
+    save_record(path, record)
+
+
+def save_record(path: Path, record: RunRecord) -> None:
+    """Write the record as it is."""
+    text = json.dumps(as_json(record), indent=1, allow_nan=False, default=str)
+    write_atomically(path, lambda file: file.write(text + "\n"))
+
+
+def as_json(record: RunRecord) -> dict[str, Any]:
+    """Return what run.json holds; an object without values is null."""
+    values = {name: value for name, value in vars(record).items() if name != "other"}
+    values |= record.other
+    for name, value in values.items():
+        if isinstance(value, JsonObject) and all(item is None for item in value.values()):
+            values[name] = None
+    return values
+
+
+@contextlib.contextmanager
+def locked_record(path: Path) -> Iterator[None]:
+    """Hold the lock of run.json: whoever reads it to write it back does both in this block.
+
+    A writer that hangs must not stop a training: after LOCK_WAIT_S the block runs without the lock.
+    """
+    with locked_file(path.with_name(f".{path.name}.lock"), LOCK_WAIT_S):
+        yield
+
+
+@contextlib.contextmanager
+def update_record(path: Path) -> Iterator[RunRecord]:
+    """Read the record, let the block change it, and write it; after an exception nothing is written."""
+    with locked_record(path):
+        record = read_record(path)
+        yield record
+        write_record(path, record)
+
+
+def status_of(record: RunRecord, now: str | None = None) -> str:
+    """Return the record's status, or `lost` if it is unknown or says running without a recent heartbeat."""
+    if record.status != "running":
+        return record.status if record.status in STATUSES else "lost"
+    silence_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
+    return "running" if _between(record.updated_at or record.started_at, now or utc_now()) <= silence_s else "lost"
+
+
+def continued(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord:
+    """Return the record of this start, changed in place: merged with that of the previous start.
+
+    It resumes at `step`, or from scratch at 0. The pause before it is `idle_s` if the previous start
+    had finished, else `downtime_s`.
+    """
+    silent_s = _between(previous.updated_at, record.started_at)
+    pause_s, was_finished = None if math.isnan(silent_s) else silent_s, previous.status == "finished"
+    restart = JsonObject(
+        at=record.started_at, resumed_step=step, lost_steps=max(0, (previous.steps or 0) - step),
+        downtime_s=None if was_finished else pause_s, idle_s=pause_s if was_finished else None,
+        command=record.command, previous_world_size=previous.world_size, world_size=record.world_size,
+        code=record.code if previous.code.get("tree_hash") != record.code.get("tree_hash") else {},
+    )  # fmt: skip
+    record.take({name: value for name in KEPT_ON_RESTART if (value := getattr(previous, name))})
+    if not states_accumulation(record.overrides):
+        record.per_device_batch_limit = previous.per_device_batch_limit or previous.per_device_batch_size
+    # Drop test metrics: they belong to a checkpoint that may not remain the best.
+    record.metrics = {name: value for name, value in previous.metrics.items() if not name.startswith("test/")}
+    record.restarts = [*record.restarts, restart]
+    record.steps = step  # so that lost steps are not counted again if this start is killed before it trains
+    record.other = {**previous.other, **record.other}
+    return record
+
+
+def _between(earlier: str | None, later: str | None) -> float:
+    """Return the seconds between two times; nan if one is missing or has no zone."""
+    try:
+        return (datetime.fromisoformat(str(later)) - datetime.fromisoformat(str(earlier))).total_seconds()
+    except (ValueError, TypeError):
+        return math.nan

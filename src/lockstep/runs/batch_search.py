@@ -1,0 +1,277 @@
+"""Find the largest batch that trains: start train.py for two steps per batch and read the memory.
+
+The runs use all devices of this node. A training on several nodes takes the same batch per device:
+FSDP over more devices needs less memory on each, and DDP needs the same.
+"""
+
+import json
+import logging
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.keys import is_left_out_of_trials
+from lockstep.config.schema import key_of
+from lockstep.process import signals
+from lockstep.process.environment import environment
+from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.runs.plan import RunPlan
+
+log = logging.getLogger(__name__)
+
+# Images per device of the first run
+START = 8
+MAX_RUNS = 8
+# Use at most 95 % of the free memory: the real run fragments it differently.
+USABLE = 0.95
+# Try at most 95 % of a failed batch. Stop when the next try would be within 5 % of the best one.
+CLOSE = 0.95
+GIB = 2**30
+TRAIN = REPOSITORY / "src" / "train.py"
+OUT_OF_MEMORY = (
+    "out of memory",
+    "alloc_failed",
+    "status_not_initialized",
+    "unable to find an engine",
+    "can't allocate memory",
+    "sigkill",
+)
+LAUNCHER = (
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "GROUP_",
+    "ROLE_",
+    "NODE_RANK",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "LOCKSTEP_",
+)
+
+
+class Refused(UserError):
+    """train.py has refused a batch, with the sentence that it said."""
+
+
+@dataclass
+class Tried:
+    """The batches that were tried.
+
+    Args:
+        peaks: peak memory in GiB by images per device; None where it ran out of memory.
+        limit: GiB of a device; inf as long as no run has told them.
+        bound: training images per device; inf as long as no run has told them.
+    """
+
+    peaks: dict[int, float | None] = field(default_factory=dict)
+    limit: float = math.inf
+    bound: float = math.inf
+
+    def add(self, batch: int, record: Mapping[str, Any], limit: float | None, parts: int) -> None:
+        """Add a run.
+
+        Args:
+            record: its run.json; without a peak if it ran out of memory.
+            limit: trainer.memory_limit_gib.
+            parts: micro-batches of a global batch, over all ranks.
+        """
+        peak = record["peak_memory_gib"]
+        self.peaks[batch] = peak
+        usable = record.get("usable_memory_gib")
+        if limit:
+            self.limit = limit
+        elif usable:
+            self.limit = USABLE * usable
+        if record.get("num_train"):
+            self.bound = record["num_train"] // parts
+        said = f"{peak:.3g} of {self.limit:.3g} GiB" if peak else "out of memory"
+        log.info(f"{batch} images per device: {said}")
+
+
+def search(plan: RunPlan) -> dict[str, Any]:
+    """Run train.py with several batches; return the fields of `largest_batch` in the record."""
+    parts = plan.cluster.world_size * plan.batch.accumulate
+    unit = _unit(plan)
+    tried = Tried()
+    batch: int | None = START
+    while batch is not None:
+        try:
+            record = _train_two_steps(plan, batch)
+        except Refused:
+            # BatchNorm refuses a single image, which is tried only where two have not fit.
+            if not tried.peaks or batch > min(tried.peaks):
+                raise
+            break
+        tried.add(batch, record, plan.trainer["memory_limit_gib"], parts)
+        batch = next_batch(tried.peaks, tried.limit, tried.bound, unit)
+
+    largest = fitting(tried.peaks, tried.limit)
+    return {
+        "per_device": largest,
+        "global": largest * parts,
+        "probes": len(tried.peaks),
+        "peak_memory_gib": tried.peaks[largest],
+        "limit_gib": round(tried.limit, 4),
+        "bounded_by": "data set" if largest == tried.bound else "memory",
+    }
+
+
+def _unit(plan: RunPlan) -> int:
+    """Return the number of which every batch per device is a multiple."""
+    augmentation = plan.config["augmentation"]
+    # Mixup and CutMix mix pairs of images.
+    mixes = augmentation.get("mixup_alpha", 0) or augmentation.get("cutmix_alpha", 0)
+    return math.lcm(2 if mixes else 1, plan.trainer.get("micro_batches") or 1)
+
+
+def next_batch(
+    tried: Mapping[int, float | None], limit: float, bound: float, unit: int = 1
+) -> int | None:
+    """Return the batch per device to try next; None if the search is over.
+
+    Args:
+        tried: peak memory by batch; None where it ran out of memory.
+        bound: the number of training images per device.
+        unit: every batch is a multiple of it.
+    """
+    if len(tried) >= MAX_RUNS:
+        return None
+    fits = {batch for batch, peak in tried.items() if peak and peak <= limit}
+    failed = min(tried.keys() - fits, default=None)
+    largest = max(fits, default=0)
+    aim = _aim(tried, limit, largest, failed)
+    if failed is not None:
+        aim = _below_failed(aim, fits, failed, has_failed_once=len(tried) == len(fits) + 1)
+    batch = int(max(min(aim, bound), unit) // unit * unit)
+    if batch in tried or largest >= CLOSE * batch:
+        return None
+    return batch
+
+
+def _aim(
+    tried: Mapping[int, float | None], limit: float, largest: int, failed: int | None
+) -> float:
+    """Return the batch where a line through the last two peaks meets the limit."""
+    if not largest:
+        assert failed is not None
+        return failed / 4
+    points = sorted((batch, peak) for batch, peak in tried.items() if peak and batch <= largest)
+    failed_peak = None if failed is None else tried[failed]
+    if failed is not None and failed_peak:
+        points.append((failed, failed_peak))
+    if len(points) < 2:
+        return 8 * largest
+    (small, low), (large, high) = points[-2:]
+    slope = max(high - low, 1e-9) / (large - small)
+    return min(small + (limit - low) / slope, 8 * largest)
+
+
+def _below_failed(aim: float, fits: set[int], failed: int, *, has_failed_once: bool) -> float:
+    """Return a batch below the smallest one that has failed."""
+    if aim >= failed:
+        aim = math.sqrt(max(fits, default=0) * failed)
+        # A first prediction is a little too high at most.
+        if has_failed_once and len(fits) > 1:
+            aim = max(aim, 0.9 * failed)
+    return min(aim, CLOSE * failed)
+
+
+def fitting(tried: Mapping[int, float | None], limit: float) -> int:
+    """Return the largest batch within the limit; raise UserError if none is."""
+    fits = [batch for batch, peak in tried.items() if peak and peak <= limit]
+    if fits:
+        return max(fits)
+    memory = "the memory of a device" if math.isinf(limit) else f"{limit:.3g} GiB"
+    raise UserError(
+        f"Not even {min(tried)} images per device fit into {memory}. Use a smaller model, "
+        "trainer=fsdp over more devices, or trainer.activation_checkpointing=true."
+    )
+
+
+def _train_two_steps(plan: RunPlan, batch: int) -> dict[str, Any]:
+    """Return the record of a run of two steps and one validation batch.
+
+    Its peak is None if memory ran out.
+
+    Raises:
+        Refused: train.py has ended with a sentence.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
+        folder = Path(name)
+        code = run_train(_overrides(plan, batch, folder), environment(), folder / "output")
+        path = folder / "train/runs/probe/run.json"
+        record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        lines = (folder / "output").read_text().splitlines()
+    if code == EXIT_OK:
+        return record
+    text = "\n".join([*lines[-30:], str(record.get("error"))])
+    if any(sign in text.lower() for sign in OUT_OF_MEMORY):
+        return {**record, "peak_memory_gib": None}
+    if code == EXIT_USER_ERROR:
+        raise Refused(lines[-1].removeprefix("error: "))
+    raise RuntimeError(
+        f"train.py with {batch} images per device ended with exit code {code}:\n{text}"
+    )
+
+
+def _overrides(plan: RunPlan, batch: int, folder: Path) -> list[str]:
+    """Return the command line of a run of two steps, which writes below `folder`."""
+    devices = plan.cluster.devices
+    accumulate = plan.batch.accumulate
+    kept = [
+        override
+        for override in plan.config["overrides"]
+        if not is_left_out_of_trials(key_of(override))
+    ]
+    overrides = [
+        *kept,
+        f"data.global_batch_size={batch * devices * accumulate}",
+        f"trainer.accumulate_grad_batches={accumulate}",
+        "trainer.max_steps=2",
+        f"trainer.limit_train_batches={2 * accumulate}",
+        "trainer.limit_val_batches=1",
+        "test=false",
+        "logbook=null",
+        "s3.uri=null",
+        "++callbacks.checkpoints=null",
+        # This callback tells the peak.
+        "++callbacks.hardware={_target_: lockstep.callbacks.hardware_stats.HardwareStats}",
+        "run_id=probe",
+        f"paths.log_dir={folder}",
+    ]
+    if plan.trainer["launch"] != "one_process":
+        overrides += [f"trainer.devices={devices}", "trainer.num_nodes=1"]
+    if "pretrained" in plan.config["model"]:
+        overrides.append("model.pretrained=false")
+    return overrides
+
+
+def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) -> int:
+    """Run train.py without a launcher's variables, until it or this process ends.
+
+    Returns:
+        Its exit code.
+    """
+    variables = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
+    # While the child starts, a signal is only noted: a child that nobody knows would go on.
+    previous = signals.on_stop(signals.note)
+    command = [sys.executable, str(TRAIN), *overrides]
+    with output.open("w") as file:
+        child = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
+    try:
+        signals.on_stop(signals.interrupt)
+        signals.check()
+        return child.wait()
+    finally:
+        child.terminate()
+        child.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,320 @@
+"""Join the ranks of a run, watch for signals and failures, and leave together."""
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.seed import seed_everything
+
+from lockstep.callbacks.hang_dump import HangDump
+from lockstep.callbacks.interruption import Interruption
+from lockstep.checkpoints.resume_point import ends_epoch
+from lockstep.process import signals
+from lockstep.process.environment import AGENT, cores_of_rank, environment
+from lockstep.process.errors import UserError
+from lockstep.ranks import heartbeat
+from lockstep.ranks.collectives import gather_objects
+from lockstep.ranks.failures import with_culprit
+from lockstep.ranks.find import Cluster
+from lockstep.ranks.heartbeat import Heartbeat
+from lockstep.ranks.meeting import join
+from lockstep.records import provenance
+from lockstep.records.config import Config
+from lockstep.runs.plan import RunPlan
+
+log = logging.getLogger(__name__)
+
+EXPECTED_WARNINGS = (
+    # build.py logs what it means.
+    ".*Using `DistributedSampler` with the dataloaders.*",
+    # The module reduces its counts before it logs them.
+    ".*recommended to use `self.log.*sync_dist=True.*",
+    # Every epoch's last step is a log point too.
+    ".*smaller than the logging interval.*",
+    # Lightning 2.6 on torch 2.14
+    ".*isinstance\\(treespec, LeafSpec\\).*",
+    ".*`broadcast_buffers` is deprecated.*",
+    ".*functional.all_gather is deprecated.*",
+    # Of weights with the shape (n, 1, h, w), where both layouts mean the same
+    ".*Grad strides do not match bucket view strides.*",
+    # torch asks it of every GPU where segments expand, and only newer ones know.
+    ".*nvmlDeviceGetGpuFabricInfoV failed.*",
+    # SimCLR validates nothing, whatever the data hold.
+    ".*have no `validation_step`.*",
+    # A profiler of few steps
+    ".*default schedule will be overridden.*",
+    # trainer=cpu means it.
+    ".*GPU available but not used.*",
+    # A start without srun is intended.
+    ".*`srun` command is available.*",
+    # The average of weights, at the test
+    ".*callbacks used to create the checkpoint need to be provided.*",
+    ".*Found .* module\\(s\\) in eval mode at the start of training.*",
+)
+# The loop, a loader worker, and the threads of NCCL and of the statistics
+MIN_CORES = 3
+
+
+@dataclass
+class RankSession:
+    """The objects that this rank shares with the others before its parts are built.
+
+    Args:
+        plan: the plan of rank 0, with its checkpoint.
+        hosts: a description of each node.
+        hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
+        heartbeat: by which ranks wait for each other for hours; None for a single rank.
+        data_report: the callback that compares the images, on rank 0.
+    """
+
+    plan: RunPlan
+    hosts: list[dict[str, Any]]
+    interruption: Interruption = field(default_factory=Interruption)
+    hang_dump: HangDump | None = None
+    heartbeat: Heartbeat | None = None
+    data_report: pl.Callback | None = None
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here, however long the slowest takes to read its images.
+
+        Raises:
+            LostRank: a rank gives no sign of life.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.wait_for_all()
+
+
+class StartedRanks(LightningEnvironment):
+    """Pass the ranks of the Cluster to Lightning, so that it neither starts nor detects any."""
+
+    creates_processes_externally = True
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self.cluster = cluster
+
+    def local_rank(self) -> int:
+        return self.cluster.local_rank or 0
+
+    def node_rank(self) -> int:
+        return self.cluster.node_rank
+
+
+class RankWatch(HangDump):
+    """Write the stack of a rank that hangs, and tell the others how many batches it has had.
+
+    Args:
+        on_error: called early with an exception of this rank: other ranks may wait.
+        beats: take the number of batches to the other ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float,
+        on_error: Callable[[BaseException], Any],
+        beats: Heartbeat,
+    ) -> None:
+        super().__init__(folder, timeout_s, on_error)
+        self.beats = beats
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._arm()
+        self.beats.note(trainer.current_epoch, batch_idx + 1, is_over=False)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._arm()
+        is_over = ends_epoch(trainer)
+        # Lightning fetches a batch ahead, so that one more is certain here.
+        batches = batch_idx + 1 if is_over else batch_idx + 2
+        self.beats.note(trainer.current_epoch, batches, is_over=is_over)
+
+
+@contextlib.contextmanager
+def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
+    """Meet the other ranks, watch over each other until the block ends, and leave together.
+
+    An exception that leaves the block carries `culprit`: which rank failed first, on which host, in
+    which phase.
+    """
+    # The imports of torch and Lightning are done.
+    signals.check()
+    prepare_process(plan)
+    set_breakpoints(plan.cluster)
+    several = plan.cluster.world_size > 1
+    with _several_ranks(plan) if several else _one_rank(plan) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def _one_rank(plan: RunPlan) -> Iterator[RankSession]:
+    """Yield the session of a rank that is alone; its strategy may need a process group."""
+    needs_group = plan.trainer["strategy"] and plan.trainer["launch"] == "process_per_device"
+    if needs_group:
+        join(plan.cluster, device_of(plan), plan.trainer["timeout_s"])
+    try:
+        yield RankSession(plan, [provenance.host(plan.cluster.node_rank)])
+    finally:
+        if needs_group:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _several_ranks(plan: RunPlan) -> Iterator[RankSession]:
+    """Yield the session of one of several ranks; name the rank that fails first."""
+    cluster = plan.cluster
+    timeout_s = plan.trainer["timeout_s"]
+    store = join(cluster, device_of(plan), timeout_s)
+    errors = dist.PrefixStore("errors", store)
+    beats = Heartbeat(
+        dist.PrefixStore("beats", store.clone()),
+        dist.PrefixStore("errors", store.clone()),
+        cluster.rank,
+        cluster.world_size,
+        interval_s=heartbeat.INTERVAL_S,
+        lost_after_s=heartbeat.LOST_AFTER_S,
+    )
+    # After these collectives every rank has constructed its heartbeat.
+    hosts = gather_objects(provenance.host(cluster.node_rank))
+    pids = gather_objects(os.getpid())
+    beats.start()
+
+    names = [str(host["host"]) for host in hosts]
+
+    def explained(error: BaseException) -> BaseException:
+        return with_culprit(error, errors, cluster, names, beats.epochs_of_all)
+
+    session = RankSession(
+        plan,
+        hosts[:: cluster.devices],
+        Interruption(timeout_s),
+        RankWatch(plan.folder.path, timeout_s, explained, beats),
+        heartbeat=beats,
+    )
+    try:
+        yield session
+        dist.barrier()
+    except BaseException as error:
+        reason: Any = error
+        if getattr(error, "agreed", False):
+            reason = _leave_together(error, beats)
+        if reason is error and getattr(error, "agreed", False):
+            raise
+        reason = explained(reason)
+        culprit = getattr(reason, "culprit", None) or {"kind": ""}
+        if culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
+            reason.hung_pid = pids[culprit["rank"]]
+        raise reason  # noqa: B904 it names its cause itself
+    finally:
+        beats.end()
+    dist.destroy_process_group()
+
+
+def _leave_together(stop: BaseException, beats: Heartbeat) -> BaseException:
+    """Wait for all ranks after a stop on which they agreed; return the stop, or what came instead.
+
+    The first rank to end leaves the others 30 s, too few for a large checkpoint.
+    """
+    try:
+        beats.wait_for_all()
+    except RuntimeError as error:
+        return error
+    return stop
+
+
+def device_of(plan: RunPlan) -> torch.device:
+    """Return the device of this rank's data and of the first layers of its net."""
+    process_devices = plan.trainer.get("process_devices")
+    if isinstance(process_devices, list):
+        first = str(process_devices[0])
+        return torch.device("cuda:0" if first == "cuda" else first)
+    if plan.accelerator == "gpu":
+        return torch.device("cuda", plan.cluster.local_rank or 0)
+    return torch.device("cpu")
+
+
+def set_breakpoints(cluster: Cluster) -> None:
+    """Let breakpoint() open the debugger of rank 0 on a terminal.
+
+    Other ranks wait for it in their next collective. Without a terminal, breakpoint() raises
+    UserError on rank 0.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        if cluster.is_rank_zero:
+            raise UserError(
+                "breakpoint() of several ranks needs a terminal: debug with trainer=cpu, in one "
+                "process."
+            )
+
+    has_debugger = cluster.is_rank_zero and sys.stdin.isatty()
+    if cluster.world_size > 1 and not has_debugger:
+        sys.breakpointhook = refuse
+
+
+def threads_of(trainer: Config) -> int:
+    """Return the CPU threads of this rank: trainer.num_threads, OMP_NUM_THREADS, or its cores."""
+    if trainer["num_threads"] != "auto":
+        return int(trainer["num_threads"])
+    environ = environment()
+    stated = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    # torchrun sets 1 for several ranks on a node where the user has set nothing.
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environ and AGENT not in environ
+    is_torchruns_own = is_torchrun and stated == "1" and environ.get("LOCAL_WORLD_SIZE") != "1"
+    if stated.isdigit() and stated != "0" and not is_torchruns_own:
+        return int(stated)
+    return cores_of_rank()
+
+
+def prepare_process(plan: RunPlan) -> None:
+    """Set threads, seed and the precision of products of this process.
+
+    Raises:
+        UserError: the driver shows GPUs that torch cannot use.
+    """
+    torch.set_num_threads(threads_of(plan.trainer))
+    # The order of Lightning's own samplers follows the seed too.
+    seed_everything(plan.config["seed"], verbose=False)
+    if plan.accelerator == "gpu":
+        _prepare_gpu(plan)
+
+    # Whoever adds the summary of a model wants to see it.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message)
+
+
+def _prepare_gpu(plan: RunPlan) -> None:
+    """Check that torch can use the GPU, and set the precision of its products."""
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"The driver shows GPUs, but torch {torch.__version__} cannot use them: update the "
+            "driver, or install a torch for its CUDA; trainer=cpu does without."
+        )
+    cores = cores_of_rank()
+    if cores < MIN_CORES and plan.cluster.is_rank_zero:
+        log.warning(
+            f"Each rank has {cores} CPU core(s), too few for a GPU: give it 8 (--cpus-per-task=8)."
+        )
+    torch.backends.cudnn.benchmark = plan.trainer["deterministic"] is not True
+    torch.set_float32_matmul_precision(plan.trainer.get("matmul_precision", "high"))

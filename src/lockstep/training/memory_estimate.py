@@ -1,0 +1,241 @@
+"""Uses torch's private `_subclasses` and `_tools`, which count memory without the hardware.
+
+Estimate the largest batch by two steps on fake tensors, which have shapes and no contents.
+
+    python src/find_batch_size.py model=vit trainer=fsdp trainer.num_nodes=8 \\
+      trainer.memory_limit_gib=16 --estimate
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from lockstep.config.compose import plain
+from lockstep.config.instantiate import resolve_target
+from lockstep.process.errors import EXIT_OK, UserError
+from lockstep.records.config import Config
+from lockstep.runs.batch_search import GIB, START, USABLE, fitting, next_batch
+from lockstep.strategies.recompute import recompute_activations
+from lockstep.training.build_data import prepared_data
+from lockstep.training.build_module import build_module
+
+log = logging.getLogger(__name__)
+
+# The allocator's gaps and cuDNN's workspaces: 4 % for ViT-B/32, 9 % for ResNet-18
+MARGIN = 1.1
+# A search ends there where the number of training images is not known.
+MOST_IMAGES = 65536
+STRATEGIES = ("DDP", "FSDP", "AllReduce", "")
+TASKS = (
+    "tasks.classifier.ImageClassifier",
+    "tasks.multilabel.MultiLabel",
+    "tasks.regression.Regression",
+)
+TRUE_DTYPES = {
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.bfloat16,
+    "64-true": torch.float64,
+}
+
+
+def estimate(cfg: Any) -> int:
+    """Log the memory of each batch that is tried and the largest one; return the exit code."""
+    config = plain(cfg)
+    trainer = config["trainer"]
+    strategy = (trainer["strategy"] or {}).get("_target_", "")
+    if strategy.rpartition(".")[2] not in STRATEGIES:
+        raise UserError(
+            "--estimate does not know this trainer: use trainer=gpu, ddp, fsdp or allreduce."
+        )
+    limit = _memory_gib(trainer)
+    devices = 1 if trainer["devices"] == "auto" else trainer["devices"]
+    nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
+    ranks = 1 if trainer["launch"] == "one_process" else devices * nodes
+    parts = ranks * trainer["accumulate_grad_batches"]
+    bound = _training_images(config) // parts
+
+    tried: dict[int, float | None] = {}
+    batch: int | None = max(1, min(START, bound))
+    while batch is not None:
+        needed = peak_bytes(config, batch, ranks, devices)
+        peak = MARGIN * needed / GIB
+        tried[batch] = peak
+        log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
+        batch = next_batch(tried, limit, bound)
+
+    largest = fitting(tried, limit)
+    note = "limited by the data set · " if largest == bound else ""
+    log.info(
+        f"estimated largest batch {largest} per device, {largest * parts} global = {largest} × "
+        f"{ranks} × {trainer['accumulate_grad_batches']} · {note}{tried[largest]:.3g} of "
+        f"{limit:.3g} GiB, {MARGIN - 1:.0%} of it for the allocator · nothing was run"
+    )
+    return EXIT_OK
+
+
+def _memory_gib(trainer: Config) -> float:
+    """Return the memory of a device: as the user says, else of the GPU at hand."""
+    if trainer["memory_limit_gib"]:
+        return float(trainer["memory_limit_gib"])
+    if torch.cuda.is_available():
+        return USABLE * torch.cuda.mem_get_info()[0] / GIB
+    raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
+
+
+def _training_images(config: Config) -> int:
+    """Return the number of training images in data.root of this machine, which are only listed."""
+    data = config["data"]
+    root = str(data.get("root") or "")
+    can_list = hasattr(resolve_target(data["_target_"], "data._target_"), "list_images")
+    if not can_list or not root or not Path(root).exists():
+        return MOST_IMAGES
+    listed = prepared_data(config, {**data, "path": "loader", "global_batch_size": 1})
+    return int(listed.num_train)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The formats in which a training computes.
+
+    Args:
+        precision: as Lightning names it.
+        dtype: of the weights and images.
+        is_mixed: autocast computes in 16 bits.
+        copies: FSDP keeps its shards in 32 bits beside weights of 16.
+    """
+
+    precision: str
+    dtype: torch.dtype
+    is_mixed: bool
+    copies: int
+
+    @classmethod
+    def of(cls, trainer: Config, *, is_sharded: bool) -> "Numbers":
+        precision = trainer["precision"]
+        if precision == "auto":
+            precision = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
+        is_mixed = "mixed" in precision
+        if is_sharded and is_mixed:
+            return cls(precision, torch.bfloat16, is_mixed=False, copies=2)
+        return cls(precision, TRUE_DTYPES.get(precision, torch.float32), is_mixed, copies=1)
+
+
+def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> float:
+    """Return the peak bytes of tensors on one device.
+
+    FSDP shards over all ranks, or over the `devices` of a node.
+    """
+    trainer = config["trainer"]
+    strategy = trainer["strategy"] or {}
+    is_sharded = "FSDP" in strategy.get("_target_", "")
+    numbers = Numbers.of(trainer, is_sharded=is_sharded)
+    module, shape = _build(config, numbers)
+    moments = _two_steps(module, trainer, numbers, (batch, *shape))
+
+    shards = 1
+    if is_sharded:
+        shards = devices if strategy["shard_within_node"] else ranks
+    weights = _bytes(module.net)
+    gathered = 0
+    if shards > 1:
+        units = module.net.shard_units() if hasattr(module.net, "shard_units") else []
+        # Two units are gathered at a time, beside the gradients of one.
+        gathered = 3 * max(map(_bytes, units or [module.net]))
+    buckets = weights if ranks > 1 and not is_sharded else 0  # of DDP, which keeps them
+    average = weights if trainer["ema_decay"] else 0
+
+    def on_one_device(moment: Mapping[str, int]) -> float:
+        gradients = max(moment["GRAD"], buckets)
+        state = moment["PARAM"] + gradients + moment["OPT"] + average
+        sharded = numbers.copies * state / shards
+        counted = moment["PARAM"] + moment["GRAD"] + moment["OPT"]
+        activations = moment["Total"] - counted
+        return sharded + activations + gathered
+
+    return max(map(on_one_device, moments))
+
+
+def _build(config: Config, numbers: Numbers) -> tuple[Any, tuple[int, int, int]]:
+    """Return the module without contents, and the shape of an image: channels, height, width."""
+    data = config["data"]
+    size = data["image_size"]
+    channels = data.get("channels")
+    if not channels:
+        channels = resolve_target(data["_target_"], "data._target_").channels
+    facts: Any = {
+        "num_classes": data.get("num_classes") or 10,
+        "image_size": size,
+        "channels": channels,
+    }
+    # timm reads values of fake tensors, so the net is built without any.
+    with torch.device("meta"):
+        module: Any = build_module(config, facts, has_checkpoint=True)
+        module.net.to(numbers.dtype)
+    _refuse_unknown(config, module.net)
+    return module, (channels, size, size)
+
+
+def _refuse_unknown(config: Config, net: nn.Module) -> None:
+    """Refuse what the two steps would not count."""
+    unknown = ""
+    if config["task"]["_target_"] not in TASKS:
+        unknown = str(config["task"]["_target_"])
+    if (config["data"].get("views") or 1) > 1:
+        unknown = f"data.views={config['data']['views']}"
+    # MemTracker waits for the gradient of each parameter.
+    if not all(weight.requires_grad for weight in net.parameters()):
+        unknown = "frozen parameters"
+    if unknown:
+        raise UserError(
+            f"--estimate does not know {unknown}: leave --estimate out, to search by short runs."
+        )
+
+
+def _two_steps(
+    module: Any, trainer: Config, numbers: Numbers, shape: tuple[int, ...]
+) -> list[dict[str, int]]:
+    """Return the bytes by kind at the end of each forward, and at the peak, of two steps."""
+    net = module.net
+    tracker = MemTracker()
+    moments = []
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=numbers.is_mixed)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net.to_empty(device="cpu")
+        if trainer["activation_checkpointing"]:
+            recompute_activations(net)
+        module.scheduler_factory = None
+        module.trainer = SimpleNamespace(precision=numbers.precision)
+        optimizer = module.configure_optimizers()
+        tracker.track_external(net, optimizer)
+        with tracker:
+            for _ in range(2):
+                images = torch.empty(shape, dtype=numbers.dtype)
+                targets = torch.zeros(shape[0], dtype=torch.int64)
+                with autocast:
+                    loss = nn.functional.cross_entropy(net(images), targets)
+                moments.append(tracker.get_tracker_snapshot("current"))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                del images, targets, loss
+                tracker.reset_mod_stats()
+        moments.append(tracker.get_tracker_snapshot("peak"))
+    return [_by_kind(moment) for moment in moments]
+
+
+def _by_kind(moment: Any) -> dict[str, int]:
+    """Return the bytes of a snapshot by the name of their kind, such as PARAM."""
+    on_device = moment[torch.device("cpu")]
+    return {str(kind).rpartition(".")[2]: size for kind, size in on_device.items()}
+
+
+def _bytes(net: nn.Module) -> int:
+    return sum(weight.nbytes for weight in net.parameters())

@@ -1,0 +1,42 @@
+"""The last line of a rank that failed."""
+
+import re
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch._inductor.exc import InductorError
+
+from lockstep.ranks.failures import log_failure, rank_error, unequal_epochs
+
+
+@pytest.mark.parametrize(
+    ("kind", "mend"),
+    [
+        (torch.OutOfMemoryError, "trainer.accumulate_grad_batches=2"),
+        (BackendCompilerFailed, "trainer.compile=false"),
+        (InternalTorchDynamoError, "trainer.compile=false"),
+        (InductorError, "trainer.compile=false"),
+    ],
+)
+def test_out_of_memory_and_a_failed_compilation_are_told_with_what_helps(kind, mend, capsys):
+    log_failure(rank_error(1, kind.__new__(kind, "no"), host="node-b", phase="training"), "")
+    place, hint = capsys.readouterr().err.splitlines()
+    assert f"rank 1 on node-b, in training: {kind.__name__}" in place and mend in hint
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([[[0, 11, 0]], [[0, 10, 1]]], "Rank 1 has had 10 training batches in epoch 1, rank 0 at least 11"),
+        ([[[0, 12, 1]], [[0, 10, 1], [1, 3, 0]]], "Rank 1 has had 10 .* rank 0 12"),
+        ([[[0, 10, 1], [1, 3, 0]], [[0, 12, 1]]], "Rank 0 has had 10 .* rank 1 12"),
+        ([[[0, 10, 1]], [[0, 10, 1], [1, 1, 0]]], None),
+        ([[[0, 9, 0]], [[0, 10, 1]]], None),
+        ([[], []], None),
+        ([], None),
+    ],
+)
+def test_ranks_with_unequal_batches_are_told_apart(ranks, said):
+    sentence = unequal_epochs(ranks)
+    assert re.match(said, sentence) if said else sentence == ""

@@ -1,0 +1,170 @@
+"""Ranks that meet, each in a thread: missing ones and differences named, rank 0's decisions given to all."""
+
+import json
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.process import signals
+from lockstep.process.errors import Interrupted, UserError
+from lockstep.ranks import meeting as process_group
+from lockstep.ranks.find import Cluster
+from lockstep.ranks.meeting import meet
+from ranks import free_port
+
+SAME = {"code": {"code": "t"}, "options": {"seed": "1"}, "packages": {"torch": "2"}}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(process_group, "SPEAK_INTERVAL_S", 0.3)
+    monkeypatch.setattr(process_group, "_met", [])
+
+
+class Ranks:
+    """Starts ranks one after the other, and keeps what each was told."""
+
+    def __init__(self, world_size, timeout_s=10.0, port=None, address="127.0.0.1"):
+        self.address, self.world_size, self.timeout_s, self.port = address, world_size, timeout_s, port or free_port()
+        self.answers, self.threads, self.agent_store = {}, [], port is not None
+
+    def start(self, rank, *, mine=SAME, decide=dict):
+        cluster = Cluster("nodes", self.world_size, 1, rank, 0, self.address, self.port, self.agent_store)
+
+        def run():
+            try:
+                self.answers[rank] = meet(cluster, self.timeout_s, mine, decide)
+            except UserError as error:
+                self.answers[rank] = str(error)
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+        time.sleep(0.1)
+        return self
+
+    def end(self):
+        for thread in self.threads:
+            thread.join(30)
+        return self.answers
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_all_get_rank_zeros_decision_in_whatever_order_they_come(address):
+    answers = Ranks(3, address=address).start(2).start(0, decide=lambda: {"folder": "r"}).start(1).end()
+    assert answers[2] == answers[1] == answers[0]
+    assert answers[0]["folder"] == "r" and answers[0]["hosts"] == [socket.gethostname()] * 3
+
+
+def test_a_restart_in_the_same_store_never_meets_its_past():
+    """torchrun keeps its store; whoever comes first finds the earlier start's keys, complete."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2])):
+        ranks = Ranks(3, port=store.port)
+        for rank in order:
+            ranks.start(rank, decide=lambda number=number: {"start": number})
+        assert {answer["start"] for answer in ranks.end().values()} == {number}
+
+
+def refuse():
+    raise UserError("rank 1 on this run is finished.")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sentence"),
+    [
+        ({}, {"mine": {**SAME, "code": {"code": "x"}}}, "has code=x, rank 0 on"),
+        ({}, {"mine": {**SAME, "options": {"seed": "2"}}}, "has seed=2, rank 0 on"),
+        ({}, {"mine": {**SAME, "packages": {"torch": "3"}}}, "has torch=3, rank 0 on"),
+        ({"decide": refuse}, {}, "this run is finished."),
+    ],
+)
+def test_what_differs_or_rank_zero_refuses_is_told_to_every_rank(first, second, sentence):
+    answers = Ranks(2).start(0, **first).start(1, **second).end()
+    assert answers[0] == answers[1] and answers[0].startswith("rank 1 on ") and sentence in answers[0]
+
+
+def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(capsys):
+    began = time.monotonic()
+    answers = Ranks(3, timeout_s=1.5).start(0).start(1).end()
+    assert answers[0] == answers[1] and answers[0].startswith("node rank 2 did not arrive at 127.0.0.1:"), answers
+    assert time.monotonic() - began < 5 and "Waiting for node rank 2 at " in capsys.readouterr().out
+
+
+def test_a_rank_that_waits_hears_a_signal_whose_exception_was_lost(monkeypatch):
+    monkeypatch.setattr(signals, "asked", [signal.SIGINT])
+    with pytest.raises(Interrupted):
+        meet(Cluster("nodes", 2, 1, 0, 0, "127.0.0.1", free_port(), False), 5.0)
+
+
+def test_a_rank_zero_that_never_comes_is_named_too(capsys):
+    answers = Ranks(2, timeout_s=1.0).start(1).end()
+    assert answers[1].startswith("node rank 0 did not arrive at 127.0.0.1:") and "(Connection refused)" in answers[1]
+    assert "Waiting for node rank 0 at 127.0.0.1:" in capsys.readouterr().out
+
+
+def test_a_port_that_another_program_uses():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ranks = Ranks(2)
+        ranks.port = taken.getsockname()[1]
+        answer = ranks.start(0).end()[0]
+    assert answer.startswith("rank 0 cannot serve at 127.0.0.1:") and "Address already in use" in answer
+
+
+def test_rank_zero_listens_at_master_addr_alone():
+    ranks = Ranks(2, timeout_s=3.0).start(0)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", ranks.port), timeout=1).close()
+    assert isinstance(ranks.start(1).end()[0], dict)
+
+
+class Counting:
+    """A store that counts its calls."""
+
+    def __init__(self, store):
+        self.store = store
+        self.calls = 0
+
+    def __getattr__(self, name):
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_takes_the_same_calls_however_many_ranks(rank, monkeypatch):
+    monkeypatch.setattr(process_group.secrets, "token_hex", lambda _: "n")
+    monkeypatch.setattr(process_group.dist, "PrefixStore", lambda *_: None)
+
+    def calls(world_size):
+        store = dist.HashStore()
+        others = [number for number in range(world_size) if number != rank]
+        for number in others:
+            store.set(f"lockstep/n/{number}", json.dumps(["n", "host", SAME]))
+        store.set("lockstep/n/arrived", "".join(f"{number} " for number in others))
+        if rank:
+            store.set("lockstep/start", "n")
+            store.set("lockstep/n/missing", "[]")
+            store.set("lockstep/n/answer", json.dumps({"numbers": ["n"], "hosts": []}))
+        counting = Counting(Appending(store))
+        monkeypatch.setattr(process_group, "_open_store", lambda *_: counting)
+        cluster = Cluster("nodes", world_size, 1, rank, 0, "127.0.0.1", 1)
+        assert "hosts" in meet(cluster, 5.0, SAME)
+        return counting.calls
+
+    assert calls(2) == calls(2000) <= 10
+
+
+class Appending:
+    """A HashStore with TCPStore's `append`."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def append(self, key, value):
+        self.store.set(key, self.store.get(key).decode() + value)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)

@@ -1,0 +1,184 @@
+"""The largest batch: searched by training, and estimated."""
+
+import math
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+import runs
+from lockstep.config.compose import compose, plain
+from lockstep.process.errors import UserError
+from lockstep.ranks.find import Cluster
+from lockstep.records.batch import Batch
+from lockstep.records.folder import RunFolder
+from lockstep.runs import batch_search as search
+from lockstep.runs.batch_search import fitting, next_batch
+from lockstep.runs.plan import RunPlan
+from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
+from runs import run_door, start_door
+
+SMALL = ["data=synthetic", "data.num_images=20000", "data.num_test_images=20", "model=small_cnn", "optimizer=sgd",
+         "data.eval_batch_size=4", "trainer.num_threads=1"]  # fmt: skip
+
+
+def searched(memory, limit=16.0, bound=100_000, unit=1):
+    """The batches that are tried where `memory` is the peak of a batch, or None where it runs out."""
+    tried, batch = {}, 8
+    while batch is not None:
+        tried[batch] = memory(batch)
+        batch = next_batch(tried, limit, bound, unit)
+    return tried
+
+
+CURVES = {
+    **{f"a line from {held} by {each}": lambda batch, held=held, each=each: held + each * batch
+       for held, each in ((0.5, 0.02), (2.0, 0.2), (0.1, 0.001), (3.0, 1.0), (6.0, 4.0))},
+    "bends upwards": lambda batch: 1 + 0.01 * batch + 0.00001 * batch**2,
+    "a floor, then less for each image": lambda batch: max(3.0, 1.7 + 0.0047 * batch - 4e-7 * batch**2),
+    "in steps": lambda batch: 0.4 + math.ceil(0.1 * batch) / 8,
+    "a jump": lambda batch: 0.4 + 0.01 * batch + 2 * (batch > 600),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("runs_out", [True, False])
+def test_it_ends_within_a_tenth_of_the_largest_on_any_curve_and_in_few_runs_on_a_line(name, runs_out):
+    def memory(batch):
+        return None if runs_out and CURVES[name](batch) > 16.2 else CURVES[name](batch)
+
+    tried = searched(memory)
+    largest = max(batch for batch in range(1, 20000) if CURVES[name](batch) <= 16)
+    assert fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (5 if "line" in name else 8), tried
+
+
+def test_the_data_set_ends_the_search_every_batch_is_a_multiple_of_the_unit_and_a_small_device_is_refused():
+    assert fitting(searched(lambda batch: 0.001 * batch, bound=777), 16.0) == 777
+    assert all(batch % 6 == 0 for batch in list(searched(lambda batch: 0.1 * batch, unit=6))[1:])
+    with pytest.raises(UserError, match="Not even 1 images per device fit into 16 GiB"):
+        fitting(searched(lambda batch: None), 16.0)
+
+
+@pytest.mark.parametrize("peak", [None, 9.0])
+def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
+    """BatchNorm refuses a single image, which is tried last."""
+    config = plain(compose("train", [*SMALL, "trainer=cpu", "trainer.memory_limit_gib=1"]))
+    cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+    plan = RunPlan(config, cluster, "cpu", RunFolder(Path()), Batch(1, 1, 1))
+
+    def train(_, batch):
+        if batch == 1:
+            raise search.Refused("BatchNorm cannot normalise one image at a time")
+        return {"peak_memory_gib": peak, "usable_memory_gib": 1.0, "num_train": 100}
+
+    monkeypatch.setattr(search, "_train_two_steps", train)
+    with pytest.raises(UserError, match="Not even 2 images per device fit into 1 GiB"):
+        search.search(plan)
+
+
+def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch, capsys):
+    for number in range(40):
+        folder = tmp_path / "photos" / ("cat" if number % 2 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+    words = ["data=image_folder", f"data.root={tmp_path / 'photos'}", "data.test_fraction=0.2"]
+    words += ["data.val_fraction=0.25", "trainer=ddp", "trainer.devices=2", "model=small_cnn"]
+    monkeypatch.setattr("lockstep.training.memory_estimate.peak_bytes", lambda *_: 2**20)
+    assert estimate(compose("train", [*words, "trainer.memory_limit_gib=16"])) == 0
+    said = capsys.readouterr().out
+    assert "largest batch 12 per device, 24 global = 12 × 2 × 1 · limited by the data set" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_batch_that_is_found_trains_within_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "TIMEOUT_S", 500.0)  # each run that is tried imports torch
+    limit = ["trainer=ddp_sim", "trainer.memory_limit_gib=1.2", "data.global_batch_size=max", "test=false"]
+    done = run_door("train", *SMALL, *limit, "trainer.max_steps=3", "run_id=r", logs=tmp_path)
+    assert done.code == 0, done.output
+    found = done.record["largest_batch"]
+    assert done.record["global_batch_size"] == found["global"] == 2 * found["per_device"]
+    assert found["bounded_by"] == "memory" and found["probes"] <= 8 and found["limit_gib"] == 1.2
+    assert 0.7 < done.record["peak_memory_gib"] < 1.25
+    again = run_door("train", "resume=r", "trainer.max_steps=4", logs=tmp_path)
+    assert again.code == 0 and again.record["largest_batch"] == found, again.output
+
+
+@pytest.mark.slow
+def test_a_wrong_option_is_told_in_the_words_of_train(tmp_path):
+    done = run_door("find_batch_size", *SMALL, "trainer=cpu", "trainer.precision=bf17", logs=tmp_path)
+    assert done.code == 2 and re.search(r"^error: .*bf17", done.output, re.MULTILINE), done.output
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_run_that_is_tried(tmp_path):
+    started = start_door("find_batch_size", *SMALL, "trainer=cpu", logs=tmp_path)
+    own = psutil.Process(started.process.pid)
+    started.wait_for(lambda: len(own.children()) == 1)
+    children = own.children()
+    own.send_signal(signal.SIGTERM)
+    assert started.done(30).code == 128 + signal.SIGTERM
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+# Estimates on fake tensors against what the CUDA allocator reserved for the same steps.
+
+MIB = 2**20
+
+
+def peak_mib(batch, *words, ranks=1, devices=1):
+    config = plain(compose("train", ["data=synthetic", "trainer.precision=bf16-mixed", *words]))
+    return MARGIN * peak_bytes(config, batch, ranks, devices) / MIB
+
+
+VIT = ("model=vit", "data.image_size=224")
+RESNET = ("model=timm", "model.name=resnet18", "data.image_size=96", "trainer=ddp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "words", "ranks", "reserved_mib"),
+    [(128, RESNET, 2, 534), (736, (*VIT, "trainer=ddp"), 4, 14510), (910, (*VIT, "trainer=fsdp"), 4, 14612)],
+)
+def test_an_estimate_is_within_ten_percent_of_the_allocator(batch, words, ranks, reserved_mib):
+    assert peak_mib(batch, *words, ranks=ranks, devices=ranks) == pytest.approx(reserved_mib, rel=0.1)
+
+
+@pytest.mark.slow
+def test_more_ranks_hold_less_each_under_fsdp_unless_they_shard_within_a_node():
+    def fsdp(ranks, *words):
+        return peak_mib(8, "model=vit_tiny_32", "model.embed_dim=384", "trainer=fsdp", *words, ranks=ranks, devices=2)
+
+    assert fsdp(2) > 1.2 * fsdp(8) and fsdp(8, "trainer.shard_within_node=true") == pytest.approx(fsdp(2))
+
+
+@pytest.mark.slow
+def test_recomputed_activations_take_less_and_an_average_of_the_weights_more():
+    words = ("model=vit_tiny_32", "trainer=gpu")
+    assert peak_mib(256, *words, "trainer.activation_checkpointing=true") < 0.6 * peak_mib(256, *words)
+    assert peak_mib(8, *words, "trainer.ema_decay=0.9") > peak_mib(8, *words)
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
+    words = ["model=small_cnn", "data=digits", "trainer=ddp", "trainer.devices=4", "trainer.num_nodes=2"]
+    done = run_door("find_batch_size", "--estimate", *words, "trainer.memory_limit_gib=0.01", logs=tmp_path)
+    assert done.code == 0 and " × 8 × 1 · " in done.output and "nothing was run" in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainer=ddp"], "pass trainer.memory_limit_gib=16"),
+        (["trainer=dp", "trainer.memory_limit_gib=16"], "use trainer=gpu, ddp, fsdp or allreduce"),
+        (["trainer=gpu", "trainer.memory_limit_gib=16", "model.freeze=backbone"], "does not know frozen parameters"),
+        (["trainer=gpu", "trainer.memory_limit_gib=16", "task=simclr", "data.views=2"], "does not know data.views=2"),
+        (["trainer=gpu", "trainer.memory_limit_gib=16", "task=segmentation"], "does not know tasks.segmentation"),
+    ],
+)
+def test_what_it_cannot_estimate_is_refused(words, said):
+    with pytest.raises(UserError, match=said):
+        estimate(compose("train", ["model=small_cnn", "data=synthetic", *words]))

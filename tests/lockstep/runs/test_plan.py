@@ -1,0 +1,196 @@
+"""The plan of a run, what is refused before torch is imported, and the run's lock."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from lockstep.config import class_source
+from lockstep.config.compose import compose, whole_config
+from lockstep.process.errors import UserError
+from lockstep.process.project import REPOSITORY
+from lockstep.ranks.find import Cluster
+from lockstep.records.batch import Batch
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord, write_record
+from lockstep.runs.plan import RunPlan, as_run, check, headlines, resolve_cluster
+from lockstep.runs.start import hold_run_lock, make_plan, what_is_over
+
+WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
+SCALED = ["optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"]
+ALONE = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+
+
+def config_of(*words):
+    return whole_config(compose("train", list(words)))
+
+
+def plan_of(folder, *words, search=None) -> RunPlan:
+    config = config_of(*WORDS, *words)
+    cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
+    run = RunFolder(folder)
+    return make_plan(config, cluster, accelerator, run, not run.record.exists(), search)[0]
+
+
+def refused(*words, accelerator="cpu", **changed):
+    """What the early checks say of these overrides; None where they pass."""
+    try:
+        check({**config_of(*words), **changed}, ALONE, accelerator)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_a_root_that_is_not_there_is_refused_unless_a_class_of_ones_own_may_make_it(tmp_path):
+    for data in ("cifar10", "csv", "webdataset"):
+        said = refused(f"data={data}", f"data.root={tmp_path / 'nowhere'}")
+        assert said.startswith(f"data.root={tmp_path}/nowhere does not exist: give a folder or file")
+        for root in ([f"data.root={tmp_path}"], [], ["data.root=s3://bucket/nowhere"]):
+            assert refused(f"data={data}", *root) is None
+    digits = config_of("data=digits")["data"]
+    assert refused("data=digits", data={**digits, "root": "nowhere"}) is None
+
+
+def test_what_is_refused_is_refused_without_torch(tmp_path):
+    words = ["data=image_folder", "data.root=nowhere", "trainer=cpu", f"paths.log_dir={tmp_path}"]
+    code = f"import sys; sys.modules['torch'] = None; import train; sys.exit(train.main({words}))"
+    path = {"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "data.root=nowhere does not exist" in done.stderr, done.stderr
+
+
+def test_a_long_temporary_folder_a_length_that_cannot_be_and_another_id_for_a_resumed_run_are_refused(monkeypatch):
+    for epochs in (-1, 0):
+        assert refused("trainer=cpu", f"trainer.max_epochs={epochs}").startswith(f"trainer.max_epochs={epochs}: give a")
+    assert refused("trainer=cpu", "trainer.limit_train_batches=0").startswith("trainer.limit_train_batches=0")
+    assert "under its own id: leave run_id=b out" in refused("trainer=cpu", "resume=a", "run_id=b")
+    assert refused("trainer=cpu", "resume=logs/a/", "run_id=a") is None
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 100)
+    assert "too long for the sockets" in refused("trainer=cpu")
+
+
+def test_a_training_of_days_on_a_cpu_is_refused_unless_somebody_chose():
+    for words in ([], ["seed=3"], ["trainer.max_epochs=1"], ["ckpt_path=r"]):
+        said = refused(*words)
+        assert "vit_base_patch32_224 on cifar10 at 224 pixels" in said and "make train (experiment=quickstart)" in said
+        assert refused(*words, accelerator="gpu") is None
+    for word in ("trainer=cpu", "trainer=ddp_sim", "experiment=vit_ddp", "model=small_cnn", "data=digits",
+                 "debug=fast_dev_run", "resume=r", "trainer.max_steps=2", "trainer.accelerator=cpu"):  # fmt: skip
+        assert refused(word) is None
+
+
+def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
+    plan = plan_of(tmp_path / "r", *SCALED)
+    scaled = "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
+    batch = "global batch 64 = 32 × 2 × 1 · resume exact in mid-epoch"
+    assert headlines(plan) == [f"run r · small_cnn · digits · ddp_sim · {batch}", scaled]
+    with pytest.raises(UserError, match="base_batch_size=0: give a whole number"):
+        headlines(plan_of(tmp_path / "r", *SCALED, "optimizer.base_batch_size=0"))
+    default = replace(plan, config={**plan.config, "choices": {**plan.choices, "trainer": "default"}})
+    assert headlines(default)[0] == f"run r · small_cnn · digits · default (cpu) · {batch}"
+    evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
+    batch = plan.config["data"]["eval_batch_size"]
+    assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]
+    assert headlines(plan_of(tmp_path / "r", "callbacks=none"))[0].endswith(" · WITHOUT CHECKPOINTS")
+
+
+OWN_DATA = """
+import lightning.pytorch as pl
+import lockstep.data.image_datamodule as images
+from data.digits import DigitsDataModule
+
+class Plain(pl.LightningDataModule):
+    def train_dataloader(self): ...
+
+class Fewer(DigitsDataModule): ...
+
+class Half(Fewer): ...
+
+class Own(images.ImageDataModule): ...
+"""
+
+
+def test_own_data_count_as_lockstep_s_by_what_their_class_can_do(tmp_path, monkeypatch):
+    """All of them lie in src/data."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.py").write_text(OWN_DATA)
+    for folder in ("lockstep", "data/digits.py"):
+        (tmp_path / folder).symlink_to(class_source.SOURCE / folder)
+    monkeypatch.setattr(class_source, "SOURCE", tmp_path)
+
+    def first_line(name):
+        plan = plan_of(tmp_path / "r", f"data._target_=data.mine.{name}")
+        return headlines(plan)[0]
+
+    for name in ("Fewer", "Half", "Own"):
+        assert "global batch 128 = 64 × 2 × 1 · resume exact in mid-epoch" in first_line(name)
+    plain = first_line("Plain")
+    assert plain.endswith("ddp_sim · resume exact, in mid-epoch by reading the epoch's batches again")
+
+
+def test_the_largest_batch_takes_the_place_of_max(tmp_path):
+    asked = []
+
+    def search(plan):
+        asked.append(plan.batch)
+        return {"global": 512}
+
+    config = config_of(*WORDS, "data.global_batch_size=max", "trainer.accumulate_grad_batches=2")
+    cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
+    folder = RunFolder(tmp_path / "r")
+    plan, found = make_plan(config, cluster, accelerator, folder, True, search)
+    assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [Batch(4, 1, 2)]
+    folder.path.mkdir()
+    folder.config.write_text(yaml.safe_dump(as_run(plan)))
+    folder.record.write_text("{}")
+    again, found = make_plan(config, cluster, accelerator, folder, False, search)
+    assert again.batch == plan.batch and not found and len(asked) == 1, "a run that goes on keeps its size"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr("lockstep.runs.plan.visible_gpus", lambda environ: 1)
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1",
+             "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a"}  # fmt: skip
+    with pytest.raises(UserError, match="4 ranks on this node see 1 GPU: "):
+        resolve_cluster(config_of("trainer=ddp"), "ddp", slurm)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "wanted"),
+    [
+        ({"per_device_batch_size": 32}, [], Batch(64, 32, 1)),
+        ({"per_device_batch_size": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
+        ({"per_device_batch_size": 16, "per_device_batch_limit": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
+        ({"per_device_batch_size": 16}, ["trainer.devices=1", "trainer.accumulate_grad_batches=1"], Batch(64, 64, 1)),
+        ({}, ["trainer.devices=1"], Batch(64, 64, 1)),  # of a record that says nothing
+        ({"per_device_batch_size": 24}, ["trainer.devices=1", "data.global_batch_size=max"], Batch(96, 24, 4)),
+    ],
+)
+def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_holds(tmp_path, fields, words, wanted):
+    write_record(RunFolder(tmp_path).record, RunRecord(**fields))
+    (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
+    assert plan_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
+
+
+def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
+    first = hold_run_lock(RunFolder(tmp_path / "r"))
+    with pytest.raises(UserError, match="r is still trained by another process"):
+        hold_run_lock(RunFolder(tmp_path / "r"), wait_s=0.6)
+    assert "waiting for it to end" in capsys.readouterr().out
+    first.close()
+    hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()
+
+
+def test_a_run_of_steps_alone_goes_on_until_its_steps_are_over():
+    trainer = {"max_epochs": None, "max_steps": 9, "max_time": None}
+    stopped, ended = RunRecord(status="interrupted", epochs=1, steps=5), RunRecord(status="finished", epochs=1, steps=9)
+    over = [what_is_over({"trainer": trainer}, {"trainer": trainer}, record) for record in (stopped, ended)]
+    assert over == [None, "steps"]
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/r cannot be written .*paths.log_dir="):
+        hold_run_lock(RunFolder(tmp_path / "file" / "r"))

@@ -1,0 +1,149 @@
+"""Jobs of a sweep: how they are stopped, how many run side by side, and the ranking at the end."""
+
+import copy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from hydra_plugins import lockstep_sweeps
+from hydra_plugins.lockstep_sweeps import LocalJobs
+from lockstep.config.compose import compose
+from lockstep.sweeps import jobs as sweep
+from lockstep.sweeps.jobs import Job, forward_stop_signals, is_minimized, ranking, run_child
+from runs import run_door
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+
+
+def job(words: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, pathlib, signal, sys, time\n{words}"]
+
+
+@pytest.mark.parametrize(("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (1, 1, 75), (2, 2, 130)])
+def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, times, code):
+    saved, before = tmp_path / "saved", signal.getsignal(signal.SIGINT)
+    words = (
+        "for each in (1, 15): signal.signal(each, lambda *_: None)\n"
+        f"for _ in range({times}): os.kill(os.getppid(), {number}); time.sleep(1)\n"
+        f"pathlib.Path({str(saved)!r}).touch()"
+    )
+    with pytest.raises(SystemExit) as end, forward_stop_signals():
+        run_child(job(words))
+    assert end.value.code == code and saved.exists() == (code == 75)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):
+    """SLURM with cgroups signals submitit's process alone, whose own handler would queue the job at once."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    saved, queued = tmp_path / "saved", []
+    words = (
+        "told = []; signal.signal(signal.SIGUSR1, lambda *_: told.append(1)); os.kill(os.getppid(), signal.SIGUSR1)\n"
+        f"while not told: time.sleep(0.05)\ntime.sleep(0.5); pathlib.Path({str(saved)!r}).touch(); sys.exit(75)"
+    )
+    before = signal.signal(signal.SIGUSR1, lambda *_: queued.append(saved.exists()))
+    try:
+        with forward_stop_signals():
+            assert run_child(job(words)) == 75
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert queued == [True]
+
+
+@pytest.mark.parametrize(("restarts", "words"), [("", []), ("2", ["resume=auto"])])
+def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, words):
+    asked = []
+    monkeypatch.setattr(sweep, "run_child", lambda command, environ, output: asked.extend([*command, environ]) or 0)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    node: dict = {"sweep": {"dir": str(tmp_path / "night")}, "job": {"num": 3}}
+    node["overrides"] = {"task": ["seed=1"], "hydra": []}
+    config, own = OmegaConf.create({"optimized_metric": "val/acc"}), {"CUDA_VISIBLE_DEVICES": "3"}
+    sweep.run_job(config, OmegaConf.create(node), "src/train.py", own)
+    assert asked.pop() == own and asked[1:3] == ["src/train.py", "seed=1"] and "run_id=night_3" in asked
+    assert [word for word in asked if word.startswith("resume=")] == words
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "trainer", "n_jobs", "expected"),
+    [
+        (0, None, {}, None, (1, [])),
+        (4, None, {}, None, (4, ["0", "1", "2", "3"])),
+        (2, "5,7", {}, None, (2, ["5", "7"])),
+        (4, None, {"devices": 2}, None, (2, ["0,1", "2,3"])),
+        (4, None, {"accelerator": "cpu"}, None, (1, [])),
+        (2, None, {"devices": 1, "process_devices": None}, None, (1, [])),
+        (0, None, {}, 3, (3, [])),
+    ],
+)
+def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, monkeypatch):
+    monkeypatch.setattr(lockstep_sweeps, "visible_gpus", lambda environ: gpus)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    launcher = LocalJobs(n_jobs)
+    launcher.config = OmegaConf.create({"trainer": {"accelerator": "auto", "devices": "auto", **trainer}})
+    assert launcher.at_once() == expected
+
+
+def test_jobs_side_by_side_know_how_many_they_are(monkeypatch, tmp_path):
+    environs = []
+    monkeypatch.setattr(lockstep_sweeps.sweep, "run_job", lambda *job: environs.append(job[3]))
+    launcher = LocalJobs(4)
+    launcher.config = compose("train", ["trainer=cpu"])
+    launcher.config.hydra = {"sweep": {"dir": str(tmp_path)}, "job": {"num": 0}}
+    launcher.loader = SimpleNamespace(load_sweep_config=lambda config, _: copy.deepcopy(config))
+    launcher.launch([["seed=1"], ["seed=2"]], 0)
+    assert [environ["LOCKSTEP_JOBS"] for environ in environs] == ["4", "4"]
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too(tmp_path):
+    words = ["-m", "experiment=quickstart", "trainer.max_epochs=1", "seed=1,2", "test=false"]
+    command = [sys.executable, "train.py", *words, "hydra.launcher.n_jobs=2", f"paths.log_dir={tmp_path}"]
+    both = [subprocess.Popen(command, cwd=SRC, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        said = process.communicate()[0]
+        assert process.returncode == 0 and "2 jobs by val/acc:" in said, said
+    sweeps = list(tmp_path.glob("train/multiruns/*"))
+    assert len(sweeps) == 2
+    for folder in sweeps:
+        assert len(list(folder.glob("*/run.json"))) == 2
+        assert all("finished" in path.read_text() for path in folder.glob("*.log"))
+
+
+def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
+    words = ["experiment=quickstart", "trainer.max_epochs=1", "-m", "trainer.precision=32-true,33", "test=false"]
+    done = run_door("train", *words, logs=tmp_path)
+    assert done.code == 2 and done.output.rstrip().splitlines()[-1].startswith("  exit code 2   trainer.precision=33")
+
+
+def folds(rate, values):
+    words = ("experiment=kfold", f"optimizer.lr={rate}")
+    return [Job(n, int(v != v), (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)]
+
+
+def test_errors_are_minimized_and_other_metrics_are_not():
+    for metric in ("val/mae", "test/loss", "ece", "val/acc", "val/miou", "val/image"):
+        config = OmegaConf.create({"optimized_metric": metric, "callbacks": None, "hydra": {"sweeper": {}}})
+        assert is_minimized(config) is (metric in ("val/mae", "test/loss", "ece")), metric
+
+
+def test_a_sweep_ends_with_its_ranking_failed_jobs_last_and_the_mean_of_folds_and_seeds():
+    jobs = [*folds(0.1, [0.5, 0.75, 1.0]), *folds(0.2, [0.5, float("nan")])]
+    assert ranking(jobs, "night", "val/acc", minimize=False) == [
+        "5 jobs by val/acc:",
+        "  100.00%       optimizer.lr=0.1 data.fold=2  night_2",
+        "  75.00%        optimizer.lr=0.1 data.fold=1  night_1",
+        "  50.00%        optimizer.lr=0.1 data.fold=0  night_0",
+        "  50.00%        optimizer.lr=0.2 data.fold=0  night_0",
+        "  exit code 1   optimizer.lr=0.2 data.fold=1  night_1",
+        "  mean of 3 jobs · val/acc 75.00% ± 25.00% · test/acc 50.00% ± 25.00% · optimizer.lr=0.1",
+    ]
+    lowest = ranking(jobs, "night", "val/loss", minimize=True)
+    assert lowest[0] == "5 jobs by val/loss, the lowest first:" and lowest[1].startswith(
+        "  0.5           optimizer.lr="
+    )
