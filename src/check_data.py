@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.commands.command_line import run_script
-from lockstep.config.compose import plain, typed_overrides
+from lockstep.commands.command_line import read_command
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK
+from lockstep.process.script import script
+from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -157,18 +158,16 @@ def log_images(thumbnails: Thumbnails, lists: Lists) -> None:
         log.info(f"sizes: {smallest[0]}×{smallest[1]} to {largest[0]}×{largest[1]} px")
 
 
-def check(cfg: Any) -> int:
+def check(config: Config) -> int:
     """Check the data of a config, and return the exit code."""
     from lockstep.data.report import write_lists
     from lockstep.training.build_data import prepared_data
 
-    config = plain(cfg)
     options = {**config["data"], "global_batch_size": 1}
     if "path" in options:
         options["path"] = "loader"  # which opens no image before it is needed
     data = prepared_data(config, options, "check")
-    words = typed_overrides(cfg)
-    names_model = any(key_of(word).partition(".")[0] == "model" for word in words)
+    names_model = any(key_of(override).partition(".")[0] == "model" for override in config["overrides"])
     lists = log_report(data, names_model=names_model)
     thumbnails = read_thumbnails(data)
     log_images(thumbnails, lists)
@@ -190,8 +189,9 @@ def check(cfg: Any) -> int:
     return EXIT_FAILED if leaks or data.faults else EXIT_OK
 
 
+@script
 def main(argv: list[str]) -> int:
-    return run_script("train", argv, check, __doc__ or "")
+    return check(read_command("train", argv, __doc__ or "").compose())
 
 
 if __name__ == "__main__":

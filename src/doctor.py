@@ -24,15 +24,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.commands.command_line import run_script
-from lockstep.config.compose import chosen_options, plain
+from lockstep.commands.command_line import read_command, take_flag
 from lockstep.process.environment import available_cores, environment, network_interface
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.output import say
-from lockstep.ranks.find import INFINIBAND, Cluster, set_rank_environment
+from lockstep.process.script import script
+from lockstep.ranks.find import INFINIBAND, Cluster, find_ranks, set_rank_environment
 from lockstep.records import provenance
 from lockstep.records.config import Config
-from lockstep.runs.plan import MOST_OF_TMPDIR, resolve_batch, resolve_cluster, resolved
+from lockstep.runs.batch import resolve_batch
+from lockstep.runs.checks import LONGEST_TMPDIR
+from lockstep.runs.run import with_ranks
 
 log = logging.getLogger(__name__)
 
@@ -72,25 +74,25 @@ class Finding(NamedTuple):
         return f"{said}."
 
 
-def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+def examine(config: Config) -> Iterator[Finding]:
     """Check this node, then the network between the nodes."""
     yield from _machine(config)
     try:
-        cluster, accelerator = resolve_cluster(config, trainer_name, environ)
+        cluster = find_ranks(config)
         resolve_batch(config, cluster)
     except UserError as error:
         yield Finding(False, str(error))
         return
 
     yield from _ranks(cluster)
-    yield from _interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
-    if accelerator == "gpu":
+    yield from _interfaces(environment().get("NCCL_SOCKET_IFNAME", ""))
+    if cluster.accelerator == "gpu":
         yield from _gpus()
     s3 = config.get("s3") or {}
     if s3.get("uri"):
         yield from _bucket(s3)
     if cluster.launcher == "nodes" and cluster.num_nodes > 1:
-        yield from _other_nodes(resolved(config, cluster, accelerator), cluster, accelerator)
+        yield from _other_nodes(with_ranks(config, cluster), cluster)
 
 
 def _machine(config: Config) -> Iterator[Finding]:
@@ -99,7 +101,7 @@ def _machine(config: Config) -> Iterator[Finding]:
 
     temporary = tempfile.gettempdir()
     yield Finding(
-        len(temporary) <= MOST_OF_TMPDIR,
+        len(temporary) <= LONGEST_TMPDIR,
         f"temporary files in {temporary}",
         "too long, export TMPDIR=/tmp",
     )
@@ -222,7 +224,7 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
     yield answers[-1]
 
 
-def _other_nodes(config: Config, cluster: Cluster, accelerator: str) -> Iterator[Finding]:
+def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     """Let one process of each node meet the others, and measure their network.
 
     It is measured by gloo, and on GPUs by NCCL too.
@@ -237,7 +239,7 @@ def _other_nodes(config: Config, cluster: Cluster, accelerator: str) -> Iterator
     from lockstep.ranks.meeting import join, meet
 
     cpu = torch.device("cpu")
-    device = torch.device("cuda", 0) if accelerator == "gpu" else cpu
+    device = torch.device("cuda", 0) if cluster.accelerator == "gpu" else cpu
     try:
         hosts = meet(one_per_node, timeout_s, provenance.fingerprint(config))["hosts"]
         yield Finding(True, f"same code, options and packages on all nodes: {', '.join(hosts)}")
@@ -276,22 +278,20 @@ def _network_speed(device: Any) -> Finding:
     return Finding(True, f"all-reduce of {TEST_MIB} MiB by {name}: {speed:.0f} MiB/s")
 
 
+@script
 def main(argv: list[str]) -> int:
-    as_json = "--json" in argv
-
-    def diagnose(cfg: Any) -> int:
-        findings = []
-        for finding in examine(plain(cfg), chosen_options(cfg)["trainer"], environment()):
-            findings.append(finding)
-            if not as_json:
-                mark = "ok  " if finding.is_fine else "FIX "
-                log.info(f"{mark}  {finding.sentence}")
-        if as_json:
-            _print_json(findings)
-        return EXIT_OK if all(finding.is_fine for finding in findings) else EXIT_FAILED
-
-    words = [word for word in argv if word != "--json"]
-    return run_script("train", words, diagnose, __doc__ or "")
+    """Log what is fine on this node and what is to be mended; return the exit code."""
+    arguments, as_json = take_flag(argv, "--json")
+    config = read_command("train", arguments, __doc__ or "").compose()
+    findings = []
+    for finding in examine(config):
+        findings.append(finding)
+        if not as_json:
+            mark = "ok  " if finding.is_fine else "FIX "
+            log.info(f"{mark}  {finding.sentence}")
+    if as_json:
+        _print_json(findings)
+    return EXIT_OK if all(finding.is_fine for finding in findings) else EXIT_FAILED
 
 
 def _print_json(findings: list[Finding]) -> None:

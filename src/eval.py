@@ -8,124 +8,183 @@ matched by class name. Other images are all tested, unless they have a test spli
 
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.command_line import run_script
+from lockstep.commands.command_line import read_command
 from lockstep.config import keys
-from lockstep.config.compose import chosen_options, compose, plain
+from lockstep.config.compose import compose, plain
 from lockstep.config.foreign import stored_config
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
+from lockstep.process.files import utc_now
+from lockstep.process.script import script
+from lockstep.ranks.find import find_ranks
 from lockstep.records.config import Config
-from lockstep.runs.launcher import launch
-from lockstep.runs.plan import RunPlan
+from lockstep.runs.checks import check_options
+from lockstep.runs.opening import open_run
+from lockstep.runs.starting import start_ranks
 from lockstep.storage.fetch import locate_checkpoint
 
 log = logging.getLogger(__name__)
 
-IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")  # the training's
+# Options of the images that the net was trained on: other images are made the same way.
+IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")
 
 
-def evaluate(plan: RunPlan) -> int:
-    """Evaluate the checkpoint as one rank."""
-    from lightning.pytorch.utilities.model_helpers import is_overridden
+@dataclass(frozen=True)
+class TrainedCheckpoint:
+    """A checkpoint on this machine, the config of its run, and its facts about the training data."""
 
-    from lockstep.process.files import utc_now
-    from lockstep.ranks.collectives import load_on_all_ranks
-    from lockstep.runs.join import joined_ranks
-    from lockstep.training.build import build_run
-    from lockstep.training.task import Task
+    path: Path
+    config: Config
+    facts: Config
 
-    with joined_ranks(plan) as session:
-        trainer, module, data, recorder = build_run(session, load_on_all_ranks(str(session.plan.checkpoint)))
-        if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
-            raise UserError("There is nothing to test: the task has no test_step, or the data no test_dataloader.")
-        own = None if isinstance(module, Task) else session.plan.checkpoint
-        trainer.test(module, datamodule=data, ckpt_path=own, weights_only=True, verbose=False)
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if not metrics:
-            raise UserError("There is nothing to test: trainer.limit_test_batches=0, or test_step logs nothing.")
-        ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now()}
-        recorder.write(trainer, **ended, num_test=getattr(data, "num_test", None))
+
+@script
+def main(argv: list[str]) -> int:
+    """Evaluate as one process, or start the processes of this node; return the exit code."""
+    command = read_command("train", argv, __doc__ or "")
+    checkpoint = find_checkpoint(command.overrides)
+    composed = command.compose(stored=for_evaluation(checkpoint.config))
+    config = evaluation_config(composed, checkpoint, command.overrides)
+    cluster = find_ranks(config)
+    check_options(config, cluster)
+    if cluster.starts_ranks:
+        return start_ranks(config, cluster)
+
+    with open_run(config, cluster) as run:
+        # torch and Lightning are imported here, after every early refusal.
+        from lockstep.ranks.collectives import load_on_all_ranks
+        from lockstep.training.build import build
+        from lockstep.training.task import Task
+
+        trainer, module, data = build(run, load_on_all_ranks(str(run.checkpoint)))
+        check_testable(module, data)
+        # The weights of a Task are there already. Lightning loads any other module by itself.
+        path = None if isinstance(module, Task) else run.checkpoint
+        trainer.test(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
+
+        metrics = tested_metrics(trainer)
+        run.update(
+            trainer,
+            status="finished",
+            phase="end",
+            exit_code=0,
+            finished_at=utc_now(),
+            num_test=getattr(data, "num_test", None),
+        )
         if trainer.is_global_zero:
             log.info(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()))
-    return 0
+    return run.exit_code
 
 
-def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
-    """Return the path of a checkpoint on this machine, the config of its run, and its facts about the training data.
+def check_testable(module: Any, data: Any) -> None:
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
+        raise UserError("There is nothing to test: the task has no test_step, or the data no test_dataloader.")
+
+
+def tested_metrics(trainer: Any) -> dict[str, float]:
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if not metrics:
+        raise UserError("There is nothing to test: trainer.limit_test_batches=0, or test_step logs nothing.")
+    return metrics
+
+
+def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
+    """Return the checkpoint that ckpt_path= names; one in a bucket is fetched.
 
     Raises:
         UserError: no checkpoint is named, it cannot be found or read, or it has no config.
     """
-    composed = plain(compose("train", [word for word in words if keys.finds_run(key_of(word))]))
+    finders = [override for override in overrides if keys.finds_run(key_of(override))]
+    composed = plain(compose("train", finders))
     if not composed["ckpt_path"]:
         raise UserError("eval needs a checkpoint. Pass ckpt_path=<run_id>, ckpt_path=FILE or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"))
+
+    # torch is imported here, after the checks above.
     from lockstep.checkpoints.load import read_checkpoint
-    from lockstep.training.weights import facts_of  # imports torch, after the checks above
+    from lockstep.training.weights import facts_of
 
     checkpoint = read_checkpoint(path)
-    own = checkpoint.get("lockstep")
-    config = stored_config(path, own.get("config") if isinstance(own, dict) else None, logs)
-    return path, config, facts_of(checkpoint)
+    contents = checkpoint.get("lockstep")
+    config = contents.get("config") if isinstance(contents, dict) else None
+    return TrainedCheckpoint(path, stored_config(path, config, logs), facts_of(checkpoint))
 
 
 def for_evaluation(stored: Config) -> Config:
     """Return the part of a run's config that counts in an evaluation, which runs in one process by default."""
     choices = {group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"}
-    overrides = [word for word in map(str, stored.get("overrides") or ()) if not key_of(word).startswith("trainer")]
+    overrides = [
+        override for override in map(str, stored.get("overrides") or ()) if not key_of(override).startswith("trainer")
+    ]
     kept = {key: value for key, value in stored.items() if not keys.is_of_one_run(key)}
-    if isinstance(kept.get("trainer"), dict):  # a training with limits is tested on all images
+    if isinstance(kept.get("trainer"), dict):
+        # A training with limits is tested on all images.
         kept["trainer"] = {key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")}
     return {**kept, "choices": choices, "overrides": overrides}
 
 
-def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[str]) -> dict[str, Any]:
+def evaluation_config(composed: dict[str, Any], checkpoint: TrainedCheckpoint, overrides: list[str]) -> dict[str, Any]:
     """Return the config of an evaluation.
 
     Args:
-        cfg: the checkpoint's config with the command line's overrides.
-        path, stored, facts: as from `find_checkpoint`.
-        words: the command-line overrides.
+        composed: the checkpoint's config with the command line's overrides.
+        overrides: of the command line.
     """
-    config, choices, named = plain(cfg), dict(chosen_options(cfg)), {key_of(word) for word in words}
+    config = dict(composed)
+    named = {key_of(override) for override in overrides}
     if "experiment" in named:
         raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
-    if choices.get("data") != (stored.get("choices") or {}).get("data"):  # the net's image size and so on stay
-        size_is_stated = named & {"data.image_size", "data.crop_pct"}
-        kept = [key for key in IMAGES if f"data.{key}" not in named and not (key == "resize" and size_is_stated)]
-        config["data"].update({key: facts[key] for key in kept if key in facts and key in config["data"]})
-        if facts.get("target") in ("number", "mask") and "data.target" not in named and "target" in config["data"]:
-            config["data"]["target"] = facts["target"]
-    every_run = plain(compose("train", []))["callbacks"]  # those of training
-    callbacks = {name: node for name, node in (config["callbacks"] or {}).items() if name not in every_run}
-    config.update(
-        ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, overrides=words,
-        callbacks=callbacks, choices=choices,
-    )  # fmt: skip
+
+    if config["choices"].get("data") != (checkpoint.config.get("choices") or {}).get("data"):
+        config["data"] = _as_trained(config["data"], checkpoint.facts, named)
+    # Callbacks of the run's own stay, as they may be part of the task; those of every run do not.
+    of_every_run = plain(compose("train", []))["callbacks"]
+    callbacks = {name: node for name, node in (config["callbacks"] or {}).items() if name not in of_every_run}
+    config |= {
+        "ckpt_path": str(checkpoint.path),
+        "task_name": "eval",
+        "resume": None,
+        "logger": {},
+        "scheduler": {},
+        "test": True,
+        "overrides": overrides,
+        "callbacks": callbacks,
+    }
     if "trainer" not in named:
-        one_device = {"launch": "one_process", "devices": 1, "num_nodes": 1, "process_devices": 1}
-        config["trainer"].update(one_device, strategy=None)
+        config["trainer"] = _in_one_process(config["trainer"])
     config["trainer"]["accumulate_grad_batches"] = 1
     return config
 
 
-def main(argv: list[str]) -> int:
-    found: list[Any] = []
+def _as_trained(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
+    """Return the options of another data set with those of the images that the net was trained on."""
+    size_is_named = named & {"data.image_size", "data.crop_pct"}
+    changed = dict(data)
+    for key in IMAGES:
+        is_left_open = f"data.{key}" not in named and not (key == "resize" and size_is_named)
+        if is_left_open and key in facts and key in data:
+            changed[key] = facts[key]
+    if facts.get("target") in ("number", "mask") and "data.target" not in named and "target" in data:
+        changed["target"] = facts["target"]
+    return changed
 
-    def find_stored(words: list[str]) -> Config:
-        path, stored, facts = find_checkpoint(words)
-        found[:] = [path, stored, facts, words]
-        return for_evaluation(stored)
 
-    def task(cfg: Any) -> int:
-        path, stored, facts, words = found
-        return launch(config_of(cfg, path, stored, facts, words), evaluate)
-
-    return run_script("train", argv, task, __doc__ or "", find_stored)
+def _in_one_process(trainer: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **trainer,
+        "launch": "one_process",
+        "devices": 1,
+        "num_nodes": 1,
+        "process_devices": 1,
+        "strategy": None,
+    }
 
 
 if __name__ == "__main__":

@@ -10,47 +10,46 @@ data.global_batch_size=max in train.py does the same and trains with the batch t
 """
 
 import sys
-from pathlib import Path
-from typing import Any
 
-from lockstep.commands.command_line import run_script
-from lockstep.config.compose import whole_config
+from lockstep.commands.command_line import read_command, take_flag
+from lockstep.process.errors import EXIT_OK
+from lockstep.process.script import script
+from lockstep.ranks.find import find_ranks
+from lockstep.records.config import Config
+from lockstep.runs.batch import resolve_batch
+from lockstep.runs.batch_search import search
 
 
-def find(cfg: Any) -> int:
-    """Search, print the largest batch, and return the exit code."""
-    from lockstep.process.environment import environment
-    from lockstep.records.folder import RunFolder
-    from lockstep.runs.batch_search import search
-    from lockstep.runs.plan import RunPlan, resolve_batch, resolve_cluster
+@script
+def main(argv: list[str]) -> int:
+    """Search or estimate, print the largest batch, and return the exit code."""
+    arguments, is_estimate = take_flag(argv, "--estimate")
+    config = read_command("train", arguments, __doc__ or "").compose()
+    if is_estimate:
+        from lockstep.training.memory_estimate import estimate
 
-    config = whole_config(cfg)
-    config["data"]["global_batch_size"] = "max"
-    trainer_name = config["choices"]["trainer"]
-    cluster, accelerator = resolve_cluster(config, trainer_name, environment())
+        return estimate(config)
+    return find(config)
+
+
+def find(config: Config) -> int:
+    """Search by short runs on this machine."""
+    data = {**config["data"], "global_batch_size": "max"}
+    config = {**config, "data": data}
+    cluster = find_ranks(config)
     if not cluster.is_rank_zero:
-        return 0
+        return EXIT_OK
 
-    batch = resolve_batch(config, cluster)
-    largest = search(RunPlan(config, cluster, accelerator, RunFolder(Path()), batch))
+    smallest = resolve_batch(config, cluster)
+    largest = search(config, cluster, smallest)
     per_device = largest["per_device"]
     print(
         f"largest batch {per_device} per device, {largest['global']} global "
-        f"= {per_device} × {cluster.world_size} × {batch.accumulate} "
+        f"= {per_device} × {cluster.world_size} × {smallest.accumulate} "
         f"· limited by the {largest['bounded_by']} "
         f"· peak {largest['peak_memory_gib']:.3g} of {largest['limit_gib']:.3g} GiB"
     )
-    return 0
-
-
-def main(argv: list[str]) -> int:
-    task = find
-    if "--estimate" in argv:
-        from lockstep.training.memory_estimate import estimate
-
-        task = estimate
-    words = [word for word in argv if word != "--estimate"]
-    return run_script("train", words, task, __doc__ or "")
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.command_line import run_script
-from lockstep.config.compose import whole_config
+from lockstep.commands.command_line import read_command
 from lockstep.config.keys import is_left_out_of_trials
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.process.script import script
+from lockstep.runs.batch_search import run_train
 
 log = logging.getLogger(__name__)
 
@@ -141,22 +142,19 @@ def _json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
+@script
 def main(argv: list[str]) -> int:
     capability = next((word.partition("=")[2] for word in argv if word.startswith("--capability=")), "8.0")
 
-    def dry_run(cfg: Any) -> int:
-        from lockstep.runs.batch_search import run_train
-
-        failed = False
-        with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-            config = whole_config(cfg)
-            for word, text in lines(config, config["overrides"], capability, Path(folder), run_train):
-                log.info(f"{word:7} {text}")
-                failed |= word == "FAILED"
-        log.info("Something FAILED." if failed else "Nothing failed. Nothing ran on a GPU, and no speed was measured.")
-        return EXIT_FAILED if failed else EXIT_OK
-
-    return run_script("train", [word for word in argv if not word.startswith("--cap")], dry_run, __doc__ or "")
+    arguments = [word for word in argv if not word.startswith("--cap")]
+    config = read_command("train", arguments, __doc__ or "").compose()
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+        for word, text in lines(config, config["overrides"], capability, Path(folder), run_train):
+            log.info(f"{word:7} {text}")
+            failed |= word == "FAILED"
+    log.info("Something FAILED." if failed else "Nothing failed. Nothing ran on a GPU, and no speed was measured.")
+    return EXIT_FAILED if failed else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -8,59 +8,70 @@ import sys
 from functools import partial
 from typing import Any
 
-from lockstep.commands.command_line import run_script
-from lockstep.config.compose import whole_config
-from lockstep.runs.launcher import launch
-from lockstep.runs.plan import RunPlan
+from lockstep.commands.command_line import read_command
+from lockstep.process.files import utc_now
+from lockstep.process.script import script
+from lockstep.ranks.find import find_ranks
+from lockstep.runs.checks import check_options
+from lockstep.runs.finishing import finish_again
+from lockstep.runs.first_record import write_config
+from lockstep.runs.opening import open_run
+from lockstep.runs.run import Run
+from lockstep.runs.start import fetch_newer_checkpoints, find_stored
+from lockstep.runs.starting import start_ranks
 
 log = logging.getLogger(__name__)
 
 
-def train(plan: RunPlan) -> int:
-    """Run one rank: fit, test the best checkpoint, complete the record."""
-    from lockstep.process.files import utc_now
-    from lockstep.runs.join import joined_ranks
-    from lockstep.runs.start import write_config
-    from lockstep.training.build import build_run
+@script
+def main(argv: list[str]) -> int:
+    """Train as one process of a run, or start the processes of this node; return the exit code."""
+    command = read_command("train", argv, __doc__ or "")
+    config = command.compose(stored=find_stored(command.overrides))
+    cluster = find_ranks(config)
+    check_options(config, cluster)
 
-    with joined_ranks(plan) as session:
-        plan = session.plan
-        trainer, module, data, recorder = build_run(session)  # strategy, data, module, weights, callbacks, loggers
-        if trainer.is_global_zero:
-            if plan.resume_step is not None:  # a resume that trains no step leaves the config of what ran before
-                recorder.on_first_step = partial(write_config, plan)
-            recorder.write(**known_at_start(trainer, module, data, plan), hosts=session.hosts)
-        resume_from = plan.checkpoint if plan.resume_step else None
-        trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
-        for profile in sorted(plan.folder.path.glob("fit-profile*.txt")) if trainer.is_global_zero else ():
-            log.info(profile.read_text())
-        if plan.config["test"]:
+    code = finish_again(config, cluster)
+    if code is not None:
+        return code
+    fetch_newer_checkpoints(config)
+    if cluster.starts_ranks:
+        return start_ranks(config, cluster)
+
+    with open_run(config, cluster) as run:
+        # torch and Lightning are imported here, after every early refusal.
+        from lockstep.training.build import build
+
+        trainer, module, data = build(run)
+        record_start(run, trainer, module, data)
+        trainer.fit(module, datamodule=data, ckpt_path=run.resume_from, weights_only=True)
+        log_profiles(run)
+        if config["test"]:
             test_best(trainer, module, data)
-        ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now(), "error": None}
-        recorder.write(trainer, **ended)
-    return 0
+        run.update(trainer, status="finished", phase="end", exit_code=0, finished_at=utc_now(), error=None)
+    return run.exit_code
 
 
-def known_at_start(trainer: Any, module: Any, data: Any, plan: RunPlan) -> dict[str, Any]:
-    """Return fields of the record that are known when the parts of a run are built."""
-    from lockstep.config.instantiate import options_of
-    from lockstep.data.report import settings_of
-    from lockstep.records.config import model_name
+def record_start(run: Run, trainer: Any, module: Any, data: Any) -> None:
+    """Record what is known when the parts of a run are built."""
+    if not trainer.is_global_zero:
+        return
+    if run.resume_step is not None:
+        # A resume that trains no step leaves the config of what ran before.
+        run.recorder.on_first_step = partial(write_config, run)
 
-    parameters = list(getattr(module, "net", module).parameters())
-    takes_model = "net" in options_of(type(module))[0].keys() - plan.config["task"].keys()
-    of_module = {
-        "model": model_name(plan.config) if takes_model else type(module).__name__,
-        "precision": str(trainer.precision),  # what `auto` came to
-        "num_parameters": sum(p.numel() for p in parameters),
-        "num_trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-    }
-    if not hasattr(data, "place"):
-        return {**of_module, "global_batch_size": None, "per_device_batch_size": None}  # its loaders decide
-    counts = {name: getattr(data, name) for name in ("num_train", "num_val", "num_test")}
-    counts["left_out_per_epoch"] = data.num_train % data.global_batch_size
-    images = settings_of(data, plan.choices.get("augmentation"))
-    return {**of_module, **counts, "data_hash": data.data_hash, "images": images, "data_report": data.report}
+    from lockstep.training.facts import facts_of_data, facts_of_module
+
+    facts = facts_of_module(run, trainer, module) | facts_of_data(run, data)
+    run.update(hosts=run.hosts, **facts)
+
+
+def log_profiles(run: Run) -> None:
+    """Log what trainer.profiler= has measured."""
+    if not run.cluster.is_rank_zero:
+        return
+    for profile in sorted(run.folder.path.glob("fit-profile*.txt")):
+        log.info(profile.read_text())
 
 
 def test_best(trainer: Any, module: Any, data: Any) -> None:
@@ -71,17 +82,14 @@ def test_best(trainer: Any, module: Any, data: Any) -> None:
     if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
         log.info("Nothing is tested: the task has no test_step, or the data no test_dataloader.")
         return
-    best = next((path for path in (getattr(each, "best_path", None) for each in trainer.callbacks) if path), None)
-    # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
-    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)]
+
+    paths = [getattr(callback, "best_path", None) for callback in trainer.callbacks]
+    best = next((path for path in paths if path), None)
+    # A checkpoint's weights are the averaged ones where there is an average: the callback would swap them away.
+    trainer.callbacks = [
+        callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)
+    ]
     trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
-
-
-def main(argv: list[str]) -> int:
-    from lockstep.runs.batch_search import search
-    from lockstep.runs.start import find_stored
-
-    return run_script("train", argv, lambda cfg: launch(whole_config(cfg), train, search), __doc__ or "", find_stored)
 
 
 if __name__ == "__main__":

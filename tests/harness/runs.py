@@ -86,14 +86,14 @@ class ForkedRank:
 
 def run_job(command: list[str], **_: Any) -> int:
     """Stands in for sweep.run_child."""
-    from lockstep.sweeps import jobs as sweep
+    from lockstep.sweeps.stopping import running
 
     job = ForkedRank(command, dict(os.environ))
-    sweep.running.add(job)
+    running.add(job)
     try:
         return job.wait()
     finally:
-        sweep.running.discard(job)
+        running.discard(job)
 
 
 def _main(door: str, argv: list[str]) -> int:

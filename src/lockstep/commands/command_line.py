@@ -1,81 +1,141 @@
-"""Run a script from the command line: parse Hydra's options, compose the config, hand it to the script's task."""
+"""Read a script's command line: Hydra's options and the overrides, from which the config is composed."""
 
 import argparse
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import schema
-from lockstep.config.compose import CONFIGS, compose, quoted, register_resolvers, unresolved, without_hydra
-from lockstep.process.errors import UserError
+from lockstep.config.compose import (
+    CONFIGS,
+    compose,
+    quoted,
+    register_resolvers,
+    unresolved,
+    whole_config,
+    without_hydra,
+)
+from lockstep.config.schema import dotted, help_text
+from lockstep.config.suggestions import nearest
+from lockstep.process.errors import Ended, UserError
 from lockstep.process.output import say, set_up
-from lockstep.process.script import exit_code_of
+from lockstep.process.redact import refuse_secrets
 from lockstep.records.config import Config
 
+FLAGS = (("help", "h"), ("multirun", "m"), ("resolve", "R"), ("shell-completion", "sc"))
 
-def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return Hydra's options and the overrides, in any order; --config-dir becomes an override."""
+
+@dataclass(frozen=True)
+class Command:
+    """A command line: Hydra's options and the overrides.
+
+    Args:
+        config_name: of the yaml in configs/ that is composed.
+        options: Hydra's options, as --cfg.
+        overrides: such as `model=alexnet`, in any order.
+    """
+
+    config_name: str
+    options: argparse.Namespace
+    overrides: list[str]
+
+    def compose(self, stored: Config | None = None) -> dict[str, Any]:
+        """Return the plain config, with `choices` (the option of each group) and `overrides`.
+
+        Args:
+            stored: the config of the run that the overrides name, as by resume=; its options count first.
+        Raises:
+            UserError: a misspelt option or key, a value of the wrong type, or a secret.
+            Ended: --cfg job: the config has been printed.
+        """
+        cfg = compose(self.config_name, self.overrides, stored)
+        if self.options.cfg:
+            _print_config(cfg, self.options)
+            raise Ended
+
+        config = whole_config(cfg)
+        set_up(verbose=config["verbose"], quiet=config["quiet"])
+        refuse_secrets(config)
+        return config
+
+
+def read_command(config_name: str, argv: list[str], description: str) -> Command:
+    """Return the command, or answer it here: --help, a sweep, Hydra's own information, a snapshot of the code.
+
+    Args:
+        description: of the script, for --help.
+    Raises:
+        UserError: an option of another program, or a folder that is not there.
+        Ended: the command has been answered.
+    """
+    if "snapshot=true" in map(str.lower, argv):
+        from lockstep.commands.snapshot import run_from_snapshot
+
+        run_from_snapshot(argv)
+
+    command = _parse(config_name, argv)
+    options = command.options
+    if options.help:
+        say(help_text(CONFIGS, config_name, description))
+        raise Ended
+    if options.multirun:
+        from lockstep.sweeps.jobs import run_sweep
+
+        raise Ended(run_sweep(config_name, command.overrides))
+    if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
+        from lockstep.sweeps.jobs import run_hydra
+
+        register_resolvers()
+        run_hydra(config_name, lambda cfg: None, argv)
+        raise Ended
+    return command
+
+
+def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:
+    """Return the arguments without a script's own flag, as --json, and whether it was there."""
+    return [word for word in argv if word != name], name in argv
+
+
+def _parse(config_name: str, argv: list[str]) -> Command:
+    """Return Hydra's options and the overrides; --config-dir becomes an override."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for name, short in (("help", "h"), ("multirun", "m"), ("resolve", "R"), ("shell-completion", "sc")):
+    for name, short in FLAGS:
         parser.add_argument(f"--{name}", f"-{short}", action="store_true")
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", nargs="?", const="all")
+
     options, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:  # an option of another program, as --epochs
-        name, _, value = unknown[0].partition("=")
-        if name in ("--config-name", "-cn", "--config-path", "-cp"):
-            raise UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
-        key = name.lstrip("-").replace("-", "_")
-        found = schema.nearest(key, list(schema.dotted(unresolved(compose(config_name, []))))) or key
-        raise UserError(f"{unknown[0]}: keys are written without dashes: {found.rstrip('=')}={value or 'VALUE'}.")
-    overrides = list(options.overrides)
-    if options.config_dir:
-        folder = Path(options.config_dir).expanduser().resolve()
-        if not folder.is_dir():
-            raise UserError(f"--config-dir {options.config_dir} is not a folder.")
-        overrides.append(f"hydra.searchpath=[{quoted(f'file://{folder}')}]")
-    return options, overrides
+    if unknown:
+        raise _refusal_of_flag(unknown[0], config_name)
+
+    command = Command(config_name, options, list(options.overrides))
+    if not options.config_dir:
+        return command
+    folder = Path(options.config_dir).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"--config-dir {options.config_dir} is not a folder.")
+    search_path = f"hydra.searchpath=[{quoted(f'file://{folder}')}]"
+    return replace(command, overrides=[*command.overrides, search_path])
 
 
-def run_script(
-    config_name: str, argv: list[str], task: Callable[[Any], int], description: str,
-    find_stored: Callable[[list[str]], Config | None] = lambda overrides: None,
-) -> int:  # fmt: skip
-    """Compose the config of the command line and hand it to `task`; return the exit code.
+def _refusal_of_flag(flag: str, config_name: str) -> UserError:
+    """Return the error for an option of another program, as --epochs."""
+    name, _, value = flag.partition("=")
+    if name in ("--config-name", "-cn", "--config-path", "-cp"):
+        return UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
 
-    Args:
-        find_stored: returns the config of the run that the overrides name, as by resume=.
-    """
-    set_up()
+    key = name.lstrip("-").replace("-", "_")
+    keys = list(dotted(unresolved(compose(config_name, []))))
+    meant = nearest(key, keys) or key
+    return UserError(f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}.")
 
-    def run() -> int:
-        if "snapshot=true" in map(str.lower, argv):
-            from lockstep.commands.snapshot import run_from_snapshot
 
-            run_from_snapshot(argv)
-        options, overrides = _parse(config_name, argv)
-        if options.help:
-            say(schema.help_text(CONFIGS, config_name, description))
-        elif options.multirun:
-            from lockstep.sweeps.jobs import run_sweep
+def _print_config(cfg: Any, options: argparse.Namespace) -> None:
+    from omegaconf import OmegaConf
 
-            return run_sweep(config_name, overrides)
-        elif options.info or options.shell_completion or options.cfg in ("hydra", "all"):
-            from lockstep.sweeps.jobs import run_hydra
+    node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
+    say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
 
-            register_resolvers()
-            run_hydra(config_name, lambda cfg: None, argv)
-        else:
-            cfg = compose(config_name, overrides, find_stored(overrides))
-            if not options.cfg:
-                return task(cfg)
-            from omegaconf import OmegaConf
 
-            node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
-            say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
-        return 0
-
-    return exit_code_of(run)

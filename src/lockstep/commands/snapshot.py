@@ -31,21 +31,32 @@ def run_from_snapshot(argv: list[str]) -> None:
         raise UserError(
             "snapshot=true is for a command that starts its ranks itself: with this launcher use a git worktree."
         )
+
     folder = REPOSITORY / "logs/code" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}"
-    done, complaint = git(REPOSITORY, "worktree", "add", "--detach", str(folder), "HEAD")
-    if not done:  # it prints "HEAD is now at …"
+    # git prints "HEAD is now at …" where it has made the worktree.
+    output, complaint = git(REPOSITORY, "worktree", "add", "--detach", str(folder), "HEAD")
+    if not output:
         raise UserError(f"snapshot=true needs a git repository with a commit ({complaint.strip()}).")
-    changed, _ = git(REPOSITORY, "ls-files", "-z", "--modified", "--others", "--exclude-standard", "--", *CODE)
-    for name in changed.split("\0"):
-        if name and (REPOSITORY / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, folder / name)
-        elif name:  # deleted since
-            (folder / name).unlink(missing_ok=True)
+    _copy_changes(folder)
     log.info(f"snapshot of the code: {folder}; when its jobs have ended, remove it with git worktree remove --force")
+
     script = folder / Path(sys.argv[0]).resolve().relative_to(REPOSITORY)
-    stays = [] if any(word.startswith("paths.root_dir=") for word in argv) else [f"paths.root_dir={REPOSITORY}"]
+    command = [sys.executable, str(script), *argv]
+    if not any(argument.startswith("paths.root_dir=") for argument in argv):
+        # Runs and data stay where they are without a snapshot.
+        command.append(f"paths.root_dir={REPOSITORY}")
     sys.stdout.flush()
-    command = [sys.executable, str(script), *argv, *stays]
     set_variables({IN_SNAPSHOT: "1"})
     os.execv(sys.executable, command)
+
+
+def _copy_changes(folder: Path) -> None:
+    """Make the code of a worktree that of the working directory."""
+    changed, _ = git(REPOSITORY, "ls-files", "-z", "--modified", "--others", "--exclude-standard", "--", *CODE)
+    for name in filter(None, changed.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+        else:
+            # It was deleted since the commit.
+            (folder / name).unlink(missing_ok=True)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import merge, schema
-from lockstep.config.schema import FREE_GROUPS, is_group, key_of, missing_option, unknown_key
+from lockstep.config import merge
+from lockstep.config.check import check
+from lockstep.config.schema import FREE_GROUPS, is_group, key_of, trainer_arguments
+from lockstep.config.suggestions import missing_option, unknown_key
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
@@ -128,7 +130,7 @@ def _check(cfg: Any, line: CommandLine) -> None:
     named = {key: name for key, name in chosen_options(cfg).items() if name}
     chosen = [f"{key}={name}" for key, name in named.items() if key not in ("experiment", "debug")]
     options = _of_choices(line.config_name, (*line.search, *chosen, *line.without_fits))
-    schema.check(unresolved(cfg), unresolved(options), line.words, line.folders)
+    check(unresolved(cfg), unresolved(options), line.words, line.folders)
     _drop_options_of_another_class(cfg, options)
 
 
@@ -147,7 +149,7 @@ def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> A
             if not found:
                 raise UserError(one_sentence(error)) from None
             key = found[1]
-    if key.startswith("trainer.") and key.removeprefix("trainer.") in schema.trainer_arguments():
+    if key.startswith("trainer.") and key.removeprefix("trainer.") in trainer_arguments():
         return _compose(config_name, [f"++{word}" if key_of(word) == key else word for word in words], folders)
     choices = [word for word in words if is_choice(word, folders) or word.startswith("hydra.searchpath")]
     raise UserError(unknown_key(key, unresolved(_compose(config_name, choices, folders)), folders))
@@ -258,6 +260,8 @@ def register_resolvers() -> None:
 
     OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
     OmegaConf.register_new_resolver("product", lambda *numbers: math.prod(numbers), replace=True)
+    # A value of the run is not known yet: it stays as it is written until the callbacks and loggers are built.
+    OmegaConf.register_new_resolver("run", lambda name: f"${{run:{name}}}", replace=True)
     OmegaConf.register_new_resolver("new_run_id", new_run_id, replace=True, use_cache=True)
 
 

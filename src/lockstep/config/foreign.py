@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
-from lockstep.config.schema import keys, missing_option
+from lockstep.config.schema import keys
+from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
-from lockstep.records.folder import RunFolder, read_config, with_current_names
+from lockstep.records.folder import RunFolder, read_config
 
 OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
 OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
@@ -44,7 +45,6 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     """
     if not isinstance(stored, Mapping):
         raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
-    stored = with_current_names(stored)
     named, metrics = (found if isinstance(found := stored.get(k), Mapping) else {} for k in ("choices", "metrics"))
     choices: dict[str, str] = {}
     rejected: dict[str, Any] = {}

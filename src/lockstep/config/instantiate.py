@@ -7,7 +7,7 @@ takes no `_target_` from it.
 import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.process.errors import UserError
@@ -44,37 +44,58 @@ def options_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:
     return {name: p for name, p in names.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, is_open
 
 
-def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
+def build(node: Any, known: Mapping[str, Any] | None = None, values: Mapping[str, Any] | None = None) -> Any:
     """Build what a config node describes: call its `_target_` with the other keys, or return a partial of it.
 
     Args:
-        known: values of the run (folder, run_id, …), passed to parameters of those names as they are.
+        known: values passed to the parameters of those names that the node leaves open, where there are such.
+        values: options of the node that are objects, passed as they are.
 
     Raises:
         UserError: the class cannot be found, does not have such a parameter or lacks one.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
     if isinstance(node, list | tuple):
         return [build(value) for value in node]
     if not isinstance(node, Mapping) or "_target_" not in node:
         return node
+
     target = node["_target_"]
-    parameters, any_name = options_of(resolve_target(target, "_target_"))
-    for key in () if any_name else node.keys() - parameters.keys() - {"_target_", "_partial_"}:
+    parameters, takes_any_name = options_of(resolve_target(target, "_target_"))
+    options = node.keys() - {"_target_", "_partial_"} | (values or {}).keys()
+    if not takes_any_name:
+        _refuse_unknown(options, parameters, target)
+
+    arguments = dict(values or {})
+    for key, value in (known or {}).items():
+        if key in parameters and key not in options:
+            arguments[key] = value
+    return _instantiate(node, arguments, parameters)
+
+
+def _refuse_unknown(options: Iterable[str], parameters: Mapping[str, Any], target: str) -> None:
+    for key in sorted(set(options) - parameters.keys()):
         close = difflib.get_close_matches(key, parameters, 1)
         meant = f"did you mean {close[0]}? It" if close else "it"
         raise UserError(f"{target} has no option {key!r}: {meant} has {', '.join(parameters)}.")
+
+
+def _instantiate(node: Mapping[str, Any], arguments: dict[str, Any], parameters: Mapping[str, Any]) -> Any:
+    """Call the target with the node's options and the arguments; return a partial where the node asks for one."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
     try:
         partial = instantiate(dict(node), _partial_=True, _convert_="all")
-        given = {key: value for key, value in (known or {}).items() if key in parameters and key not in node}
-        return partial if node.get("_partial_") else partial(**given)
+        if node.get("_partial_"):
+            return partial
+        return partial(**arguments)
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise UserError(" ".join(str(error).split())) from error
     except TypeError as error:
+        # Only a call with the wrong arguments is the config's fault; any other TypeError is the class's own.
         if re.match(r"[\w.]+\(\) (got an unexpected|missing)", str(error)):
-            raise UserError(f"{target} cannot be made: {error}; it has {', '.join(parameters)}.") from error
+            names = ", ".join(parameters)
+            raise UserError(f"{node['_target_']} cannot be made: {error}; it has {names}.") from error
         raise

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import keys
-from lockstep.config.schema import FREE_GROUPS, is_group, key_of, missing_option
+from lockstep.config.schema import FREE_GROUPS, is_group, key_of
+from lockstep.config.suggestions import missing_option
 from lockstep.records.config import Config
 
 # The classes of these groups may take keys that no yaml lists.

@@ -8,8 +8,10 @@ from pathlib import Path
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-EXIT_NOT_UPLOADED = 3  # training finished, but the best checkpoint never reached the bucket
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, starting again goes on
+# Training has finished, but the best checkpoint never reached the bucket.
+EXIT_NOT_UPLOADED = 3
+# EX_TEMPFAIL of sysexits.h: a checkpoint was saved, and starting again goes on.
+EXIT_INTERRUPTED = 75
 
 
 class UserError(Exception):
@@ -21,6 +23,14 @@ class Interrupted(Exception):
 
     agreed = False  # every rank raises it at this step
     elsewhere = False  # only ranks of other nodes were asked
+
+
+class Ended(Exception):
+    """The command has ended with this exit code, and what there was to say has been said."""
+
+    def __init__(self, exit_code: int = EXIT_OK) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 class Diverged(Exception):
@@ -35,21 +45,36 @@ class NoRoom(OSError):
 
 
 def is_full(error: BaseException | None) -> bool:
+    """Return whether an error says that a disk, or the user's quota of it, is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "(os error 28)" in str(error)  # of safetensors
+    # safetensors raises an exception of its own, with the system's text.
+    return "(os error 28)" in str(error)
 
 
 def no_room(error: BaseException, folder: Path, mend: str = "free space there, then start again") -> NoRoom | None:
-    """Return NoRoom if the error, or its cause, says that a disk is full: that of its file, else that of `folder`."""
+    """Return NoRoom if the error, or its cause, says that a disk is full; None for any other error.
+
+    Args:
+        folder: named where the error names no file.
+    """
+    cause = _full_disk_error(error)
+    if cause is None or isinstance(cause, NoRoom):
+        return cause
+
+    file_name = getattr(cause, "filename2", None) or getattr(cause, "filename", None)
+    place = Path(file_name).parent if isinstance(file_name, str) else folder
+    room = ""
+    if place.is_dir():
+        usage = shutil.disk_usage(place)
+        free_mib = usage.free / 2**20
+        total_mib = usage.total / 2**20
+        room = f" ({free_mib:.0f} of {total_mib:.0f} MiB free on {socket.gethostname()})"
+    return NoRoom(errno.ENOSPC, f"no room on {place}{room}: {mend}")
+
+
+def _full_disk_error(error: BaseException) -> BaseException | None:
     cause: BaseException | None = error
     while cause is not None and not is_full(cause):
         cause = cause.__cause__ or cause.__context__
-    if cause is None or isinstance(cause, NoRoom):
-        return cause
-    named, room = getattr(cause, "filename2", None) or getattr(cause, "filename", None), ""
-    place = Path(named).parent if isinstance(named, str) else folder
-    if place.is_dir():
-        usage = shutil.disk_usage(place)
-        room = f" ({usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free on {socket.gethostname()})"
-    return NoRoom(errno.ENOSPC, f"no room on {place}{room}: {mend}")
+    return cause

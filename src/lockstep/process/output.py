@@ -10,8 +10,12 @@ from typing import TextIO
 from lockstep.process.project import REPOSITORY
 
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
-# Control characters but for line ends and tabs, marks that change the direction of writing, and lone surrogates
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+PLAIN = "\033[0m"
+# Control characters but for line ends and tabs, marks that change the direction of writing, and lone surrogates.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 class Console(logging.Handler):
@@ -21,10 +25,13 @@ class Console(logging.Handler):
         text = printable(record.getMessage())
         if record.levelno < logging.WARNING:
             print_line(text, sys.stdout)
+            return
+
+        label = "error" if record.levelno >= logging.ERROR else "warning"
+        if sys.stderr.isatty():
+            print_line(f"{COLOURS[label]}{label}:{PLAIN} {text}", sys.stderr)
         else:
-            word = "error" if record.levelno >= logging.ERROR else "warning"
-            before, after = (COLOURS[word], "\033[0m") if sys.stderr.isatty() else ("", "")
-            print_line(f"{before}{word}:{after} {text}", sys.stderr)
+            print_line(f"{label}: {text}", sys.stderr)
 
 
 def printable(text: str) -> str:
@@ -36,9 +43,10 @@ def print_line(text: str, stream: TextIO) -> None:
     """Print a line; a closed pipe (`… | head`) is not an error."""
     try:
         print(text, file=stream, flush=True)
-    except (OSError, ValueError):  # else Python would end with exit code 120
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1 if stream is sys.stdout else 2)
+    except (OSError, ValueError):
+        # Python would end with exit code 120 when it flushes the stream at its end.
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), 1 if stream is sys.stdout else 2)
 
 
 def say(text: object) -> None:
@@ -52,33 +60,48 @@ def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
     `verbose` shows their debugging lines too, never those of libraries: botocore's hold signatures. `quiet` shows
     warnings and errors only, and wins over verbose.
     """
-    for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot write is escaped
+    # A name that the terminal cannot write is escaped.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
     root = logging.getLogger()
     if not any(isinstance(handler, Console) for handler in root.handlers):
         root.addHandler(Console())
-    level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
-    for name in ("__main__", "lockstep", *(path.stem for path in (REPOSITORY / "src").glob("*"))):
+
+    level = logging.DEBUG if verbose else logging.INFO
+    if quiet:
+        level = logging.WARNING
+    modules_of_user = [path.stem for path in (REPOSITORY / "src").glob("*")]
+    for name in ("__main__", "lockstep", *modules_of_user):
         logging.getLogger(name).setLevel(level)
 
 
 def duration(seconds: float) -> str:
     """Return the two largest parts: 6.7 s, 48 s, 4 min 12 s, 3 h 7 min, 2 d 4 h."""
+    if seconds < 1:
+        return f"{seconds:.2g} s"
     if seconds < 9.95:
-        return f"{seconds:.2g} s" if seconds < 1 else f"{round(seconds, 1):g} s"
-    left, words = round(seconds), []
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        return f"{round(seconds, 1):g} s"
+
+    left = round(seconds)
+    parts = []
+    for size, unit in UNITS:
         count, left = divmod(left, size)
-        words += [f"{count} {unit}"] if count else []
-    return " ".join(words[:2])
+        if count:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
 
 
 def as_read(name: str, value: float) -> str:
     """Return a metric as the terminal shows it: accuracies in percent."""
-    return f"{value:.2%}" if name.startswith(("val/acc", "test/acc")) else f"{value:.4g}"
+    if name.startswith(("val/acc", "test/acc")):
+        return f"{value:.2%}"
+    return f"{value:.4g}"
 
 
 def tested_name(monitor: str) -> str:
     """Return the test metric that corresponds to a monitored one: test/mae for val/mae; test/acc for train/loss."""
-    return monitor.replace("val", "test", 1) if monitor.startswith("val") else "test/acc"
+    if monitor.startswith("val"):
+        return monitor.replace("val", "test", 1)
+    return "test/acc"

@@ -16,10 +16,12 @@ NAMED_VALUE = re.compile(
     r"(\"[^\"\n]*\"|'[^'\n]*'|(?![\[\"'])(?!\d[\d.,]*(?:[\s;)\]}\"']|\Z)|(?:null|none|true|false|bearer|basic)\b)\S+)",
     re.IGNORECASE,
 )
+# Keys of AWS, GitHub and Hugging Face, JSON web tokens, 40 characters that look like a secret key, private keys.
 TOKEN = re.compile(
     r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bhf_[A-Za-z0-9]{20,}"
     r"|\bsk-[\w-]{20,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
-    r"|(?<![A-Za-z0-9/+])(?!/|(?:[A-Za-z0-9+]{0,40}/){4})(?=[a-z/+]*[A-Z])(?=[a-zA-Z/+]*\d)(?=[A-Z0-9/+]*[a-z])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
+    r"|(?<![A-Za-z0-9/+])(?!/|(?:[A-Za-z0-9+]{0,40}/){4})"
+    r"(?=[a-z/+]*[A-Z])(?=[a-zA-Z/+]*\d)(?=[A-Z0-9/+]*[a-z])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
 LOGIN = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,20}://)[^\s/?#\"'<>@]{1,500}@", re.IGNORECASE)
@@ -39,7 +41,8 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redact(item, name) for item in value]
     if isinstance(value, str):
-        return REDACTED if value and SECRET_NAME.search(name) else redact_text(value)
+        is_secret = value and SECRET_NAME.search(name)
+        return REDACTED if is_secret else redact_text(value)
     return value
 
 
@@ -48,8 +51,15 @@ def refuse_secrets(value: Any, key: str = "") -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             refuse_secrets(item, f"{key}.{name}".lstrip("."))
-    for item in value if isinstance(value, list | tuple) else ():
-        refuse_secrets(item, key)
-    if isinstance(value, str) and value not in ("", "null") and redact(value, key) != value:
-        kind = "a secret" if SECRET_NAME.search(key) else "credentials" if "://" in value else "a token or key"
+    elif isinstance(value, list | tuple):
+        for item in value:
+            refuse_secrets(item, key)
+    elif isinstance(value, str) and value not in ("", "null") and redact(value, key) != value:
+        kind = _kind_of_secret(value, key)
         raise UserError(f"{key} holds {kind}: give it in the environment, ~/.aws or ~/.netrc instead.")
+
+
+def _kind_of_secret(value: str, key: str) -> str:
+    if SECRET_NAME.search(key):
+        return "a secret"
+    return "credentials" if "://" in value else "a token or key"

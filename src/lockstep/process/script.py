@@ -1,69 +1,114 @@
-"""Run a script's task: wrong input and a full disk give one sentence and an exit code. Imports no torch."""
+"""Run a script: wrong input and a full disk give one sentence and an exit code. Imports no torch."""
 
 import errno
+import functools
 import logging
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError, no_room
+from lockstep.process.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+    Ended,
+    Interrupted,
+    UserError,
+    no_room,
+)
 from lockstep.process.output import set_up
 
 log = logging.getLogger(__name__)
 
-INSTALLED = ("hydra", "omegaconf", "yaml", "torch", "lightning", "numpy", "PIL", "psutil")  # by make install
+# What `make install` installs: a script that misses one of them was started with another Python.
+INSTALLED = ("hydra", "omegaconf", "yaml", "torch", "lightning", "numpy", "PIL", "psutil")
 NOT_ALLOWED = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
-)  # fmt: skip
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
+
+
+def script(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
+    """Decorate the main function of a script: it logs, and its errors become one sentence and an exit code."""
+
+    @functools.wraps(main)
+    def run(argv: list[str]) -> int:
+        set_up()
+        return exit_code_of(lambda: main(argv))
+
+    return run
 
 
 def exit_code_of(task: Callable[[], int | None]) -> int:
     """Run the task; return its exit code, 0 if it returns none."""
     try:
         return task() or EXIT_OK
+    except Ended as end:
+        return end.exit_code
     except UserError as error:
         log.error(f"{error}")
+        return EXIT_USER_ERROR
     except Interrupted as error:
         return 128 + signal.Signals[str(error)]
-    except KeyboardInterrupt:  # before the run began
+    except KeyboardInterrupt:
+        # Ctrl-C came before the run began.
         return 128 + signal.SIGINT
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in INSTALLED:
             raise
         log.error(f"{sys.executable} has no {error.name}: make install, then .venv/bin/python {sys.argv[0]} …")
+        return EXIT_USER_ERROR
     except Exception as error:
-        if full := no_room(error, Path.cwd()):
-            log.error(f"{full}")
-            return EXIT_FAILED
-        if not (isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename):
-            raise
+        return _code_of_system_error(error)
+
+
+def _code_of_system_error(error: Exception) -> int:
+    """Log a full disk or a file that may not be touched, and return the exit code; raise any other error again."""
+    no_space = no_room(error, Path.cwd())
+    if no_space:
+        log.error(f"{no_space}")
+        return EXIT_FAILED
+    if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename:
         log.error(f"{error.filename} cannot be written or read: {error.strerror}.")
-    return EXIT_USER_ERROR
+        return EXIT_USER_ERROR
+    raise error
 
 
 def run_with_options(
-    argv: list[str], doc: str, known: Mapping[str, str | None], task: Callable[[dict[str, str]], int | None]
+    argv: list[str],
+    description: str,
+    defaults: Mapping[str, str | None],
+    task: Callable[[dict[str, str]], int | None],
 ) -> int:
     """Hand the options key=value of a command line to a task, or print the script's help; return the exit code.
 
-    `known` has the default of each option; None marks one that must be given.
+    Args:
+        defaults: the default of each option; None marks one that must be given.
     """
     set_up()
     if not argv or "--help" in argv or "-h" in argv:
-        print(doc)
+        print(description)
         return EXIT_OK
+    return exit_code_of(lambda: task(_options_of(argv, defaults)))
 
-    def run() -> int | None:
-        takes, given = f"it takes {', '.join(f'{name}=' for name in known)}.", dict(known)
-        for word in argv:
-            key, sign, value = word.partition("=")
-            if not sign or key not in known:
-                raise UserError(f"{word!r} is not understood; {takes}")
-            given[key] = str(Path(value).expanduser()) if value.startswith("~") else value
-        for key, default in known.items():
-            if default is None and not given[key]:
-                raise UserError(f"{key}= is missing; {takes}")
-        return task({key: value or "" for key, value in given.items()})
 
-    return exit_code_of(run)
+def _options_of(argv: list[str], defaults: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the value of each option; ~ is expanded."""
+    takes = f"it takes {', '.join(f'{name}=' for name in defaults)}."
+    options = dict(defaults)
+    for argument in argv:
+        key, sign, value = argument.partition("=")
+        if not sign or key not in defaults:
+            raise UserError(f"{argument!r} is not understood; {takes}")
+        options[key] = str(Path(value).expanduser()) if value.startswith("~") else value
+
+    for key, default in defaults.items():
+        if default is None and not options[key]:
+            raise UserError(f"{key}= is missing; {takes}")
+    return {key: value or "" for key, value in options.items()}

@@ -19,7 +19,11 @@ _before_the_end: list[Callable[[], None]] = []
 
 def on_stop(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, Any]:
     """Install a handler for all that are not ignored (nohup ignores SIGHUP, `&` Ctrl-C); return those before."""
-    return {number: signal.signal(number, handler) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+    previous = {}
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            previous[int(number)] = signal.signal(number, handler)
+    return previous
 
 
 def note(number: int, _frame: Any = None) -> None:

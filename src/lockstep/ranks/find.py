@@ -7,14 +7,22 @@ own agent, torchrun, SLURM's srun, MPI, or any other launcher that sets RANK and
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.process.environment import AGENT, environment, network_interface, set_variables
+from lockstep.process.environment import (
+    AGENT,
+    die_with_parent,
+    environment,
+    network_interface,
+    set_variables,
+    visible_gpus,
+)
 from lockstep.process.errors import UserError
-from lockstep.ranks.placement import RequestedDevices
+from lockstep.ranks.placement import RequestedDevices, place
+from lockstep.records.config import Config
 
 Environ = Mapping[str, str]
 
@@ -68,6 +76,7 @@ class Cluster:
     master_port: int | None
     agent_store: bool = False
     has_agent: bool = False
+    accelerator: str = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -81,6 +90,11 @@ class Cluster:
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
+
+    @property
+    def starts_ranks(self) -> bool:
+        """True for a process that starts the ranks of its node and is none itself."""
+        return self.local_rank is None
 
 
 def set_rank_environment(cluster: Cluster) -> None:
@@ -356,3 +370,37 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
         return int(value)
     except ValueError:
         raise UserError(f"{name}={value!r} is not a whole number.") from None
+
+
+def find_ranks(config: Config) -> Cluster:
+    """Return which rank this process is, and those around it, from the trainer's options and the environment.
+
+    A rank that Lockstep's agent has started ends with it; its output goes to a file, but for the first rank of a node.
+
+    Raises:
+        UserError: machine and options do not fit; it says what works here.
+    """
+    environ = environment()
+    gpus = visible_gpus(environ)
+    trainer_name = (config.get("choices") or {}).get("trainer", "this trainer")
+    is_training = config["task_name"] == "train"
+    accelerator, requested = place(config["trainer"], trainer_name, gpus, is_training)
+    cluster = replace(describe(environ, requested), accelerator=accelerator)
+    if requested.several_processes and accelerator == "gpu" and cluster.devices > gpus:
+        raise UserError(
+            f"{cluster.devices} ranks on this node see {gpus} GPU{'s' if gpus != 1 else ''}: each rank must see "
+            "all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), and there must be one for each."
+        )
+    if cluster.has_agent:
+        _attach_to_agent(cluster, environ[AGENT])
+    return cluster
+
+
+def _attach_to_agent(cluster: Cluster, description: str) -> None:
+    """Let this rank end with its agent, and send its output to a file; the first rank writes to the terminal."""
+    agent_pid, *_, output = description.split(maxsplit=6)
+    die_with_parent(int(agent_pid))
+    if cluster.local_rank:
+        with (Path(output) / f"rank{cluster.rank}.log").open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)

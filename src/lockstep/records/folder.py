@@ -1,4 +1,4 @@
-"""The main files of a run folder, where run folders lie, and configs of older versions. Imports no torch.
+"""The main files of a run folder, and where run folders lie. Imports no torch.
 
 A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<sweep_id>/<job>/`).
 """
@@ -6,7 +6,7 @@ A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<s
 import difflib
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,43 +14,36 @@ from typing import Any
 
 from lockstep.process.errors import UserError
 
+# Groups whose node in config.yaml is a mapping.
 GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")  # in logs/ and logbook/
-MOVED = {  # classes that older runs name in their config.yaml by another name
-    "classifier.ImageClassifier": "tasks.classifier.ImageClassifier",
-    "lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP",
-    "augmentations.auto_augment.AutoAugment": "augmentations.policies.AutoAugment",
-    "augmentations.rand_augment.RandAugment": "augmentations.policies.RandAugment",
-    "augmentations.resized_crop.ResizedCrop": "augmentations.policies.ResizedCrop",
-    "augmentations.three_augment.ThreeAugment": "augmentations.policies.ThreeAugment",
-    "augmentations.trivial_augment.TrivialAugment": "augmentations.policies.TrivialAugment",
-    "data.cifar10.CIFAR10DataModule": "data.torchvision_sets.CIFAR10DataModule",
-    "data.csv.CSVDataModule": "data.table.CSVDataModule",
-    "data.mnist.FashionMNISTDataModule": "data.torchvision_sets.FashionMNISTDataModule",
-    "data.mnist.MNISTDataModule": "data.torchvision_sets.MNISTDataModule",
-    "data.parquet.ParquetDataModule": "data.table.ParquetDataModule",
-    "schedulers.linear.linear": "schedulers.cosine.linear",
-}
+# Patterns of run folders below logs/ and below logbook/.
+RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")
 
 
 @dataclass
 class RunFolder:
-    """The paths of the files of one run."""
+    """The paths of the files of one run.
+
+    Attributes:
+        bucket_config: untrusted, because others may write to the bucket.
+        alive: a file that is locked for as long as the run trains.
+        code_diff: of src and configs, where they were not committed.
+    """
 
     path: Path
 
     def __post_init__(self) -> None:
         self.run_id = self.path.name
         self.config = self.path / "config.yaml"
-        self.bucket_config = self.path / "from-bucket" / "config.yaml"  # untrusted: others may write to the bucket
+        self.bucket_config = self.path / "from-bucket" / "config.yaml"
         self.record = self.path / "run.json"
-        self.alive = self.path / ".alive"  # locked for as long as the run trains
+        self.alive = self.path / ".alive"
         self.metrics = self.path / "metrics.csv"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.page = self.path / "page.md"
-        self.code_diff = self.path / "code.diff"  # of src and configs, where they were not committed
+        self.code_diff = self.path / "code.diff"
 
 
 def new_run_id() -> str:
@@ -68,46 +61,31 @@ def checked_run_id(run_id: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a run folder's config.yaml; raise UserError if it is missing or is no config, or its tags ask for code."""
+    """Return a run folder's config.yaml.
+
+    Raises:
+        UserError: it is missing or no config, or its tags ask for code.
+    """
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        config = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        odd = [key for key in GROUPS if not isinstance(config.get(key), dict | None)]
-        if odd:
-            raise ValueError(f"its {odd[0]} is a {type(config[odd[0]]).__name__}")
+        config = yaml.load(path.read_bytes(), Loader=loader)
+        for group in GROUPS:
+            if not isinstance(config.get(group), dict | None):
+                raise ValueError(f"its {group} is a {type(config[group]).__name__}")
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path} cannot be read as a run's config: {reason}.") from None
-    return with_current_names(config)
-
-
-def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's config as this version writes it: version 1 had `classifier` for `task`, and one more callback."""
-    found = _with_moved_classes(config)
-    if isinstance(callbacks := found.get("callbacks"), dict):
-        callbacks.pop("throughput", None)
-    before, choices = found.pop("classifier", None), found.get("choices")
-    if isinstance(before, dict) and isinstance(choices, dict):
-        task: Any = found.get("task")
-        is_own = isinstance(task, dict) and task.get("_target_")
-        found["task"] = task if is_own else {"_target_": "tasks.classifier.ImageClassifier", **before}
-        found["choices"] = {"task": task["_target_"].rpartition(".")[2] if is_own else "classifier", **choices}
-        if isinstance(words := found.get("overrides"), list | tuple):
-            found["overrides"] = [re.sub(r"^([+~]*)classifier\b", r"\1task", str(word)) for word in words]
-    return found
-
-
-def _with_moved_classes(node: Mapping[str, Any]) -> dict[str, Any]:
-    new = {key: _with_moved_classes(value) if isinstance(value, Mapping) else value for key, value in node.items()}
-    if isinstance(target := new.get("_target_"), str):
-        new["_target_"] = MOVED.get(target, target)
-    return new
+    return config
 
 
 def run_folders(root: Path) -> list[Path]:
     """Return the folders of all runs and sweep jobs below logs/ or logbook/."""
-    return sorted({path.parent for pattern in RUNS for path in root.glob(pattern)})
+    folders = set()
+    for pattern in RUNS:
+        folders |= {path.parent for path in root.glob(pattern)}
+    return sorted(folders)
 
 
 def find_run(logs: Path, run_id: str) -> RunFolder:
@@ -119,9 +97,12 @@ def find_run(logs: Path, run_id: str) -> RunFolder:
     raise no_such_run(run_id, run_folders(logs), logs)
 
 
-def no_such_run(word: str, folders: Iterable[Path], *roots: Path) -> UserError:
+def no_such_run(name: str, folders: Iterable[Path], *roots: Path) -> UserError:
     """Return the error that names the run of nearly that name, and the newest ones."""
-    names = [path.name for path in sorted(folders, key=lambda path: (path / "run.json").stat().st_mtime)]
-    near = "".join(f" did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))
+    in_order = sorted(folders, key=lambda folder: (folder / "run.json").stat().st_mtime)
+    names = [folder.name for folder in in_order]
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f" did you mean {close[0]}?" if close else ""
     newest = f"the newest are {', '.join(names[-3:])}" if names else "there are none yet"
-    return UserError(f"No run {word!r} in {' or '.join(map(str, roots))};{near} {newest}.")
+    places = " or ".join(map(str, roots))
+    return UserError(f"No run {name!r} in {places};{hint} {newest}.")

@@ -22,7 +22,9 @@ from lockstep.process import signals
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.project import REPOSITORY
-from lockstep.runs.plan import RunPlan
+from lockstep.ranks.find import Cluster
+from lockstep.records.batch import Batch
+from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -96,21 +98,21 @@ class Tried:
         log.info(f"{batch} images per device: {said}")
 
 
-def search(plan: RunPlan) -> dict[str, Any]:
+def search(config: Config, cluster: Cluster, smallest: Batch) -> dict[str, Any]:
     """Run train.py with several batches; return the fields of `largest_batch` in the record."""
-    parts = plan.cluster.world_size * plan.batch.accumulate
-    unit = _unit(plan)
+    parts = cluster.world_size * smallest.accumulate
+    unit = _unit(config)
     tried = Tried()
     batch: int | None = START
     while batch is not None:
         try:
-            record = _train_two_steps(plan, batch)
+            record = _train_two_steps(config, cluster, smallest, batch)
         except Refused:
             # BatchNorm refuses a single image, which is tried only where two have not fit.
             if not tried.peaks or batch > min(tried.peaks):
                 raise
             break
-        tried.add(batch, record, plan.trainer["memory_limit_gib"], parts)
+        tried.add(batch, record, config["trainer"]["memory_limit_gib"], parts)
         batch = next_batch(tried.peaks, tried.limit, tried.bound, unit)
 
     largest = fitting(tried.peaks, tried.limit)
@@ -124,12 +126,12 @@ def search(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _unit(plan: RunPlan) -> int:
+def _unit(config: Config) -> int:
     """Return the number of which every batch per device is a multiple."""
-    augmentation = plan.config["augmentation"]
+    augmentation = config["augmentation"]
     # Mixup and CutMix mix pairs of images.
     mixes = augmentation.get("mixup_alpha", 0) or augmentation.get("cutmix_alpha", 0)
-    return math.lcm(2 if mixes else 1, plan.trainer.get("micro_batches") or 1)
+    return math.lcm(2 if mixes else 1, config["trainer"].get("micro_batches") or 1)
 
 
 def next_batch(
@@ -196,7 +198,7 @@ def fitting(tried: Mapping[int, float | None], limit: float) -> int:
     )
 
 
-def _train_two_steps(plan: RunPlan, batch: int) -> dict[str, Any]:
+def _train_two_steps(config: Config, cluster: Cluster, smallest: Batch, batch: int) -> dict[str, Any]:
     """Return the record of a run of two steps and one validation batch.
 
     Its peak is None if memory ran out.
@@ -206,7 +208,7 @@ def _train_two_steps(plan: RunPlan, batch: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
         folder = Path(name)
-        code = run_train(_overrides(plan, batch, folder), environment(), folder / "output")
+        code = run_train(_overrides(config, cluster, smallest, batch, folder), environment(), folder / "output")
         path = folder / "train/runs/probe/run.json"
         record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         lines = (folder / "output").read_text().splitlines()
@@ -222,13 +224,13 @@ def _train_two_steps(plan: RunPlan, batch: int) -> dict[str, Any]:
     )
 
 
-def _overrides(plan: RunPlan, batch: int, folder: Path) -> list[str]:
+def _overrides(config: Config, cluster: Cluster, smallest: Batch, batch: int, folder: Path) -> list[str]:
     """Return the command line of a run of two steps, which writes below `folder`."""
-    devices = plan.cluster.devices
-    accumulate = plan.batch.accumulate
+    devices = cluster.devices
+    accumulate = smallest.accumulate
     kept = [
         override
-        for override in plan.config["overrides"]
+        for override in config["overrides"]
         if not is_left_out_of_trials(key_of(override))
     ]
     overrides = [
@@ -247,9 +249,9 @@ def _overrides(plan: RunPlan, batch: int, folder: Path) -> list[str]:
         "run_id=probe",
         f"paths.log_dir={folder}",
     ]
-    if plan.trainer["launch"] != "one_process":
+    if config["trainer"]["launch"] != "one_process":
         overrides += [f"trainer.devices={devices}", "trainer.num_nodes=1"]
-    if "pretrained" in plan.config["model"]:
+    if "pretrained" in config["model"]:
         overrides.append("model.pretrained=false")
     return overrides
 

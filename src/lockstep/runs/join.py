@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.meeting import join
 from lockstep.records import provenance
 from lockstep.records.config import Config
-from lockstep.runs.plan import RunPlan
+from lockstep.runs.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -63,35 +62,6 @@ EXPECTED_WARNINGS = (
 )
 # The loop, a loader worker, and the threads of NCCL and of the statistics
 MIN_CORES = 3
-
-
-@dataclass
-class RankSession:
-    """The objects that this rank shares with the others before its parts are built.
-
-    Args:
-        plan: the plan of rank 0, with its checkpoint.
-        hosts: a description of each node.
-        hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
-        heartbeat: by which ranks wait for each other for hours; None for a single rank.
-        data_report: the callback that compares the images, on rank 0.
-    """
-
-    plan: RunPlan
-    hosts: list[dict[str, Any]]
-    interruption: Interruption = field(default_factory=Interruption)
-    hang_dump: HangDump | None = None
-    heartbeat: Heartbeat | None = None
-    data_report: pl.Callback | None = None
-
-    def wait_for_all(self) -> None:
-        """Wait until every rank has come here, however long the slowest takes to read its images.
-
-        Raises:
-            LostRank: a rank gives no sign of life.
-        """
-        if self.heartbeat is not None:
-            self.heartbeat.wait_for_all()
 
 
 class StartedRanks(LightningEnvironment):
@@ -150,7 +120,7 @@ class RankWatch(HangDump):
 
 
 @contextlib.contextmanager
-def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
+def joined_ranks(run: Run) -> Iterator[None]:
     """Meet the other ranks, watch over each other until the block ends, and leave together.
 
     An exception that leaves the block carries `culprit`: which rank failed first, on which host, in
@@ -158,32 +128,34 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     """
     # The imports of torch and Lightning are done.
     signals.check()
-    prepare_process(plan)
-    set_breakpoints(plan.cluster)
-    several = plan.cluster.world_size > 1
-    with _several_ranks(plan) if several else _one_rank(plan) as session:
-        yield session
+    prepare_process(run)
+    set_breakpoints(run.cluster)
+    several = run.cluster.world_size > 1
+    with _several_ranks(run) if several else _one_rank(run):
+        yield
 
 
 @contextlib.contextmanager
-def _one_rank(plan: RunPlan) -> Iterator[RankSession]:
-    """Yield the session of a rank that is alone; its strategy may need a process group."""
-    needs_group = plan.trainer["strategy"] and plan.trainer["launch"] == "process_per_device"
+def _one_rank(run: Run) -> Iterator[None]:
+    """Hold what a rank needs that is alone: its strategy may need a process group."""
+    needs_group = run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
     if needs_group:
-        join(plan.cluster, device_of(plan), plan.trainer["timeout_s"])
+        join(run.cluster, device_of(run), run.trainer_config["timeout_s"])
     try:
-        yield RankSession(plan, [provenance.host(plan.cluster.node_rank)])
+        run.hosts = [provenance.host(run.cluster.node_rank)]
+        run.interruption = Interruption()
+        yield
     finally:
         if needs_group:
             dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _several_ranks(plan: RunPlan) -> Iterator[RankSession]:
-    """Yield the session of one of several ranks; name the rank that fails first."""
-    cluster = plan.cluster
-    timeout_s = plan.trainer["timeout_s"]
-    store = join(cluster, device_of(plan), timeout_s)
+def _several_ranks(run: Run) -> Iterator[None]:
+    """Hold what one of several ranks needs; name the rank that fails first."""
+    cluster = run.cluster
+    timeout_s = run.trainer_config["timeout_s"]
+    store = join(cluster, device_of(run), timeout_s)
     errors = dist.PrefixStore("errors", store)
     beats = Heartbeat(
         dist.PrefixStore("beats", store.clone()),
@@ -203,15 +175,12 @@ def _several_ranks(plan: RunPlan) -> Iterator[RankSession]:
     def explained(error: BaseException) -> BaseException:
         return with_culprit(error, errors, cluster, names, beats.epochs_of_all)
 
-    session = RankSession(
-        plan,
-        hosts[:: cluster.devices],
-        Interruption(timeout_s),
-        RankWatch(plan.folder.path, timeout_s, explained, beats),
-        heartbeat=beats,
-    )
+    run.hosts = hosts[:: cluster.devices]
+    run.interruption = Interruption(timeout_s)
+    run.hang_dump = RankWatch(run.folder.path, timeout_s, explained, beats)
+    run.heartbeat = beats
     try:
-        yield session
+        yield
         dist.barrier()
     except BaseException as error:
         reason: Any = error
@@ -241,14 +210,14 @@ def _leave_together(stop: BaseException, beats: Heartbeat) -> BaseException:
     return stop
 
 
-def device_of(plan: RunPlan) -> torch.device:
+def device_of(run: Run) -> torch.device:
     """Return the device of this rank's data and of the first layers of its net."""
-    process_devices = plan.trainer.get("process_devices")
+    process_devices = run.trainer_config.get("process_devices")
     if isinstance(process_devices, list):
         first = str(process_devices[0])
         return torch.device("cuda:0" if first == "cuda" else first)
-    if plan.accelerator == "gpu":
-        return torch.device("cuda", plan.cluster.local_rank or 0)
+    if run.cluster.accelerator == "gpu":
+        return torch.device("cuda", run.cluster.local_rank or 0)
     return torch.device("cpu")
 
 
@@ -285,17 +254,17 @@ def threads_of(trainer: Config) -> int:
     return cores_of_rank()
 
 
-def prepare_process(plan: RunPlan) -> None:
+def prepare_process(run: Run) -> None:
     """Set threads, seed and the precision of products of this process.
 
     Raises:
         UserError: the driver shows GPUs that torch cannot use.
     """
-    torch.set_num_threads(threads_of(plan.trainer))
+    torch.set_num_threads(threads_of(run.trainer_config))
     # The order of Lightning's own samplers follows the seed too.
-    seed_everything(plan.config["seed"], verbose=False)
-    if plan.accelerator == "gpu":
-        _prepare_gpu(plan)
+    seed_everything(run.config["seed"], verbose=False)
+    if run.cluster.accelerator == "gpu":
+        _prepare_gpu(run)
 
     # Whoever adds the summary of a model wants to see it.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -304,7 +273,7 @@ def prepare_process(plan: RunPlan) -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def _prepare_gpu(plan: RunPlan) -> None:
+def _prepare_gpu(run: Run) -> None:
     """Check that torch can use the GPU, and set the precision of its products."""
     if not torch.cuda.is_available():
         raise UserError(
@@ -312,9 +281,9 @@ def _prepare_gpu(plan: RunPlan) -> None:
             "driver, or install a torch for its CUDA; trainer=cpu does without."
         )
     cores = cores_of_rank()
-    if cores < MIN_CORES and plan.cluster.is_rank_zero:
+    if cores < MIN_CORES and run.cluster.is_rank_zero:
         log.warning(
             f"Each rank has {cores} CPU core(s), too few for a GPU: give it 8 (--cpus-per-task=8)."
         )
-    torch.backends.cudnn.benchmark = plan.trainer["deterministic"] is not True
-    torch.set_float32_matmul_precision(plan.trainer.get("matmul_precision", "high"))
+    torch.backends.cudnn.benchmark = run.trainer_config["deterministic"] is not True
+    torch.set_float32_matmul_precision(run.trainer_config.get("matmul_precision", "high"))

@@ -1,39 +1,30 @@
-"""The start of a run: its config if it is resumed, its folder and lock, its plan, config.yaml and first record."""
+"""The folder of a run, its lock, and whether it is resumed: from what, and with which options."""
 
 import contextlib
 import logging
-import shlex
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.checkpoints.files import complete, newest_whole, read_sidecar
+from lockstep.checkpoints.files import complete
 from lockstep.config import keys
-from lockstep.config.changes import Change, changes_of, differences
-from lockstep.config.compose import compose, defaults_of, plain, whole_config
+from lockstep.config.changes import Change, changes_of
+from lockstep.config.compose import compose, defaults_of, plain
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError, is_full
-from lockstep.process.files import lock, locked_file, sha256_of, utc_now, write_atomically
-from lockstep.process.project import REPOSITORY
-from lockstep.process.redact import redact, redact_text
-from lockstep.ranks.find import Cluster, agent_id, is_first_on_node, launcher_of, named_run
-from lockstep.records import provenance
-from lockstep.records.batch import states_accumulation
-from lockstep.records.config import Config, data_name, flatten, model_name, seconds_of
+from lockstep.process.files import lock, locked_file
+from lockstep.ranks.find import agent_id, is_first_on_node, launcher_of, named_run
+from lockstep.records.config import Config, seconds_of
 from lockstep.records.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
-from lockstep.records.record import RunRecord, continued, has_trained, locked_record, read_record, write_record
-from lockstep.runs.plan import RunPlan, as_run, is_lockstep_data, resolve_batch
+from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.storage.errors import S3Error
-from lockstep.storage.pointers import new_uuid, read_pointers, refuse_other_run, uuid_of
+from lockstep.storage.pointers import read_pointers, refuse_other_run
 from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)
 
-Search = Callable[[RunPlan], dict[str, Any]]  # for the largest batch
 
 
 def folder_of(config: Config, run_id: str) -> RunFolder:
@@ -264,125 +255,3 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
         f"The run {folder.run_id} is still trained by another process, on this machine or on one that shares "
         f"{folder.path.parent}: end it; where its machine is gone, remove {folder.alive}."
     )
-
-
-def make_plan(
-    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, search: Search | None
-) -> tuple[RunPlan, dict[str, Any]]:
-    """Return the plan, and the result of a search for the largest batch, {} if there was none."""
-    record = RunRecord() if fresh else read_record(folder.record)
-    limit = record.per_device_batch_limit or record.per_device_batch_size
-    size = None
-    if not (is_lockstep_data(config) or states_accumulation(config["overrides"])):
-        size = (record.world_size or 0) * (record.accumulate_grad_batches or 1) or None
-    plan = RunPlan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit, size))
-    if config["data"].get("global_batch_size") != "max":
-        return plan, {}
-    before = {} if fresh else config_before(folder) or {}
-    size, found = (before.get("data") or {}).get("global_batch_size"), {}
-    if not isinstance(size, int):
-        assert search is not None, "this script cannot look for a batch"
-        log.info("Looking for the largest batch …")
-        found = search(plan)
-        size = int(found["global"])
-    return replace(plan, batch=resolve_batch(config, cluster, limit, size)), found
-
-
-def begin(
-    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, search: Search | None
-) -> RunPlan:
-    """Write config.yaml and the first record of a run; check that a resumed one is the same run.
-
-    Returns:
-        The plan, with the checkpoint from which a resumed run continues or a new one takes its weights.
-    """
-    check_bucket(config, folder)
-    plan, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, search)
-    previous = None if fresh else read_record(folder.record)
-    if previous:
-        check_resumable(folder, as_run(plan), previous)
-    if previous or config.get("resume") == "auto":
-        checkpoint = newest_whole(folder.checkpoints)
-        if previous or checkpoint:
-            name = checkpoint.name if checkpoint else "its start: no whole checkpoint"
-            log.info(f"Resuming {folder.run_id} from {name}.")
-        sidecar, path = (read_sidecar(checkpoint), str(checkpoint.resolve())) if checkpoint else (None, None)
-        plan = replace(plan, resume_step=sidecar.step if sidecar else 0, checkpoint=path)
-    if (stated := config.get("ckpt_path")) and not plan.checkpoint:
-        from lockstep.storage.fetch import locate_checkpoint
-
-        weights = locate_checkpoint(str(stated), Path(config["paths"]["log_dir"]), config.get("s3"))
-        plan = replace(plan, checkpoint=str(weights.resolve()))
-    folder.path.mkdir(parents=True, exist_ok=True)
-    record = first_record(plan)
-    if previous is None:  # a resume writes it when its ranks are built: one that fails leaves what ran before
-        write_config(plan)
-        if diff := provenance.code_diff(REPOSITORY) if record.code["dirty"] else "":
-            write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
-    with locked_record(folder.record):
-        if previous is not None:
-            # Read it again: a page may have been linked from it since.
-            record = continued(read_record(folder.record), record, step=plan.resume_step or 0)
-        if largest_batch:
-            record.take({"largest_batch": largest_batch})
-        write_record(folder.record, record)
-    return plan
-
-
-def _changes_of_recipe(plan: RunPlan) -> list[list[Any]]:
-    """Return [option, value in the recipe, value here] for what the command line changes; [] for an evaluation."""
-    if plan.config["task_name"] != "train":
-        return []
-    overrides = plan.config["overrides"]
-    choosing = ("experiment=", "+experiment=", "hydra.searchpath=")
-    words = [word for word in overrides if word.startswith(choosing)]
-    try:
-        recipe = flatten(redact(whole_config(compose("train", words))))
-    except UserError:  # it needs an option, as data.root
-        return []
-
-    config = flatten(redact(as_run(plan)))
-    changed = differences([recipe, config], keys.is_told_of_a_run)
-    rows = []
-    for key in map(key_of, overrides):
-        names = [name for name in changed if keys.is_below(name, key)]
-        if f"choices.{key}" in config:
-            names = [f"choices.{key}"]
-        for name in names:
-            if name in changed:
-                rows.append([name.removeprefix("choices."), *changed.pop(name)])
-    return rows
-
-
-def write_config(plan: RunPlan) -> None:
-    import yaml
-
-    write_atomically(plan.folder.config, lambda file: yaml.safe_dump(as_run(plan), file, sort_keys=False))
-
-
-def first_record(plan: RunPlan) -> RunRecord:
-    """Return the record before anything has happened."""
-    now, folder, cluster, config, batch = utc_now(), plan.folder, plan.cluster, plan.config, plan.batch
-    tags = config["tags"] if isinstance(config["tags"], list | tuple) else [config["tags"]]
-    program = Path(sys.argv[0]).resolve()
-    script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
-    hardware, chooser = config.get("hardware") or {}, (config.get("callbacks") or {}).get("checkpoints") or {}
-    initial = None if plan.resume_step else plan.checkpoint
-    named = None if plan.resume_step else initial or config["model"].get("weights")
-    starts_from = Path(named) if isinstance(named, str) and Path(named).is_file() else None
-    return RunRecord(
-        run_id=folder.run_id, uuid=uuid_of(folder) or new_uuid(), task_name=config["task_name"],
-        status="running", phase="start",
-        tags=[str(tag) for tag in tags if tag is not None],
-        started_at=now, updated_at=now, command=f"python {shlex.join([script, *sys.argv[1:]])}",
-        overrides=list(config["overrides"]), experiment=config.get("experiment_name") or plan.choices.get("experiment"),
-        code=provenance.code_state(REPOSITORY), versions=provenance.versions(),
-        hosts=[provenance.host(cluster.node_rank)], launcher=cluster.launcher, agent=agent_id(environment()),
-        model=model_name(config), data=data_name(config), trainer=plan.choices["trainer"],
-        world_size=cluster.world_size, num_nodes=cluster.num_nodes, accelerator=plan.accelerator,
-        precision=plan.trainer["precision"], seed=config["seed"], global_batch_size=batch.global_size,
-        per_device_batch_size=batch.per_device, per_device_batch_limit=batch.per_device,
-        accumulate_grad_batches=batch.accumulate, monitor=chooser.get("monitor", "val/acc"), epochs=0, steps=0,
-        cost={"price_per_hour": hardware.get("price_per_hour_usd")}, summary={"changed": _changes_of_recipe(plan)},
-        initial_weights=initial, initial_weights_sha256=sha256_of(starts_from) if starts_from else None,
-    )  # fmt: skip

@@ -1,6 +1,8 @@
-"""Build the parts of a run that follow from its plan: strategy, net, loggers, callbacks, and all together."""
+"""Build the parts of a run: strategy, data, net, module, callbacks, loggers and Lightning's Trainer."""
 
 import logging
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +15,11 @@ from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.load import Checkpoint
-from lockstep.config.instantiate import build
+from lockstep.config.instantiate import build as build_node
 from lockstep.process.errors import UserError
 from lockstep.records.config import model_name, seconds_of
-from lockstep.runs.join import RankSession, device_of
-from lockstep.runs.plan import RunPlan, as_run
+from lockstep.runs.join import device_of
+from lockstep.runs.run import Run
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.recompute import recompute_activations
@@ -31,152 +33,225 @@ from lockstep.training.weights import check_fits, facts_of, load_weights
 
 log = logging.getLogger(__name__)
 
-TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
-OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")  # options of the data that a checkpoint has resolved
+# Options of the data that a checkpoint has resolved.
+RESOLVED_BY_DATA = ("mean", "std", "crop_pct", "interpolation")
+IMAGES_FOR_INITIALISATION = 5000
+# Of the seeds of dropout, which differ between ranks.
+RANK_SEED_STEP = 7919
+RUN_VALUE = re.compile(r"\$\{run:(\w+)\}")
 
 
-def build_run(session: RankSession, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, Any, Any, RunRecorder]:
+def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, Any, Any]:
     """Build what one rank trains or, given a checkpoint, evaluates.
 
+    The callback that writes run.json becomes `run.recorder`.
+
     Returns:
-        Trainer, LightningModule, data module, and the callback that writes run.json.
+        Trainer, LightningModule and data module.
     """
-    plan, trainable = session.plan, checkpoint is None
-    strategy, recorder = build_strategy(plan), RunRecorder(plan.folder.record, owns_run=False)
+    is_training = checkpoint is None
     trained_on = None if checkpoint is None else facts_of(checkpoint)
-    data = build_data(plan, session, trained_on)
+
+    strategy = build_strategy(run)
+    data = build_data(run, trained_on)
     facts = data_facts(data)
     if trained_on and "class_counts" in trained_on:
         facts["class_counts"] = trained_on["class_counts"]
-    has_weights, rates = bool(plan.checkpoint), plan.learning_rates
-    module = build_module(plan.config, facts, trainable=trainable, has_checkpoint=has_weights, learning_rates=rates)
-    compiled = trainable and is_compiled(module, data, plan, strategy)
+
+    module = build_module(
+        run.config,
+        facts,
+        trainable=is_training,
+        has_checkpoint=bool(run.checkpoint),
+        learning_rates=run.learning_rates,
+    )
+    compiled = is_training and is_compiled(module, data, run, strategy)
     if checkpoint is None:
-        prepare_net(module, data, plan, strategy, compiled)
-        load_weights(module, facts, plan)
-        torch.manual_seed(plan.config["seed"] + 7919 * plan.cluster.rank)  # dropout differs between ranks
-    elif isinstance(module, Task):  # Lightning loads any other module, whose hooks may make layers first
-        check_fits(module, checkpoint["state_dict"], str(plan.checkpoint), model_name(plan.config))
+        prepare_net(module, data, run, strategy, compiled)
+        load_weights(module, facts, run)
+        # Dropout differs between ranks; the initial weights do not.
+        torch.manual_seed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank)
+    elif isinstance(module, Task):
+        # Lightning itself loads any other module, whose hooks may make layers first.
+        check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
         module.load_state_dict(checkpoint["state_dict"])
-    callbacks = build_callbacks(plan, session, recorder, facts, trainable=trainable)
+
+    run.recorder = RunRecorder(run.folder.record, owns_run=False)
+    callbacks = build_callbacks(run, facts, is_training=is_training)
     if compiled:
         callbacks.append(EagerEvaluation())
-    loggers = build_loggers(plan) if trainable else []
-    trainer = build_trainer(plan, strategy, callbacks, loggers, data, trainable=trainable)
-    return trainer, module, data, recorder
+    loggers = build_loggers(run) if is_training else []
+    trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
+    return trainer, module, data
 
 
-def build_strategy(plan: RunPlan) -> Any:
+def build_strategy(run: Run) -> Any:
     """Return the trainer's strategy; "auto", Lightning's, for one process on one device.
 
     Raises:
         UserError: it cannot do what the trainer's options ask for, or this machine lacks what it needs.
     """
+    options = run.trainer_config
     strategy: Any = "auto"
-    if plan.trainer["strategy"]:
-        strategy = build(plan.trainer["strategy"])
-    elif plan.cluster.world_size > 1:
+    if options["strategy"]:
+        strategy = build_node(options["strategy"])
+    elif run.cluster.world_size > 1:
         strategy = DDP()
 
-    supports = capabilities(strategy)
-    is_compile_asked = plan.trainer["compile"] not in (False, None, "auto")
-    if is_compile_asked and not supports.supports_compile:
+    able = capabilities(strategy)
+    if options["compile"] not in (False, None, "auto") and not able.supports_compile:
+        raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
+    if options["ema_decay"] and able.no_ema:
         raise UserError(
-            "trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp."
-        )
-    ema_decay = plan.trainer["ema_decay"]
-    if ema_decay and supports.no_ema:
-        raise UserError(
-            f"trainer.ema_decay={ema_decay} cannot average weights under "
-            f"{type(strategy).__name__}, where {supports.no_ema}: leave it out, or choose "
-            "trainer=ddp (on CPUs ddp_sim)."
+            f"trainer.ema_decay={options['ema_decay']} cannot average weights under {type(strategy).__name__}, where "
+            f"{able.no_ema}: leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
         )
     return strategy
 
 
-def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any, compiled: bool) -> None:
+def prepare_net(module: Any, data: Any, run: Run, strategy: Any, compiled: bool) -> None:
     """Change the net as the trainer's options say: synchronised BatchNorm, recomputed activations, torch.compile.
 
     Raises:
         UserError: the strategy spreads a net that the module does not have, or BatchNorm would get single images.
     """
-    own, cluster = plan.trainer, plan.cluster
+    options = run.trainer_config
     if not hasattr(module, "net") and capabilities(strategy).spreads_net:
         raise UserError(
-            f"trainer={plan.choices.get('trainer')} spreads the attribute `net` of a LightningModule, which "
+            f"trainer={run.choices.get('trainer')} spreads the attribute `net` of a LightningModule, which "
             f"{type(module).__name__} lacks: name its network self.net, or choose trainer=ddp (on CPUs ddp_sim)."
         )
+
     net = getattr(module, "net", module)
-    if own["sync_batchnorm"] and cluster.world_size > 1:
-        synchronise(net, "cuda" if plan.accelerator == "gpu" else "cpu")
-    if own.get("activation_checkpointing"):
+    if options["sync_batchnorm"] and run.cluster.world_size > 1:
+        synchronise(net, "cuda" if run.cluster.accelerator == "gpu" else "cpu")
+    if options.get("activation_checkpointing"):
         recompute_activations(net)
     if compiled:
-        compile_net(net, plan, strategy)
-    if not hasattr(data, "place"):
-        return  # its batch size is not known
-    if hasattr(net, "init_from_images"):
-        net.init_from_images(data.sample_images(5000))
-    parts = plan.batch.accumulate * capabilities(strategy).micro_batches
-    images = plan.batch.global_size // (cluster.world_size * parts) * getattr(data, "views", 1)
-    spread = {"world_size": cluster.world_size, "micro_batches": parts, "synchronised": own["sync_batchnorm"]}
-    note = check_batch_norm(net, images=images, **spread)
-    if note and cluster.is_rank_zero:
+        compile_net(net, run, strategy)
+
+    # The batch size of a data module of Lightning's own kind is not known.
+    if hasattr(data, "place"):
+        if hasattr(net, "init_from_images"):
+            net.init_from_images(data.sample_images(IMAGES_FOR_INITIALISATION))
+        _check_batch_norm(net, data, run, strategy)
+
+
+def _check_batch_norm(net: Any, data: Any, run: Run, strategy: Any) -> None:
+    """Refuse BatchNorm over single images, and say over how many images it computes its statistics."""
+    parts = run.batch.accumulate * capabilities(strategy).micro_batches
+    images = run.batch.global_size // (run.cluster.world_size * parts) * getattr(data, "views", 1)
+    note = check_batch_norm(
+        net,
+        images=images,
+        world_size=run.cluster.world_size,
+        micro_batches=parts,
+        synchronised=run.trainer_config["sync_batchnorm"],
+    )
+    if note and run.cluster.is_rank_zero:
         log.info(note)
 
 
-def build_loggers(plan: RunPlan) -> list[Any]:
-    """Return Lockstep's loggers and Lightning's, whose `run_id` would name a run that exists already (MLflow)."""
-    folder, step = plan.folder, plan.resume_step
-    lightnings = {"save_dir": str(folder.path), "id": folder.run_id, "run_name": folder.run_id}
-    others = {"path": folder.metrics, "run_folder": folder.path, "run_id": folder.run_id}
+def build_loggers(run: Run) -> list[Any]:
+    """Return the loggers of the config; the first one, a module's `self.logger`, is the one that was chosen last."""
+    step = run.resume_step
+    values = {
+        "folder": str(run.folder.path),
+        "id": run.folder.run_id,
+        "metrics": run.folder.metrics,
+        # TensorBoard hides what steps that were lost had written.
+        "purge_step": None if step is None else step + 1,
+    }
     loggers = []
-    for name, node in (plan.config["logger"] or {}).items():
+    for name, node in (run.config["logger"] or {}).items():
         if not node:
             continue
-        if node["_target_"] == TENSORBOARD and step is not None:
-            node = {"purge_step": step + 1, **node}  # hides what steps that were lost had written
         try:
-            loggers.append(build(node, lightnings if node["_target_"].startswith("lightning.") else others))
+            loggers.append(build_part(node, values, f"logger.{name}"))
         except ModuleNotFoundError as error:
             raise UserError(f"logger {name}: {error}") from None
-    return loggers[::-1]  # a module's self.logger is the first: the one that was chosen last, else TensorBoard's
+    return loggers[::-1]
 
 
-def build_callbacks(
-    plan: RunPlan, session: RankSession, recorder: RunRecorder, facts: DataFacts, *, trainable: bool
-) -> list[Any]:
+def build_callbacks(run: Run, facts: DataFacts, *, is_training: bool) -> list[Any]:
     """Return Lockstep's callbacks and the config's, in the order in which they are called."""
-    folder, own, config = plan.folder, plan.trainer, as_run(plan)
-    config["data"].update({key: facts[key] for key in OF_IMAGES if key in facts})
-    batch_size = plan.batch.global_size if "data_hash" in facts else None
-    given = {
-        "folder": folder.checkpoints, "contents": {"config": config, "data": facts}, "run_folder": folder.path,
-        "run_id": folder.run_id, "global_batch_size": batch_size,
-    }  # fmt: skip
-    chosen = [build(node, given) for node in (plan.config["callbacks"] or {}).values() if node]
-    for callback in chosen:
+    batch_size = run.batch.global_size if "data_hash" in facts else None
+    # These run first, because other callbacks read trainer.should_stop and the averaged weights.
+    first = _deciding_callbacks(run, is_training=is_training)
+    chosen = _chosen_callbacks(run, facts, batch_size)
+    # The checkpoints come after the others, because they save their states.
+    chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))
+    if is_training and (run.config.get("s3") or {}).get("uri"):
+        from lockstep.callbacks.s3_upload import S3Upload
+
+        chosen.append(S3Upload(run.folder.path, **run.config["s3"]))
+    return [*first, TrainingLog(batch_size), *chosen, run.interruption, run.recorder]
+
+
+def _deciding_callbacks(run: Run, *, is_training: bool) -> list[Any]:
+    """Return the callbacks that decide what others go by: the end of the time, the average, a rank that hangs."""
+    options = run.trainer_config
+    callbacks: list[Any] = []
+    if is_training and options["max_time"]:
+        seconds = seconds_of(options["max_time"], "trainer.max_time")
+        callbacks.append(MaxTime(seconds, run.recorder.elapsed, run.interruption))
+    if options["ema_decay"]:
+        from lockstep.callbacks.weight_average import WeightAverage
+
+        callbacks.append(WeightAverage(options["ema_decay"], device_of(run)))
+    if run.hang_dump is not None:
+        callbacks.append(run.hang_dump)
+    if run.data_report is not None:
+        callbacks.append(run.data_report)
+    return callbacks
+
+
+def _chosen_callbacks(run: Run, facts: DataFacts, batch_size: int | None) -> list[Any]:
+    """Return the callbacks of the config."""
+    config = run.effective_config()
+    config["data"].update({key: facts[key] for key in RESOLVED_BY_DATA if key in facts})
+    values = {
+        "folder": run.folder.path,
+        "id": run.folder.run_id,
+        "checkpoints": run.folder.checkpoints,
+        "checkpoint_contents": {"config": config, "data": facts},
+        "global_batch_size": batch_size,
+    }
+    callbacks = []
+    for name, node in (run.config["callbacks"] or {}).items():
+        if not node:
+            continue
+        callback = build_part(node, values, f"callbacks.{name}")
         if not isinstance(callback, pl.Callback):
             raise UserError(f"callbacks: {type(callback).__name__} is not a Lightning callback.")
         if isinstance(callback, StochasticWeightAveraging):
             raise UserError("callbacks: StochasticWeightAveraging saves no average: use trainer.ema_decay.")
-    if any(isinstance(callback, ProgressBar) for callback in chosen):
-        chosen = [callback for callback in chosen if not isinstance(callback, Progress)]
-    chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))  # last: it saves the states of the others
-    if trainable and (plan.config.get("s3") or {}).get("uri"):
-        from lockstep.callbacks.s3_upload import S3Upload
+        callbacks.append(callback)
 
-        chosen.append(S3Upload(folder.path, **plan.config["s3"]))
-    first: list[Any] = []  # others go by what these decide
-    if trainable and own["max_time"]:
-        seconds = seconds_of(own["max_time"], "trainer.max_time")
-        first.append(MaxTime(seconds, recorder.elapsed, session.interruption))
-    if own["ema_decay"]:
-        from lockstep.callbacks.weight_average import WeightAverage
+    # A progress bar of the user's takes the place of the progress line.
+    if any(isinstance(callback, ProgressBar) for callback in callbacks):
+        callbacks = [callback for callback in callbacks if not isinstance(callback, Progress)]
+    return callbacks
 
-        first.append(WeightAverage(own["ema_decay"], device_of(plan)))
-    if session.hang_dump is not None:
-        first.append(session.hang_dump)
-    if session.data_report is not None:
-        first.append(session.data_report)
-    return [*first, TrainingLog(batch_size), *chosen, session.interruption, recorder]
+
+def build_part(node: Mapping[str, Any], values: Mapping[str, Any], key: str) -> Any:
+    """Build a callback or a logger; each option `${run:NAME}` of its config is that value of the run.
+
+    Args:
+        values: by name, as folder and id.
+        key: of the part in the config, for errors.
+    Raises:
+        UserError: a run has no value of that name; it lists those that there are.
+    """
+    static: dict[str, Any] = {}
+    from_run: dict[str, Any] = {}
+    for name, value in node.items():
+        reference = RUN_VALUE.fullmatch(value) if isinstance(value, str) else None
+        if reference is None:
+            static[name] = value
+        elif reference[1] in values:
+            from_run[name] = values[reference[1]]
+        else:
+            choices = ", ".join(f"${{run:{name}}}" for name in values)
+            raise UserError(f"{key}.{name}={value}: a run has {choices}.")
+    return build_node(static, values=from_run)

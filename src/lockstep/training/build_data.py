@@ -16,8 +16,8 @@ from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.find import Cluster
 from lockstep.records import provenance
 from lockstep.records.config import Config
-from lockstep.runs.join import RankSession, device_of
-from lockstep.runs.plan import RunPlan
+from lockstep.runs.join import device_of
+from lockstep.runs.run import Run
 from lockstep.storage.s3 import is_s3
 from lockstep.storage.sync import sync
 from lockstep.training.data_report import DataReport
@@ -34,7 +34,7 @@ RETIRED = (  # options of older versions
 )  # fmt: skip
 
 
-def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None = None) -> Any:
+def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     """Return the data module of one rank: Lockstep's, prepared and placed, or any of Lightning's.
 
     Args:
@@ -44,41 +44,41 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         UserError: it is not a LightningDataModule, its images are not here, or ranks have other
             images.
     """
-    config = plan.config
-    cluster = plan.cluster
-    options = {**config["data"], "global_batch_size": plan.batch.global_size}
+    config = run.config
+    cluster = run.cluster
+    options = {**config["data"], "global_batch_size": run.batch.global_size}
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "place"):
         return build_plain_data(config["data"])
 
     data = prepared_data(config, options, "fit" if trained_on is None else "test")
     if trained_on:
-        _match_training(data, trained_on, plan)
+        _match_training(data, trained_on, run)
     data.place(
         rank=cluster.rank,
         world_size=cluster.world_size,
-        accumulate_grad_batches=plan.batch.accumulate,
-        device=device_of(plan),
+        accumulate_grad_batches=run.batch.accumulate,
+        device=device_of(run),
     )
 
     # From here on the ranks meet in collectives, whose time is limited.
-    session.wait_for_all()
+    run.wait_for_all()
     check_same_data(data_facts(data), data, cluster)
     if cluster.is_rank_zero:
-        _report(data, plan, session, is_training=trained_on is None)
+        _report(data, run, is_training=trained_on is None)
     return data
 
 
-def _match_training(data: Any, trained_on: DataFacts, plan: RunPlan) -> None:
+def _match_training(data: Any, trained_on: DataFacts, run: Run) -> None:
     """Give evaluated data the classes of the training, and say where the images are others."""
     # Data modules of the user's own may state no classes.
     data.match_classes(trained_on.get("class_names", data.class_names))
-    typed = {key_of(override) for override in plan.config["overrides"]}
+    typed = {key_of(override) for override in run.config["overrides"]}
     is_new = any(names_images(key) for key in typed)
     is_same = is_same_data(data, trained_on)
     if is_new:
         if data.splits.drew_test and not is_same and "data.test_fraction" not in typed:
             data.test_on_all()
-    elif is_same is False and plan.cluster.is_rank_zero:
+    elif is_same is False and run.cluster.is_rank_zero:
         log.warning(
             "The images have changed since the training, which may have seen some of these test "
             "images."
@@ -95,13 +95,13 @@ def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
     return True if data.list_hash == trained_on.get("list_hash") else None
 
 
-def _report(data: Any, plan: RunPlan, session: RankSession, *, is_training: bool) -> None:
+def _report(data: Any, run: Run, *, is_training: bool) -> None:
     """Log the contents of the data on rank 0, and compare the images of a training."""
-    augmentation = plan.choices.get("augmentation") if is_training else None
+    augmentation = run.choices.get("augmentation") if is_training else None
     report.log_contents(data, {}, augmentation)
     if is_training:
-        session.data_report = DataReport(data, plan.folder)
-        session.data_report.start()
+        run.data_report = DataReport(data, run.folder)
+        run.data_report.start()
     else:
         data.report = {}
 

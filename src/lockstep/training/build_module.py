@@ -13,23 +13,32 @@ from lockstep.records.config import Config
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 
-OPTIONAL_KEYS = ("monitor", "mode", "outputs")  # keys of the config that a constructor need not know
-FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")  # that a constructor may ask for
-OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)  # options of train.yaml
+# Keys of the config that a constructor need not know.
+OPTIONAL_KEYS = ("monitor", "mode", "outputs")
+# Facts about the data that a constructor may ask for.
+FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")
+# Options of optimizer= that are no arguments of the optimizer's class.
+OPTIONS_OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
+# Groups whose overrides are refused where the task does not take the part.
+PARTS_OF_TASK = ("loss", "metrics", "optimizer", "scheduler")
 
-
-KINDS = {  # of targets, as data modules have them, with the options that make them
-    "class": "a class for each image (task=classifier)", "dict": "several targets for each image",
+# The kinds of targets that data modules have, with the options that make them.
+KINDS = {
+    "class": "a class for each image (task=classifier)",
+    "dict": "several targets for each image",
     "labels": "several labels for each image (data.label_columns=[a,b] task=multilabel)",
     "number": "a number for each image (data.target=number task=regression)",
     "mask": "a mask for each image (data.target=mask task=segmentation model=unet)",
-}  # fmt: skip
-TARGETS = {  # that an example task takes; a class of the user's own may take any
-    "tasks.classifier.ImageClassifier": "class", "tasks.distillation.Distillation": "class",
-    "tasks.multilabel.MultiLabel": "labels", "tasks.segmentation.Segmentation": "mask",
+}
+# The kind that an example task takes. A class of the user's own may take any.
+TARGETS = {
+    "tasks.classifier.ImageClassifier": "class",
+    "tasks.distillation.Distillation": "class",
+    "tasks.multilabel.MultiLabel": "labels",
+    "tasks.segmentation.Segmentation": "mask",
     "tasks.regression.Regression": "number",
-}  # fmt: skip
+}
 
 
 def build_module(
@@ -54,63 +63,113 @@ def build_module(
         UserError: the class is not a LightningModule, or needs something that neither the config nor the data has.
     """
     torch.manual_seed(config["seed"])
-    node = dict(config["task"])
-    wanted, _ = options_of(resolve_target(node["_target_"], "task._target_"))
-    kind, taken = facts.get("target"), TARGETS.get(node["_target_"])
-    if taken and kind and kind != taken:
-        raise UserError(f"The task takes {KINDS[taken]}, and the data has {KINDS[kind]}.")
-    outputs = node.get("outputs") or facts.get("num_classes")
-    node = {key: value for key, value in node.items() if key in wanted or key not in OPTIONAL_KEYS}
-    asked = wanted.keys() - node.keys()
-    for word in config.get("overrides") or () if trainable and not has_checkpoint else ():
-        group = key_of(word).partition(".")[0]
-        if group in ("loss", "metrics", "optimizer", "scheduler") and config.get(group) and group not in wanted:
-            raise UserError(f"{node['_target_']} does not take {group}=: remove {word}, or add the parameter {group}.")
+    target = config["task"]["_target_"]
+    parameters, _ = options_of(resolve_target(target, "task._target_"))
+    check_target(target, facts)
+    if trainable and not has_checkpoint:
+        _refuse_unused_parts(config, parameters)
+
+    node = {key: value for key, value in config["task"].items() if key in parameters or key not in OPTIONAL_KEYS}
+    outputs = config["task"].get("outputs") or facts.get("num_classes")
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
+    asked = parameters.keys() - node.keys()
+    # The net comes first: what draws random numbers after it does not change its initial weights.
     if "net" in asked:
-        if not outputs:
-            raise UserError(
-                f"{node['_target_']} takes model=, which needs the number of classes: let the data module have an "
-                "attribute num_classes, or give task.outputs=NUMBER."
-            )
-        shape = {**{key: facts[key] for key in ("image_size", "channels") if key in facts}, "num_classes": outputs}
+        shape = net_shape(facts, outputs, target)
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
-    own = config["optimizer"]
-    if trainable and "optimizer" in asked:
-        stated = {key: value for key, value in own.items() if key not in OF_EVERY_OPTIMIZER}
-        parts["optimizer"] = build({**stated, **(learning_rates or {}), "_partial_": True})
+    if "optimizer" in asked and trainable:
+        parts["optimizer"] = _optimizer(config["optimizer"], learning_rates or {})
     if "rules" in asked:
-        parts["rules"] = GroupRules(**{key: own[key] for key in RULES if key in own})
-    if trainable and "scheduler" in asked:
-        stated = config.get("scheduler") or {}
-        parts["scheduler"] = build({**stated, "_partial_": True}) if "_target_" in stated else None
+        options = config["optimizer"]
+        parts["rules"] = GroupRules(**{key: options[key] for key in RULES if key in options})
+    if "scheduler" in asked and trainable:
+        parts["scheduler"] = _scheduler(config.get("scheduler") or {})
     if "loss" in asked and "num_classes" in facts:
         parts["loss"] = build_loss(config, facts)
     if "metrics" in asked:
-        nodes = (config.get("metrics") or {}).items()
-        parts["metrics"] = {name: build(each, {"num_classes": outputs}) for name, each in nodes if each}
+        parts["metrics"] = _metrics(config, outputs)
+
     module = build(node, parts)
+    check_module(module, target)
+    if str(config["trainer"]["precision"]) in ("64-true", "64"):
+        # Lightning restores weights before it converts the module, and would round them.
+        module = module.double()
+    return module
+
+
+def check_target(target: str, facts: DataFacts) -> None:
+    """Raise UserError if an example task takes another kind of target than the data have."""
+    kind = facts.get("target")
+    expected = TARGETS.get(target)
+    if expected and kind and kind != expected:
+        raise UserError(f"The task takes {KINDS[expected]}, and the data has {KINDS[kind]}.")
+
+
+def check_module(module: Any, target: str) -> None:
+    """Raise UserError if what task= has built is no LightningModule, or has layers without a shape."""
     if not isinstance(module, pl.LightningModule):
-        raise UserError(f"task._target_={node['_target_']} is not a LightningModule.")
+        raise UserError(f"task._target_={target} is not a LightningModule.")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise UserError(
                 f"{name} is of a lazy layer, without a shape yet: give its size, or run the net once before."
             )
-    if str(config["trainer"]["precision"]) in ("64-true", "64"):
-        module = module.double()  # Lightning restores weights before it converts the module, and would round them
-    return module
+
+
+def _refuse_unused_parts(config: Config, parameters: Any) -> None:
+    """Raise UserError for an override of a part that the task does not take."""
+    target = config["task"]["_target_"]
+    for override in config.get("overrides") or ():
+        group = key_of(override).partition(".")[0]
+        if group in PARTS_OF_TASK and config.get(group) and group not in parameters:
+            raise UserError(f"{target} does not take {group}=: remove {override}, or add the parameter {group}.")
+
+
+def _optimizer(options: Config, learning_rates: Config) -> Any:
+    """Return a partial of optimizer=, which waits for the parameters."""
+    arguments = {key: value for key, value in options.items() if key not in OPTIONS_OF_EVERY_OPTIMIZER}
+    return build({**arguments, **learning_rates, "_partial_": True})
+
+
+def _scheduler(options: Config) -> Any:
+    """Return a partial of scheduler=, which waits for the optimizer; None for scheduler=none."""
+    if "_target_" not in options:
+        return None
+    return build({**options, "_partial_": True})
+
+
+def _metrics(config: Config, outputs: Any) -> dict[str, Any]:
+    nodes = (config.get("metrics") or {}).items()
+    return {name: build(node, {"num_classes": outputs}) for name, node in nodes if node}
+
+
+def net_shape(facts: DataFacts, outputs: Any, target: str) -> Config:
+    """Return the arguments of a net that follow from the data: image_size, channels and num_classes."""
+    if not outputs:
+        raise UserError(
+            f"{target} takes model=, which needs the number of classes: let the data module have an "
+            "attribute num_classes, or give task.outputs=NUMBER."
+        )
+    shape = {key: facts[key] for key in ("image_size", "channels") if key in facts}
+    return {**shape, "num_classes": outputs}
 
 
 def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint: bool) -> nn.Module:
     """Build the network of model=, with layers frozen by model.freeze and the format of trainer.channels_last."""
-    own, trainer = dict(config["model"]), config["trainer"]
-    frozen = own.pop("freeze", None)
-    if not trainable or has_checkpoint:  # the checkpoint brings the weights: nothing is fetched
-        own.update({key: value for key, value in (("pretrained", False), ("weights", None)) if key in own})
-    net: nn.Module = build(own, shape)
+    options = dict(config["model"])
+    frozen = options.pop("freeze", None)
+    if not trainable or has_checkpoint:
+        # The checkpoint brings the weights: nothing is fetched.
+        if "pretrained" in options:
+            options["pretrained"] = False
+        if "weights" in options:
+            options["weights"] = None
+
+    net: nn.Module = build(options, shape)
     if frozen and trainable:
         freeze(net, frozen)
+
+    trainer = config["trainer"]
     in_16_bits = str(trainer["precision"]).startswith(("auto", "bf16", "16"))
     on_tensor_cores = in_16_bits and trainer["accelerator"] != "cpu" and torch.cuda.is_available()
     if uses_channels_last(net, trainer.get("channels_last", False), on_tensor_cores):
@@ -118,18 +177,22 @@ def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint:
     return net
 
 
-def uses_channels_last(net: nn.Module, stated: bool | str, on_tensor_cores: bool = False) -> bool:
+def uses_channels_last(net: nn.Module, option: bool | str, on_tensor_cores: bool = False) -> bool:
     """Return trainer.channels_last; "auto" is for depthwise convolutions, and for all on a GPU's tensor cores.
 
     EfficientNet-Lite0 at 96 px is 1.4 times as fast with it on a CPU; ResNet-18, AlexNet and ViT lose 5 %.
     """
-    if stated != "auto":
-        if not isinstance(stated, bool):
-            raise UserError(f"trainer.channels_last={stated}: give true, false or auto.")
-        return stated
+    if isinstance(option, bool):
+        return option
+    if option != "auto":
+        raise UserError(f"trainer.channels_last={option}: give true, false or auto.")
+
     convolutions = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d)]
-    overlap = any(layer.kernel_size != layer.stride for layer in convolutions)  # false for a ViT's patch embedding
-    return (on_tensor_cores and overlap) or any(1 < layer.groups == layer.in_channels for layer in convolutions)
+    # A ViT's patch embedding is a convolution whose windows do not overlap.
+    has_overlap = any(layer.kernel_size != layer.stride for layer in convolutions)
+    if on_tensor_cores and has_overlap:
+        return True
+    return any(1 < layer.groups == layer.in_channels for layer in convolutions)
 
 
 def build_loss(config: Config, facts: DataFacts) -> Any:
@@ -140,8 +203,12 @@ def build_loss(config: Config, facts: DataFacts) -> Any:
     node = config.get("loss")
     if not node:
         return None
-    taken, any_name = options_of(resolve_target(node["_target_"], "loss._target_"))
-    unset = {key for key, value in OPTIONS_OF_LOSSES.items() if node.get(key) == value and key not in taken}
-    node = {key: value for key, value in node.items() if key not in unset or (any_name and value is not None)}
+    parameters, takes_any_name = options_of(resolve_target(node["_target_"], "loss._target_"))
+    options = {}
+    for key, value in node.items():
+        is_left_open = key in OPTIONS_OF_LOSSES and value == OPTIONS_OF_LOSSES[key] and key not in parameters
+        if not is_left_open or (takes_any_name and value is not None):
+            options[key] = value
+
     classes = facts["num_classes"]
-    return build(node, {"num_classes": classes, "class_counts": facts.get("class_counts") or [1] * classes})
+    return build(options, {"num_classes": classes, "class_counts": facts.get("class_counts") or [1] * classes})

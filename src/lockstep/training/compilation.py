@@ -14,7 +14,7 @@ import torch
 
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
-from lockstep.runs.plan import RunPlan
+from lockstep.runs.run import Run
 from lockstep.strategies.base import capabilities
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class EagerEvaluation(pl.Callback):
         return {"compiled": True}
 
 
-def is_compiled(module: Any, data: Any, plan: RunPlan, strategy: Any) -> bool:
+def is_compiled(module: Any, data: Any, run: Run, strategy: Any) -> bool:
     """Return whether trainer.compile compiles the net.
 
     The value auto compiles it in long runs on GPUs, but not under FSDP.
@@ -52,17 +52,17 @@ def is_compiled(module: Any, data: Any, plan: RunPlan, strategy: Any) -> bool:
     Raises:
         UserError: a CPU has no C++ compiler.
     """
-    compile_option = plan.trainer["compile"]
+    compile_option = run.trainer_config["compile"]
     if compile_option == "auto":
         return (
-            plan.accelerator == "gpu"
+            run.cluster.accelerator == "gpu"
             and _can_be_compiled(module, data, strategy)
             and _has_gpu_compiler()
-            and _training_steps(plan, data) >= PAYS_FROM_STEPS
+            and _training_steps(run, data) >= PAYS_FROM_STEPS
         )
 
-    if compile_option and plan.accelerator == "cpu":
-        backend = _compile_arguments(plan).get("backend", "inductor")
+    if compile_option and run.cluster.accelerator == "cpu":
+        backend = _compile_arguments(run).get("backend", "inductor")
         if backend == "inductor":
             _require_cpu_compiler()
     return bool(compile_option)
@@ -86,13 +86,13 @@ def _has_gpu_compiler() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _training_steps(plan: RunPlan, data: Any) -> int:
+def _training_steps(run: Run, data: Any) -> int:
     """Return the number of steps in max_epochs or max_steps, whichever ends first.
 
     Without either the training is long: it counts as PAYS_FROM_STEPS.
     """
-    max_steps = plan.trainer["max_steps"]
-    max_epochs = plan.trainer["max_epochs"] or -1
+    max_steps = run.trainer_config["max_steps"]
+    max_epochs = run.trainer_config["max_epochs"] or -1
     steps_of_epochs = max_epochs * (data.num_train // data.global_batch_size)
     limits = [limit for limit in (steps_of_epochs, max_steps) if limit >= 0]
     return min(limits, default=PAYS_FROM_STEPS)
@@ -108,20 +108,20 @@ def _require_cpu_compiler() -> None:
         )
 
 
-def _compile_arguments(plan: RunPlan) -> dict[str, Any]:
+def _compile_arguments(run: Run) -> dict[str, Any]:
     """Return the arguments of torch.compile that trainer.compile lists; {} if it is true or auto."""
-    compile_option = plan.trainer["compile"]
+    compile_option = run.trainer_config["compile"]
     return dict(compile_option) if isinstance(compile_option, Mapping) else {}
 
 
-def compile_net(net: torch.nn.Module, plan: RunPlan, strategy: Any) -> None:
+def compile_net(net: torch.nn.Module, run: Run, strategy: Any) -> None:
     """Compile the net at its first step, for batches of one size; under FSDP each of its units."""
-    arguments = {"dynamic": False, **_compile_arguments(plan)}
+    arguments = {"dynamic": False, **_compile_arguments(run)}
     if capabilities(strategy).compiles_units:
         _compile_units(net, arguments)
     else:
         net.compile(**arguments)
-    if plan.cluster.is_rank_zero:
+    if run.cluster.is_rank_zero:
         log.info("torch.compile: the first step compiles the net, which takes a minute or less.")
 
 

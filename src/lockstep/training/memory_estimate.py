@@ -18,7 +18,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from lockstep.config.compose import plain
 from lockstep.config.instantiate import resolve_target
 from lockstep.process.errors import EXIT_OK, UserError
 from lockstep.records.config import Config
@@ -46,9 +45,8 @@ TRUE_DTYPES = {
 }
 
 
-def estimate(cfg: Any) -> int:
+def estimate(config: Config) -> int:
     """Log the memory of each batch that is tried and the largest one; return the exit code."""
-    config = plain(cfg)
     trainer = config["trainer"]
     strategy = (trainer["strategy"] or {}).get("_target_", "")
     if strategy.rpartition(".")[2] not in STRATEGIES:

@@ -11,7 +11,7 @@ from lockstep.checkpoints.load import Checkpoint
 from lockstep.process.errors import UserError
 from lockstep.ranks.collectives import load_on_all_ranks
 from lockstep.records.config import Config, model_name
-from lockstep.runs.plan import RunPlan
+from lockstep.runs.run import Run
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task
@@ -30,7 +30,7 @@ def facts_of(checkpoint: Checkpoint) -> DataFacts:
     return of_lockstep.get("data") or {}
 
 
-def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) -> None:
+def load_weights(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
     """Load the initial weights of a new run.
 
     Of a resumed run only check its checkpoint, which trainer.fit() loads later.
@@ -39,28 +39,28 @@ def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) ->
         UserError: the checkpoint is of another model, or the run to resume was trained on other
             images.
     """
-    if not plan.checkpoint:
+    if not run.checkpoint:
         return
-    if plan.resume_step:
-        check_resumed(module, facts, plan)
+    if run.resume_step:
+        check_resumed(module, facts, run)
         return
 
     loaded = start_from(
-        module, plan.checkpoint, model_name(plan.config), plan.config["data"], facts
+        module, run.checkpoint, model_name(run.config), run.config["data"], facts
     )
-    if plan.cluster.is_rank_zero:
+    if run.cluster.is_rank_zero:
         log.info(loaded)
 
 
-def check_resumed(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) -> None:
+def check_resumed(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
     """Compare the checkpoint of the run to resume with its module and its data."""
-    checkpoint = load_on_all_ranks(plan.checkpoint)
+    checkpoint = load_on_all_ranks(run.checkpoint)
     # Lightning loads any module but a task. Its hooks may make layers first.
     if isinstance(module, Task):
         state = checkpoint["state_dict"]
-        check_fits(module, state, plan.checkpoint, model_name(plan.config))
+        check_fits(module, state, run.checkpoint, model_name(run.config))
     if "data_hash" in facts:
-        check_data_of_run(checkpoint, facts, plan.folder.run_id)
+        check_data_of_run(checkpoint, facts, run.folder.run_id)
 
 
 def check_fits(

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from hydra_plugins import lockstep_sweeps
 from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.config.compose import compose
 from lockstep.sweeps import jobs as sweep
-from lockstep.sweeps.jobs import Job, forward_stop_signals, is_minimized, ranking, run_child
+from lockstep.sweeps import local
+from lockstep.sweeps.jobs import run_child
+from lockstep.sweeps.ranking import Job, is_minimized, ranking
+from lockstep.sweeps.stopping import forward_stop_signals
 from runs import run_door
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -81,7 +83,7 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
     ],
 )
 def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, monkeypatch):
-    monkeypatch.setattr(lockstep_sweeps, "visible_gpus", lambda environ: gpus)
+    monkeypatch.setattr(local, "visible_gpus", lambda environ: gpus)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher = LocalJobs(n_jobs)

@@ -6,7 +6,7 @@ import re
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from hydra_plugins.lockstep_sweeps import suggest
+from lockstep.sweeps.search import suggest
 from runs import run_door
 
 COMMAND = [

@@ -19,7 +19,7 @@ from local_ranks import local_cluster
 from lockstep.checkpoints.io import write_checkpoint
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build
-from lockstep.config.schema import missing_option
+from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 from lockstep.runs import join as rank
 from lockstep.runs.join import prepare_process, set_breakpoints, threads_of

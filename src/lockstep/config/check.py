@@ -1,0 +1,123 @@
+"""Check the keys and types of a composed config: a yaml's default gives the type of its key."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.schema import FREE_GROUPS, REFUSED_TRAINER_KEYS, key_of, trainer_arguments
+from lockstep.config.suggestions import unknown_key
+from lockstep.process.errors import UserError
+from lockstep.records.config import Config
+
+# A word that a key takes beside a number.
+WORD_OF_KEY = {"data.global_batch_size": "max", "trainer.devices": "auto", "trainer.num_nodes": "auto"}
+# Keys that may be a node in place of their default.
+MAY_BE_NODE = ("trainer.compile", "trainer.strategy")
+TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
+# Keys whose value is a name, also where it looks like a number.
+NAMES = ("run_id", "experiment_name", "data.name")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong key or value of a config.
+
+    Args:
+        expected: what to give instead; None if nothing reads the key.
+    """
+
+    key: str
+    value: Any
+    expected: str | None
+
+
+def check(config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]) -> None:
+    """Check every key and type of a composed config; a UserError names the first wrong key and the nearest valid one.
+
+    Args:
+        config: plain, with unresolved interpolations.
+        options: the chosen options alone, without the values of an experiment or of the command line.
+        folders: that hold the groups, configs/ first.
+    """
+    fault = next(_faults(config, options), None)
+    if fault is None:
+        return
+
+    if fault.expected:
+        sentence = f"{fault.key}={fault.value!r}: give {fault.expected}."
+    else:
+        sentence = unknown_key(fault.key, options, folders)
+    if overrides and not any(_is_about(override, fault.key) for override in overrides):
+        sentence += " It is in a yaml of the experiment or the callbacks."
+    raise UserError(sentence)
+
+
+def _is_about(override: str, key: str) -> bool:
+    typed = key_of(override)
+    return typed.startswith(key) or key.startswith(typed)
+
+
+def _faults(config: Config, options: Config, place: str = "") -> Iterator[Fault]:
+    """Yield each wrong key or value of a node.
+
+    Args:
+        place: of the node, as `trainer.`.
+    """
+    for name, value in config.items():
+        key = f"{place}{name}"
+        if name not in options:
+            if not _is_read(place[:-1], str(name), value, config, options):
+                yield Fault(key, value, None)
+            continue
+
+        default = options[name]
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            yield from _faults(value, default, f"{key}.")
+            continue
+        expected = _expected(key, value, default)
+        if expected:
+            yield Fault(key, value, expected)
+
+
+def _expected(key: str, value: Any, default: Any) -> str | None:
+    """Return what to give in place of a value; None if it is right."""
+    if key in NAMES and isinstance(value, int | float):
+        return f"it in quotes: '{value}'"
+    if value is None or value in (default, WORD_OF_KEY.get(key)):
+        return None
+    if isinstance(value, str) and "${" in value:
+        # Its type is known when it has been resolved.
+        return None
+    if isinstance(value, Mapping) and key in MAY_BE_NODE:
+        return None
+    if key == "trainer.strategy":
+        return "a strategy as trainer=ddp, trainer=fsdp and the like"
+    if isinstance(default, Mapping) and default:
+        choice = "" if "." in key else f"; a yaml chooses an option in its defaults: `- override /{key}: {value}`"
+        return f"one of its keys, as {key}.KEY=VALUE{choice}"
+    return _expected_type(value, default)
+
+
+def _expected_type(value: Any, default: Any) -> str | None:
+    kind = type(default)
+    is_whole_for_float = kind is float and type(value) is int
+    if kind not in TYPES or type(value) is kind or is_whole_for_float:
+        return None
+    return f"{TYPES[kind]} (the default is {str(default).lower()})"
+
+
+def _is_read(place: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
+    """Return whether something may read a key that no yaml lists."""
+    if place == "trainer":
+        if name in REFUSED_TRAINER_KEYS:
+            raise UserError(f"trainer.{name} cannot be given: {REFUSED_TRAINER_KEYS[name]}.")
+        return name in trainer_arguments()
+    if place in FREE_GROUPS:
+        return value is None or isinstance(value, Mapping)
+    if name == "_target_":
+        return True
+    # A class may take any other key, but rooot is meant to be root.
+    is_slip = difflib.get_close_matches(name, map(str, listed), 1, cutoff=0.88)
+    return "_target_" in parent and not is_slip

@@ -1,0 +1,128 @@
+"""Say what a misspelt key or option was most likely meant to be."""
+
+import difflib
+import re
+from pathlib import Path
+
+from lockstep.config.schema import (
+    FREE_GROUPS,
+    REFUSED_TRAINER_KEYS,
+    dotted,
+    is_group,
+    keys,
+    trainer_arguments,
+    yaml_files,
+)
+from lockstep.records.config import Config
+
+# Names from other programs, by the key that they mean here.
+NAMES_ELSEWHERE = {
+    "data.global_batch_size": "batch_size batch bs",
+    "data.num_workers": "workers",
+    "data.image_size": "img_size",
+    "data.root": "root data_dir data_path",
+    "data=": "dataset",
+    "trainer.precision": "fp16 bf16 amp",
+    "trainer.num_nodes": "nnodes",
+    "trainer.devices": "gpus gpu num_gpus nproc_per_node world_size",
+    "trainer.max_epochs": "epochs num_epochs",
+    "trainer.max_steps": "steps iterations max_iters",
+    "trainer.accelerator": "device cuda cpu",
+    "trainer.accumulate_grad_batches": "accumulate grad_accum",
+    "trainer.gradient_clip_val": "clip max_grad_norm",
+    "trainer.ema_decay": "ema",
+    "optimizer.lr": "learning_rate base_lr",
+    "optimizer.weight_decay": "wd",
+    "optimizer=": "optim opt",
+    "scheduler.warmup_epochs": "warmup warmup_steps",
+    "scheduler=": "sched lr_scheduler",
+    "model=": "arch net backbone",
+    "loss=": "criterion",
+    "experiment=": "recipe",
+    "s3.uri": "bucket",
+    "paths.log_dir": "output_dir save_dir",
+    "ckpt_path": "checkpoint weights",
+}
+ANY_OTHER = {
+    "model": "any model of timm is model=timm model.name={name}; ",
+    "metrics": "any class of torchmetrics is '+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
+}
+
+
+def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
+    """Return the sentence for a key that nothing reads."""
+    others = _options_with(key, folders)
+    if others:
+        return f"There is no {key} here: {' or '.join(others[:4])} has it."
+
+    group = key.partition(".")[0]
+    keys_of_run = list(dotted(options))
+    keys_of_trainer = [f"trainer.{name}" for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
+    keys_of_group = _keys_of_group(group, folders)
+    close = nearest(key, [*keys_of_run, *keys_of_trainer, *keys_of_group])
+    if close:
+        others = [] if close in keys_of_run else _options_with(close, folders)
+        where = f" ({' or '.join(others[:2])})" if others else ""
+        sign = "=" if is_group(close, folders) else ""
+        return f"There is no {key}: use {close}{sign}{where}."
+
+    more = ""
+    if group in FREE_GROUPS:
+        more = f", '+{key}={{_target_: …}}' adds one"
+    elif "_target_" in (options.get(group) or ()):
+        more = f", '+{key}=VALUE' adds one"
+    return f"There is no {key}: python src/train.py --help lists all keys{more}."
+
+
+def nearest(key: str, names: list[str]) -> str | None:
+    """Return the key that was most likely meant: by its last part, a name of another program, or its spelling."""
+    slip = difflib.get_close_matches(key, names, 1, cutoff=0.9)
+    if slip:
+        return slip[0]
+
+    place, _, last = key.rpartition(".")
+    for meant, elsewhere in NAMES_ELSEWHERE.items():
+        if last in elsewhere.split():
+            return meant
+
+    beside = [name for name in names if name.rpartition(".")[0] == place]
+    for candidates in (beside, names):
+        by_last_part = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+        close = difflib.get_close_matches(last, by_last_part, 1, cutoff=0.7)
+        if close:
+            return by_last_part[close[0]]
+    return None
+
+
+def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:
+    """Return the sentence for `model=resnet50`; None if the option exists or `group` is not a group."""
+    names = [path.stem for path in yaml_files(group, folders)]
+    # Hydra's plugins bring options of hydra/launcher.
+    if not names or name in names or "/" in group:
+        return None
+
+    close = difflib.get_close_matches(name.lower(), names, 1)
+    hint = f"did you mean {group}={close[0]}? " if close else ""
+    other = ANY_OTHER.get(group, "").format(name=name)
+    if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name):
+        other = f"a class of any package is {group}._target_={name}; "
+    elif group == "data" and "/" in name:
+        other = f"a folder of images is data=image_folder data.root={name}; "
+    return f"There is no {group}={name}: {hint}{other}{group}= takes {', '.join(sorted(names))}."
+
+
+def _keys_of_group(group: str, folders: tuple[Path, ...]) -> list[str]:
+    names: list[str] = []
+    for path in yaml_files(group, folders):
+        names += [key.name for key in keys(path, group, commented=False)]
+    return names
+
+
+def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
+    """Return the options that list `key`, as data=cifar10."""
+    group = key.partition(".")[0]
+    options = []
+    for path in yaml_files(group, folders):
+        if key in [listed.name for listed in keys(path, group, commented=False)]:
+            options.append(f"{group}={path.stem}")
+    return options

@@ -1,0 +1,118 @@
+"""Finish a run on its first process: send what is left to the bucket, write the page, log the last line."""
+
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from lockstep.process import signals
+from lockstep.process.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.process.output import as_read, tested_name
+from lockstep.ranks.find import Cluster
+from lockstep.records.config import Config
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord, has_trained, read_record
+from lockstep.runs.start import finished_already, hold_run_lock
+from lockstep.storage.uploader import finish_upload, send_files, withdraw
+
+log = logging.getLogger(__name__)
+
+
+def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> int:
+    """Upload what is left, write the page and log the last line; return the exit code of this process.
+
+    Args:
+        code: how the run has ended so far.
+    """
+    _remove_empty_outputs(folder)
+    if cluster.is_rank_zero:
+        code = _conclude(config, folder, code)
+
+    if code == EXIT_INTERRUPTED and cluster.launcher == "torchrun":
+        # torchrun would start the ranks again, although somebody asked them to stop.
+        return EXIT_OK
+    has_checkpoint = any(folder.checkpoints.glob("*.json"))
+    if code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not has_checkpoint:
+        # Exit code 75 would promise a checkpoint to go on from.
+        return signals.INTERRUPTED_AT_ONCE
+    return code
+
+
+def finish_again(config: Config, cluster: Cluster) -> int | None:
+    """Return the exit code where resume=auto names a run with nothing left to train; None for any other start.
+
+    A job script may start such a run again and again: what could not be uploaded before is sent.
+    """
+    folder = finished_already(config)
+    if folder is None:
+        return None
+
+    log.info(f"The run {folder.run_id} has finished.")
+    if cluster.local_rank:
+        return EXIT_OK
+    if not cluster.is_rank_zero:
+        return finish_run(config, cluster, folder, EXIT_OK)
+    with hold_run_lock(folder):
+        return finish_run(config, cluster, folder, EXIT_OK)
+
+
+def _remove_empty_outputs(folder: RunFolder) -> None:
+    for path in [*folder.path.glob("stack-rank*.txt"), *folder.path.glob("rank*.log")]:
+        if path.exists() and path.stat().st_size == 0:
+            # Another rank that shares the folder may be first.
+            path.unlink(missing_ok=True)
+
+
+def _conclude(config: Config, folder: RunFolder, code: int) -> int:
+    """Upload and describe what a run leaves, or remove all that one with refused input leaves.
+
+    Returns:
+        The exit code.
+    """
+    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    if code == EXIT_USER_ERROR and not record.restarts and not has_trained(folder):
+        withdraw(config.get("s3"), folder)
+        shutil.rmtree(folder.path, ignore_errors=True)
+    if not folder.record.exists():
+        return code
+
+    code = finish_upload(config.get("s3"), folder, code)
+    pages = _write_pages(config, folder)
+    # The page tells where the best checkpoint lies, so it is sent after that one.
+    record = read_record(folder.record)
+    is_short = record.upload.error is not None or code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)
+    send_files(config.get("s3"), folder, is_short)
+
+    if code == EXIT_OK and record.status == "finished":
+        paths = [os.path.relpath(page) for page in pages or [folder.path]]
+        log.info(" · ".join(["finished", *_shown_metrics(record), *paths]))
+    if record.upload.error:
+        again = f"python src/upload.py {folder.run_id} sends it"
+        log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")
+    return code
+
+
+def _write_pages(config: Config, folder: RunFolder) -> list[Path]:
+    """Write page.md, and with logbook=keep a copy of the run for git; an error in a page ends no run."""
+    pages: list[Path] = []
+    try:
+        from lockstep.logbook.build import keep_run, summarise, write_page
+
+        pages.append(write_page(summarise(folder.path)))
+        if config.get("logbook") == "keep" and not config["choices"].get("debug"):
+            pages.append(keep_run(folder.path, Path(config["paths"]["logbook_dir"])))
+    except Exception as error:
+        again = f"python src/logbook.py keep {folder.run_id} writes one into logbook/"
+        log.warning(f"The run's page was not written ({type(error).__name__}: {error}); {again}.")
+    return pages
+
+
+def _shown_metrics(record: RunRecord) -> list[str]:
+    """Return the best monitored metric and the tested one, as the terminal shows them."""
+    shown = []
+    for name in (f"{record.monitor}_best", tested_name(record.monitor)):
+        value = record.metrics.get(name)
+        if isinstance(value, float):
+            shown.append(f"{name} {as_read(name, value)}")
+    return shown

@@ -1,0 +1,178 @@
+"""Write what is known when a run begins: config.yaml, the first record, and the diff of uncommitted code."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import keys
+from lockstep.config.changes import differences
+from lockstep.config.compose import compose, whole_config
+from lockstep.config.schema import key_of
+from lockstep.process.environment import environment
+from lockstep.process.errors import UserError
+from lockstep.process.files import sha256_of, utc_now, write_atomically
+from lockstep.process.project import REPOSITORY
+from lockstep.process.redact import redact, redact_text
+from lockstep.ranks.find import agent_id
+from lockstep.records import provenance
+from lockstep.records.config import data_name, flatten, model_name
+from lockstep.records.record import RunRecord, continued, locked_record, read_record, write_record
+from lockstep.runs.run import Run
+from lockstep.storage.pointers import new_uuid, uuid_of
+
+RECIPE = ("experiment=", "+experiment=", "hydra.searchpath=")  # overrides that choose what the others change
+
+
+def begin_record(run: Run, previous: RunRecord | None, largest_batch: dict[str, Any]) -> None:
+    """Write the record of this start and, of a new run, config.yaml.
+
+    The config of a resumed run is written when its ranks are built: a start that fails leaves what ran before.
+
+    Args:
+        previous: the record that an earlier start left; None for a new run.
+        largest_batch: what a search for data.global_batch_size=max has found.
+    """
+    run.folder.path.mkdir(parents=True, exist_ok=True)
+    record = first_record(run)
+    if previous is None:
+        write_config(run)
+        if record.code["dirty"]:
+            _write_code_diff(run)
+    with locked_record(run.folder.record):
+        if previous is not None:
+            # Read it again: a page may have been linked from it since.
+            record = continued(read_record(run.folder.record), record, step=run.resume_step or 0)
+        if largest_batch:
+            record.take({"largest_batch": largest_batch})
+        write_record(run.folder.record, record)
+
+
+def write_config(run: Run) -> None:
+    """Write config.yaml, with the values that the run has."""
+    import yaml
+
+    config = run.effective_config()
+    write_atomically(run.folder.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
+
+
+def _write_code_diff(run: Run) -> None:
+    diff = provenance.code_diff(REPOSITORY)
+    if diff:
+        write_atomically(run.folder.code_diff, lambda file: file.write(redact_text(diff)))
+
+
+def first_record(run: Run) -> RunRecord:
+    """Return the record before anything has happened."""
+    return RunRecord(
+        **_identity(run),
+        **_command(run),
+        **_code_and_host(run),
+        **_parts(run),
+        **_sizes(run),
+        **_initial_weights(run),
+    )
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    now = utc_now()
+    tags = run.config["tags"]
+    if not isinstance(tags, list | tuple):
+        tags = [tags]
+    return {
+        "run_id": run.folder.run_id,
+        "uuid": uuid_of(run.folder) or new_uuid(),
+        "task_name": run.config["task_name"],
+        "status": "running",
+        "phase": "start",
+        "tags": [str(tag) for tag in tags if tag is not None],
+        "started_at": now,
+        "updated_at": now,
+    }
+
+
+def _command(run: Run) -> dict[str, Any]:
+    program = Path(sys.argv[0]).resolve()
+    script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
+    return {
+        "command": f"python {shlex.join([script, *sys.argv[1:]])}",
+        "overrides": list(run.config["overrides"]),
+        "experiment": run.config.get("experiment_name") or run.choices.get("experiment"),
+        "summary": {"changed": changes_of_recipe(run)},
+    }
+
+
+def _code_and_host(run: Run) -> dict[str, Any]:
+    hardware = run.config.get("hardware") or {}
+    return {
+        "code": provenance.code_state(REPOSITORY),
+        "versions": provenance.versions(),
+        "hosts": [provenance.host(run.cluster.node_rank)],
+        "launcher": run.cluster.launcher,
+        "agent": agent_id(environment()),
+        "cost": {"price_per_hour": hardware.get("price_per_hour_usd")},
+    }
+
+
+def _parts(run: Run) -> dict[str, Any]:
+    checkpoints = (run.config.get("callbacks") or {}).get("checkpoints") or {}
+    return {
+        "model": model_name(run.config),
+        "data": data_name(run.config),
+        "trainer": run.choices["trainer"],
+        "precision": run.trainer_config["precision"],
+        "seed": run.config["seed"],
+        "monitor": checkpoints.get("monitor", "val/acc"),
+    }
+
+
+def _sizes(run: Run) -> dict[str, Any]:
+    return {
+        "world_size": run.cluster.world_size,
+        "num_nodes": run.cluster.num_nodes,
+        "accelerator": run.cluster.accelerator,
+        "global_batch_size": run.batch.global_size,
+        "per_device_batch_size": run.batch.per_device,
+        "per_device_batch_limit": run.batch.per_device,
+        "accumulate_grad_batches": run.batch.accumulate,
+        "epochs": 0,
+        "steps": 0,
+    }
+
+
+def _initial_weights(run: Run) -> dict[str, Any]:
+    """Return the checkpoint that gives a new run its weights, and the sha256 of that or of model.weights."""
+    if run.resume_step:
+        return {}
+    weights = run.checkpoint or run.config["model"].get("weights")
+    is_file = isinstance(weights, str) and Path(weights).is_file()
+    return {
+        "initial_weights": run.checkpoint,
+        "initial_weights_sha256": sha256_of(Path(weights)) if is_file else None,
+    }
+
+
+def changes_of_recipe(run: Run) -> list[list[Any]]:
+    """Return [option, value in the recipe, value of this run] for what the command line changes.
+
+    The list is empty for an evaluation, and where the recipe alone cannot be composed, as without data.root.
+    """
+    overrides = run.config["overrides"]
+    if run.config["task_name"] != "train":
+        return []
+    try:
+        recipe = whole_config(compose("train", [word for word in overrides if word.startswith(RECIPE)]))
+    except UserError:
+        return []
+
+    values = flatten(redact(run.effective_config()))
+    changed = differences([flatten(redact(recipe)), values], keys.is_told_of_a_run)
+    rows = []
+    for key in map(key_of, overrides):
+        names = [name for name in changed if keys.is_below(name, key)]
+        if f"choices.{key}" in values:
+            names = [f"choices.{key}"]
+        for name in names:
+            if name in changed:
+                rows.append([name.removeprefix("choices."), *changed.pop(name)])
+    return rows

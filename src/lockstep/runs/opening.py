@@ -1,0 +1,207 @@
+"""Open a run on this rank: meet the other ranks, decide which run it is, and close it however it ends.
+
+Imports no torch before the first rank is needed, so that every early refusal is quick.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoints.files import newest_whole, read_sidecar
+from lockstep.config.keys import is_equal_on_all_ranks
+from lockstep.process import signals
+from lockstep.process.environment import environment, set_variables
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, Ended, Interrupted, UserError
+from lockstep.ranks import failures
+from lockstep.ranks.find import Cluster, agent_id, named_run, set_rank_environment
+from lockstep.records import provenance
+from lockstep.records.batch import Batch
+from lockstep.records.config import Config
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord, has_trained, read_record
+from lockstep.runs.batch import decide_batch
+from lockstep.runs.batch_search import search
+from lockstep.runs.finishing import finish_run
+from lockstep.runs.first_record import begin_record, write_config
+from lockstep.runs.headlines import headlines
+from lockstep.runs.run import Run, with_ranks
+from lockstep.runs.start import (
+    check_bucket,
+    check_resumable,
+    config_before,
+    hold_run_lock,
+    run_folder,
+)
+
+log = logging.getLogger(__name__)
+
+Answer = dict[str, Any]  # what rank 0 decides for all ranks, as JSON
+
+
+@contextmanager
+def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
+    """Open the run of this rank, and close it when the block ends, however it ends.
+
+    The ranks meet, rank 0 decides which run it is and where it begins, and its record is begun. An exception that
+    leaves the block is logged and recorded and goes no further: `run.exit_code` says how the run has ended. Then what
+    is left is uploaded, and the page is written.
+
+    Raises:
+        Ended: the run could not be opened; the reason has been logged.
+    """
+    opening = Opening(config, cluster)
+    is_open = False
+    with opening.held:
+        try:
+            signals.on_stop(signals.interrupt)
+            try:
+                run = opening.open()
+
+                from lockstep.runs.join import joined_ranks
+
+                with joined_ranks(run):
+                    is_open = True
+                    yield run
+            finally:
+                # What is left is short: a signal is noted, and no longer interrupts.
+                signals.on_stop(signals.note)
+            code = EXIT_OK
+        except Exception as error:
+            code = _code_of_failure(error, cluster, opening.folder)
+
+        # Of several ranks that Lockstep's agent has started, the agent's process finishes the run.
+        finishes_here = not cluster.has_agent and not cluster.local_rank
+        if finishes_here and opening.folder is not None:
+            code = finish_run(config, cluster, opening.folder, code)
+
+    if not is_open:
+        raise Ended(code)
+    run.exit_code = code
+
+
+def _code_of_failure(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
+    """Report the exception that ended this rank; return its exit code."""
+    # A signal during an import can raise any exception. After the ranks have met, `culprit` names the rank that
+    # failed.
+    is_explained = isinstance(error, Interrupted | UserError) or hasattr(error, "culprit")
+    if signals.asked and not is_explained:
+        error = Interrupted(signal.Signals(signals.asked[0]).name)
+
+    code = failures.end_of(error, cluster, folder)
+    if getattr(error, "elsewhere", False) and cluster.launcher == "torchrun" and cluster.num_nodes > 1:
+        # torchrun shall start this node's ranks again, beside a node that comes back.
+        return EXIT_FAILED
+    return code
+
+
+@dataclass
+class Opening:
+    """The steps from a composed config to a run that has begun, on one rank.
+
+    Attributes:
+        held: what stays open until the run is closed, such as its lock.
+        folder: of the run, as soon as it is known.
+        run: as soon as it is decided.
+    """
+
+    config: Config
+    cluster: Cluster
+    held: ExitStack = field(default_factory=ExitStack)
+    folder: RunFolder | None = None
+    run: Run | None = None
+
+    def open(self) -> Run:
+        """Return the run, once all ranks have met and know it."""
+        set_rank_environment(self.cluster)
+        if self.cluster.world_size == 1:
+            self._decide()
+        else:
+            from lockstep.ranks.meeting import meet
+
+            config = with_ranks(self.config, self.cluster)
+            fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
+            answer = meet(self.cluster, self.config["trainer"]["timeout_s"], fingerprint, self._decide)
+            self._follow(answer)
+        assert self.run is not None
+
+        self._prepare_folder(self.run)
+        return self.run
+
+    def _decide(self) -> Answer:
+        """Decide on rank 0 which run it is, where it begins, and its batch; write its first record."""
+        config = self.config
+        folder, is_new = run_folder(config, named_run(config, environment()) or agent_id(environment()))
+        self.folder = folder
+        if not self.cluster.has_agent:
+            self.held.enter_context(hold_run_lock(folder))
+            # Another process may have trained it while this one waited for the lock.
+            is_new = is_new and not has_trained(folder)
+        check_bucket(config, folder)
+        previous = None if is_new else read_record(folder.record)
+
+        before = {} if is_new else config_before(folder) or {}
+        batch, largest_batch = decide_batch(config, self.cluster, previous or RunRecord(), before, search)
+        run = Run(config, self.cluster, folder, batch)
+        if previous:
+            check_resumable(folder, run.effective_config(), previous)
+        self._find_checkpoint(run, previous)
+        begin_record(run, previous, largest_batch)
+        for line in headlines(run):
+            log.info(line)
+
+        self.run = run
+        logs = Path(config["paths"]["log_dir"])
+        return {
+            "folder": os.path.relpath(folder.path, logs),
+            "batch": [run.batch.global_size, run.batch.accumulate],
+            "begins_at": [run.resume_step, run.checkpoint],
+        }
+
+    def _find_checkpoint(self, run: Run, previous: RunRecord | None) -> None:
+        """Set the checkpoint from which a resumed run goes on, or a new one takes its weights."""
+        if previous or run.config.get("resume") == "auto":
+            checkpoint = newest_whole(run.folder.checkpoints)
+            if previous or checkpoint:
+                start = checkpoint.name if checkpoint else "its start: no whole checkpoint"
+                log.info(f"Resuming {run.folder.run_id} from {start}.")
+            run.resume_step = 0
+            if checkpoint:
+                run.resume_step = read_sidecar(checkpoint).step
+                run.checkpoint = str(checkpoint.resolve())
+
+        address = run.config.get("ckpt_path")
+        if address and not run.checkpoint:
+            from lockstep.storage.fetch import locate_checkpoint
+
+            logs = Path(run.config["paths"]["log_dir"])
+            run.checkpoint = str(locate_checkpoint(str(address), logs, run.config.get("s3")).resolve())
+
+    def _follow(self, answer: Answer) -> None:
+        """Take over what rank 0 has decided; on rank 0 itself there is nothing to do."""
+        if self.run is not None:
+            return
+        logs = Path(self.config["paths"]["log_dir"])
+        self.folder = RunFolder((logs / answer["folder"]).resolve())
+        size, accumulate = answer["batch"]
+        batch = Batch.cut(size, self.cluster.world_size, accumulate)
+        self.run = Run(self.config, self.cluster, self.folder, batch, *answer["begins_at"])
+
+    def _prepare_folder(self, run: Run) -> None:
+        """Make the run's folder on this node, which may have a disk of its own."""
+        run.folder.path.mkdir(parents=True, exist_ok=True)
+        if run.cluster.is_rank_zero:
+            record_end = partial(failures.record_end, run.folder, signals.INTERRUPTED_AT_ONCE)
+            signals.before_the_end(record_end)
+        elif run.cluster.local_rank == 0:
+            # A later resume on this node reads the options.
+            if not run.folder.config.exists():
+                write_config(run)
+            node = f"node {run.cluster.node_rank} of {run.cluster.num_nodes} (counted from 0)"
+            log.info(f"{node} joined run {run.folder.run_id}; output is on node 0")
+        set_variables({"TORCH_FR_DUMP_TEMP_FILE": str(run.folder.path / "nccl-trace-rank")}, unless_set=True)

@@ -1,0 +1,123 @@
+"""The one object that knows a run: its config, ranks, folder, batch, where it goes on, and its record."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config.keys import is_rate
+from lockstep.process.errors import EXIT_OK, UserError
+from lockstep.ranks.find import Cluster
+from lockstep.records.batch import Batch
+from lockstep.records.config import Config
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord, read_record, update_record
+
+
+@dataclass
+class Run:
+    """A run, as each of its ranks knows it before it builds its parts; rank 0 writes its record.
+
+    Args:
+        config: composed, as the user asked for it, with `choices` (the option of each group) and `overrides`. It is
+            read-only.
+        cluster: this rank and those around it.
+        resume_step: optimizer steps that a resumed run has done; None for a new run.
+        checkpoint: a path on the machine of rank 0: the run's own checkpoint after a resume_step above 0, else one
+            with initial weights; None: neither.
+
+    Attributes:
+        exit_code: of this process, once the run has been closed.
+        hosts: a description of each node. This and the following are set when the ranks have joined.
+        interruption: the callback that saves and ends when a signal came.
+        hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
+        heartbeat: by which the ranks notice that one of them is lost; None for a single rank.
+        data_report: the callback that compares the images on rank 0; None where nothing is compared.
+        recorder: the callback that writes run.json while Lightning runs; None before the parts are built.
+    """
+
+    config: Config
+    cluster: Cluster
+    folder: RunFolder
+    batch: Batch
+    resume_step: int | None = None
+    checkpoint: str | None = None
+
+    exit_code: int = field(default=EXIT_OK, init=False)
+    hosts: list[dict[str, Any]] = field(default_factory=list, init=False)
+    interruption: Any = field(default=None, init=False)
+    hang_dump: Any = field(default=None, init=False)
+    heartbeat: Any = field(default=None, init=False)
+    data_report: Any = field(default=None, init=False)
+    recorder: Any = field(default=None, init=False)
+
+    @property
+    def trainer_config(self) -> Config:
+        """The config's options of the trainer."""
+        return self.config["trainer"]
+
+    @property
+    def choices(self) -> Config:
+        """The option of each config group."""
+        return self.config["choices"]
+
+    @property
+    def resume_from(self) -> str | None:
+        """The checkpoint from which Lightning's fit goes on; None where the run begins at step 0."""
+        return self.checkpoint if self.resume_step else None
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Each learning rate × global batch / base_batch_size (Goyal et al. 2017); {} unless scale_lr_with_batch."""
+        optimizer = self.config["optimizer"]
+        if self.config["task_name"] != "train" or not optimizer.get("scale_lr_with_batch"):
+            return {}
+
+        base = optimizer["base_batch_size"]
+        if not isinstance(base, int) or base < 1:
+            raise UserError(f"optimizer.base_batch_size={base!r}: give a whole number from 1 on.")
+
+        names = [key for key in optimizer if is_rate(key)]
+        return {name: optimizer[name] * self.batch.global_size / base for name in names}
+
+    def effective_config(self) -> dict[str, Any]:
+        """Return the config with the values that the run has: what config.yaml and checkpoints hold."""
+        config = with_ranks(self.config, self.cluster)
+        if "global_batch_size" in config["data"]:
+            config["data"]["global_batch_size"] = self.batch.global_size
+        config["optimizer"].update(self.learning_rates)
+        return config
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here, however long the slowest takes to read its images.
+
+        Raises:
+            LostRank: a rank gives no sign of life.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.wait_for_all()
+
+    def record(self) -> RunRecord:
+        """Return run.json as it is on the disk."""
+        return read_record(self.folder.record)
+
+    def update(self, trainer: Any = None, **fields: object) -> None:
+        """Set fields of run.json, on rank 0; with a trainer also its progress and the fields of its callbacks."""
+        if self.recorder is not None:
+            if self.cluster.is_rank_zero:
+                self.recorder.write(trainer, **fields)
+            return
+
+        if self.cluster.is_rank_zero:
+            with update_record(self.folder.record) as record:
+                record.take(fields)
+
+
+def with_ranks(config: Config, cluster: Cluster) -> dict[str, Any]:
+    """Return a copy of the config with the devices, nodes and accelerator that `auto` stands for."""
+    copied = copy.deepcopy(dict(config))
+    copied["trainer"].update(
+        accelerator=cluster.accelerator,
+        devices=cluster.devices,
+        num_nodes=cluster.num_nodes,
+    )
+    return copied

@@ -1,0 +1,69 @@
+"""Start this node's ranks, each as a process with the same command line, and finish the run when they have ended."""
+
+import logging
+import sys
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from lockstep.process import signals
+from lockstep.process.environment import environment
+from lockstep.process.errors import EXIT_INTERRUPTED
+from lockstep.ranks import failures
+from lockstep.ranks.find import Cluster, named_run
+from lockstep.records.config import Config
+from lockstep.records.folder import RunFolder
+from lockstep.runs.finishing import finish_run
+from lockstep.runs.start import hold_run_lock, run_folder
+
+log = logging.getLogger(__name__)
+
+
+def start_ranks(config: Config, cluster: Cluster) -> int:
+    """Start this node's ranks with torch's agent, and finish the run when they have ended; return the exit code."""
+    run_id = named_run(config, environment())
+    is_first_node = cluster.node_rank == 0
+    with ExitStack() as held:
+        if is_first_node:
+            folder, _ = run_folder(config, run_id)
+            run_id = folder.run_id
+            held.enter_context(hold_run_lock(folder))
+        else:
+            # The ranks' first meeting tells which run it is; until then their output goes to a folder of its own.
+            output = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))
+            folder = RunFolder(Path(output))
+        signals.before_the_end(partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE))
+
+        code, failure, callstack = _run_agent(config, cluster, run_id, folder)
+
+        if failure:
+            failure["phase"] = failure["phase"] or failures.phase_of(folder)
+        if is_first_node:
+            if code:
+                failures.record_end(folder, code, failure)
+            code = finish_run(config, cluster, folder, code)
+        if failure:
+            failures.log_failure(failure, callstack)
+        return code
+
+
+def _run_agent(
+    config: Config, cluster: Cluster, run_id: str | None, folder: RunFolder
+) -> tuple[int, failures.RankError | None, str]:
+    """Run torch's agent until all ranks have ended; return exit code, failure and its traceback."""
+    arguments = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+    try:
+        signals.on_stop(signals.interrupt)
+        from lockstep.ranks import agent
+
+        signals.check()
+        return agent.start_ranks(cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"])
+    except Exception:
+        # A signal during the import of torch can raise any exception.
+        if not signals.asked:
+            raise
+        return EXIT_INTERRUPTED, None, ""
+    finally:
+        # What is left is short: a signal is noted, and no longer interrupts.
+        signals.on_stop(signals.note)

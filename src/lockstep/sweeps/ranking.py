@@ -1,0 +1,101 @@
+"""The ranking of a sweep's jobs."""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lockstep.config.keys import REPEATS
+from lockstep.config.schema import key_of
+from lockstep.process.output import as_read, tested_name
+
+# Names of metrics of which the lower one is better.
+ERRORS = re.compile(r"loss|error|(?<![a-z])(mse|mae|rmse|ece|nll)(?![a-z])")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The end of one job of a sweep.
+
+    Args:
+        code: the worst exit code of its SLURM tasks.
+        value: the best value of the optimized metric; nan if the job failed.
+        tested: the test metric that belongs to it.
+    """
+
+    number: int
+    code: int
+    overrides: list[str]
+    value: float
+    tested: float = math.nan
+
+    @property
+    def has_failed(self) -> bool:
+        return not math.isfinite(self.value)
+
+
+def is_minimized(config: Any) -> bool:
+    """Return whether lower is better for optimized_metric, by hydra.sweeper.direction or the checkpoint callback."""
+    direction = OmegaConf.select(config, "hydra.sweeper.direction")
+    if direction in ("minimize", "maximize"):
+        return bool(direction == "minimize")
+
+    checkpoints = OmegaConf.select(config, "callbacks.checkpoints")
+    if checkpoints and checkpoints.monitor == config.optimized_metric:
+        return bool(checkpoints.mode == "min")
+    return bool(ERRORS.search(str(config.optimized_metric)))
+
+
+def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> list[str]:
+    """Return the ranking as lines, failed jobs last, then the means of jobs that differ in fold or seed alone.
+
+    The line of a job has the overrides that are not common to all jobs.
+    """
+    finished = [job for job in jobs if not job.has_failed]
+    failed = [job for job in jobs if job.has_failed]
+    ranked = sorted(finished, key=lambda job: job.value, reverse=not minimize)
+    common = _common_overrides(jobs)
+
+    order = ", the lowest first" if minimize else ""
+    lines = [f"{len(jobs)} jobs by {metric}{order}:"]
+    for job in (*ranked, *failed):
+        result = f"exit code {job.code:<2}" if job.has_failed else f"{as_read(metric, job.value):<12}"
+        overrides = [override for override in job.overrides if override not in common]
+        lines.append(f"  {result}  {' '.join(overrides)}  {sweep_name}_{job.number}")
+    return [*lines, *_means((*ranked, *failed), common, metric)]
+
+
+def _common_overrides(jobs: Sequence[Job]) -> set[str]:
+    if len(jobs) < 2:
+        return set()
+    return set.intersection(*(set(job.overrides) for job in jobs))
+
+
+def _means(jobs: Iterable[Job], common: set[str], metric: str) -> Iterator[str]:
+    """Yield mean ± standard deviation of each group of jobs that differ in fold or seed alone."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        settings = [
+            override
+            for override in job.overrides
+            if override not in common and key_of(override) not in REPEATS
+        ]
+        groups.setdefault(" ".join(settings), []).append(job)
+
+    for settings_of_group, group in groups.items():
+        values = {
+            metric: [job.value for job in group],
+            tested_name(metric): [job.tested for job in group],
+        }
+        means = [
+            f"{name} {as_read(name, statistics.fmean(column))} ± {as_read(name, statistics.stdev(column))}"
+            for name, column in values.items()
+            if len(column) > 1 and all(map(math.isfinite, column))
+        ]
+        if means:
+            parts = [f"{len(group)} jobs", *means, settings_of_group]
+            yield "  mean of " + " · ".join(filter(None, parts))

@@ -1,0 +1,53 @@
+"""Stop a sweep: its jobs save first."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.process import signals
+from lockstep.process.environment import environment
+from lockstep.process.errors import EXIT_INTERRUPTED
+
+KILLED_BY_CTRL_C = 128 + signal.SIGINT
+
+running: set[Any] = set()  # the processes of jobs
+asked: list[int] = []  # signals that asked the sweep to stop
+
+
+@contextmanager
+def forward_stop_signals() -> Iterator[None]:
+    """Hand a signal on to the running jobs, wait until they have saved, and end the sweep; a second Ctrl-C kills them.
+
+    SLURM with cgroups signals this process alone. A job that submitit runs has a result to hand in all the same.
+    """
+    asked.clear()
+    previous = signals.on_stop(_stop_jobs)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    requeue = previous.get(signal.SIGUSR1)
+    if signal.SIGUSR1 in asked and callable(requeue):
+        # It is submitit's handler, which puts the job into the queue again, now that it has saved.
+        requeue(signal.SIGUSR1, None)
+    if asked and "SUBMITIT_EXECUTOR" not in environment():
+        raise SystemExit(KILLED_BY_CTRL_C if asked.count(signal.SIGINT) > 1 else EXIT_INTERRUPTED)
+
+
+def _stop_jobs(number: int, _frame: Any) -> None:
+    is_second_ctrl_c = number == signal.SIGINT and signal.SIGINT in asked
+    asked.append(number)
+    if is_second_ctrl_c:
+        # The terminal has sent Ctrl-C to the jobs as well: let them print their messages.
+        time.sleep(0.5)
+        forwarded = signal.SIGKILL
+    elif number == signal.SIGINT:
+        forwarded = signal.SIGTERM
+    else:
+        forwarded = signal.Signals(number)
+    for process in list(running):
+        process.send_signal(forwarded)

@@ -1,0 +1,37 @@
+"""Facts for the record of a run, about its module and its data once they are built."""
+
+from typing import Any
+
+from lockstep.config.instantiate import options_of
+from lockstep.data.report import settings_of
+from lockstep.records.config import model_name
+from lockstep.runs.run import Run
+
+
+def facts_of_module(run: Run, trainer: Any, module: Any) -> dict[str, Any]:
+    """Return the model's name, the precision that `auto` came to, and the numbers of parameters."""
+    parameters = list(getattr(module, "net", module).parameters())
+    constructor, _ = options_of(type(module))
+    takes_model = "net" in constructor and "net" not in run.config["task"]
+    return {
+        "model": model_name(run.config) if takes_model else type(module).__name__,
+        "precision": str(trainer.precision),
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+    }
+
+
+def facts_of_data(run: Run, data: Any) -> dict[str, Any]:
+    """Return the numbers of images, their hash and how they are preprocessed."""
+    if not hasattr(data, "place"):
+        # The loaders of a data module of Lightning's own kind decide the batch.
+        return {"global_batch_size": None, "per_device_batch_size": None}
+    return {
+        "num_train": data.num_train,
+        "num_val": data.num_val,
+        "num_test": data.num_test,
+        "left_out_per_epoch": data.num_train % data.global_batch_size,
+        "data_hash": data.data_hash,
+        "data_report": data.report,
+        "images": settings_of(data, run.choices.get("augmentation")),
+    }
