@@ -85,10 +85,13 @@ def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
     head = bucket.call("head_object", name)
     sha256 = head["Metadata"].get("sha256", "")
     steps = STEP.findall(name) or [0]
-    folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
-    return fetch(
-        bucket, name, Sidecar(int(steps[-1]), head["ContentLength"], sha256), folder, "best"
+    sidecar = Sidecar(
+        step=int(steps[-1]),
+        bytes=head["ContentLength"],
+        sha256=sha256,
     )
+    identity = sha256 or head["ETag"].strip('"')
+    return fetch(bucket, name, sidecar, cache / identity[:16], "best")
 
 
 def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -> Path:
