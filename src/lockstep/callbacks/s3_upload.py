@@ -26,8 +26,8 @@ class S3Upload(pl.Callback):
     A place that holds another run is refused: the run ends before training.
 
     Args:
-        required: end the run before training if the bucket cannot be written; else train on and keep
-            trying.
+        required: end the run before training if the bucket cannot be written; else train on and
+            keep trying.
         flush_timeout_s: how long the end of fit may wait for what is not yet uploaded.
     """
 
@@ -80,7 +80,7 @@ class S3Upload(pl.Callback):
         return None
 
     def _claim(self, uploader: Uploader) -> str | None:
-        """Claim the place before training, so that of two new runs of one id the second is refused."""
+        """Claim the place before training: of two new runs of one id the second is refused."""
         for _ in range(2):  # another start may have claimed it since its pointers were read
             try:
                 uploader.claim()
@@ -94,7 +94,7 @@ class S3Upload(pl.Callback):
         return None  # what else went wrong the thread finds again, and says it
 
     def expect_end(self, seconds: float) -> None:
-        """Upload the newest checkpoints at once from now on: this machine stops in so many seconds."""
+        """Upload new checkpoints at once from now on: this machine stops in so many seconds."""
         self.flush_timeout_s = min(self.flush_timeout_s, seconds)
         if self.uploader is not None:
             self.uploader.intervals_s["last"] = 0.0

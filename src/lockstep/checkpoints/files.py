@@ -184,7 +184,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def mark_unfinished(checkpoint: Path) -> None:
-    """Note that this run is about to write or remove a checkpoint, which a kill may leave in part."""
+    """Note that this run is writing or removing a checkpoint, of which a kill may leave a part."""
     _mark_path(checkpoint).touch()
 
 

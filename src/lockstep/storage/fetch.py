@@ -1,4 +1,7 @@
-"""Fetch checkpoints and runs from a bucket: verified by sha256, cached, with progress. Imports no torch."""
+"""Fetch checkpoints and runs from a bucket: verified by sha256, cached, with progress.
+
+Imports no torch.
+"""
 
 import logging
 import re
@@ -82,10 +85,13 @@ def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
     head = bucket.call("head_object", name)
     sha256 = head["Metadata"].get("sha256", "")
     steps = STEP.findall(name) or [0]
-    folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
-    return fetch(
-        bucket, name, Sidecar(int(steps[-1]), head["ContentLength"], sha256), folder, "best"
+    sidecar = Sidecar(
+        step=int(steps[-1]),
+        bytes=head["ContentLength"],
+        sha256=sha256,
     )
+    identity = sha256 or head["ETag"].strip('"')
+    return fetch(bucket, name, sidecar, cache / identity[:16], "best")
 
 
 def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -> Path:
@@ -119,18 +125,14 @@ def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -
 
 
 def fetch_record(run: Bucket, folder: RunFolder) -> None:
-    """Bring back record, config and curves of a run from its bucket, unless the local ones are newer.
+    """Bring back record, config and curves of a run from its bucket, unless nothing there is newer.
 
     Raises:
         OtherRunError: this machine has trained another run of the same id.
     """
     try:
         pointers = read_pointers(run)
-        if not belongs_to(run, pointers, folder):
-            if has_trained(folder):
-                refuse_other_run(run, pointers, folder)
-            # A start that trained nothing left this record. The run in the bucket takes its place.
-            folder.record.unlink(missing_ok=True)
+        _make_way(run, pointers, folder)
         if folder.record.exists() and not _names_newer(pointers, folder):
             return
         for pointer in pointers.values():
@@ -143,6 +145,15 @@ def fetch_record(run: Bucket, folder: RunFolder) -> None:
         # With a local checkpoint, the fetching of checkpoints says that the bucket cannot be used.
         if not any(files.complete(folder.checkpoints)):
             raise _cannot_be_fetched(run, folder, error) from None
+
+
+def _make_way(run: Bucket, pointers: Pointers, folder: RunFolder) -> None:
+    """Let the run in the bucket take the place of a local start that trained nothing."""
+    if belongs_to(run, pointers, folder):
+        return
+    if has_trained(folder):
+        refuse_other_run(run, pointers, folder)
+    folder.record.unlink(missing_ok=True)
 
 
 def _fetch_file(run: Bucket, key: str, folder: RunFolder) -> None:
@@ -164,34 +175,48 @@ def fetch_checkpoints(run: Bucket, folder: RunFolder) -> None:
         for kind, pointer in read_pointers(run).items():
             if pointer.checkpoint is None:
                 continue
-            # A last that is not newer than the best is only needed if the best has weights alone.
-            local = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
-            sidecar = read_sidecar(local) if local else None
-            if sidecar is not None and sidecar.step >= pointer.checkpoint.step:
-                continue
-            try:
-                fetch(run, pointer.key, pointer.checkpoint, folder.checkpoints, kind)
-            except S3Error as error:
-                if error.code not in ("Damaged", "NoSuchKey"):
-                    raise
-                log.info(f"Skipped {run.address(pointer.key)}: {error}.")
+            if pointer.checkpoint.step > _newest_step(folder, kind):
+                _fetch_unless_damaged(run, pointer.key, pointer.checkpoint, folder, kind)
     except S3Error as error:
         if newest_whole(folder.checkpoints) is None:
             raise _cannot_be_fetched(run, folder, error) from None
-        log.info(
-            f"s3: the run cannot be looked up in {run.uri}: {error}; continuing with the local files."
-        )
+        reason = f"the run cannot be looked up in {run.uri}: {error}"
+        log.info(f"s3: {reason}; continuing with the local files.")
+
+
+def _newest_step(folder: RunFolder, kind: str) -> int:
+    """Return the step of the newest whole checkpoint on this machine; -1 if there is none.
+
+    For "last" every checkpoint counts that a run can resume from.
+    """
+    checkpoint = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
+    sidecar = read_sidecar(checkpoint) if checkpoint else None
+    return sidecar.step if sidecar else -1
+
+
+def _fetch_unless_damaged(
+    run: Bucket,
+    key: str,
+    sidecar: Sidecar,
+    folder: RunFolder,
+    kind: str,
+) -> None:
+    try:
+        fetch(run, key, sidecar, folder.checkpoints, kind)
+    except S3Error as error:
+        if error.code not in ("Damaged", "NoSuchKey"):
+            raise
+        log.info(f"Skipped {run.address(key)}: {error}.")
 
 
 def _names_newer(pointers: Pointers, folder: RunFolder) -> bool:
     """Return whether a pointer names a newer checkpoint than this machine has."""
-    sidecars = [sidecar for _, sidecar in files.complete(folder.checkpoints)]
-    best_steps = [sidecar.step for _, sidecar in files.complete(folder.checkpoints, "best")]
-    steps = {
-        "best": max(best_steps, default=-1),
-        # A best checkpoint that a run can resume from is as good as a last one.
-        "last": max((item.step for item in sidecars if not item.weights_only), default=-1),
-    }
+    steps = {"best": -1, "last": -1}
+    for path, sidecar in files.complete(folder.checkpoints):
+        if path.name.startswith("best-"):
+            steps["best"] = max(steps["best"], sidecar.step)
+        if not sidecar.weights_only:  # a run can resume from it, as from a last one
+            steps["last"] = max(steps["last"], sidecar.step)
     for kind, pointer in pointers.items():
         if pointer.checkpoint is not None and pointer.checkpoint.step > steps[kind]:
             return True

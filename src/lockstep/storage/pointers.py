@@ -3,8 +3,8 @@
 <prefix>/<run_id>/best.json, last.json                         name one complete checkpoint, or none
 <prefix>/<run_id>/checkpoints/best-step00000123-1a2b3c4d.ckpt  step and beginning of the sha256
 
-Two machines can give two runs the same id. Each run therefore has a random uuid, in its run.json and
-in its pointers, and a place that holds another uuid is refused. Imports no torch.
+Two machines can give two runs the same id. Each run therefore has a random uuid, in its run.json
+and in its pointers, and a place that holds another uuid is refused. Imports no torch.
 """
 
 import json

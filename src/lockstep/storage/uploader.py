@@ -6,9 +6,9 @@ newer checkpoint replaces one that has not been sent yet. A file being sent is l
 with increasing delays. Imports no torch.
 
 best.json and last.json point to the uploaded checkpoints. Each start of a run first claims both: it
-writes its start time into them, and creates the one that is missing without a checkpoint in it. Every
-later write is a conditional PUT, which fails if another start has claimed them since: an older start
-that is still alive sees the newer one, and stops.
+writes its start time into them, and creates the one that is missing without a checkpoint in it.
+Every later write is a conditional PUT, which fails if another start has claimed them since: an
+older start that is still alive sees the newer one, and stops.
 
 A pointer names the key of an upload before the upload begins, and its predecessor's until that is
 deleted. Only keys that a pointer of this run has named are ever deleted.
@@ -66,7 +66,7 @@ class Uploader:
 
     Args:
         start: start time of the run; a process with an older one stops uploading.
-        takes_over: true for a new start of the run, false to upload what an earlier process has left.
+        takes_over: true for a new start of the run, false to upload what an earlier process left.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Uploader:
             return self._is_flushed()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread; an upload in progress is aborted, and its file stays in the run folder."""
+        """Stop the thread; an upload in progress is aborted, and its file stays on the disk."""
         with self._wake:
             self._stopped = True
             self._wake.notify_all()
@@ -140,14 +140,7 @@ class Uploader:
         """
         pointers = read_pointers(self.run)
         refuse_other_run(self.run, pointers, self.folder)
-        newest = max(pointer.start for pointer in pointers.values())
-        if newest > self.start_time:
-            if not self.takes_over:
-                self._stopped = True
-                raise S3Error("a newer start of this run has taken over in the bucket")
-            # This start is the newer one even if the clock of its machine is behind.
-            self.start_time = newest + 0.001
-
+        self._become_newest(pointers)
         self._pointers = pointers
         for kind, pointer in pointers.items():
             is_claimed = pointer.start == self.start_time and pointer.uuid == self.uuid
@@ -158,8 +151,23 @@ class Uploader:
             keep_start(self.folder, self.start_time)
         self.takes_over = False
         self._has_claimed = True
+        self._clean_up()
 
-        # Both are optional: a lifecycle rule of the bucket can do it instead.
+    def _become_newest(self, pointers: Pointers) -> None:
+        """Make this start the newest one, even if the clock of its machine is behind."""
+        newest = max(pointer.start for pointer in pointers.values())
+        if newest <= self.start_time:
+            return
+        if not self.takes_over:
+            self._stopped = True
+            raise S3Error("a newer start of this run has taken over in the bucket")
+        self.start_time = newest + 0.001
+
+    def _clean_up(self) -> None:
+        """Delete what earlier starts of this run left, as far as the bucket permits.
+
+        A lifecycle rule of the bucket can do it instead.
+        """
         with contextlib.suppress(S3Error):
             self._abort_unfinished_uploads()
         with contextlib.suppress(S3Error):
@@ -174,11 +182,14 @@ class Uploader:
         newest = next(complete(self.folder.checkpoints, kind), None)
         if newest is None:
             return None
-        sent = [self._pointers[kind].checkpoint]
+        _, sidecar = newest
+        uploaded = self._pointers[kind].checkpoint
+        if uploaded is not None and uploaded.sha256 == sidecar.sha256:
+            return None
         if kind == "last":
-            sent += [sidecar for _, sidecar in complete(self.folder.checkpoints, "best")][:1]
-        is_sent = any(sidecar and sidecar.sha256 == newest[1].sha256 for sidecar in sent)
-        return None if is_sent else newest
+            for _, best in complete(self.folder.checkpoints, "best"):
+                return None if best.sha256 == sidecar.sha256 else newest
+        return newest
 
     def _work(self) -> None:
         while not self._stopped:
@@ -228,7 +239,7 @@ class Uploader:
         return delay_s
 
     def _point(self, kind: str, **changes: Any) -> None:
-        """Write best.json or last.json, unless another process has written it since this one did."""
+        """Write best.json or last.json, unless another process has written it meanwhile."""
         pointer = replace(self._pointers[kind], start=self.start_time, uuid=self.uuid, **changes)
         condition = {"IfMatch": pointer.etag} if pointer.etag else {"IfNoneMatch": "*"}
         etag = self.run.write(f"{kind}.json", pointer.as_json().encode(), **condition)
@@ -340,8 +351,12 @@ def _last_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader 
 
 
 def _timeout_s(s3: Mapping[str, Any] | None, is_short: bool) -> float:
-    timeout_s = float((s3 or {}).get("flush_timeout_s", 300.0))
-    return min(timeout_s, SHORT_TIMEOUT_S) if is_short else timeout_s
+    timeout_s = 300.0
+    if s3 and s3.get("flush_timeout_s") is not None:
+        timeout_s = float(s3["flush_timeout_s"])
+    if is_short:
+        timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
+    return timeout_s
 
 
 def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) -> int:
