@@ -317,7 +317,8 @@ def export(options: dict[str, str]) -> int:
             return EXIT_FAILED
 
     (out / "README.md").write_text(card_text(model, out, compared))
-    log.info(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    names = sorted(path.name for path in out.iterdir())
+    log.info(f"{out}: {', '.join(names)}")
     if repository:
         message = f"Export {out.name}"
         repo_id = repository.repo_id

@@ -109,7 +109,7 @@ def _require_cpu_compiler() -> None:
 
 
 def _compile_arguments(plan: RunPlan) -> dict[str, Any]:
-    """Return the arguments of torch.compile that trainer.compile lists; {} if it is true or auto."""
+    """Return the arguments of torch.compile in trainer.compile; {} if it is true or auto."""
     compile_option = plan.trainer["compile"]
     return dict(compile_option) if isinstance(compile_option, Mapping) else {}
 
