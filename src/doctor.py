@@ -31,8 +31,8 @@ from lockstep.process.output import say
 from lockstep.process.script import script
 from lockstep.ranks.find import INFINIBAND, Cluster, find_ranks, set_rank_environment
 from lockstep.records import provenance
+from lockstep.records.batch import resolve_batch
 from lockstep.records.config import Config
-from lockstep.runs.batch import resolve_batch
 from lockstep.runs.checks import LONGEST_TMPDIR
 from lockstep.runs.run import with_ranks
 

@@ -15,8 +15,8 @@ from lockstep.commands.command_line import read_command, take_flag
 from lockstep.process.errors import EXIT_OK
 from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
+from lockstep.records.batch import resolve_batch
 from lockstep.records.config import Config
-from lockstep.runs.batch import resolve_batch
 from lockstep.runs.batch_search import search
 
 

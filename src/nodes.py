@@ -36,7 +36,15 @@ GRACE_AFTER_STOP_S = 120.0
 GRACE_AFTER_KILL_S = 5.0
 POLL_S = 0.1
 FINE = (EXIT_OK, EXIT_INTERRUPTED)
-SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"]
+SSH = [
+    "ssh",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ServerAliveInterval=10",
+    "-o",
+    "ServerAliveCountMax=6",
+]
 # Standard input controls the trainer: `stop` asks it to save and end, `kill` and a lost connection
 # end it. The reader's own output is closed, because sshd waits for every process that has the
 # session's open.

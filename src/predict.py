@@ -1,17 +1,25 @@
-"""Predict with a trained model: a CSV with a row for each image, of a classifier also a contact sheet.
+"""Predict with a trained model: a CSV with a row for each image, and a contact sheet of classes.
 
-    python src/predict.py ckpt_path=<run_id | FILE | s3://…> images=DIR [out=predictions.csv] [top=1] [batch=64]
-    python src/predict.py ckpt_path=<run_id> [out=predictions.pt]      predict_dataloader of the run's data module
+    python src/predict.py ckpt_path=<run_id | FILE | s3://…> images=<DIR | FILE | FILE,FILE,DIR>
+        [out=predictions-<run_id>.csv] [top=1] [batch=64] [overwrite=false]
 
-The CSV has classes and probabilities, a column for each label, a number, or the file of a mask, by the run's task. The
-contact sheet, a PNG beside the CSV, shows the first images; captions below 50 % are red. An image that cannot be
-decoded has a row with the reason, and the exit code is then 1. A .pt file holds what predict_step returned, as a list.
+    python src/predict.py ckpt_path=<run_id> [out=predictions-<run_id>.pt]
+
+The second command predicts the predict_dataloader of the run's data module.
+
+The CSV has classes and probabilities, a column for each label, a number, or the file of a mask, by
+the run's task. The contact sheet of a classifier, a PNG beside the CSV, shows the first images;
+captions below 50 % are red. An image that cannot be decoded has a row with the reason, and the exit
+code is then 1. A .pt file holds what predict_step returned, as a list. A file that out= names is
+replaced with overwrite=true alone.
 """
 
 import csv
 import logging
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,122 +31,302 @@ from lockstep.process.script import run_with_options
 log = logging.getLogger(__name__)
 
 OPTIONS: dict[str, str | None] = {
-    "ckpt_path": None, "images": "", "out": "", "top": "1", "batch": "64", "log_dir": str(REPOSITORY / "logs"),
-}  # fmt: skip
-SHEET_IMAGES, UNSURE = 48, 0.5  # below this probability a caption is red
-Row = dict[str, str | float]  # column → value
+    "ckpt_path": None,
+    "images": "",
+    "out": "",
+    "top": "1",
+    "batch": "64",
+    "overwrite": "false",
+    "log_dir": str(REPOSITORY / "logs"),
+}
+SHEET_IMAGES = 48
+SHEET_COLUMNS = 6
+CAPTION_LENGTH = 16  # characters
+# A caption below this probability is red.
+UNSURE = 0.5
+RED = "#c22745"
+# A message names at most this many files.
+SHOWN_FILES = 3
+
+# The value of each column.
+Row = dict[str, str | float]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that one prediction writes."""
+
+    table: Path
+
+    @property
+    def sheet(self) -> Path:
+        return self.table.with_suffix(".png")
+
+    @property
+    def masks(self) -> Path:
+        return self.table.with_name(f"{self.table.stem}_masks")
 
 
 def predict(options: dict[str, str]) -> int:
-    """Predict a folder of images into a CSV, or the run's own data into a .pt file."""
-    from lockstep.data.listing import files_below
+    """Predict images into a CSV, or the run's own data into a .pt file."""
     from lockstep.training.inference import load_finished
 
-    for key in ("top", "batch"):
-        if not options[key].isdecimal() or int(options[key]) < 1:
-            raise UserError(f"{key}={options[key]} must be a whole number from 1.")
-    folder, left_out, names = Path(options["images"]), dict[str, list[str]](), list[str]()
-    if options["images"]:
-        if not folder.is_dir():
-            raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
-        names = [image.name for image in files_below(folder, left_out)]
-        if not names:
-            others = ", ".join(f"{len(found)} {reason}" for reason, found in left_out.items())
-            raise UserError(f"images={folder} holds no image{f' (left out: {others})' if others else ''}.")
+    top = positive_number("top", options["top"])
+    batch = positive_number("batch", options["batch"])
+    files = image_files(options["images"])
+    check_out(options)
+
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
-    if not names:
-        return predict_own_data(model, options, Path(options["out"] or "predictions.pt"))
+    model.check_prediction()
+    if not files:
+        return predict_own_data(model, options)
     if "image_size" not in model.facts or "mean" not in model.facts:
-        raise UserError("The run's data module does not define how images are made. Remove images= from the command.")
-    out, batch = Path(options["out"] or "predictions.csv"), int(options["batch"])
+        raise UserError(
+            "The run's data module does not define how images are made. "
+            "Remove images= from the command."
+        )
+
+    outputs = Outputs(Path(options["out"] or default_out(model, ".csv")))
     rows: dict[str, Row] = {}
+    names = list(files)
     for start in range(0, len(names), batch):
-        part = names[start : start + batch]
-        rows |= predict_files(model, folder, part, out.with_name(f"{out.stem}_masks"), int(options["top"]))
-    broken = [row["error"] for row in rows.values() if isinstance(row.get("error"), str)]  # a label may be named so
-    if len(broken) == len(names):
-        raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
-    columns = sorted(dict.fromkeys(key for row in rows.values() for key in row), key="error".__eq__)
-
-    def write(file: Any) -> None:
-        writer = csv.DictWriter(file, ["file", *columns])
-        writer.writeheader()
-        for name, row in rows.items():
-            shown = {key: f"{value:.6f}" if isinstance(value, float) else value for key, value in row.items()}
-            writer.writerow({"file": name, **shown})
-
-    write_atomically(out, write)
-    log.info(f"{len(names)} images · {out}")
-    if classified := [(folder / name, row) for name, row in rows.items() if "probability" in row][:SHEET_IMAGES]:
-        write_sheet(out.with_suffix(".png"), classified)
-    if broken:
-        log.error(f"{len(broken)} of {len(names)} images cannot be decoded; {out} states why. The first: {broken[0]}")
-    return EXIT_FAILED if broken else EXIT_OK
+        part = {name: files[name] for name in names[start : start + batch]}
+        rows |= predict_files(model, part, outputs.masks, top)
+    return report(rows, files, outputs, options["images"])
 
 
-def predict_files(model: Any, folder: Path, names: list[str], masks: Path, top: int) -> dict[str, Row]:
+def positive_number(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{option}={text} must be a whole number from 1.")
+    return int(text)
+
+
+def check_out(options: dict[str, str]) -> None:
+    """Refuse to replace files that out= names, as they may be another run's.
+
+    The default name has the run's id, so that it is this run's own.
+    """
+    overwrite = options["overwrite"].lower()
+    if overwrite not in ("true", "false"):
+        raise UserError(f"overwrite={options['overwrite']} must be true or false.")
+    if not options["out"] or overwrite == "true":
+        return
+
+    outputs = Outputs(Path(options["out"]))
+    for path in (outputs.table, outputs.sheet, outputs.masks):
+        if path.exists():
+            raise UserError(
+                f"{path} exists, and may be of another run: give another out=, or overwrite=true."
+            )
+
+
+def default_out(model: Any, suffix: str) -> str:
+    """Return the name of the output, which has the run's id or the checkpoint's name."""
+    name = (model.record.run_id or model.path.stem).replace("/", "_")
+    return f"predictions-{name}{suffix}"
+
+
+def image_files(images: str) -> dict[str, Path]:
+    """Return the images of images= by their names in the CSV; {} without images=.
+
+    Names are relative to the folder if there is one folder alone, else they are as typed.
+
+    Raises:
+        UserError: there is none, or a path is neither an image nor a folder.
+    """
+    if not images:
+        return {}
+    typed = _typed_paths(images)
+    files: dict[str, Path] = {}
+    left_out: dict[str, list[str]] = {}
+    for path in typed:
+        for name, file in _files_of(path, left_out).items():
+            files[name if len(typed) == 1 else str(file)] = file
+
+    reasons = [_shown(reason, names) for reason, names in left_out.items()]
+    if not files:
+        others = f" (left out: {'; '.join(reasons)})" if reasons else ""
+        raise UserError(f"images={images} holds no image{others}.")
+    if reasons:
+        log.info(f"left out: {'; '.join(reasons)}")
+    return files
+
+
+def _typed_paths(images: str) -> list[Path]:
+    """Return the paths between the commas; a path that exists may contain a comma itself."""
+    if Path(images).exists():
+        return [Path(images)]
+    parts = [part.strip() for part in images.split(",")]
+    return [Path(part).expanduser() for part in parts if part]
+
+
+def _files_of(path: Path, left_out: dict[str, list[str]]) -> dict[str, Path]:
+    """Return the images below a folder by their names in it, or the one image."""
+    if path.is_dir():
+        return {name: path / name for name in _images_below(path, left_out)}
+    if path.is_file():
+        return {path.name: path}
+    raise UserError(
+        f"images={path} is not a folder or an image. "
+        "Pass the folder that contains the images, or files with commas between them."
+    )
+
+
+def _images_below(folder: Path, left_out: dict[str, list[str]]) -> list[str]:
+    from lockstep.data.listing import files_below
+
+    return [image.name for image in files_below(folder, left_out)]
+
+
+def _shown(reason: str, names: list[str]) -> str:
+    """Return "5 .txt files (a.txt, b.txt, c.txt, …)"."""
+    first = ", ".join(names[:SHOWN_FILES])
+    if len(names) > SHOWN_FILES:
+        first += ", …"
+    return f"{len(names)} {reason} ({first})"
+
+
+def predict_files(model: Any, files: dict[str, Path], masks: Path, top: int) -> dict[str, Row]:
     """Return the row of each file; its only column is `error` if it cannot be decoded."""
     import numpy as np
     import torch
 
     from lockstep.data.decoding import CorruptImage, open_image, pixels_of
 
-    def decoded(name: str) -> Any:
+    def decode(file: Path) -> Any:
         try:
-            return pixels_of(model.framing.square(open_image(folder / name, model.framing.channels)))
+            image = open_image(file, model.framing.channels)
         except CorruptImage as error:
             return {"error": str(error.args[0])}
+        return pixels_of(model.framing.square(image))
 
     with ThreadPoolExecutor() as pool:
-        found = dict(zip(names, pool.map(decoded, names), strict=True))
-    if pixels := {name: each for name, each in found.items() if not isinstance(each, dict)}:
-        outputs = model.predict(model.prepared(torch.from_numpy(np.stack(list(pixels.values())))))
-        found |= dict(zip(pixels, rows_of(model, outputs, list(pixels), masks, top), strict=True))
-    return found
+        decoded = dict(zip(files, pool.map(decode, files.values()), strict=True))
+    pixels = {name: image for name, image in decoded.items() if not isinstance(image, dict)}
+    if not pixels:
+        return decoded
+
+    images = model.prepared(torch.from_numpy(np.stack(list(pixels.values()))))
+    rows = rows_of(model, model.predict(images), list(pixels), masks, top)
+    return decoded | dict(zip(pixels, rows, strict=True))
 
 
 def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
-    """Return the row of each image from what predict_step returned for a batch; write masks as PNG files.
+    """Return the row of each image from what predict_step returned for a batch.
+
+    Masks are written as PNG files.
 
     Args:
         masks: the folder for them.
+
     Raises:
         UserError: the result is not a tensor of numbers, vectors or masks.
     """
     import torch
-    from PIL import Image
 
-    from lockstep.data.targets import grey_levels_of
     from tasks.classifier import ImageClassifier
 
-    shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else ()
     classes = [str(name) for name in model.facts.get("class_names") or ()]
     if isinstance(model.module, ImageClassifier):
-        best, rows = outputs.topk(min(top, len(classes)), dim=1), list[Row]()
-        for shares, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            rows.append({})
-            for i, (share, place) in enumerate(zip(shares, places, strict=True), 1):
-                end = f"_{i}" if i > 1 else ""
-                rows[-1] |= {f"class{end}": classes[place], f"probability{end}": share}
-        return rows
+        return _rows_of_classes(outputs, classes, top)
+
+    shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else ()
     if len(shape) == 1:
         return [{"value": value} for value in outputs.tolist()]
     if len(shape) == 2:
-        columns = classes if len(classes) == shape[1] else [str(i) for i in range(shape[1])]
-        return [dict(zip(columns, values, strict=True)) for values in outputs.tolist()]
-    if len(shape) != 3 or outputs.is_floating_point():
-        found = f"a tensor of the shape {shape}" if shape else f"a {type(outputs).__name__}"
-        raise UserError(
-            f"predict_step returns {found}, which is not a table: leave images= out, and out= is a .pt file."
-        )
+        return _rows_of_vectors(outputs, classes)
+    if len(shape) == 3 and not outputs.is_floating_point():
+        return _rows_of_masks(outputs, classes, names, masks)
+
+    kind = f"a tensor of the shape {shape}" if shape else f"a {type(outputs).__name__}"
+    raise UserError(
+        f"predict_step returns {kind}, which is not a table: "
+        "leave images= out, and out= is a .pt file."
+    )
+
+
+def _rows_of_vectors(outputs: Any, classes: list[str]) -> list[Row]:
+    """Return a column for each class, or numbered columns where the values are not classes."""
+    columns = classes
+    if len(classes) != outputs.shape[1]:
+        columns = [str(i) for i in range(outputs.shape[1])]
+    return [dict(zip(columns, values, strict=True)) for values in outputs.tolist()]
+
+
+def _rows_of_classes(probabilities: Any, classes: list[str], top: int) -> list[Row]:
+    """Return the `top` classes of each image, in the columns class, probability, class_2 …"""
+    best = probabilities.topk(min(top, len(classes)), dim=1)
+    rows = []
+    for shares, numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        row: Row = {}
+        for place, (share, number) in enumerate(zip(shares, numbers, strict=True), start=1):
+            suffix = f"_{place}" if place > 1 else ""
+            row[f"class{suffix}"] = classes[number]
+            row[f"probability{suffix}"] = share
+        rows.append(row)
+    return rows
+
+
+def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Path) -> list[Row]:
+    """Write a mask for each image; a.jpg and a.png have one each."""
+    import torch
+    from PIL import Image
+
+    from lockstep.data.targets import grey_levels_of
+
+    # Masks have the grey levels of those that the run was trained on.
     levels = grey_levels_of(classes)
-    if levels is not None:  # as in the masks that it was trained on
+    if levels is not None:
         outputs = torch.tensor(levels)[outputs.cpu()]
-    paths = [masks / f"{name}.png" for name in names]  # a.jpg and a.png have a mask each
-    for path, mask in zip(paths, outputs.to(torch.uint8).numpy(), strict=True):
+    rows: list[Row] = []
+    for name, mask in zip(names, outputs.to(torch.uint8).numpy(), strict=True):
+        # The name may be a path that was typed, as /photos/a.jpg or ../a.jpg.
+        parts = [part for part in Path(f"{name}.png").parts if part not in ("/", "..")]
+        path = masks.joinpath(*parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(mask).save(path)
-    return [{"mask": str(path)} for path in paths]
+        rows.append({"mask": str(path)})
+    return rows
+
+
+def report(rows: dict[str, Row], files: dict[str, Path], outputs: Outputs, images: str) -> int:
+    """Write the table and the contact sheet, say so, and return the exit code."""
+    # A label may have the name "error", but then its value is a number.
+    errors = [row["error"] for row in rows.values() if isinstance(row.get("error"), str)]
+    if len(errors) == len(rows):
+        raise UserError(f"images={images} holds no image that can be decoded: {errors[0]}.")
+
+    write_table(outputs.table, rows)
+    log.info(f"{len(rows)} images · {outputs.table}")
+    classified = [(files[name], row) for name, row in rows.items() if "probability" in row]
+    if classified:
+        write_sheet(outputs.sheet, classified[:SHEET_IMAGES])
+    if not errors:
+        return EXIT_OK
+    log.error(
+        f"{len(errors)} of {len(rows)} images cannot be decoded; "
+        f"{outputs.table} states why. The first: {errors[0]}"
+    )
+    return EXIT_FAILED
+
+
+def write_table(path: Path, rows: dict[str, Row]) -> None:
+    """Write the CSV, with the errors in its last column."""
+    columns = dict.fromkeys(column for row in rows.values() for column in row)
+    ordered = sorted(columns, key=lambda column: column == "error")
+
+    def write(file: Any) -> None:
+        writer = csv.DictWriter(file, ["file", *ordered])
+        writer.writeheader()
+        for name, row in rows.items():
+            cells = {column: _cell(value) for column, value in row.items()}
+            writer.writerow({"file": name, **cells})
+
+    write_atomically(path, write)
+
+
+def _cell(value: str | float) -> str | float:
+    return f"{value:.6f}" if isinstance(value, float) else value
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> None:
@@ -146,35 +334,50 @@ def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> None:
     from lockstep.data.decoding import open_image
     from lockstep.data.report import contact_sheet
 
-    tiles = [
-        ([open_image(file, 3)], [f"{str(row['class'])[:16]} {row['probability']:.0%}", file.name],
-         "black" if float(row["probability"]) >= UNSURE else "#c22745")
-        for file, row in classified
-    ]  # fmt: skip
-    contact_sheet(path, tiles, columns=6)
+    tiles = []
+    for file, row in classified:
+        probability = float(row["probability"])
+        caption = f"{str(row['class'])[:CAPTION_LENGTH]} {probability:.0%}"
+        colour = "black" if probability >= UNSURE else RED
+        tiles.append(([open_image(file, 3)], [caption, file.name], colour))
+    contact_sheet(path, tiles, columns=SHEET_COLUMNS)
     log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
 
 
-def predict_own_data(model: Any, options: dict[str, str], out: Path) -> int:
-    """Save what predict_step returns for the batches of the run's data: predict_dataloader, else the test images."""
+def predict_own_data(model: Any, options: dict[str, str]) -> int:
+    """Save what predict_step returns for the batches of the run's data.
+
+    They are those of predict_dataloader, or else the test images.
+    """
     import torch
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lockstep.training.inference import load_data
 
+    out = Path(options["out"] or default_out(model, ".pt"))
     if out.suffix != ".pt":
-        raise UserError("images= is missing: a CSV is of a folder of images, and out=FILE.pt of the run's own data.")
+        raise UserError(
+            "images= is missing: a CSV is of a folder of images, "
+            "and out=FILE.pt of the run's own data."
+        )
+
     data = load_data(options["ckpt_path"], Path(options["log_dir"]))
-    has_own = is_overridden("predict_dataloader", data)
     data.prepare_data()
-    data.setup("predict" if has_own else "test")
-    found = []
+    batches: Iterable[Any]
+    if is_overridden("predict_dataloader", data):
+        data.setup("predict")
+        batches = data.predict_dataloader()
+    else:
+        data.setup("test")
+        batches = data.test_dataloader()
+
+    results = []
     with torch.inference_mode():
-        for number, batch in enumerate(data.predict_dataloader() if has_own else data.test_dataloader()):
+        for number, batch in enumerate(batches):
             ready = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
-            found.append(model.module.predict_step(ready, number))
-    write_atomically(out, lambda file: torch.save(found, file), binary=True)
-    log.info(f"{len(found)} batches · {out}")
+            results.append(model.module.predict_step(ready, number))
+    write_atomically(out, lambda file: torch.save(results, file), binary=True)
+    log.info(f"{len(results)} batches · {out}")
     return EXIT_OK
 
 

@@ -1,10 +1,12 @@
-"""Dry run of a training on GPUs before a machine is rented: a few steps on a simulated CUDA driver.
+"""Dry run of a training on GPUs before a machine is rented.
 
     python src/rehearse.py <overrides of train.py> trainer.memory_limit_gib=16 [--capability=7.5]
 
-Prints what fails with file and line, parameters without a gradient, lines that make the host wait for the device in
-every step, and the peak memory with your batch. Exit code 0 only if nothing fails. Needs the package in nullgpu/, Linux
-on x86-64 and cc; no GPU. --capability is the GPU's: 8.0 (the default) has bf16, 7.5 (T4) has fp16 only.
+It takes a few steps on a simulated CUDA driver, and prints what fails with file and line,
+parameters without a gradient, lines that make the host wait for the device in every step, and the
+peak memory with your batch. Exit code 0 only if nothing fails. Needs the package in nullgpu/, Linux
+on x86-64 and cc; no GPU. --capability is the GPU's: 8.0 (the default) has bf16, 7.5 (T4) has fp16
+only.
 """
 
 import importlib
@@ -14,12 +16,12 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import read_command
-from lockstep.config.keys import is_left_out_of_trials
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
@@ -29,113 +31,298 @@ from lockstep.runs.batch_search import run_train
 log = logging.getLogger(__name__)
 
 SRC = Path(__file__).resolve().parent
-STEPS, FEW_IMAGES, MOST_RANKS, MEMORY_GIB = 3, 4, 4, 16.0
-TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n((?:[ \t]+.*\n)+)(\S.*(?:\n(?!Traceback|error: )\S.*)?)")
+STEPS = 3
+FEW_IMAGES = 4
+MOST_RANKS = 4
+MEMORY_GIB = 16.0
+CUDA_GIB = 0.6
+NCCL_TIMEOUT_S = 20
+MESSAGE_LENGTH = 400  # characters
+TRACEBACK = re.compile(
+    r"Traceback \(most recent call last\):\n"
+    r"((?:[ \t]+.*\n)+)"
+    r"(\S.*(?:\n(?!Traceback|error: )\S.*)?)"
+)
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-NOT_YOURS = ("/site-packages/", "/dist-packages/", "/lib/python3", "/nullgpu/", "<frozen", "<string>",
-             f"{SRC}/lockstep/", f"{SRC}/train.py", f"{SRC}/rehearse.py")  # fmt: skip
+NULLGPU_MESSAGE = re.compile("nullgpu: .*(?:differ|collective).*")
+NOT_YOURS = (
+    "/site-packages/",
+    "/dist-packages/",
+    "/lib/python3",
+    "/nullgpu/",
+    "<frozen",
+    "<string>",
+    f"{SRC}/lockstep/",
+    f"{SRC}/train.py",
+    f"{SRC}/rehearse.py",
+)
 FIXED = {
-    "trainer.max_epochs": 1, "trainer.max_steps": -1, "trainer.max_time": "null", "trainer.compile": False,
-    "trainer.limit_val_batches": 1, "trainer.limit_test_batches": 1, "trainer.num_sanity_val_steps": 0,
-    "trainer.check_val_every_n_epoch": 1, "trainer.val_check_interval": 1.0, "trainer.log_every_n_steps": 1000,
-    "trainer.timeout_s": 60, "run_id": "dry-run", "logbook": "null", "s3.uri": "null",
+    "trainer.max_epochs": 1,
+    "trainer.max_steps": -1,
+    "trainer.max_time": "null",
+    "trainer.compile": False,
+    "trainer.limit_val_batches": 1,
+    "trainer.limit_test_batches": 1,
+    "trainer.num_sanity_val_steps": 0,
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.val_check_interval": 1.0,
+    "trainer.log_every_n_steps": 1000,
+    "trainer.timeout_s": 60,
+    "run_id": "dry-run",
+    "logbook": "null",
+    "s3.uri": "null",
     "+callbacks.dry_run._target_": "lockstep.callbacks.unused_parameters.UnusedParameters",
-}  # fmt: skip
-Line = tuple[str, str]  # ok, FAILED or nothing, and the text
-Run = Callable[[list[str], Mapping[str, str], Path], int]  # starts train.py; returns its exit code
+}
+# The word ok, FAILED or nothing, and the text.
+Line = tuple[str, str]
+# A function that starts train.py with overrides, variables and a file for its output, and returns
+# its exit code.
+Run = Callable[[list[str], Mapping[str, str], Path], int]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The training of a config on simulated GPUs.
+
+    Attributes:
+        words: the user's overrides.
+        devices: of one node.
+    """
+
+    config: Any
+    words: list[str]
+    capability: str
+    run: Run
+    nullgpu: Any
+    devices: int
+    num_nodes: int
+
+    @property
+    def is_one_process(self) -> bool:
+        return self.config["trainer"]["launch"] == "one_process"
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.is_one_process else self.devices * self.num_nodes
+
+    @property
+    def ranks(self) -> int:
+        """The simulated ranks."""
+        return min(self.world_size, MOST_RANKS)
+
+    @property
+    def accumulate(self) -> int:
+        return self.config["trainer"]["accumulate_grad_batches"]
+
+    @property
+    def memory_gib(self) -> float:
+        return self.config["trainer"]["memory_limit_gib"] or MEMORY_GIB
+
+    @property
+    def per_device(self) -> int:
+        """The images of one device in a micro-batch."""
+        global_batch_size = self.config["data"].get("global_batch_size", 128)
+        return max(global_batch_size // (self.world_size * self.accumulate), 1)
+
+    def start(self, folder: Path, images: int, compute: bool, **options: Any) -> int:
+        """Run train.py and return its exit code.
+
+        Args:
+            folder: gets its output and its run.
+            images: of one device.
+            compute: whether results are computed, on the CPU.
+            options: overrides for this start.
+        """
+        folder.mkdir()
+        changes = self._changes(folder, images) | options
+        kept = [word for word in self.words if not _is_replaced(word, changes)]
+        overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
+
+        simulated = self.nullgpu.environment(
+            max(self.devices, self.ranks),
+            self.memory_gib,
+            compute,
+            self.capability,
+            syncs=folder,
+            nccl_timeout_s=NCCL_TIMEOUT_S,
+        )
+        # A rank waits for a collective at the line that calls it.
+        simulated["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        return self.run(overrides, {**environment(), **simulated}, folder / "output")
+
+    def _changes(self, folder: Path, images: int) -> dict[str, Any]:
+        changes: dict[str, Any] = {
+            **FIXED,
+            "data.global_batch_size": images * self.ranks * self.accumulate,
+            "trainer.limit_train_batches": STEPS * self.accumulate,
+        }
+        if not self.is_one_process:
+            changes["trainer.devices"] = self.ranks
+            changes["trainer.num_nodes"] = 1
+        if "pretrained" in self.config["model"]:
+            changes["model.pretrained"] = False
+        changes["paths.log_dir"] = folder
+        changes["+callbacks.dry_run.path"] = folder / "unused.json"
+        return changes
+
+
+def _is_replaced(word: str, changes: Mapping[str, Any]) -> bool:
+    key = key_of(word)
+    return key in changes or is_left_out_of_trials(key)
 
 
 def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run) -> Iterator[Line]:
     """Run train.py twice: few images with computed results, then the whole batch for its memory.
 
     Raises:
-        UserError: train.py refuses the options, the trainer uses no GPU, or the driver cannot be built here.
+        UserError: train.py refuses the options, the trainer uses no GPU, or the driver cannot be
+            built here.
     """
+    nullgpu = _simulated_driver()
+    _check_config(config)
+    trainer = config["trainer"]
+    devices = 2 if trainer["devices"] == "auto" else trainer["devices"]
+    num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
+    rehearsal = Rehearsal(config, words, capability, run, nullgpu, devices, num_nodes)
+    yield (
+        "",
+        f"{rehearsal.per_device} images per device, {rehearsal.ranks} of {rehearsal.world_size} "
+        f"ranks on simulated GPUs of {rehearsal.memory_gib:g} GiB",
+    )
+
+    code = yield from _few_images(rehearsal, folder / "few")
+    if code == EXIT_OK:
+        yield from _host_waits(folder / "few")
+        yield from _whole_batch(rehearsal, folder / "whole")
+
+
+def _simulated_driver() -> Any:
+    """Return the package nullgpu."""
     try:
         nullgpu = importlib.import_module("nullgpu")
     except ModuleNotFoundError:
-        raise UserError("A dry run needs the simulated CUDA driver: pip install ./nullgpu") from None
-    if missing := nullgpu.missing():
+        raise UserError(
+            "A dry run needs the simulated CUDA driver: pip install ./nullgpu"
+        ) from None
+    missing = nullgpu.missing()
+    if missing:
         raise UserError(f"No dry run here: {missing}.")
-    trainer, data = config["trainer"], config["data"]
-    if trainer["accelerator"] == "cpu":
+    return nullgpu
+
+
+def _check_config(config: Any) -> None:
+    if config["trainer"]["accelerator"] == "cpu":
         raise UserError("This trainer uses no GPU: pass trainer=gpu, ddp or fsdp.")
-    if data.get("global_batch_size") == "max":
-        raise UserError("data.global_batch_size=max: pass the number that find_batch_size.py --estimate prints.")
-    nodes, devices = (
-        trainer[key] if trainer[key] != "auto" else few for key, few in (("num_nodes", 1), ("devices", 2))
-    )
-    one_process, accumulate = trainer["launch"] == "one_process", trainer["accumulate_grad_batches"]
-    world_size = 1 if one_process else devices * nodes
-    ranks, memory_gib = min(world_size, MOST_RANKS), trainer["memory_limit_gib"] or MEMORY_GIB
-    per_device = max(data.get("global_batch_size", 128) // (world_size * accumulate), 1)
-    yield "", f"{per_device} images per device, {ranks} of {world_size} ranks on simulated GPUs of {memory_gib:g} GiB"
+    if config["data"].get("global_batch_size") == "max":
+        raise UserError(
+            "data.global_batch_size=max: pass the number that find_batch_size.py --estimate prints."
+        )
 
-    def start(place: Path, images: int, compute: bool, **more: Any) -> int:
-        changes = FIXED | {
-            "data.global_batch_size": images * ranks * accumulate,
-            "trainer.limit_train_batches": STEPS * accumulate,
-            **({} if one_process else {"trainer.devices": ranks, "trainer.num_nodes": 1}),
-            **({"model.pretrained": False} if "pretrained" in config["model"] else {}),
-            "paths.log_dir": place, "+callbacks.dry_run.path": place / "unused.json", **more,
-        }  # fmt: skip
-        kept = [word for word in words if key_of(word) not in changes and not is_left_out_of_trials(key_of(word))]
-        place.mkdir()
-        number = max(devices, ranks)
-        simulated = nullgpu.environment(number, memory_gib, compute, capability, syncs=place, nccl_timeout_s=20)
-        simulated["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a rank waits for a collective at the line that calls it
-        overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
-        return run(overrides, {**environment(), **simulated}, place / "output")
 
-    few, whole = folder / "few", folder / "whole"
-    batches = {"data.eval_batch_size": FEW_IMAGES} if "eval_batch_size" in data else {}
-    code = start(few, min(FEW_IMAGES, per_device), True, **batches)
-    unused = _json(few / "unused.json")
-    word = "" if (trainer["strategy"] or {}).get("find_unused_parameters") else "FAILED"
-    yield from ((word, f"no gradient for {name}: {where}") for name, where in unused.items())
-    if not (code and unused):  # otherwise DDP has refused them
-        yield _outcome(f"{STEPS} steps, a validation, a checkpoint and a test with few images", code, few)
-    if code:
-        return
-    counts: Counter[str] = Counter()  # of each line that synchronises, the largest of a rank
-    for path in few.glob("steps-rank*.json"):
+def _few_images(rehearsal: Rehearsal, folder: Path) -> Generator[Line, None, int]:
+    """Train on few images, with computed results; return the exit code."""
+    config = rehearsal.config
+    options = {}
+    if "eval_batch_size" in config["data"]:
+        options["data.eval_batch_size"] = FEW_IMAGES
+    images = min(FEW_IMAGES, rehearsal.per_device)
+    code = rehearsal.start(folder, images, True, **options)
+
+    unused = _json(folder / "unused.json")
+    is_allowed = (config["trainer"]["strategy"] or {}).get("find_unused_parameters")
+    word = "" if is_allowed else "FAILED"
+    for name, line in unused.items():
+        yield word, f"no gradient for {name}: {line}"
+
+    # DDP refuses unused parameters, and they are listed already.
+    if not (code and unused):
+        what = f"{STEPS} steps, a validation, a checkpoint and a test with few images"
+        yield _outcome(what, code, folder)
+    return code
+
+
+def _host_waits(folder: Path) -> Iterator[Line]:
+    """Report each line that synchronises at every step, by the largest count of a rank."""
+    counts: Counter[str] = Counter()
+    for path in folder.glob("steps-rank*.json"):
         counts |= Counter(_json(path))
     for line, count in counts.items():
-        if count >= STEPS:
-            word = "" if line.startswith("GradScaler") else "FAILED"  # torch's own check for overflow in fp16
-            yield word, f"the host waits for the device {count // STEPS} times a step: {line}"
-    code = start(whole, per_device, False, **{"test": "false", "callbacks.checkpoints": "null"})
-    if "became nan" not in (whole / "output").read_text():  # nothing is computed: losses are random memory
-        yield _outcome(f"{STEPS} steps and a validation with {per_device} images per device", code, whole)
-    if peak := _json(whole / "train/runs/dry-run/run.json").get("peak_memory_gib"):
-        yield "", f"peak memory of a rank: {peak:.2f} GiB, and about 0.6 for CUDA, of {memory_gib:g} GiB"
+        if count < STEPS:
+            continue
+        # torch itself checks for overflow in fp16.
+        word = "" if line.startswith("GradScaler") else "FAILED"
+        yield word, f"the host waits for the device {count // STEPS} times a step: {line}"
 
 
-def _outcome(what: str, code: int, place: Path) -> Line:
-    """Return ok, or the first fault of a run in the user's code; raise UserError if train.py refused the options."""
-    output = (place / "output").read_text()
-    last = output.strip().rpartition("\n")[2]
+def _whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
+    """Train on whole batches without computed results, and report the peak memory."""
+    per_device = rehearsal.per_device
+    options = {"test": "false", "callbacks.checkpoints": "null"}
+    code = rehearsal.start(folder, per_device, False, **options)
+
+    # Nothing is computed: losses are random memory, and may be nan.
+    if "became nan" not in (folder / "output").read_text():
+        what = f"{STEPS} steps and a validation with {per_device} images per device"
+        yield _outcome(what, code, folder)
+    peak = _json(folder / "train/runs/dry-run/run.json").get("peak_memory_gib")
+    if peak:
+        yield (
+            "",
+            f"peak memory of a rank: {peak:.2f} GiB, and about {CUDA_GIB} for CUDA, "
+            f"of {rehearsal.memory_gib:g} GiB",
+        )
+
+
+def _outcome(what: str, code: int, folder: Path) -> Line:
+    """Return ok, or the first fault of a run in the user's code.
+
+    Raises:
+        UserError: train.py refused the options.
+    """
+    last_line = (folder / "output").read_text().strip().rpartition("\n")[2]
     if code == EXIT_OK:
         return "ok", what
     if code == EXIT_USER_ERROR:
-        raise UserError(last.removeprefix("error: "))
+        raise UserError(last_line.removeprefix("error: "))
+
+    faults = _faults(folder)
+    of_user = [fault for fault in faults if fault[0]]
+    line, fault = [*of_user, *faults, ("", last_line)][0]
+    waits = "".join(f"; a rank was at {place}" for place in _waiting_lines(folder))
+    return "FAILED", f"{what}: {line or 'not in your code'} · {fault}{waits}"
+
+
+def _faults(folder: Path) -> list[tuple[str, str]]:
+    """Return the line in the user's code, or "", and the message of each traceback."""
     faults = []
-    for path in (place / "output", *sorted(place.glob("train/runs/*/rank*.*"))):
-        text, rank = path.read_text(), path.stem.removeprefix("rank").replace("output", "0")
-        driver = dict.fromkeys(re.findall("nullgpu: .*(?:differ|collective).*", text))
+    for path in (folder / "output", *sorted(folder.glob("train/runs/*/rank*.*"))):
+        text = path.read_text()
+        rank = path.stem.removeprefix("rank").replace("output", "0")
+        of_driver = dict.fromkeys(NULLGPU_MESSAGE.findall(text))
         for frames, message in TRACEBACK.findall(text):
-            words = " ".join([*message.split(), *driver])[:400]
-            faults.append((_yours(FRAME.findall(frames)), f"rank {rank} · {words}"))
-    where, fault = next((each for each in faults if each[0]), faults[0] if faults else ("", last))
-    stacks = (_yours(reversed(FRAME.findall(path.read_text()))) for path in sorted(place.glob("stack-rank*.txt")))
-    waits = "".join(f"; a rank was at {line}" for line in stacks if line)
-    return "FAILED", f"{what}: {where or 'not in your code'} · {fault}{waits}"
+            sentence = " ".join([*message.split(), *of_driver])[:MESSAGE_LENGTH]
+            faults.append((_yours(FRAME.findall(frames)), f"rank {rank} · {sentence}"))
+    return faults
+
+
+def _waiting_lines(folder: Path) -> list[str]:
+    """Return the lines of the user's code in which ranks hung."""
+    lines = []
+    for path in sorted(folder.glob("stack-rank*.txt")):
+        # faulthandler writes the innermost frame first.
+        line = _yours(reversed(FRAME.findall(path.read_text())))
+        if line:
+            lines.append(line)
+    return lines
 
 
 def _yours(frames: Iterable[tuple[str, str]]) -> str:
-    """Return file:line of the last frame that is neither of a library nor of Lockstep; empty if there is none."""
-    yours = [(name, line) for name, line in frames if not any(part in name for part in NOT_YOURS)]
-    return f"{yours[-1][0].removeprefix(f'{SRC.parent}/')}:{yours[-1][1]}" if yours else ""
+    """Return file:line of the last frame that is neither of a library nor of Lockstep; else ""."""
+    yours = ""
+    for name, line in frames:
+        if not any(part in name for part in NOT_YOURS):
+            yours = f"{name.removeprefix(f'{SRC.parent}/')}:{line}"
+    return yours
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -144,17 +331,23 @@ def _json(path: Path) -> dict[str, Any]:
 
 @script
 def main(argv: list[str]) -> int:
-    capability = next((word.partition("=")[2] for word in argv if word.startswith("--capability=")), "8.0")
-
+    """Train a few steps on simulated GPUs and log what was seen; return the exit code."""
     arguments = [word for word in argv if not word.startswith("--cap")]
+    capabilities = [word.partition("=")[2] for word in argv if word.startswith("--capability=")]
+    capability = capabilities[0] if capabilities else "8.0"
+
     config = read_command("train", arguments, __doc__ or "").compose()
-    failed = False
+    has_failed = False
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-        for word, text in lines(config, config["overrides"], capability, Path(folder), run_train):
+        report = lines(config, config["overrides"], capability, Path(folder), run_train)
+        for word, text in report:
             log.info(f"{word:7} {text}")
-            failed |= word == "FAILED"
-    log.info("Something FAILED." if failed else "Nothing failed. Nothing ran on a GPU, and no speed was measured.")
-    return EXIT_FAILED if failed else EXIT_OK
+            has_failed |= word == "FAILED"
+    if has_failed:
+        log.info("Something FAILED.")
+        return EXIT_FAILED
+    log.info("Nothing failed. Nothing ran on a GPU, and no speed was measured.")
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from export import card_text, chosen_formats, example_images, main
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel, load_finished
+from lockstep.training.task import Task
 from models.timm import TimmModel
 from runs import succeed
 from tasks.classifier import ImageClassifier
@@ -154,6 +156,39 @@ def test_the_card_of_another_task_says_what_its_outputs_mean(tmp_path, kind, say
     model = FinishedModel(torch.nn.Linear(1, 1), config, facts, tmp_path / "config.json", RunRecord())
     text = card_text(model, tmp_path, {})
     assert says in text and is_silent not in text
+
+
+def test_the_card_of_a_classifier_of_other_targets_is_of_one(tmp_path):
+    facts = {"class_names": ["a"], "num_classes": 1, "image_size": 8, "channels": 3, "mean": [0.5] * 3,
+             "std": [0.2] * 3, "resize": 8, "fit": "crop", "interpolation": "bicubic", "data_hash": "0",
+             "target": "dict"}  # fmt: skip
+    config = {"model": {"_target_": "a.B"}, "data": {"name": "d"}, "task": {}}
+    (tmp_path / "config.json").write_text('{"architecture": "b", "model": {"a": 1}}')
+    record = RunRecord(code={"commit": "abc", "dirty": True})
+    for module, tag in (
+        (ImageClassifier(torch.nn.Linear(1, 1), num_classes=1), "image-classification"),
+        (torch.nn.Linear(1, 1), "B"),
+    ):
+        text = card_text(FinishedModel(module, config, facts, tmp_path / "config.json", record), tmp_path, {})
+        assert f'tags: ["{tag}"' in text and "image-regression" not in text
+        assert "| Commit | `abc` with uncommitted changes |" in text
+
+
+def test_a_head_beside_the_net_is_refused():
+    class Headed(Task):
+        def __init__(self, net):
+            super().__init__(net)
+            self.head = torch.nn.Linear(2, 3)
+            self.unused = torch.nn.Linear(2, 2)
+
+        def predict_step(self, batch, batch_idx):
+            return self.head(self.net(batch))
+
+    facts = {"image_size": 2, "channels": 3, "mean": [0.5] * 3}
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    with pytest.raises(UserError, match="The task predicts by head beside its net"):
+        export.check_exportable(FinishedModel(Headed(net), {}, facts, Path(), RunRecord()))
+    export.check_exportable(FinishedModel(ImageClassifier(net, num_classes=2), {}, facts, Path(), RunRecord()))
 
 
 def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(vit, tmp_path, monkeypatch, capsys):

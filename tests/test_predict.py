@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from data.digits import DigitsDataModule
+from lockstep.process.errors import UserError
+from lockstep.records.record import RunRecord
+from lockstep.training.inference import FinishedModel
+from lockstep.training.task import Task
 from predict import main
 from runs import succeed
 
@@ -34,7 +39,7 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("360 images · ")
     ask[0] = f"ckpt_path={done.folder.path}"  # a run's folder is as good as its id
-    assert main([*ask, "batch=50"]) == 0 and capsys.readouterr().out == said
+    assert main([*ask, "batch=50", "overwrite=true"]) == 0 and capsys.readouterr().out == said
     rows = read(out)
     right = sum(row["file"].removesuffix(".png").split("_")[-1] == row["class"] for row in rows)
     assert said.endswith("p.png: the first 48 images; captions below 50% are red\n")
@@ -103,3 +108,58 @@ def test_a_broken_image_has_a_row_and_the_others_are_classified_transparent_ones
 def read(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_one_image_and_a_list_of_images_and_folders_are_predicted(trained, tmp_path, monkeypatch):
+    done, root = trained
+    monkeypatch.chdir(tmp_path)
+    first, second = sorted((root / "images").glob("*.png"))[:2]
+    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}"]
+    assert main([*ask, f"images={first}"]) == 0
+    [row] = read(tmp_path / f"predictions-{done.record['run_id']}.csv")
+    assert row["file"] == first.name
+    assert main([*ask, f"images={first},{second},{root / 'images/part'}", "out=list.csv"]) == 0
+    names = [row["file"] for row in read(tmp_path / "list.csv")]
+    assert names[:2] == [str(first), str(second)] and len(names) == 2 + 180
+
+
+def test_files_that_are_left_out_are_named(trained, tmp_path, capsys):
+    done, root = trained
+    (tmp_path / "new").mkdir()
+    shutil.copy(next((root / "images").glob("*.png")), tmp_path / "new" / "a.png")
+    for name in ("notes.txt", "b.heic"):
+        (tmp_path / "new" / name).write_text("")
+    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}", f"images={tmp_path / 'new'}"]
+    assert main([*ask, f"out={tmp_path / 'p.csv'}"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert "1 .txt files (notes.txt)" in line and "1 .heic files (b.heic)" in line
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.png", "p_masks"])
+def test_a_file_of_another_run_is_not_overwritten(trained, tmp_path, capsys, name):
+    done, root = trained
+    (tmp_path / name).write_text("of another run")
+    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}", f"images={root / 'images'}"]
+    assert main([*ask, f"out={tmp_path / 'p.csv'}"]) == 2
+    assert f"{name} exists" in capsys.readouterr().err and (tmp_path / name).read_text() == "of another run"
+
+
+class HeadBeside(Task):
+    def __init__(self, net):
+        super().__init__(net)
+        self.head = torch.nn.Linear(2, 3)
+
+
+def test_a_task_without_predict_step_is_refused():
+    class Predicts(HeadBeside):
+        def predict_step(self, batch, batch_idx):
+            return self.head(self.net(batch))
+
+    class Forwards(HeadBeside):
+        def forward(self, images):
+            return self.head(self.net(images))
+
+    for task in (Predicts, Forwards):
+        FinishedModel(task(torch.nn.Linear(2, 2)), {}, {}, Path(), RunRecord()).check_prediction()
+    with pytest.raises(UserError, match="HeadBeside has no predict_step"):
+        FinishedModel(HeadBeside(torch.nn.Linear(2, 2)), {}, {}, Path(), RunRecord()).check_prediction()

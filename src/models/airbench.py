@@ -53,7 +53,9 @@ class ConvGroup(nn.Sequential):
 
 
 class Airbench(nn.Module):
-    """A net from normalised images (B, channels, image_size, image_size) to (B, num_classes) logits.
+    """A net from normalised images (B, channels, image_size, image_size) to logits.
+
+    The logits are (B, num_classes).
 
     Call `init_from_images` before training: without it the first convolution stays random and
     untrained.

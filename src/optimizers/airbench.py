@@ -104,7 +104,7 @@ class AirbenchMuon(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return Nesterov's momentum: the gradient plus the decayed sum that already contains it."""
+        """Return Nesterov's momentum, the gradient plus the decayed sum that contains it."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)

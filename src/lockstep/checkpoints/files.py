@@ -51,7 +51,10 @@ def parse_sidecar(content: Any) -> Sidecar | None:
     if not isinstance(content, dict):
         return None
     blank = vars(Sidecar(0))
-    fields = {name: value for name, value in content.items() if name in blank and value is not None}
+    fields = {}
+    for name, value in content.items():
+        if name in blank and value is not None:
+            fields[name] = value
 
     if not {"step", "bytes", "sha256"} <= fields.keys():
         return None
@@ -83,7 +86,8 @@ def new_path(folder: Path, kind: str, step: int) -> Path:
     first = folder / checkpoint_name(kind, step)
     if not first.exists():
         return first
-    again = (first.with_stem(f"{first.stem}-{n}") for n in range(2, MOST_OF_A_STEP + 1))
+    numbers = range(2, MOST_OF_A_STEP + 1)
+    again = (first.with_stem(f"{first.stem}-{number}") for number in numbers)
     return next(path for path in again if not path.exists())
 
 

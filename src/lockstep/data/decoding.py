@@ -102,8 +102,8 @@ def in_8_bits(image: Image.Image, channels: int) -> Image.Image:
         ValueError: 32 bits per pixel.
     """
     # Pillow's own conversion of 16 bits clips at 255.
-    is_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
-    if is_16_bits:
+    is_16_bit_ppm = image.mode == "I" and image.format == "PPM"
+    if image.mode.startswith("I;16") or is_16_bit_ppm:
         image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError("32 bits per pixel and no defined white: convert it to 8 or 16 bits")

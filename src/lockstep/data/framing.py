@@ -262,7 +262,8 @@ class BatchTransforms:
         n, side, _, channels = images.shape
         padded_side = side + 2 * border
         padded = np.full((n, padded_side, padded_side, channels), fill, np.uint8)
-        padded[:, border : side + border, border : side + border] = images.numpy()
+        inner = slice(border, side + border)
+        padded[:, inner, inner] = images.numpy()
         return torch.from_numpy(padded)
 
     def _cropped(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
@@ -309,11 +310,12 @@ def take(array: Tensor, *index: Tensor) -> Tensor:
 def _mirrored(images: Tensor, flip: Tensor) -> Tensor:
     """Mirror images (n, height, width, channels) left to right where flip (n,) is 1."""
     if images.device.type != "cpu":
-        return torch.where((flip > 0).view(-1, 1, 1, 1), images.flip(2), images)
+        is_flipped = (flip > 0).view(-1, 1, 1, 1)
+        return torch.where(is_flipped, images.flip(2), images)
 
     # A pixel at a time is several times as fast as a byte at a time.
     mirrored = images.numpy().copy()
     pixels = mirrored.view(f"V{mirrored.shape[3]}")[..., 0]
-    is_flipped = flip.numpy() > 0
-    pixels[is_flipped] = pixels[is_flipped, :, ::-1]
+    chosen = flip.numpy() > 0
+    pixels[chosen] = pixels[chosen, :, ::-1]
     return torch.from_numpy(mirrored)

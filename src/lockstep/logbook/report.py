@@ -82,11 +82,13 @@ def report_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _drawn_metrics(runs: Sequence[Run]) -> list[str]:
     """Return the known metrics first, then whatever else was logged and changes."""
-    logged = set()
-    changing = set()
+    logged: set[str] = set()
+    changing: set[str] = set()
     for run in runs:
         logged |= run.metrics.keys()
-        changing |= {name for name, (_, values) in run.metrics.items() if len(set(values)) > 1}
+        for name, (_, values) in run.metrics.items():
+            if len(set(values)) > 1:
+                changing.add(name)
 
     others = sorted(changing - PANELS.keys() - NO_PANEL)
     return [name for name in PANELS if name in logged] + others[:MAX_OTHERS]

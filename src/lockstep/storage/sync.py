@@ -85,7 +85,8 @@ def _list(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFile]]:
 
 def _is_safe(key: str) -> bool:
     """Return whether a key is a path that stays inside a folder."""
-    return "\\" not in key and not {"", ".", ".."} & set(key.split("/"))
+    parts = set(key.split("/"))
+    return "\\" not in key and not parts & {"", ".", ".."}
 
 
 def _copy(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:

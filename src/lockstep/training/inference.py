@@ -3,11 +3,15 @@
 It serves predict.py, export.py and notebooks.
 """
 
+import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import center_crop
 
@@ -22,7 +26,10 @@ from lockstep.records.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.training.build_data import DataFacts, build_plain_data, prepared_data
 from lockstep.training.build_module import build_module
+from lockstep.training.task import Task
 from lockstep.training.weights import check_fits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -71,6 +78,47 @@ class FinishedModel:
         pixels = center_crop(images.permute(0, 3, 1, 2), [self.facts["image_size"]])
         return (pixels / 255 - mean) / std
 
+    def check_prediction(self) -> None:
+        """Refuse a task that does not say what it predicts.
+
+        Raises:
+            UserError: it has no predict_step, and its forward would give the outputs of `net`
+                alone, which may be features.
+        """
+        module = self.module
+        has_own_forward = type(module).forward not in (Task.forward, LightningModule.forward)
+        if is_overridden("predict_step", module, LightningModule) or has_own_forward:
+            return
+        raise UserError(
+            f"The task {type(module).__name__} has no predict_step: write "
+            "predict_step(self, batch, batch_idx), which returns what it predicts for a batch "
+            "(docs/tasks.md)."
+        )
+
+    @torch.inference_mode()
+    def parts_beside_net(self, images: Tensor) -> list[str]:
+        """Return the layers with parameters beside `net` that predict_step calls.
+
+        Args:
+            images: (B, C, H, W) normalised.
+        """
+        called: list[str] = []
+        hooks = []
+        for name, part in self.module.named_children():
+            has_parameters = any(True for _ in part.parameters())
+            if part is not self.net and has_parameters:
+                hooks.append(part.register_forward_hook(partial(_note, called, name)))
+        # A predict_step of the user's own may take another batch than images. Then the layers that
+        # were called until then count.
+        try:
+            self.module.predict_step(images, 0)
+        except Exception as error:
+            log.info(f"predict_step cannot be tried with images alone ({error})")
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return sorted(set(called))
+
     @torch.inference_mode()
     def predict(self, images: Tensor) -> Any:
         """Return predict_step's result for (B, C, H, W) normalised images.
@@ -78,6 +126,10 @@ class FinishedModel:
         A classifier's are probabilities.
         """
         return self.module.predict_step(images, 0)
+
+
+def _note(called: list[str], name: str, *_: Any) -> None:
+    called.append(name)
 
 
 def load_finished(
