@@ -1,8 +1,8 @@
 """Keep what a rank's next batches depend on, and bring it back in a resumed run.
 
-A DataLoader draws its order and its workers' seeds from the global generators at the moment in which
-its iterator is made, and Lightning has no hook at that moment. `LoaderState` therefore wraps three
-methods with public names on the objects of one trainer:
+A DataLoader draws its order and its workers' seeds from the global generators when its iterator is
+made, and Lightning has no hook at that moment. `LoaderState` therefore wraps three methods with
+public names on the objects of one trainer:
 
 - `strategy.process_dataloader`, the last call before the iterator of a fit's first epoch is made;
 - `fit_loop.epoch_loop.on_run_start`, which makes the iterators of later epochs;
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def loaders_in(collection: Any) -> list[Any]:
-    """Return the loaders of a trainer's `train_dataloader` or `val_dataloaders`, which may be None."""
+    """Return the loaders of a trainer's `train_dataloader` or `val_dataloaders`, or none."""
     if collection is None:
         return []
     return CombinedLoader(collection).flattened
@@ -41,7 +41,7 @@ def has_state(loader: Any) -> bool:
 
 
 class LoaderState:
-    """The states of this rank's training loaders and generators, at a batch and at an epoch's begin.
+    """The states of a rank's training loaders and generators, at a batch and an epoch's begin.
 
     Attributes:
         before_epoch: random state before the iterator of this epoch was made.
@@ -74,10 +74,10 @@ class LoaderState:
         _wrap(epoch_loop.val_loop, "run", self._validate)
 
     def state_dict(self, point: Point, *, before_validation: bool) -> dict[str, Any]:
-        """Return what a checkpoint at `point` needs, of all ranks; a collective unless fit failed.
+        """Return what a checkpoint at `point` needs of all ranks; a collective unless fit failed.
 
         Args:
-            before_validation: keep the random state before the latest validation, not that of now.
+            before_validation: keep the random state before the latest validation, not the present.
         """
         loaders = loaders_in(self.trainer.train_dataloader)
         now = self._random_state()
@@ -139,7 +139,7 @@ class LoaderState:
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
 
     def set_epoch_random_state(self) -> None:
-        """Set the random state of an epoch's end, before the hooks of the next epoch draw from it."""
+        """Set the random state of an epoch's end, before hooks of the next epoch draw from it."""
         if self.stored is not None and self.point["phase"] == EPOCH_END:
             self._set_random_state(self._of_rank("random"))
 
@@ -152,7 +152,7 @@ class LoaderState:
         return parts[self.trainer.global_rank]
 
     def _loader_states(self) -> list[Any]:
-        """Return the states of this rank's loaders; those of rank 0 if the number of ranks differs.
+        """Return the states of this rank's loaders, or rank 0's if the number of ranks differs.
 
         The state of Lockstep's own loaders does not depend on the rank.
         """
@@ -233,7 +233,7 @@ class LoaderState:
             )
 
     def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:
-        """Draw the order of this epoch again, and leave out the batches that have been trained."""
+        """Draw the order of this epoch again, and leave out the batches that were trained."""
         batches = replay["batches"]
         if self.trainer.is_global_zero:
             log.info(f"Reading the first {batches} batches of this epoch again …")
@@ -328,15 +328,15 @@ class LoaderState:
 
 
 def is_read_ahead(loader: Any) -> bool:
-    """Return whether Lightning reads one batch ahead in this process, which draws from its state."""
+    """Return whether Lightning reads one batch ahead in this process, drawing from its state."""
     return sized_len(loader) is None and getattr(loader, "num_workers", 0) == 0
 
 
 def is_of_lockstep(state: Any) -> bool:
-    """Return whether a loader's state counts global batches, as those of lockstep.data.batches do."""
+    """Return whether a loader's state counts global batches, as lockstep.data.batches does."""
     return isinstance(state, dict) and "global_batches" in state
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Let `wrapper` be called in place of a method of one object, with the method before its arguments."""
+    """Call `wrapper` in place of a method of one object, with the method as first argument."""
     setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))

@@ -1,4 +1,4 @@
-"""Random states: of torch, numpy and Python, and of generators that loaders, data and modules hold."""
+"""Random states of torch, numpy and Python, and of generators that some objects hold."""
 
 import random
 from types import ModuleType
@@ -36,7 +36,7 @@ def random_state(owners: Any = ()) -> State:
 
 
 def set_random_state(state: State, owners: Any = ()) -> None:
-    """Set what `random_state` has returned; generators that `owners` no longer hold are left out."""
+    """Set what `random_state` has returned; generators that `owners` lack are left out."""
     torch.set_rng_state(state["torch"].cpu())
     _set_cuda_state(state["cuda"])
     name, keys, *rest = state["numpy"]
@@ -63,17 +63,17 @@ def _cuda_state() -> Any:
 def _set_cuda_state(state: Any) -> None:
     if state is None or not torch.cuda.is_available():
         return
-    if not isinstance(state, list) or len(state) == 1:
-        state = state[0] if isinstance(state, list) else state
-        torch.cuda.set_rng_state(state.cpu(), "cuda")
+    states = state if isinstance(state, list) else [state]
+    if len(states) == 1:
+        torch.cuda.set_rng_state(states[0].cpu(), "cuda")
         return
     # This machine may have fewer GPUs than the one that saved.
-    for device, of_device in zip(range(torch.cuda.device_count()), state, strict=False):
+    for device, of_device in zip(range(torch.cuda.device_count()), states):
         torch.cuda.set_rng_state(of_device.cpu(), device)
 
 
 def generators_of(owners: Any) -> dict[str, Any]:
-    """Return the generators among the attributes of some objects, by the path of their attributes."""
+    """Return the generators among the attributes of some objects, by their paths."""
     generators: dict[str, Any] = {}
     seen: set[int] = set()
     to_visit: list[tuple[str, int, Any]] = [("", 0, owners)]
@@ -95,16 +95,16 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, NOT_ENTERED):
         return []
     if isinstance(value, dict):
-        items = value
+        children = list(value.items())
     elif isinstance(value, list | tuple):
-        if len(value) > MOST_ITEMS:
-            return []
-        items = dict(enumerate(value))
+        children = list(enumerate(value[: MOST_ITEMS + 1]))
+    elif hasattr(value, "__dict__"):
+        children = list(vars(value).items())
     else:
-        items = getattr(value, "__dict__", {})
-    if not isinstance(items, dict) or len(items) > MOST_ITEMS:
         return []
-    return [(str(name), child) for name, child in list(items.items())]
+    if len(children) > MOST_ITEMS:
+        return []
+    return [(str(name), child) for name, child in children]
 
 
 def _state_of(generator: Any) -> Any:

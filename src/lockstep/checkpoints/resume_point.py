@@ -162,7 +162,7 @@ def loop_state(fit_loop: dict[str, Any], point: Point, accumulate: int) -> dict[
 
 
 def progress(ready: int, processed: int, completed: int, earlier: int = 0) -> dict[str, Any]:
-    """Return the state of one of Lightning's progress counters, with `earlier` ones in its total."""
+    """Return the state of a progress counter of Lightning, with `earlier` ones in its total."""
     current = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
     total = {name: earlier + count for name, count in current.items()}
     return {"total": total, "current": current}

@@ -18,31 +18,33 @@ def has_method(target: str, method: str) -> bool:
         return False
 
     tree = ast.parse(file.read_text())
+    origins = imported_names(tree)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    origins = imported_names(tree) | {key: f"{module}.{key}" for key in classes}
+    if name in origins:
+        return has_method(origins[name], method)
     if name not in classes:
-        # The file may import the class.
-        return name in origins and has_method(origins[name], method)
+        return False
 
-    if any(getattr(node, "name", None) == method for node in classes[name].body):
+    methods = [getattr(node, "name", None) for node in classes[name].body]
+    if method in methods:
         return True
     for base in classes[name].bases:
         first, _, rest = ast.unparse(base).partition(".")
-        origin = f"{origins.get(first, first)}.{rest}".rstrip(".")
-        if origin != target and has_method(origin, method):
+        origin = origins.get(first, f"{module}.{first}")
+        if has_method(f"{origin}.{rest}".rstrip("."), method):
             return True
     return False
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Return the dotted name of what each name imported at the top of a file stands for."""
+    """Return the dotted name that each imported name of a file stands for."""
     origins = {}
-    for node in tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 origins[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Import):
+        if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.asname:
-                    origins[alias.asname] = alias.name
+                name = alias.asname or alias.name.partition(".")[0]
+                origins[name] = alias.name if alias.asname else name
     return origins

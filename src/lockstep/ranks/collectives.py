@@ -1,4 +1,4 @@
-"""Exchange objects and checkpoints between the ranks of a run; each function also works without a process group."""
+"""Exchange objects and checkpoints between the ranks of a run."""
 
 import contextlib
 import io

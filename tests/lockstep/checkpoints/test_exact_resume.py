@@ -1,4 +1,4 @@
-"""A stopped run of a user's own LightningDataModule ends with the weights of a run without a stop."""
+"""A stopped run of a user's own LightningDataModule ends as a run without a stop."""
 
 import csv
 import signal
@@ -61,18 +61,24 @@ STOPS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trainer", "num_workers"), [("cpu", 0), ("cpu", 2), ("ddp_sim", 0), ("ddp_sim", 2)]
-)
-def test_a_run_stopped_anywhere_ends_with_the_same_weights(trainer, num_workers, tmp_path):
+@pytest.fixture(scope="module", params=["cpu-0", "cpu-2", "ddp_sim-0", "ddp_sim-2"])
+def whole(request, tmp_path_factory):
+    """A run without a stop, and what it was started with: one or two ranks, 0 or 2 workers."""
+    trainer, _, num_workers = request.param.partition("-")
     words = [f"data.num_workers={num_workers}", "trainer.max_epochs=3"]
-    whole = train(tmp_path / "whole", trainer, *words)
-    assert whole.code == 0, whole.output
-    for name, (number, hook, share) in STOPS.items():
-        # The second validation batch is in the first or second epoch.
-        step = 2 if share is None else round(share * STEPS[trainer])
-        fault = partial(signal_at_step, step, number=number, hook=hook)
-        stopped = train(tmp_path / name, trainer, *words, before=fault)
-        assert stopped.code != 0, name
-        assert_goes_on_as(whole, tmp_path / name)
+    done = train(tmp_path_factory.mktemp("whole"), trainer, *words)
+    assert done.code == 0, done.output
+    return trainer, words, done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_stopped_anywhere_ends_with_the_same_weights(name, whole, tmp_path):
+    trainer, words, done = whole
+    number, hook, share = STOPS[name]
+    # The second validation batch is in the first or second epoch.
+    step = 2 if share is None else round(share * STEPS[trainer])
+    fault = partial(signal_at_step, step, number=number, hook=hook)
+    stopped = train(tmp_path, trainer, *words, before=fault)
+    assert stopped.code != 0, stopped.output
+    assert_goes_on_as(done, tmp_path)

@@ -323,7 +323,7 @@ def persistent_val():
 
 
 class Scheduled(Noisy):
-    """A module whose schedule asks for the number of steps, for which Lightning makes the loader."""
+    """Its schedule asks for the number of steps, for which Lightning makes the loader."""
 
     def configure_optimizers(self):
         self.steps = self.trainer.estimated_stepping_batches
