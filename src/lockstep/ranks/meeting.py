@@ -117,7 +117,7 @@ class _Wait:
         self._speak_at += SPEAK_INTERVAL_S
 
 
-def _connect(cluster: Cluster, timeout_s: float, wait: _Wait) -> dist.Store:
+def _connect(cluster: Cluster, timeout_s: float, wait: _Wait) -> dist.TCPStore:
     """Open the store as soon as somebody serves it."""
     while True:
         try:
@@ -132,7 +132,7 @@ def _connect(cluster: Cluster, timeout_s: float, wait: _Wait) -> dist.Store:
 
 
 def _lead(
-    store: dist.Store,
+    store: dist.TCPStore,
     wait: _Wait,
     number: str,
     introduction: str,
@@ -178,12 +178,14 @@ def _lead(
     return prefix, answer
 
 
-def _publish(store: dist.Store, prefix: str, missing_nodes: list[int]) -> None:
+def _publish(store: dist.TCPStore, prefix: str, missing_nodes: list[int]) -> None:
     """Tell the other ranks which nodes miss."""
     store.set(f"{prefix}/missing", json.dumps(missing_nodes))
 
 
-def _follow(store: dist.Store, wait: _Wait, number: str, introduction: str) -> tuple[str, Answer]:
+def _follow(
+    store: dist.TCPStore, wait: _Wait, number: str, introduction: str
+) -> tuple[str, Answer]:
     """Introduce this rank to rank 0, and wait for the answer that is meant for it.
 
     Returns:

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 # Most data are compared by then, and their report stands before the first step.
 WAIT_AT_START_S = 3.0
-# At the end rank 0 gives the comparison so long; the other ranks wait in a collective.
-WAIT_AT_END_S = 10.0
+# At the end rank 0 gives the comparison so long: the other ranks wait in a collective.
+WAIT_AT_END_S = 1.0
 
 
 class DataReport(pl.Callback):
