@@ -50,9 +50,7 @@ def test_array_and_loader_have_one_hash(tmp_path, root):
 def test_a_hash_depends_on_no_decoder(tmp_path, root, monkeypatch):
     before = hash_of(tmp_path, root, path="array")
     convert = Image.Image.convert
-    monkeypatch.setattr(
-        Image.Image, "convert", lambda image, mode: convert(image.rotate(90), mode)
-    )
+    monkeypatch.setattr(Image.Image, "convert", lambda image, mode: convert(image.rotate(90), mode))
     assert hash_of(tmp_path / "other", root, path="array") == before
 
 
