@@ -133,7 +133,7 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
         )
     levels = grey_levels_of(classes)
     if levels is not None:  # as in the masks that it was trained on
-        outputs = torch.tensor(levels)[outputs.cpu()]
+        outputs = torch.tensor(levels)[outputs.long().cpu()]
     paths = [masks / f"{name}.png" for name in names]  # a.jpg and a.png have a mask each
     for path, mask in zip(paths, outputs.to(torch.uint8).numpy(), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
