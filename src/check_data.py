@@ -63,7 +63,7 @@ def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int
 
 @dataclass
 class Thumbnails:
-    """What is known of all images after each was opened once."""
+    """The size and the thumbnail of each image, and the images that are damaged."""
 
     pixels: np.ndarray  # (n, 64) float32, zero-mean with norm 1; zeros where there is no contrast
     sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height

@@ -277,7 +277,7 @@ def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Pa
     # Masks have the grey levels of those that the run was trained on.
     levels = grey_levels_of(classes)
     if levels is not None:
-        outputs = torch.tensor(levels)[outputs.cpu()]
+        outputs = torch.tensor(levels)[outputs.long().cpu()]
     rows: list[Row] = []
     for name, mask in zip(names, outputs.to(torch.uint8).numpy(), strict=True):
         # The name may be a path that was typed, as /photos/a.jpg or ../a.jpg.

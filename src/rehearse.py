@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import read_command
+from lockstep.config.keys import is_left_out_of_trials
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError

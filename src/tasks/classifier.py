@@ -101,7 +101,9 @@ class ImageClassifier(Task):
         self.loss = loss or nn.CrossEntropyLoss(label_smoothing=label_smoothing)
         self.metrics = averaged_here(metrics or {}, num_classes)
         self.counts: Counts | None = None
-        self.test_confusion: list[list[int]] | None = None  # [true][predicted] images of the test, over all ranks
+        self.test_confusion: list[list[int]] | None = (
+            None  # [true][predicted] images of the test, over all ranks
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
@@ -177,8 +179,12 @@ class ImageClassifier(Task):
         if counts.confusion is not None:
             confusion = self._total(counts.confusion).view(self.num_classes, self.num_classes)
             self.test_confusion = confusion.long().tolist()
-        of_classes = [self._total(each) for each in (counts.right, counts.images, counts.predicted)]
-        return scores_of_counts(*of_classes, self._total(counts.calibration))
+        return scores_of_counts(
+            self._total(counts.right),
+            self._total(counts.images),
+            self._total(counts.predicted),
+            self._total(counts.calibration),
+        )
 
     def _warn_of_first_epoch(self, values: dict[str, float]) -> None:
         """Warn of an accuracy that hardly any real data have after one epoch."""
@@ -235,14 +241,20 @@ def check_logits(logits: Any, num_classes: int) -> None:
             f"{num_classes}), or compute a loss from the rest in a task of your own (docs/tasks.md)."
         )
     if logits.ndim != 2 or logits.shape[1] != num_classes:
-        found = f"{logits.shape[1]} logits" if logits.ndim == 2 else f"outputs of the shape {tuple(logits.shape[1:])}"
+        found = (
+            f"{logits.shape[1]} logits"
+            if logits.ndim == 2
+            else f"outputs of the shape {tuple(logits.shape[1:])}"
+        )
         raise UserError(
             f"The model gives {found} for an image and the data have {num_classes} classes: "
             "let its last layer have num_classes outputs; its constructor gets this number."
         )
 
 
-def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+def losses_of_images(
+    loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor
+) -> Tensor:
     """Return (B,), also of a loss that returns the mean of a batch, as torch's and timm's: by batches of one image."""
     if (found := loss(logits, targets)).ndim == 1:
         return found

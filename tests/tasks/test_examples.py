@@ -313,6 +313,13 @@ def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
     assert [row["mask"] for row in rows] == [str(tmp_path / f"p/{name}.png") for name in names]
 
 
+def test_predicted_masks_have_the_grey_levels_of_the_training(tmp_path):
+    model = SimpleNamespace(module=None, facts={"class_names": ["0", "127", "254"]})
+    masks = torch.tensor([[[0, 1, 2]]], dtype=torch.uint8)
+    (row,) = rows_of(model, masks, ["a.png"], tmp_path, 1)
+    assert np.array(Image.open(row["mask"])).tolist() == [[0, 127, 254]]
+
+
 def test_masks_of_files_have_a_folder_that_is_neither_the_table_nor_the_images(tmp_path, monkeypatch):
     class Dark(torch.nn.Module):
         def predict_step(self, images, number):

@@ -85,8 +85,11 @@ class Split:
     def __post_init__(self) -> None:
         if self.fold is None and self.num_folds is None:
             return
-        are_numbers = type(self.fold) is int and type(self.num_folds) is int
-        if not (are_numbers and self.num_folds > 1 and 0 <= self.fold < self.num_folds):
+        if type(self.fold) is int and type(self.num_folds) is int:
+            is_valid = self.num_folds > 1 and 0 <= self.fold < self.num_folds
+        else:
+            is_valid = False
+        if not is_valid:
             raise UserError(
                 f"data.fold={self.fold} data.num_folds={self.num_folds}: give both, as data.fold=0 "
                 "data.num_folds=5, the fold from 0 to num_folds - 1."
@@ -142,17 +145,17 @@ class Split:
         index = np.flatnonzero(of_each == TRAIN)
         count = draw.count(len(index))
         order = index[random_stream(draw.seed, draw.purpose).permutation(len(index))]
-        if draw.is_fold and groups is None:
+        if groups is None and draw.is_fold:
             # Dealt out like cards, class by class: folds differ by at most one image, also in a
             # class.
             by_class = order[np.argsort(labels[order], kind="stable")]
             return by_class[self.fold :: int(draw.value)]
-        if draw.is_fold:
-            num_folds = int(draw.value)
-            return _folds_of_groups(index, labels, groups, num_folds, draw)[self.fold or 0]
-
-        choices = [_drawn_per_class(order, labels, count)]
-        if groups is not None:
+        if groups is None:
+            choices = [_drawn_per_class(order, labels, count)]
+        elif draw.is_fold:
+            folds = _folds_of_groups(index, labels, groups, int(draw.value), draw)
+            return folds[self.fold or 0]
+        else:
             num_groups = len(np.unique(groups[index]))
             num_folds = max(2, min(round(len(index) / count), num_groups))
             choices = _folds_of_groups(index, labels, groups, num_folds, draw)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from data.dataset import DatasetDataModule
 from data.image_folder import ImageFolderDataModule
@@ -50,9 +50,11 @@ def test_array_and_loader_have_one_hash(tmp_path, root):
 def test_a_hash_depends_on_no_decoder(tmp_path, root, monkeypatch):
     before = hash_of(tmp_path, root, path="array")
     convert = Image.Image.convert
-    monkeypatch.setattr(
-        Image.Image, "convert", lambda image, mode: convert(image.rotate(90), mode)
-    )
+
+    def inverted(image, mode):
+        return ImageOps.invert(convert(image, mode))
+
+    monkeypatch.setattr(Image.Image, "convert", inverted)
     assert hash_of(tmp_path / "other", root, path="array") == before
 
 

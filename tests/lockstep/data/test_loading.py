@@ -54,7 +54,8 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
 @pytest.mark.parametrize(
     ("stated", "device", "cores", "ranks", "bound", "wanted"),
     [("auto", "cuda", 64, "4", "", 14), ("auto", "cuda", 4, "4", "", 1), ("auto", "cpu", 64, "2", "", 4),
-     (0, "cuda", 64, "1", "", 0), (32, "cpu", 2, "1", "", 32), ("auto", "cuda", 8, "4", "8", 6), ("auto", "cuda", 32, "4", "8", 6)],
+     (0, "cuda", 64, "1", "", 0), (32, "cpu", 2, "1", "", 32),
+     ("auto", "cuda", 8, "4", "8", 6), ("auto", "cuda", 32, "4", "8", 6)],
 )  # fmt: skip
 def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, bound, wanted, monkeypatch):
     """SLURM has bound a task to `bound` cores, or lets it see those of all."""
