@@ -65,8 +65,8 @@ QUICK = ("scheduler=none", "+optimizer.eps=1e-4", "trainer.max_epochs=1")
 @pytest.mark.parametrize(
     "word", [*QUICK, *(pytest.param(word, marks=pytest.mark.slow) for word in REFUSED if word not in QUICK)]
 )
-def test_a_changed_option_is_refused_in_one_sentence(word, stopped):
-    done = run_door("train", "resume=r", word, logs=stopped)
+def test_a_changed_option_is_refused_in_one_sentence(word, logs):
+    done = run_door("train", "resume=r", word, logs=logs)
     assert done.code == 2, done.output
     assert REFUSED[word] in done.output.strip().splitlines()[-1]
     assert "Traceback" not in done.output
@@ -90,6 +90,18 @@ def test_more_epochs_follow_the_curve_of_the_new_length(logs, tmp_path):
     late = [step for step in rates(done) if step > STOPPED_AT + 1]
     assert len(late) > 10
     assert {step: rates(done)[step] for step in late} == {step: rates(whole)[step] for step in late}
+
+
+@pytest.mark.slow
+def test_a_schedule_that_keeps_its_length_refuses_another_one(tmp_path):
+    cycle = ["scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.1"]
+    cycle += ["optimizer.momentum=0.9"]
+    stopped = run_door("train", *WORDS, *cycle, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT))
+    assert stopped.code == 75, stopped.output
+    longer = run_door("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
+    assert longer.code == 2, longer.output
+    assert "OneCycleLR keeps the 12 steps" in longer.output.strip().splitlines()[-1]
+    assert succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path).record["steps"] == 12
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ class Task(pl.LightningModule):
             )
         self.net, self.rules = net, rules or GroupRules()
         self.optimizer_factory, self.scheduler_factory = optimizer, scheduler
+        self.length_of_schedule: int | None = None  # optimizer steps
         self.sums: dict[str, Tensor] = {}  # (2,) float64 by metric: sum and number of the values of this rank
 
     def forward(self, images: Tensor) -> Any:
@@ -144,7 +145,18 @@ class Task(pl.LightningModule):
         known = {key: value for key, value in lengths.items() if any_name or key in taken}
         interval = "step" if known else "epoch"  # as torch's own schedules count
         schedule = self.scheduler_factory(optimizer, **known)
+        self.length_of_schedule = known.get("total_steps")
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+
+    def on_train_start(self) -> None:
+        """Refuse a resume with another length if the state of the schedule holds the old one, as OneCycleLR's does."""
+        for config in self.trainer.lr_scheduler_configs:
+            length = getattr(config.scheduler, "total_steps", None)
+            if length and self.length_of_schedule and length != self.length_of_schedule:
+                raise UserError(
+                    f"{type(config.scheduler).__name__} keeps the {length} steps that the run began with: resume it "
+                    "with the same trainer.max_epochs and trainer.max_steps, or start a new run with ckpt_path=."
+                )
 
     def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.
