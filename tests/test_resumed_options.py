@@ -63,7 +63,11 @@ QUICK = ("scheduler=none", "+optimizer.eps=1e-4", "trainer.max_epochs=1")
 
 
 @pytest.mark.parametrize(
-    "word", [*QUICK, *(pytest.param(word, marks=pytest.mark.slow) for word in REFUSED if word not in QUICK)]
+    "word",
+    [
+        *QUICK,
+        *(pytest.param(word, marks=pytest.mark.slow) for word in REFUSED if word not in QUICK),
+    ],
 )
 def test_a_changed_option_is_refused_in_one_sentence(word, logs):
     done = run_door("train", "resume=r", word, logs=logs)
@@ -78,7 +82,9 @@ def test_a_length_that_is_over_ends_both_ranks(logs):
     began = time.monotonic()
     done = run_door("train", "resume=r", "trainer=ddp_sim", "trainer.max_epochs=1", logs=logs)
     assert done.code == 2, done.output
-    assert "is in epoch 2 already: give trainer.max_epochs=2" in done.output.strip().splitlines()[-1]
+    assert (
+        "is in epoch 2 already: give trainer.max_epochs=2" in done.output.strip().splitlines()[-1]
+    )
     assert "Traceback" not in done.output
     assert time.monotonic() - began < 45
 
@@ -96,7 +102,9 @@ def test_more_epochs_follow_the_curve_of_the_new_length(logs, tmp_path):
 def test_a_schedule_that_keeps_its_length_refuses_another_one(tmp_path):
     cycle = ["scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.1"]
     cycle += ["optimizer.momentum=0.9"]
-    stopped = run_door("train", *WORDS, *cycle, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT))
+    stopped = run_door(
+        "train", *WORDS, *cycle, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT)
+    )
     assert stopped.code == 75, stopped.output
     longer = run_door("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
     assert longer.code == 2, longer.output

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import keys
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.schema import missing_option
 from lockstep.runs.config import Config
@@ -78,7 +79,7 @@ def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str
     for name, stated in there.items():
         key, own = f"{place}{name}", here.get(name)
         value = list(stated) if isinstance(stated, tuple) else stated
-        if name in here and value == own:
+        if (name in here and value == own) or keys.kind_of(key) is keys.MACHINE:
             continue
         if isinstance(value, Mapping) and isinstance(own, Mapping):
             if inner := _accepted_values(value, own, f"{key}.", rejected):
@@ -92,6 +93,8 @@ def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str
 
 def _is_accepted(key: str, value: object, own: object, *, known: bool) -> bool:
     """Return whether a value of an untrusted config may replace this clone's."""
+    if not keys.may_be_foreign(key):
+        return False
     if isinstance(value, list | tuple):
         items = [not isinstance(item, list | tuple) and isinstance(item, str) == (key == "tags") for item in value]
         return len(value) <= 64 and all(items) and all(_is_accepted(key, item, "", known=known) for item in value)

@@ -130,7 +130,8 @@ def _be_rank(
             else:
                 from lockstep.launch.process_group import meet
 
-                mine = provenance.fingerprint(resolved(config, cluster, accelerator), is_equal_on_all_ranks)
+                options = resolved(config, cluster, accelerator)
+                mine = provenance.fingerprint(options, is_equal_on_all_ranks)
                 answer = meet(cluster, config["trainer"]["timeout_s"], mine, decide)
                 folder = RunFolder((logs / answer["folder"]).resolve())
                 size, accumulate = answer["batch"]
