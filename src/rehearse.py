@@ -78,7 +78,8 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
             **({"model.pretrained": False} if "pretrained" in config["model"] else {}),
             "paths.log_dir": place, "+callbacks.dry_run.path": place / "unused.json", **more,
         }  # fmt: skip
-        kept = [word for word in words if key_of(word) not in changes and not is_left_out_of_trials(key_of(word))]
+        others = [word for word in words if not is_left_out_of_trials(key_of(word))]
+        kept = [word for word in others if key_of(word) not in changes]
         place.mkdir()
         number = max(devices, ranks)
         simulated = nullgpu.environment(number, memory_gib, compute, capability, syncs=place, nccl_timeout_s=20)

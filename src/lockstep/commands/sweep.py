@@ -195,7 +195,8 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
         result = f"exit code {job.code:<2}" if job in failed else f"{as_read(metric, job.value):<12}"
         own = [word for word in job.overrides if word not in common]
         lines.append(f"  {result}  {' '.join(own)}  {name}_{job.number}")
-        groups.setdefault(" ".join(word for word in own if key_of(word) not in REPEATS), []).append(job)
+        configuration = " ".join(word for word in own if key_of(word) not in REPEATS)
+        groups.setdefault(configuration, []).append(job)
     for words, group in groups.items():
         found = {metric: [job.value for job in group], tested_name(metric): [job.tested for job in group]}
         shown = [

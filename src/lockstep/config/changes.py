@@ -76,8 +76,8 @@ def _is_of_version(
 ) -> bool:
     """Return whether a key is missing because the other config is of another version of the code.
 
-    A key that is new has the default of its yaml. One that is gone is in no yaml, no override states it,
-    and its class was not asked to take it.
+    A key that is new has the default of its yaml. One that is gone is in no yaml, no override
+    states it, and its class was not asked to take it.
     """
     if _is_chosen_anew(keys.root_of(change.key), before, now):
         return False
@@ -120,7 +120,7 @@ def _shown(value: Any) -> str:
 def differences(
     configs: Sequence[dict[str, Any]], is_shown: Callable[[str], bool] = keys.is_compared
 ) -> dict[str, list[Any]]:
-    """Return {option: [value in each flat config]} for those that differ; None where one is missing."""
+    """Return {option: [value in each flat config]} where they differ; None for a missing one."""
     rows = {key: [config.get(key) for config in configs] for key in sorted(set().union(*configs))}
     return {
         key: values

@@ -84,8 +84,8 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     """Compose a DictConfig with Hydra's own node (`hydra.runtime.choices` holds the chosen options).
 
     Args:
-        stored: the config of a run. Its options and values count, then the overrides. A group for which
-            the overrides choose another option is composed anew, as is everything for another experiment.
+        stored: the config of a run. Its options and values count, then the overrides. A group for
+            which the overrides choose another option is composed anew; so is all for an experiment.
 
     Raises:
         UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong type.

@@ -1,6 +1,6 @@
 """The one table of keys: the kind of each option of the config, and what follows from the kind.
 
-The longest pattern that matches a key counts; a key that no pattern matches is of the kind `recipe`.
+The longest matching pattern counts. A key that no pattern matches is of the kind `recipe`.
 A pattern matches a key and everything below it, and `*` in it matches any text. Imports no torch.
 """
 

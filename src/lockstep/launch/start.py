@@ -164,10 +164,13 @@ def check_resumable(folder: RunFolder, now: Config, previous: RunRecord) -> None
         if not keys.may_resume_change(change.key):
             group, _, name = change.key.partition(".")
             raise UserError(
-                f"The run {folder.run_id} was started with another {group} ({name or group} {change}): "
-                "resume it with the same options, or start a new run with ckpt_path=."
+                f"The run {folder.run_id} was started with another {group} "
+                f"({name or group} {change}): resume it with the same options, or start a new run "
+                "with ckpt_path=."
             )
-    check_length(folder, now)
+    # A module with several optimizers passes max_steps by itself.
+    if any(change.key in keys.LENGTHS for change in changes):
+        check_length(folder, now)
     log_changes(changes, now)
 
 
@@ -177,7 +180,8 @@ def check_length(folder: RunFolder, now: Config) -> None:
     if not sidecars:
         return
     newest = sidecars[0]
-    epochs, steps = now["trainer"]["max_epochs"] or -1, now["trainer"]["max_steps"]
+    epochs = now["trainer"]["max_epochs"] or -1
+    steps = now["trainer"]["max_steps"]
     if 0 < epochs <= newest.epoch:
         reached, option = f"epoch {newest.epoch + 1}", f"trainer.max_epochs={newest.epoch + 1}"
     elif 0 <= steps < newest.step:
@@ -185,8 +189,8 @@ def check_length(folder: RunFolder, now: Config) -> None:
     else:
         return
     raise UserError(
-        f"The run {folder.run_id} is in {reached} already: give {option} or more to go on, or start a new run "
-        f"with ckpt_path={folder.run_id}."
+        f"The run {folder.run_id} is in {reached} already: give {option} or more to go on, "
+        f"or start a new run with ckpt_path={folder.run_id}."
     )
 
 

@@ -149,13 +149,14 @@ class Task(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
 
     def on_train_start(self) -> None:
-        """Refuse a resume with another length if the state of the schedule holds the old one, as OneCycleLR's does."""
+        """Refuse another length if the state of the schedule holds the old one, as OneCycleLR's."""
         for config in self.trainer.lr_scheduler_configs:
             length = getattr(config.scheduler, "total_steps", None)
             if length and self.length_of_schedule and length != self.length_of_schedule:
                 raise UserError(
-                    f"{type(config.scheduler).__name__} keeps the {length} steps that the run began with: resume it "
-                    "with the same trainer.max_epochs and trainer.max_steps, or start a new run with ckpt_path=."
+                    f"{type(config.scheduler).__name__} keeps the {length} steps that the run "
+                    "began with: resume it with the same trainer.max_epochs and trainer.max_steps, or "
+                    "start a new run with ckpt_path=."
                 )
 
     def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
