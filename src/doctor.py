@@ -24,6 +24,7 @@ from typing import Any
 
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
+from lockstep.config.keys import is_equal_on_all_ranks
 from lockstep.launch.launchers import INFINIBAND, Cluster, set_rank_environment
 from lockstep.launch.plan import MOST_OF_TMPDIR, resolve_batch, resolve_cluster, resolved
 from lockstep.runs import provenance
@@ -122,7 +123,8 @@ def _other_nodes(config: Config, cluster: Cluster, accelerator: str) -> Iterator
 
     device = torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
     try:
-        hosts = meet(one_each, timeout_s, provenance.fingerprint(config))["hosts"]
+        fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
+        hosts = meet(one_each, timeout_s, fingerprint)["hosts"]
         yield True, f"same code, options and packages on all nodes: {', '.join(hosts)}", ""
         join(one_each, device, min(60.0, timeout_s))
         for place in dict.fromkeys((torch.device("cpu"), device)):

@@ -85,7 +85,7 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
 
     Args:
         stored: the config of a run. Its options and values count, then the overrides. A group for
-            which the overrides choose another option is composed anew; so is all for an experiment.
+            which the overrides choose another option is composed anew. For another experiment all is.
 
     Raises:
         UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong type.
