@@ -120,3 +120,12 @@ def test_a_new_limit_of_the_gradient_holds_from_the_resume_on(logs):
     assert done.record["steps"] == 12
     after = weights(done.folder)
     assert max(float((after[name] - value).abs().max()) for name, value in before.items()) < 1e-7
+
+
+@pytest.mark.slow
+def test_a_job_script_with_a_plus_goes_on_and_ends(tmp_path):
+    words = [*WORDS, "+optimizer.maximize=false", "~callbacks.progress", "resume=auto"]
+    stopped = run_door("train", *words, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT))
+    assert stopped.code == 75, stopped.output
+    assert succeed("train", *words, logs=tmp_path).record["steps"] == 12
+    assert "has finished" in succeed("train", *words, logs=tmp_path).output
