@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.commands.command_line import read_command, take_flag
+from lockstep.config.keys import is_equal_on_all_ranks
 from lockstep.process.environment import available_cores, environment, network_interface
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.output import say
 from lockstep.process.script import script
 from lockstep.ranks.find import INFINIBAND, Cluster, find_ranks, set_rank_environment
 from lockstep.records import provenance
-from lockstep.records.batch import resolve_batch
 from lockstep.records.config import Config
+from lockstep.runs.batch_size import resolve_batch
 from lockstep.runs.checks import LONGEST_TMPDIR
 from lockstep.runs.run import with_ranks
 
@@ -241,7 +242,8 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     cpu = torch.device("cpu")
     device = torch.device("cuda", 0) if cluster.accelerator == "gpu" else cpu
     try:
-        hosts = meet(one_per_node, timeout_s, provenance.fingerprint(config))["hosts"]
+        fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
+        hosts = meet(one_per_node, timeout_s, fingerprint)["hosts"]
         yield Finding(True, f"same code, options and packages on all nodes: {', '.join(hosts)}")
         join(one_per_node, device, min(60.0, timeout_s))
         for measured in dict.fromkeys((cpu, device)):

@@ -15,9 +15,9 @@ from lockstep.commands.command_line import read_command, take_flag
 from lockstep.process.errors import EXIT_OK
 from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
-from lockstep.records.batch import resolve_batch
 from lockstep.records.config import Config
 from lockstep.runs.batch_search import search
+from lockstep.runs.batch_size import resolve_batch
 
 
 @script

@@ -63,10 +63,14 @@ QUICK = ("scheduler=none", "+optimizer.eps=1e-4", "trainer.max_epochs=1")
 
 
 @pytest.mark.parametrize(
-    "word", [*QUICK, *(pytest.param(word, marks=pytest.mark.slow) for word in REFUSED if word not in QUICK)]
+    "word",
+    [
+        *QUICK,
+        *(pytest.param(word, marks=pytest.mark.slow) for word in REFUSED if word not in QUICK),
+    ],
 )
-def test_a_changed_option_is_refused_in_one_sentence(word, stopped):
-    done = run_door("train", "resume=r", word, logs=stopped)
+def test_a_changed_option_is_refused_in_one_sentence(word, logs):
+    done = run_door("train", "resume=r", word, logs=logs)
     assert done.code == 2, done.output
     assert REFUSED[word] in done.output.strip().splitlines()[-1]
     assert "Traceback" not in done.output
@@ -78,7 +82,9 @@ def test_a_length_that_is_over_ends_both_ranks(logs):
     began = time.monotonic()
     done = run_door("train", "resume=r", "trainer=ddp_sim", "trainer.max_epochs=1", logs=logs)
     assert done.code == 2, done.output
-    assert "is in epoch 2 already: give trainer.max_epochs=2" in done.output.strip().splitlines()[-1]
+    assert (
+        "is in epoch 2 already: give trainer.max_epochs=2" in done.output.strip().splitlines()[-1]
+    )
     assert "Traceback" not in done.output
     assert time.monotonic() - began < 45
 
@@ -93,6 +99,20 @@ def test_more_epochs_follow_the_curve_of_the_new_length(logs, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_schedule_that_keeps_its_length_refuses_another_one(tmp_path):
+    cycle = ["scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.1"]
+    cycle += ["optimizer.momentum=0.9"]
+    stopped = run_door(
+        "train", *WORDS, *cycle, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT)
+    )
+    assert stopped.code == 75, stopped.output
+    longer = run_door("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
+    assert longer.code == 2, longer.output
+    assert "OneCycleLR keeps the 12 steps" in longer.output.strip().splitlines()[-1]
+    assert succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path).record["steps"] == 12
+
+
+@pytest.mark.slow
 def test_a_new_limit_of_the_gradient_holds_from_the_resume_on(logs):
     before = weights(RunFolder(logs / "train" / "runs" / "r"))
     done = succeed("train", "resume=r", "trainer.gradient_clip_val=1e-12", logs=logs)
@@ -100,3 +120,12 @@ def test_a_new_limit_of_the_gradient_holds_from_the_resume_on(logs):
     assert done.record["steps"] == 12
     after = weights(done.folder)
     assert max(float((after[name] - value).abs().max()) for name, value in before.items()) < 1e-7
+
+
+@pytest.mark.slow
+def test_a_job_script_with_a_plus_goes_on_and_ends(tmp_path):
+    words = [*WORDS, "+optimizer.maximize=false", "~callbacks.progress", "resume=auto"]
+    stopped = run_door("train", *words, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT))
+    assert stopped.code == 75, stopped.output
+    assert succeed("train", *words, logs=tmp_path).record["steps"] == 12
+    assert "has finished" in succeed("train", *words, logs=tmp_path).output

@@ -1,4 +1,4 @@
-"""The options in which a resume differs from its run, and runs from each other. Imports no torch."""
+"""The options in which a resume differs from its run, and runs from each other; without torch."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ def _walk(before: Any, now: Any, key: str) -> Iterator[Change]:
 def _counts(key: str) -> bool:
     """Return whether a value says how a run is trained.
 
-    Neither the names of options nor the switch that scales the rates do: values and rates are compared.
+    The names of options and the switch that scales the rates do not: values and rates do.
     """
     is_trained = keys.kind_of(key) in (keys.RECIPE, keys.EXECUTION)
     return is_trained and keys.root_of(key) != "choices" and key != keys.SCALES_RATES
@@ -76,8 +76,8 @@ def _is_of_version(
 ) -> bool:
     """Return whether a key is missing because the other config is of another version of the code.
 
-    A key that is new has the default of its yaml. One that is gone is in no yaml, no override states it, and its class
-    was not asked to take it.
+    A key that is new has the default of its yaml. One that is gone is in no yaml, no override
+    states it, and its class was not asked to take it.
     """
     if _is_chosen_anew(keys.root_of(change.key), before, now):
         return False
@@ -95,7 +95,7 @@ def _is_chosen_anew(group: str, before: Config, now: Config) -> bool:
 
 
 def _is_stated(key: str, config: Config) -> bool:
-    """Return whether an override of a config states a key, a parent of it, or the removal of either."""
+    """Return whether an override of a config states or removes a key or a parent of it."""
     stated = [key_of(str(word)) for word in config.get("overrides") or ()]
     return any(key == word or key.startswith(f"{word}.") for word in stated if "." in word)
 
@@ -120,7 +120,7 @@ def _shown(value: Any) -> str:
 def differences(
     configs: Sequence[dict[str, Any]], is_shown: Callable[[str], bool] = keys.is_compared
 ) -> dict[str, list[Any]]:
-    """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
+    """Return {option: [value in each flat config]} where they differ; None for a missing one."""
     rows = {key: [config.get(key) for config in configs] for key in sorted(set().union(*configs))}
     return {
         key: values

@@ -49,7 +49,7 @@ class CommandLine:
 
     @classmethod
     def parse(cls, config_name: str, overrides: list[str]) -> "CommandLine":
-        """Quote names, and refuse an override without key or value, and an option that is not there."""
+        """Quote names; refuse an override without key or value, and an option that is missing."""
         folders = _config_folders(overrides)
         words = []
         for override in overrides:
@@ -72,7 +72,7 @@ class CommandLine:
 
     @property
     def without_fits(self) -> list[str]:
-        """Overrides that leave out what fits the chosen options, which says nothing about another class."""
+        """Overrides that leave out what fits the chosen options: a class may be another one."""
         groups = {group for word in self.words for group in UNFIT.get(key_of(word), ())}
         return sorted(f"~fits/{group}" for group in groups)
 
@@ -86,8 +86,8 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     """Compose a DictConfig with Hydra's own node (`hydra.runtime.choices` holds the chosen options).
 
     Args:
-        stored: the config of a run. Its options and values count, then the overrides. A group for which the
-            overrides choose another option is composed anew, and everything if they choose another experiment.
+        stored: the config of a run. Its options and values count, then the overrides. A group for
+            which the overrides choose another option is composed anew. For another experiment all is.
 
     Raises:
         UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong type.
@@ -111,7 +111,7 @@ def _keeps_experiment(line: CommandLine, stored: Config) -> bool:
 
 
 def _compose_resumed(line: CommandLine, stored: Config) -> tuple[Any, list[str]]:
-    """Compose the config of a run that goes on; return it with the run's overrides that still count."""
+    """Compose the config of a run that goes on; return it with its overrides that still count."""
     choices = line.choices
     options = merge.options_of(stored, choices, line.folders)
     chosen_now = [word for word in line.words if key_of(word) in choices]
@@ -126,7 +126,7 @@ def _compose_resumed(line: CommandLine, stored: Config) -> tuple[Any, list[str]]
 
 
 def _check(cfg: Any, line: CommandLine) -> None:
-    """Refuse what nothing reads, and remove what the chosen options say of classes that are not chosen."""
+    """Refuse what nothing reads, and remove what the options say of classes that are not chosen."""
     named = {key: name for key, name in chosen_options(cfg).items() if name}
     chosen = [f"{key}={name}" for key, name in named.items() if key not in ("experiment", "debug")]
     options = _of_choices(line.config_name, (*line.search, *chosen, *line.without_fits))
@@ -181,13 +181,15 @@ def _of_choices(config_name: str, words: tuple[str, ...]) -> Any:
 
 
 def defaults_of(config: Config) -> dict[str, Any]:
-    """Return the config of a run's chosen options alone, with interpolations as they are written."""
-    search = [word for word in map(str, config.get("overrides") or ()) if key_of(word) == "hydra.searchpath"]
+    """Return the config of a run's chosen options alone, with unresolved interpolations."""
+    overrides = [str(word) for word in config.get("overrides") or ()]
+    search = [word for word in overrides if key_of(word) == "hydra.searchpath"]
     folders = _config_folders(search)
     words = []
     for group, name in (config.get("choices") or {}).items():
-        is_recipe = group in ("experiment", "debug")
-        if name and not is_recipe and is_group(group, folders) and not missing_option(group, str(name), folders):
+        if not name or group in ("experiment", "debug") or not is_group(group, folders):
+            continue
+        if not missing_option(group, str(name), folders):
             words.append(f"{group}={name}")
     return unresolved(_of_choices("train", (*search, *words)))
 

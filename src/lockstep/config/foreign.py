@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import keys
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
-from lockstep.config.schema import keys
+from lockstep.config.schema import keys as listed_keys
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
@@ -80,7 +81,7 @@ def connects(group: str, name: str) -> bool:
     """
     if group != "trainer":
         return False
-    listed = keys(CONFIGS / group / f"{name}.yaml", commented=False)
+    listed = listed_keys(CONFIGS / group / f"{name}.yaml", commented=False)
     return any(ADDRESS.search(key.name) for key in listed)
 
 
@@ -90,7 +91,7 @@ def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str
     for name, stated in there.items():
         key, own = f"{place}{name}", here.get(name)
         value = list(stated) if isinstance(stated, tuple) else stated
-        if name in here and value == own:
+        if (name in here and value == own) or keys.kind_of(key) is keys.MACHINE:
             continue
         if isinstance(value, Mapping) and isinstance(own, Mapping):
             if inner := _accepted_values(value, own, f"{key}.", rejected):
@@ -104,6 +105,8 @@ def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str
 
 def _is_accepted(key: str, value: object, own: object, *, known: bool) -> bool:
     """Return whether a value of an untrusted config may replace this clone's."""
+    if not keys.may_be_foreign(key):
+        return False
     if isinstance(value, list | tuple):
         items = [not isinstance(item, list | tuple) and isinstance(item, str) == (key == "tags") for item in value]
         return len(value) <= 64 and all(items) and all(_is_accepted(key, item, "", known=known) for item in value)

@@ -1,7 +1,7 @@
 """The one table of keys: the kind of each option of the config, and what follows from the kind.
 
-The longest pattern that matches a key counts; a key that no pattern matches is of the kind `recipe`. A pattern matches
-a key and everything below it, and `*` in it matches any text. Imports no torch.
+The longest matching pattern counts. A key that no pattern matches is of the kind `recipe`.
+A pattern matches a key and everything below it, and `*` in it matches any text. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Kind:
     Args:
         may_resume_change: a resume may give another value, which holds from there on.
         is_equal_on_all_ranks: a run whose nodes have different values does not begin.
-        may_be_foreign: plain values are taken from the config of a bucket or of somebody's checkpoint.
+        may_be_foreign: plain values are taken from the config of a bucket or a checkpoint.
         is_compared: a comparison of runs shows different values.
     """
 
@@ -181,7 +181,8 @@ def may_resume_change(key: str) -> bool:
 
 def is_equal_on_all_ranks(key: str) -> bool:
     """Return whether all nodes of a run must have the same value."""
-    return kind_of(key).is_equal_on_all_ranks
+    # All ranks take part in the check of the bucket, or none.
+    return kind_of(key).is_equal_on_all_ranks or root_of(key) == "s3"
 
 
 def may_be_foreign(key: str) -> bool:
@@ -195,12 +196,12 @@ def is_compared(key: str) -> bool:
 
 
 def finds_run(key: str) -> bool:
-    """Return whether an override says where a run or a checkpoint is: all that is composed to find it."""
+    """Return whether an override says where a run or a checkpoint is."""
     return kind_of(root_of(key)) in (START, PLACE)
 
 
 def is_of_one_run(key: str) -> bool:
-    """Return whether a value is of one run and start alone, so that an evaluation does not inherit it."""
+    """Return whether a value is of one run alone, so that an evaluation does not inherit it."""
     return kind_of(root_of(key)) in (START, PLACE) or root_of(key) in LABELS
 
 

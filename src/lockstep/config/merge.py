@@ -1,8 +1,8 @@
-"""Merge the stored config of a resumed run into a newly composed one; new overrides take precedence.
+"""Merge the stored config of a resumed run into a new one; new overrides take precedence.
 
-Hydra does the merge: the run's options become overrides, and its values a config in the ConfigStore. An "option" is
-what is chosen from a config group (model=vit). `choices` holds the options that the new overrides choose, by group.
-Imports no torch.
+Hydra does the merge: the run's options become overrides, its values a config in the ConfigStore.
+An "option" is what is chosen from a config group (model=vit). `choices` holds the options that the
+new overrides choose, by group. Imports no torch.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, 
         if not is_missing:
             words.append(f"{group}={name}")
         elif isinstance(node := stored.get(group), Mapping):
-            # The yaml is gone, in a folder of --config-dir, or there never was one for a class of another package.
+            # The yaml is gone or in a folder of --config-dir, or a class was named in place of one.
             _store(group, str(name), dict(node))
             words.append(f"{group}={name}")
     return words
@@ -47,7 +47,7 @@ def values_of(
 
     Args:
         words: the new overrides.
-        fresh: the config composed without those values, as plain containers with unresolved interpolations.
+        fresh: the config composed without those values, with unresolved interpolations.
     """
     is_carried = {key: key != "choices" and keys.is_carried_over(key) for key in stored}
     values = {key: value for key, value in stored.items() if is_carried[key]}
@@ -76,10 +76,10 @@ def override_of_values(values: Config) -> str:
 
 
 def repeatable(words: Sequence[str], stored: Config, values: Config, fresh: Config) -> list[str]:
-    """Return the overrides in the form in which they hold at every start of a run, not only at its first.
+    """Return the overrides in the form in which they hold at every start of a run.
 
-    `+key=value` adds a key that the run may have by now, and `~key` removes one that it may have lost. What the run
-    itself removed is removed again, because `fresh` has it.
+    `+key=value` adds a key that the run may have by now; `~key` removes one that it may have lost.
+    What the run itself removed is removed again, because `fresh` has it.
 
     Args:
         words: the new overrides.
@@ -133,7 +133,7 @@ def _chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:
 
 
 def _without_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
-    """Return the values of a trainer that another one takes over: where it is trained changes not what is trained."""
+    """Return the values of a trainer that another one takes over, which say what is trained."""
     taken = {key: value for key, value in trainer.items() if key in fresh}
     return {key: value for key, value in taken.items() if not keys.is_placement(f"trainer.{key}")}
 
@@ -144,7 +144,7 @@ def _with_rates_scaled_once(
     """Return the optimizer's values of a config whose rates are scaled already."""
     is_scaled_now = any(key_of(word) == keys.SCALES_RATES for word in words)
     if is_scaled_now and "overrides" not in stored:
-        # A config from a bucket does not say which rates were typed: the command line gives them again.
+        # A config from a bucket does not say which rates were typed. The command line does.
         return {key: value for key, value in optimizer.items() if not keys.is_rate(key)}
     if optimizer.get("scale_lr_with_batch"):
         return {**optimizer, "scale_lr_with_batch": False}
@@ -164,7 +164,7 @@ def _scaling_repeated(words: Sequence[str], before: Sequence[str]) -> set[str]:
 
 
 def _has(values: Config, fresh: Config, key: str) -> bool:
-    """Return whether the merge of both has a key. An entry of a free group that was removed is null in `values`."""
+    """Return whether the merge of both has a key; `values` has null for a removed callback."""
     kept, new = _lookup(values, key), _lookup(fresh, key)
     if kept is None and keys.root_of(key) in FREE_GROUPS:
         return False
@@ -199,8 +199,8 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
 def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """Return whether a resume goes on with the run's value of a key.
 
-    A key that is an interpolation in the configs keeps it, and a key that is no longer in the configs is dropped,
-    unless the run overrode the key (`typed`), or the class of its group may accept it (CLASS_GROUPS).
+    A key that is an interpolation in the configs keeps it, and a key that is no longer in the
+    configs is dropped, unless the run overrode it (`typed`) or the class of its group may accept it.
     """
     if key in keys.RECOMPUTED:
         return False

@@ -88,7 +88,7 @@ def host(node_rank: int) -> dict[str, Any]:
 
 
 def fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) -> Fingerprint:
-    """Return what must be equal on all nodes of a run; options are the same whatever folders a node has.
+    """Return what must be equal on all nodes of a run, whatever folders a node has.
 
     Args:
         is_equal_on_all_ranks: returns whether an option must be equal, by its key.

@@ -9,8 +9,8 @@ from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster, named_run
-from lockstep.records.batch import resolve_batch
 from lockstep.records.config import Config, data_name, model_name, seconds_of
+from lockstep.runs.batch_size import resolve_batch
 from lockstep.storage.s3 import Bucket
 
 # Modules of src/data whose data.root exists or is an address. A class of the user's may make its root.

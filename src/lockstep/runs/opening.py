@@ -21,7 +21,8 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_OK, Ended, Interrupted, Us
 from lockstep.ranks import failures
 from lockstep.ranks.find import Cluster, agent_id, named_run, set_rank_environment
 from lockstep.records import provenance
-from lockstep.records.batch import Batch, decide_batch
+from lockstep.records.batch import Batch
+from lockstep.runs.batch_size import decide_batch
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record

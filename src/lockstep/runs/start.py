@@ -48,7 +48,8 @@ def find_stored(overrides: list[str]) -> Config | None:
 
     if is_auto and (config.get("s3") or {}).get("uri"):
         _fetch(config, folder, environ)
-    # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
+    # A job script gives all options each time.
+    # Those of an attempt that trained nothing may have been wrong.
     if is_auto and folder.config.exists() and not has_trained(folder):
         return None
     before = config_before(folder)
@@ -61,7 +62,7 @@ def find_stored(overrides: list[str]) -> Config | None:
 
 
 def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the folder of the run that resume= names; None if it names none, or none that is on this node."""
+    """Return the folder of the run that resume= names; None if there is none on this node."""
     run_id = named_run(config, environ) if config["resume"] == "auto" else config["resume"]
     if not run_id:
         return None
@@ -87,7 +88,7 @@ def _fetch(config: Config, folder: RunFolder, environ: Mapping[str, str]) -> Non
 def _taken_from_bucket(
     before: Config, overrides: list[str], folder: RunFolder, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the part of a bucket's config that may be used; log what the command line has to give again.
+    """Return the part of a bucket's config that may be used; log what has to be given again.
 
     Nothing is taken for a group whose class the command line names, as with task._target_=.
     """
@@ -97,7 +98,8 @@ def _taken_from_bucket(
     taken, rejected = accepted(before, roots, whose)
     left = [key for key in rejected if key not in typed]
     if left and is_first_on_node(environ):
-        log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
+        again = "give them again to have them"
+        log.info(f"Not taken from the bucket's config, {again}: {', '.join(left)}")
     return taken
 
 
@@ -172,19 +174,24 @@ def check_resumable(folder: RunFolder, now: Config, previous: RunRecord) -> None
         if not keys.may_resume_change(change.key):
             group, _, name = change.key.partition(".")
             raise UserError(
-                f"The run {folder.run_id} was started with another {group} ({name or group} {change}): resume it with "
-                "the same options, or start a new run with ckpt_path=."
+                f"The run {folder.run_id} was started with another {group} "
+                f"({name or group} {change}): resume it with the same options, or start a new run "
+                "with ckpt_path=."
             )
-    check_length(folder, now)
+    # A module with several optimizers passes max_steps by itself.
+    if any(change.key in keys.LENGTHS for change in changes):
+        check_length(folder, now)
     log_changes(changes, now)
 
 
 def check_length(folder: RunFolder, now: Config) -> None:
     """Refuse a length that the run's newest checkpoint has passed."""
-    newest = next((sidecar for _, sidecar in complete(folder.checkpoints) if not sidecar.weights_only), None)
-    if newest is None:
+    sidecars = [sidecar for _, sidecar in complete(folder.checkpoints) if not sidecar.weights_only]
+    if not sidecars:
         return
-    epochs, steps = now["trainer"]["max_epochs"] or -1, now["trainer"]["max_steps"]
+    newest = sidecars[0]
+    epochs = now["trainer"]["max_epochs"] or -1
+    steps = now["trainer"]["max_steps"]
     if 0 < epochs <= newest.epoch:
         reached, option = f"epoch {newest.epoch + 1}", f"trainer.max_epochs={newest.epoch + 1}"
     elif 0 <= steps < newest.step:
@@ -192,8 +199,8 @@ def check_length(folder: RunFolder, now: Config) -> None:
     else:
         return
     raise UserError(
-        f"The run {folder.run_id} is in {reached} already: give {option} or more to go on, or start a new run with "
-        f"ckpt_path={folder.run_id}."
+        f"The run {folder.run_id} is in {reached} already: give {option} or more to go on, "
+        f"or start a new run with ckpt_path={folder.run_id}."
     )
 
 

@@ -22,10 +22,20 @@ MAY_CHANGE = {
     "optimizer": {"scale_lr_with_batch"},
 }
 MUST_STAY = {"ema_decay", "limit_train_batches"}
-DEFAULTS = {"data": "cifar10", "augmentation": "crop_flip", "task": "classifier", "model": "vit", "loss": "cross_entropy",
-            "optimizer": "adamw", "scheduler": "cosine", "trainer": "default"}  # fmt: skip
+DEFAULTS = {
+    "data": "cifar10",
+    "augmentation": "crop_flip",
+    "task": "classifier",
+    "model": "vit",
+    "loss": "cross_entropy",
+    "optimizer": "adamw",
+    "scheduler": "cosine",
+    "trainer": "default",
+}
 OPTIONS = [
-    pytest.param(group, option.name, marks=[] if DEFAULTS[group] == option.name else pytest.mark.slow)
+    pytest.param(
+        group, option.name, marks=[] if DEFAULTS[group] == option.name else pytest.mark.slow
+    )
     for group in DEFAULTS
     for option in schema.groups(CONFIGS)[group]
     if option.name not in ("default", "none") or DEFAULTS[group] == option.name
@@ -76,16 +86,30 @@ def test_each_option_of_a_group_is_refused_or_may_change(group, option, monkeypa
             without = with_value(before, key, None, f"~{key}")
             assert is_refused(monkeypatch, before, without) != may_change(key), f"~{key}"
     added = with_value(before, f"{group}.eps", 1e-4, f"+{group}.eps=1e-4")
-    assert is_refused(monkeypatch, before, added) == is_refused(monkeypatch, added, before) == (group != "trainer")
+    assert (
+        is_refused(monkeypatch, before, added)
+        == is_refused(monkeypatch, added, before)
+        == (group != "trainer")
+    )
 
 
-@pytest.mark.parametrize("word", ["scheduler=none", "scheduler=linear", "seed=1", "loss=focal", "optimizer=sgd"])
+@pytest.mark.parametrize(
+    "word", ["scheduler=none", "scheduler=linear", "seed=1", "loss=focal", "optimizer=sgd"]
+)
 def test_another_option_of_a_group_is_refused(word, monkeypatch):
     before, now = (whole_config(compose("train", words)) for words in ([], [word]))
     assert is_refused(monkeypatch, before, now)
 
 
-@pytest.mark.parametrize("word", ["trainer=ddp", "trainer.precision=64-true", "metrics=f1", "trainer.gradient_clip_val=2"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "trainer=ddp",
+        "trainer.precision=64-true",
+        "metrics=f1",
+        "trainer.gradient_clip_val=2",
+    ],
+)
 def test_how_a_run_is_computed_may_change_and_is_logged(word, monkeypatch, capsys):
     before, now = (whole_config(compose("train", words)) for words in ([], [word]))
     assert not is_refused(monkeypatch, before, now)
@@ -97,7 +121,10 @@ def test_how_a_run_is_computed_may_change_and_is_logged(word, monkeypatch, capsy
 def test_more_epochs_stretch_the_schedule_and_say_so(monkeypatch, capsys):
     before, now = (whole_config(compose("train", [f"trainer.max_epochs={n}"])) for n in (3, 4))
     assert not is_refused(monkeypatch, before, now)
-    assert "trainer.max_epochs was 3, now 4: the learning rate's schedule is stretched" in capsys.readouterr().out
+    assert (
+        "trainer.max_epochs was 3, now 4: the learning rate's schedule is stretched"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_key_of_another_version_is_no_change():
@@ -122,6 +149,13 @@ def test_a_new_key_with_another_value_than_its_default_is_a_change():
 def test_no_key_counts_that_neither_recipe_nor_execution_has():
     before = whole_config(compose("train", []))
     now = copy.deepcopy(before)
-    now.update(tags=["a"], verbose=True, paths={}, callbacks={}, s3={"uri": "s3://a/b"}, choices={"model": "x"})
+    now.update(
+        tags=["a"],
+        verbose=True,
+        paths={},
+        callbacks={},
+        s3={"uri": "s3://a/b"},
+        choices={"model": "x"},
+    )
     assert changes_of(before, now, defaults_of) == []
     assert keys.kind_of("choices.model") is keys.RECIPE, "comparisons of runs show the choices"

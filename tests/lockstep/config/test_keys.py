@@ -1,4 +1,4 @@
-"""The table of keys: each option of configs/ has a kind, and no other file keeps a list of options."""
+"""The table of keys: the kind of an option, and no list of options in another file."""
 
 import ast
 from pathlib import Path

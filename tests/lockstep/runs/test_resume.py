@@ -162,14 +162,29 @@ def test_nonsense_in_the_bucket_is_refused_in_a_sentence(tmp_path):
 
 # What a job script may have with a plus or a tilde.
 SCRIPTS = [
-    ["+optimizer.amsgrad=true", "~callbacks.progress", "+metrics.auroc={_target_: torchmetrics.AUROC, task: multiclass}"],
-    ["task._target_=a.Lit", "+task.lr=0.1", "model._target_=a.Net", "+model.width=3", "~logger.tensorboard"],
+    [
+        "+optimizer.amsgrad=true",
+        "~callbacks.progress",
+        "+metrics.auroc={_target_: torchmetrics.AUROC, task: multiclass}",
+    ],
+    [
+        "task._target_=a.Lit",
+        "+task.lr=0.1",
+        "model._target_=a.Net",
+        "+model.width=3",
+        "~logger.tensorboard",
+    ],
     ["++optimizer.eps=1e-4", "~optimizer.weight_decay", "optimizer.scale_lr_with_batch=true"],
-    ["+experiment=quickstart", "+callbacks.x._target_=a.B", "+callbacks.x.patience=3", "~data.crop_padding"],
-    ["trainer=ddp", "+trainer.strategy.static_graph=true", "+trainer.benchmark=true", "optimizer.scale_lr_with_batch=true",
-     "optimizer.lr=0.5"],
+    ["+experiment=quickstart", "+callbacks.x._target_=a.B", "+callbacks.x.n=3", "~data.crop_padding"],
+    [
+        "trainer=ddp",
+        "+trainer.strategy.static_graph=true",
+        "+trainer.benchmark=true",
+        "optimizer.scale_lr_with_batch=true",
+        "optimizer.lr=0.5",
+    ],
     ["data._target_=a.Data", "+data.size=3", "loss._target_=a.Loss", "+loss.k=2", "~callbacks"],
-]  # fmt: skip
+]
 
 
 def without_nulls(node):
