@@ -1,8 +1,8 @@
 """The first lines of a run's output."""
 
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
-from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.records.config import data_name, model_name
+from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.runs.run import Run
 
 

@@ -22,11 +22,11 @@ from lockstep.ranks import failures
 from lockstep.ranks.find import Cluster, agent_id, named_run, set_rank_environment
 from lockstep.records import provenance
 from lockstep.records.batch import Batch
-from lockstep.runs.batch_size import decide_batch
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.batch_search import search
+from lockstep.runs.batch_size import decide_batch
 from lockstep.runs.finishing import finish_run
 from lockstep.runs.first_record import begin_record, write_config
 from lockstep.runs.headlines import headlines

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from lockstep.runs.plan import resolve_cluster
 
 from lockstep.config.compose import compose, plain
 from lockstep.process.environment import environment
@@ -10,7 +11,6 @@ from lockstep.process.errors import UserError
 from lockstep.ranks.find import AGENT, Cluster, agent_id, describe, named_run, set_rank_environment
 from lockstep.ranks.placement import RequestedDevices
 from lockstep.records.folder import checked_run_id
-from lockstep.runs.plan import resolve_cluster
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {

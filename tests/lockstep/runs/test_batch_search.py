@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lockstep.runs.plan import RunPlan
 from PIL import Image
 
 import runs
@@ -17,7 +18,6 @@ from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.runs import batch_search as search
 from lockstep.runs.batch_search import fitting, next_batch
-from lockstep.runs.plan import RunPlan
 from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
 from runs import run_door, start_door
 

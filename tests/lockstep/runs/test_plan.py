@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from lockstep.runs.plan import RunPlan, as_run, check, headlines, resolve_cluster
 
 from lockstep.config import class_source
 from lockstep.config.compose import compose, whole_config
@@ -15,7 +16,6 @@ from lockstep.ranks.find import Cluster
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, write_record
-from lockstep.runs.plan import RunPlan, as_run, check, headlines, resolve_cluster
 from lockstep.runs.start import hold_run_lock, make_plan, what_is_over
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]

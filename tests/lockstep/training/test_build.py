@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from lockstep.runs.plan import RunPlan, resolve_batch, resolve_cluster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from local_ranks import run_ranks
@@ -12,7 +13,6 @@ from lockstep.ranks.find import Cluster
 from lockstep.ranks.meeting import join
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
-from lockstep.runs.plan import RunPlan, resolve_batch, resolve_cluster
 from lockstep.training.build import build_loggers, build_strategy
 from lockstep.training.build_data import check_same_data, of_this_version, prepared_data
 from runs import run_door, succeed
