@@ -298,7 +298,7 @@ WITHIN = {"val_check_interval": 4}
     ],
     ids=["epoch0", "epoch1", "end0", "end1", "within0", "within1", "unvalidated"],
 )
-@pytest.mark.parametrize("name", ["shuffle", "workers"])
+@pytest.mark.parametrize("name", ["shuffle", pytest.param("workers", marks=pytest.mark.slow)])
 def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(
     name, hook, at, options, point, left, tmp_path
 ):
