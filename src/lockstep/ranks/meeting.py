@@ -149,7 +149,7 @@ def _lead(
     prefix = f"lockstep/{number}"
     missing = list(range(1, wait.cluster.world_size))
     store.set(f"{prefix}/0", introduction)
-    store.append(f"{prefix}/arrived", "0 ")
+    _arrive(store, prefix, 0)
     _publish(store, prefix, wait.nodes_of(missing))
     store.set(START, number)
 
@@ -178,6 +178,12 @@ def _lead(
     return prefix, answer
 
 
+def _arrive(store: dist.TCPStore, prefix: str, rank: int) -> None:
+    """Add a rank to those that have introduced themselves."""
+    # torch's type stubs lack this method.
+    store.append(f"{prefix}/arrived", f"{rank} ")  # type: ignore[attr-defined]
+
+
 def _publish(store: dist.TCPStore, prefix: str, missing_nodes: list[int]) -> None:
     """Tell the other ranks which nodes miss."""
     store.set(f"{prefix}/missing", json.dumps(missing_nodes))
@@ -200,7 +206,7 @@ def _follow(
             prefix = f"lockstep/{store.get(START).decode()}"
             if prefix != introduced_at:
                 store.set(f"{prefix}/{rank}", introduction)
-                store.append(f"{prefix}/arrived", f"{rank} ")
+                _arrive(store, prefix, rank)
                 introduced_at = prefix
             missing_nodes = json.loads(store.get(f"{prefix}/missing"))
             if store.check([f"{prefix}/answer"]):
