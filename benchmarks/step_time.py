@@ -100,9 +100,9 @@ def timed_run(
     import lightning.pytorch as pl
 
     from lockstep.config.compose import compose, whole_config
-    from lockstep.runs.join import joined_ranks
-    from lockstep.runs.launcher import launch
-    from lockstep.training.build import build_run
+    from lockstep.ranks.find import find_ranks
+    from lockstep.runs.opening import open_run
+    from lockstep.training.build import build
 
     class Clock(pl.Callback):
         seconds = 0.0
@@ -121,20 +121,19 @@ def timed_run(
                 synchronize()
                 self.seconds = (time.perf_counter() - self.began) / steps
 
-    def fit(plan: Any) -> int:
-        with joined_ranks(plan) as session:
-            trainer, module, data, _ = build_run(session)
-            trainer.callbacks.append(clock)
-            if batches is not None:
-                found = (data.on_after_batch_transfer(batch, 0) for batch in data.train_dataloader())
-                batches[:] = batches or [(images.clone(), labels.clone()) for images, labels in islice(found, 16)]
-                data.train_dataloader = lambda: Cached(batches, warmup + steps + 1)  # the last ends the epoch
-                data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
-            trainer.fit(module, datamodule=data)
-        return 0
-
-    clock, cfg = Clock(), compose("train", [*overrides, f"run_id=bench{time.time_ns()}"])
-    if launch({**whole_config(cfg), "logger": {}}, fit):
+    clock = Clock()
+    cfg = compose("train", [*overrides, f"run_id=bench{time.time_ns()}"])
+    config = {**whole_config(cfg), "logger": {}}
+    with open_run(config, find_ranks(config)) as run:
+        trainer, module, data = build(run)
+        trainer.callbacks.append(clock)
+        if batches is not None:
+            found = (data.on_after_batch_transfer(batch, 0) for batch in data.train_dataloader())
+            batches[:] = batches or [(images.clone(), labels.clone()) for images, labels in islice(found, 16)]
+            data.train_dataloader = lambda: Cached(batches, warmup + steps + 1)  # the last ends the epoch
+            data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+        trainer.fit(module, datamodule=data)
+    if run.exit_code:
         raise RuntimeError(f"train.py {' '.join(overrides)} failed")
     return clock.seconds
 

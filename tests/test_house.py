@@ -1,4 +1,4 @@
-"""The floors of the house: imports go downwards only, folders of one floor never import each other, no circles."""
+"""The layers: imports go downwards only, folders of one layer never import each other, and there are no cycles."""
 
 import ast
 import functools
@@ -10,18 +10,21 @@ from omegaconf import OmegaConf
 
 TESTS = Path(__file__).resolve().parent
 SRC = TESTS.parent / "src"
-FLOORS = (
-    {"runs"},
+LAYERS = (
+    {"process"},
+    {"records"},
     {"config"},
-    {"storage", "data"},
-    {"ranks"},
-    {"strategies", "callbacks", "logbook"},
-    {"launch", "commands"},
+    {"ranks", "data", "strategies", "loggers", "logbook"},
+    {"checkpoints"},
+    {"storage"},
+    {"callbacks"},
+    {"runs"},
     {"training"},
-    {"batch_size"},
+    {"sweeps"},
+    {"commands"},
 )
-FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
-YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
+LAYER = {f"lockstep.{name}": number for number, names in enumerate(LAYERS) for name in names}
+YOURS, SCRIPTS = len(LAYERS), len(LAYERS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")}
 WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook", "commands")
 WITH_TORCH = {
@@ -60,27 +63,27 @@ def imports(path: Path, *, top_level: bool = False, typing: bool = True) -> set[
 
 
 def folder(module: str) -> str:
-    """What stands on a floor: a folder of the machinery, a folder or file at the top of src/."""
+    """Return what a layer holds: a folder of the package, a folder or a file at the top of src/."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "lockstep" else parts[0]
 
 
-def floor(name: str) -> int | None:
+def layer(name: str) -> int | None:
     """None: not of this project."""
-    if name in FLOOR:
-        return FLOOR[name]
+    if name in LAYER:
+        return LAYER[name]
     if name in SCRIPT_NAMES:
         return SCRIPTS
     return YOURS if (SRC / name).is_dir() or (SRC / f"{name}.py").exists() else None
 
 
-def test_imports_go_downwards_and_every_folder_has_a_floor():
+def test_imports_go_downwards_and_every_folder_has_a_layer():
     for module, path in MODULES.items():
         mine = folder(module)
         for used in {folder(name) for name in imports(path)} - {mine}:
-            assert floor(used) is None or floor(used) < floor(mine), f"{module} uses {used}"
+            assert layer(used) is None or layer(used) < layer(mine), f"{module} uses {used}"
     found = {path.name for path in (SRC / "lockstep").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert found == set().union(*FLOORS)
+    assert found == set().union(*LAYERS)
 
 
 def test_no_file_imports_itself_by_way_of_others():

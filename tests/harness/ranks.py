@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 PRELOAD = ["torch.utils.tensorboard", "lightning.pytorch", "torchvision", "timm", "hydra", "boto3",
-           "lockstep.runs.launcher", "lockstep.ranks.agent", "lockstep.training.build",
+           "lockstep.runs.opening", "lockstep.runs.starting", "lockstep.ranks.agent", "lockstep.training.build",
            "lockstep.data.image_datamodule", "lockstep.callbacks.training_log", "lockstep.logbook.build",
            "matplotlib.figure", "omegaconf._impl", "sklearn.datasets", "lockstep.commands.command_line",
            "tasks.classifier", "models.small_cnn", "data.digits", "warm"]  # fmt: skip

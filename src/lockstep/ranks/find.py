@@ -372,15 +372,18 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
         raise UserError(f"{name}={value!r} is not a whole number.") from None
 
 
-def find_ranks(config: Config) -> Cluster:
+def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
     """Return which rank this process is, and those around it, from the trainer's options and the environment.
 
     A rank that Lockstep's agent has started ends with it; its output goes to a file, but for the first rank of a node.
 
+    Args:
+        environ: the environment variables; None: those of this process.
     Raises:
         UserError: machine and options do not fit; it says what works here.
     """
-    environ = environment()
+    if environ is None:
+        environ = environment()
     gpus = visible_gpus(environ)
     trainer_name = (config.get("choices") or {}).get("trainer", "this trainer")
     is_training = config["task_name"] == "train"

@@ -3,12 +3,11 @@
 import os
 
 import pytest
-from lockstep.runs.plan import resolve_cluster
 
 from lockstep.config.compose import compose, plain
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
-from lockstep.ranks.find import AGENT, Cluster, agent_id, describe, named_run, set_rank_environment
+from lockstep.ranks.find import AGENT, Cluster, agent_id, describe, find_ranks, named_run, set_rank_environment
 from lockstep.ranks.placement import RequestedDevices
 from lockstep.records.folder import checked_run_id
 
@@ -102,8 +101,8 @@ def test_contradictions_end_in_one_sentence(environ, options, said):
 
 def test_torchrun_says_how_many_ranks_ddp_sim_has():
     config = plain(compose("train", ["trainer=ddp_sim"]))
-    cluster, accelerator = resolve_cluster(config, "ddp_sim", TORCHRUN)
-    assert (cluster.devices, cluster.num_nodes, accelerator) == (4, 2, "cpu")
+    cluster = find_ranks(config, TORCHRUN)
+    assert (cluster.devices, cluster.num_nodes, cluster.accelerator) == (4, 2, "cpu")
 
 
 @pytest.mark.parametrize("environ", [NODES, TORCHRUN])

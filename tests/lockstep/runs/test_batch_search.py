@@ -3,11 +3,9 @@
 import math
 import re
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
-from lockstep.runs.plan import RunPlan
 from PIL import Image
 
 import runs
@@ -15,7 +13,6 @@ from lockstep.config.compose import compose, plain
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster
 from lockstep.records.batch import Batch
-from lockstep.records.folder import RunFolder
 from lockstep.runs import batch_search as search
 from lockstep.runs.batch_search import fitting, next_batch
 from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
@@ -67,16 +64,16 @@ def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
     """BatchNorm refuses a single image, which is tried last."""
     config = plain(compose("train", [*SMALL, "trainer=cpu", "trainer.memory_limit_gib=1"]))
     cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
-    plan = RunPlan(config, cluster, "cpu", RunFolder(Path()), Batch(1, 1, 1))
 
-    def train(_, batch):
+    def train(*arguments):
+        batch = arguments[-1]
         if batch == 1:
             raise search.Refused("BatchNorm cannot normalise one image at a time")
         return {"peak_memory_gib": peak, "usable_memory_gib": 1.0, "num_train": 100}
 
     monkeypatch.setattr(search, "_train_two_steps", train)
     with pytest.raises(UserError, match="Not even 2 images per device fit into 1 GiB"):
-        search.search(plan)
+        search.search(config, cluster, Batch(1, 1, 1))
 
 
 def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch, capsys):
@@ -87,7 +84,7 @@ def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch
     words = ["data=image_folder", f"data.root={tmp_path / 'photos'}", "data.test_fraction=0.2"]
     words += ["data.val_fraction=0.25", "trainer=ddp", "trainer.devices=2", "model=small_cnn"]
     monkeypatch.setattr("lockstep.training.memory_estimate.peak_bytes", lambda *_: 2**20)
-    assert estimate(compose("train", [*words, "trainer.memory_limit_gib=16"])) == 0
+    assert estimate(plain(compose("train", [*words, "trainer.memory_limit_gib=16"]))) == 0
     said = capsys.readouterr().out
     assert "largest batch 12 per device, 24 global = 12 × 2 × 1 · limited by the data set" in said
 

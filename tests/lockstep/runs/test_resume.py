@@ -37,7 +37,7 @@ def test_a_run_goes_on_with_what_ran_by_its_id_by_auto_and_in_a_renamed_folder(t
     for words in (["resume=renamed"], ["resume=auto", "run_id=renamed"], [*BEFORE, "resume=auto", "run_id=renamed"]):
         cfg = resumed(tmp_path, *words, "trainer.max_epochs=9")
         now = plain(cfg)
-        assert now["trainer"]["max_epochs"] == 9 and now["trainer"]["devices"] == 2 and now["tags"] == ["a"]
+        assert now["trainer"]["max_epochs"] == 9 and now["trainer"]["devices"] == "auto" and now["tags"] == ["a"]
         assert now["trainer"]["strategy"]["reshard_after_forward"] is False
         same = ("data", "model", "optimizer", "scheduler", "task", "augmentation", "callbacks", "experiment_name")
         assert {key: now[key] for key in same} == {key: before[key] for key in same}
@@ -126,7 +126,7 @@ def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, mon
     assert resumed(tmp_path, "resume=r").trainer.devices == 3, "as it ran"
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert resumed(tmp_path, "resume=r").trainer.devices == 2
+    assert resumed(tmp_path, "resume=r").trainer.devices == "auto"
 
 
 def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_machine(tmp_path, monkeypatch, capsys):
@@ -222,7 +222,7 @@ def starts(logs, script, came_from="disk", further=4):
 @pytest.mark.parametrize("came_from", ["disk", "bucket"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_same_command_line_works_at_every_start(script, came_from, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.storage.fetch.fetch_run", lambda bucket, folder: None)
+    monkeypatch.setattr("lockstep.storage.fetch.fetch_record", lambda bucket, folder: None)
     for first, config in starts(tmp_path, script, came_from):
         assert sorted(config["overrides"]) == sorted(first["overrides"])
         values = [{k: v for k, v in c.items() if k not in ("choices", "overrides")} for c in (first, config)]
@@ -230,7 +230,7 @@ def test_the_same_command_line_works_at_every_start(script, came_from, tmp_path,
 
 
 def test_a_plus_and_a_tilde_work_at_the_third_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.storage.fetch.fetch_run", lambda bucket, folder: None)
+    monkeypatch.setattr("lockstep.storage.fetch.fetch_record", lambda bucket, folder: None)
     script = ["+optimizer.amsgrad=true", "~callbacks.progress", "task._target_=a.Lit", "+task.lr=0.1"]
     for first, config in starts(tmp_path, script, further=2):
         assert config["optimizer"] == first["optimizer"]

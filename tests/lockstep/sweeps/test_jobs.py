@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.config.compose import compose
-from lockstep.sweeps import jobs as sweep
-from lockstep.sweeps import local
+from lockstep.sweeps import jobs, local
 from lockstep.sweeps.jobs import run_child
 from lockstep.sweeps.ranking import Job, is_minimized, ranking
 from lockstep.sweeps.stopping import forward_stop_signals
@@ -60,12 +59,12 @@ def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monk
 @pytest.mark.parametrize(("restarts", "words"), [("", []), ("2", ["resume=auto"])])
 def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, words):
     asked = []
-    monkeypatch.setattr(sweep, "run_child", lambda command, environ, output: asked.extend([*command, environ]) or 0)
+    monkeypatch.setattr(jobs, "run_child", lambda command, environ, output: asked.extend([*command, environ]) or 0)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     node: dict = {"sweep": {"dir": str(tmp_path / "night")}, "job": {"num": 3}}
     node["overrides"] = {"task": ["seed=1"], "hydra": []}
     config, own = OmegaConf.create({"optimized_metric": "val/acc"}), {"CUDA_VISIBLE_DEVICES": "3"}
-    sweep.run_job(config, OmegaConf.create(node), "src/train.py", own)
+    jobs.run_job(config, OmegaConf.create(node), "src/train.py", own)
     assert asked.pop() == own and asked[1:3] == ["src/train.py", "seed=1"] and "run_id=night_3" in asked
     assert [word for word in asked if word.startswith("resume=")] == words
 
@@ -93,7 +92,7 @@ def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, m
 
 def test_jobs_side_by_side_know_how_many_they_are(monkeypatch, tmp_path):
     environs = []
-    monkeypatch.setattr(lockstep_sweeps.sweep, "run_job", lambda *job: environs.append(job[3]))
+    monkeypatch.setattr(jobs, "run_job", lambda *job: environs.append(job[3]))
     launcher = LocalJobs(4)
     launcher.config = compose("train", ["trainer=cpu"])
     launcher.config.hydra = {"sweep": {"dir": str(tmp_path)}, "job": {"num": 0}}

@@ -3,16 +3,17 @@
 import shutil
 
 import pytest
-from lockstep.runs.plan import RunPlan, resolve_batch, resolve_cluster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from local_ranks import run_ranks
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.process.errors import UserError
-from lockstep.ranks.find import Cluster
+from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.ranks.meeting import join
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
+from lockstep.runs.batch_size import resolve_batch
+from lockstep.runs.run import Run
 from lockstep.training.build import build_loggers, build_strategy
 from lockstep.training.build_data import check_same_data, of_this_version, prepared_data
 from runs import run_door, succeed
@@ -99,10 +100,10 @@ def test_compile_is_refused_where_one_process_has_several_devices(tmp_path):
     words = ["data=digits", "trainer.compile=true", "trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"]
     cfg = compose("train", [*words, f"paths.log_dir={tmp_path}"])
     config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": words}
-    cluster, accelerator = resolve_cluster(config, "model_parallel", {})
+    cluster = find_ranks(config, {})
     batch = resolve_batch(config, cluster)
     with pytest.raises(UserError, match="trainer.compile=true needs one device a process"):
-        build_strategy(RunPlan(config, cluster, accelerator, RunFolder(tmp_path), batch))
+        build_strategy(Run(config, cluster, RunFolder(tmp_path), batch))
 
 
 def test_tensorboard_and_the_table_show_each_step_once_over_all_restarts(tmp_path):
@@ -110,7 +111,7 @@ def test_tensorboard_and_the_table_show_each_step_once_over_all_restarts(tmp_pat
     folder.path.mkdir()
     for resume_step, steps, value in ((None, range(1, 7), 0.0), (4, range(5, 9), 100.0)):
         cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
-        for logger in build_loggers(RunPlan(config, cluster, "cpu", folder, Batch(8, 8, 1), resume_step=resume_step)):
+        for logger in build_loggers(Run(config, cluster, folder, Batch(8, 8, 1), resume_step=resume_step)):
             for step in steps:
                 logger.log_metrics({"train/loss": value + step}, step)
             logger.finalize("success")

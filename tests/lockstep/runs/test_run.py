@@ -5,18 +5,20 @@ import sys
 from dataclasses import replace
 
 import pytest
-import yaml
-from lockstep.runs.plan import RunPlan, as_run, check, headlines, resolve_cluster
 
 from lockstep.config import class_source
 from lockstep.config.compose import compose, whole_config
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
-from lockstep.ranks.find import Cluster
+from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
-from lockstep.records.record import RunRecord, write_record
-from lockstep.runs.start import hold_run_lock, make_plan, what_is_over
+from lockstep.records.record import RunRecord, read_record, write_record
+from lockstep.runs.batch_size import decide_batch
+from lockstep.runs.checks import check_options
+from lockstep.runs.headlines import headlines
+from lockstep.runs.run import Run
+from lockstep.runs.start import config_before, hold_run_lock, what_is_over
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
 SCALED = ["optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"]
@@ -27,17 +29,22 @@ def config_of(*words):
     return whole_config(compose("train", list(words)))
 
 
-def plan_of(folder, *words, search=None) -> RunPlan:
+def run_of(path, *words) -> Run:
+    """Return a run whose folder may hold what an earlier start has left."""
     config = config_of(*WORDS, *words)
-    cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
-    run = RunFolder(folder)
-    return make_plan(config, cluster, accelerator, run, not run.record.exists(), search)[0]
+    cluster = find_ranks(config, {})
+    folder = RunFolder(path)
+    is_new = not folder.record.exists()
+    record = RunRecord() if is_new else read_record(folder.record)
+    before = {} if is_new else config_before(folder) or {}
+    batch, _ = decide_batch(config, cluster, record, before, pytest.fail)
+    return Run(config, cluster, folder, batch)
 
 
 def refused(*words, accelerator="cpu", **changed):
     """What the early checks say of these overrides; None where they pass."""
     try:
-        check({**config_of(*words), **changed}, ALONE, accelerator)
+        check_options({**config_of(*words), **changed}, replace(ALONE, accelerator=accelerator))
     except UserError as error:
         return str(error)
     return None
@@ -82,18 +89,18 @@ def test_a_training_of_days_on_a_cpu_is_refused_unless_somebody_chose():
 
 
 def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
-    plan = plan_of(tmp_path / "r", *SCALED)
+    plan = run_of(tmp_path / "r", *SCALED)
     scaled = "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
     batch = "global batch 64 = 32 × 2 × 1 · resume exact in mid-epoch"
     assert headlines(plan) == [f"run r · small_cnn · digits · ddp_sim · {batch}", scaled]
     with pytest.raises(UserError, match="base_batch_size=0: give a whole number"):
-        headlines(plan_of(tmp_path / "r", *SCALED, "optimizer.base_batch_size=0"))
+        headlines(run_of(tmp_path / "r", *SCALED, "optimizer.base_batch_size=0"))
     default = replace(plan, config={**plan.config, "choices": {**plan.choices, "trainer": "default"}})
     assert headlines(default)[0] == f"run r · small_cnn · digits · default (cpu) · {batch}"
     evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
     batch = plan.config["data"]["eval_batch_size"]
     assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]
-    assert headlines(plan_of(tmp_path / "r", "callbacks=none"))[0].endswith(" · WITHOUT CHECKPOINTS")
+    assert headlines(run_of(tmp_path / "r", "callbacks=none"))[0].endswith(" · WITHOUT CHECKPOINTS")
 
 
 OWN_DATA = """
@@ -121,7 +128,7 @@ def test_own_data_count_as_lockstep_s_by_what_their_class_can_do(tmp_path, monke
     monkeypatch.setattr(class_source, "SOURCE", tmp_path)
 
     def first_line(name):
-        plan = plan_of(tmp_path / "r", f"data._target_=data.mine.{name}")
+        plan = run_of(tmp_path / "r", f"data._target_=data.mine.{name}")
         return headlines(plan)[0]
 
     for name in ("Fewer", "Half", "Own"):
@@ -133,28 +140,25 @@ def test_own_data_count_as_lockstep_s_by_what_their_class_can_do(tmp_path, monke
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     asked = []
 
-    def search(plan):
-        asked.append(plan.batch)
+    def search(config, cluster, smallest):
+        asked.append(smallest)
         return {"global": 512}
 
     config = config_of(*WORDS, "data.global_batch_size=max", "trainer.accumulate_grad_batches=2")
-    cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
-    folder = RunFolder(tmp_path / "r")
-    plan, found = make_plan(config, cluster, accelerator, folder, True, search)
-    assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [Batch(4, 1, 2)]
-    folder.path.mkdir()
-    folder.config.write_text(yaml.safe_dump(as_run(plan)))
-    folder.record.write_text("{}")
-    again, found = make_plan(config, cluster, accelerator, folder, False, search)
-    assert again.batch == plan.batch and not found and len(asked) == 1, "a run that goes on keeps its size"
+    cluster = find_ranks(config, {})
+    batch, result = decide_batch(config, cluster, RunRecord(), {}, search)
+    assert batch == Batch(512, 128, 2) and result == {"global": 512} and asked == [Batch(4, 1, 2)]
+    before = Run(config, cluster, RunFolder(tmp_path / "r"), batch).effective_config()
+    again, result = decide_batch(config, cluster, RunRecord(), before, search)
+    assert again == batch and not result and len(asked) == 1, "a run that goes on keeps its size"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr("lockstep.runs.plan.visible_gpus", lambda environ: 1)
+    monkeypatch.setattr("lockstep.ranks.find.visible_gpus", lambda environ: 1)
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1",
              "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a"}  # fmt: skip
     with pytest.raises(UserError, match="4 ranks on this node see 1 GPU: "):
-        resolve_cluster(config_of("trainer=ddp"), "ddp", slurm)
+        find_ranks(config_of("trainer=ddp"), slurm)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_holds(tmp_path, fields, words, wanted):
     write_record(RunFolder(tmp_path).record, RunRecord(**fields))
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
-    assert plan_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
+    assert run_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
 
 
 def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
