@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
     with open_run(config, cluster) as run:
         # torch and Lightning are imported here, after every early refusal.
-        from lockstep.ranks.collectives import load_on_all_ranks
+        from lockstep.checkpoints.load import load_on_all_ranks
         from lockstep.training.build import build
         from lockstep.training.task import Task
 

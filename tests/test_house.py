@@ -26,21 +26,23 @@ LAYERS = (
 LAYER = {f"lockstep.{name}": number for number, names in enumerate(LAYERS) for name in names}
 YOURS, SCRIPTS = len(LAYERS), len(LAYERS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")}
-WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook", "commands")
+WITHOUT_TORCH = ("process", "records", "config", "ranks", "storage", "logbook", "runs", "sweeps", "commands")
 WITH_TORCH = {
-    "lockstep/ranks/meeting.py",
-    "lockstep/checkpoints/load.py",
     "lockstep/ranks/agent.py",
-    "lockstep/ranks/failures.py",  # inside of functions: the launcher imports it
+    "lockstep/ranks/collectives.py",
+    "lockstep/ranks/failures.py",  # inside of functions: runs/opening.py imports it
+    "lockstep/ranks/heartbeat.py",
+    "lockstep/ranks/meeting.py",
+    "lockstep/runs/join.py",
 }
-TORCH_FREE = {"lockstep/ranks/placement.py"}  # the launcher asks it
+TORCH_FREE = {"lockstep/checkpoints/files.py"}
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
 FOLDER_OF_GROUP = {
     "model": ("models",), "task": ("tasks",), "data": ("data",), "augmentation": ("augmentations", "lockstep.data"),
     "optimizer": ("optimizers", "torch"), "scheduler": ("schedulers", "torch"),
     "trainer": ("strategies", "lockstep.strategies"),
     "callbacks": ("callbacks", "lockstep.callbacks", "lightning"),
-    "loss": ("losses",), "metrics": ("metrics", "torchmetrics"), "logger": ("lockstep.callbacks", "lightning"),
+    "loss": ("losses",), "metrics": ("metrics", "torchmetrics"), "logger": ("lockstep.loggers", "lightning"),
 }  # fmt: skip
 FILES = {str(path.relative_to(SRC)): path for path in sorted(SRC.rglob("*.py"))}
 MODULES = {name.removesuffix(".py").replace("/", "."): path for name, path in FILES.items()}

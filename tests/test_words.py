@@ -13,7 +13,7 @@ START = re.compile(
 )
 # Private words of version 1
 PRIVATE = re.compile(
-    r"\b(strangers?|poisoners?|whereabouts|beats|verdict|parting|floors?|let go of|letting go|"
+    r"\b(strangers?|poisoners?|whereabouts|verdict|parting|floors?|let go of|letting go|"
     r"leave out|stands in for|own and theirs|from outside|what was typed|of one's own|goes on with)\b"
 )
 

@@ -13,10 +13,9 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lockstep.checkpoints.load import Checkpoint
+from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
-from lockstep.ranks.collectives import load_on_all_ranks
 
 
 class CheckpointFiles(CheckpointIO):

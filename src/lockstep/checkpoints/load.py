@@ -1,13 +1,18 @@
 """Load checkpoint files: tensors and plain values, nothing that could run code."""
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.process.errors import UserError
+from lockstep.ranks.collectives import broadcast_object, has_ranks
+
+CHUNK_BYTES = 64 * 2**20  # of a broadcast
 
 # The content as Lightning saves it; what Lockstep adds is under "lockstep".
 Checkpoint = dict[str, Any]
@@ -107,3 +112,29 @@ def _fault_of_config(of_lockstep: Any) -> str | None:
 
 def _no_config(name: str, value: Any) -> str:
     return f"it carries no config: its {name} is a {type(value).__name__}"
+
+
+def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:
+    """Read a checkpoint on rank 0 and broadcast its bytes; every rank must call it.
+
+    Raises:
+        UserError: on every rank, if there is no such file or it cannot be loaded.
+    """
+    if not has_ranks():
+        return read_checkpoint(path, map_location)
+
+    file = Path(path)
+    is_reader = dist.get_rank() == 0
+    size = 0
+    if is_reader and file.is_file():
+        size = file.stat().st_size
+    size = broadcast_object(size)
+    if not size:
+        raise UserError(f"There is no checkpoint {path}.")
+
+    content = io.BytesIO()
+    with file.open("rb") if is_reader else contextlib.nullcontext(content) as source:
+        for _ in range(0, size, CHUNK_BYTES):
+            content.write(broadcast_object(source.read(CHUNK_BYTES)))
+    content.seek(0)
+    return read_checkpoint(path, map_location, content)

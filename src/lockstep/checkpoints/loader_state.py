@@ -233,7 +233,7 @@ class LoaderState:
             )
 
     def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:
-        """Draw the order of this epoch again, and leave out the batches that were trained."""
+        """Draw the order of this epoch again, and skip the batches that were trained."""
         batches = replay["batches"]
         if self.trainer.is_global_zero:
             log.info(f"Reading the first {batches} batches of this epoch again …")

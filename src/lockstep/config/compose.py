@@ -72,7 +72,7 @@ class CommandLine:
 
     @property
     def without_fits(self) -> list[str]:
-        """Overrides that leave out what fits the chosen options: a class may be another one."""
+        """Overrides that remove what fits the chosen options: a class may be another one."""
         groups = {group for word in self.words for group in UNFIT.get(key_of(word), ())}
         return sorted(f"~fits/{group}" for group in groups)
 

@@ -206,7 +206,7 @@ def is_of_one_run(key: str) -> bool:
 
 
 def is_carried_over(key: str) -> bool:
-    """Return whether a resume goes on with the value that the run has.
+    """Return whether a resume keeps the value that the run has.
 
     A run that was stopped before its first checkpoint starts from `ckpt_path` once more.
     """

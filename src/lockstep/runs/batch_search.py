@@ -60,7 +60,7 @@ LAUNCHER = (
 
 
 class Refused(UserError):
-    """train.py has refused a batch, with the sentence that it said."""
+    """The refusal of a batch by train.py, with its sentence."""
 
 
 @dataclass

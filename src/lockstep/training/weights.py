@@ -7,9 +7,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lockstep.checkpoints.load import Checkpoint
+from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.process.errors import UserError
-from lockstep.ranks.collectives import load_on_all_ranks
 from lockstep.records.config import Config, model_name
 from lockstep.runs.run import Run
 from lockstep.training.build_data import DataFacts

@@ -13,10 +13,9 @@ from local_ranks import meet, run_ranks
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
 from lockstep.checkpoints.files import Sidecar, complete, newest_whole, write_sidecar
 from lockstep.checkpoints.io import CheckpointFiles, on_host, write_checkpoint
-from lockstep.checkpoints.load import read_checkpoint
+from lockstep.checkpoints.load import load_on_all_ranks, read_checkpoint
 from lockstep.checkpoints.random_state import random_state, set_random_state
 from lockstep.process.errors import Diverged, UserError
-from lockstep.ranks.collectives import load_on_all_ranks
 from plain_task import Small, TwoOptimizers, fit
 from runs import run_door
 
