@@ -1,9 +1,11 @@
 """Test a checkpoint on the test images of its run, or on other images.
 
-    python src/eval.py ckpt_path=<run_id | FILE | s3://…> [data=image_folder data.root=DIR] [key=value …]
+    python src/eval.py ckpt_path=<run_id | FILE | s3://…> [data=image_folder data.root=DIR]
+    [key=value …]
 
-Options come from the checkpoint, or from config.yaml in the folder of its run, then from the command line. Labels are
-matched by class name. Other images are all tested, unless they have a test split.
+Options come from the checkpoint, or from config.yaml in the folder of its run, then from the
+command line. Labels are matched by class name. Other images are all tested, unless they have a test
+split.
 """
 
 import logging
@@ -35,7 +37,7 @@ IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpola
 
 @dataclass(frozen=True)
 class TrainedCheckpoint:
-    """A checkpoint on this machine, the config of its run, and its facts about the training data."""
+    """A checkpoint on this machine, the config of its run, and facts about its training data."""
 
     path: Path
     config: Config
@@ -84,13 +86,17 @@ def check_testable(module: Any, data: Any) -> None:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
-        raise UserError("There is nothing to test: the task has no test_step, or the data no test_dataloader.")
+        raise UserError(
+            "There is nothing to test: the task has no test_step, or the data no test_dataloader."
+        )
 
 
 def tested_metrics(trainer: Any) -> dict[str, float]:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if not metrics:
-        raise UserError("There is nothing to test: trainer.limit_test_batches=0, or test_step logs nothing.")
+        raise UserError(
+            "There is nothing to test: trainer.limit_test_batches=0, or test_step logs nothing."
+        )
     return metrics
 
 
@@ -103,7 +109,9 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
     finders = [override for override in overrides if keys.finds_run(key_of(override))]
     composed = plain(compose("train", finders))
     if not composed["ckpt_path"]:
-        raise UserError("eval needs a checkpoint. Pass ckpt_path=<run_id>, ckpt_path=FILE or ckpt_path=s3://….")
+        raise UserError(
+            "eval needs a checkpoint. Pass ckpt_path=<run_id>, ckpt_path=FILE or ckpt_path=s3://…."
+        )
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"))
 
@@ -118,19 +126,27 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
 
 
 def for_evaluation(stored: Config) -> Config:
-    """Return the part of a run's config that counts in an evaluation, which runs in one process by default."""
-    choices = {group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"}
+    """Return the part of a run's config that counts in an evaluation: in one process by default."""
+    choices = {
+        group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"
+    }
     overrides = [
-        override for override in map(str, stored.get("overrides") or ()) if not key_of(override).startswith("trainer")
+        override
+        for override in map(str, stored.get("overrides") or ())
+        if not key_of(override).startswith("trainer")
     ]
     kept = {key: value for key, value in stored.items() if not keys.is_of_one_run(key)}
     if isinstance(kept.get("trainer"), dict):
         # A training with limits is tested on all images.
-        kept["trainer"] = {key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")}
+        kept["trainer"] = {
+            key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")
+        }
     return {**kept, "choices": choices, "overrides": overrides}
 
 
-def evaluation_config(composed: dict[str, Any], checkpoint: TrainedCheckpoint, overrides: list[str]) -> dict[str, Any]:
+def evaluation_config(
+    composed: dict[str, Any], checkpoint: TrainedCheckpoint, overrides: list[str]
+) -> dict[str, Any]:
     """Return the config of an evaluation.
 
     Args:
@@ -146,7 +162,9 @@ def evaluation_config(composed: dict[str, Any], checkpoint: TrainedCheckpoint, o
         config["data"] = _as_trained(config["data"], checkpoint.facts, named)
     # Callbacks of the run's own stay, as they may be part of the task; those of every run do not.
     of_every_run = plain(compose("train", []))["callbacks"]
-    callbacks = {name: node for name, node in (config["callbacks"] or {}).items() if name not in of_every_run}
+    callbacks = {
+        name: node for name, node in (config["callbacks"] or {}).items() if name not in of_every_run
+    }
     config |= {
         "ckpt_path": str(checkpoint.path),
         "task_name": "eval",
@@ -164,14 +182,18 @@ def evaluation_config(composed: dict[str, Any], checkpoint: TrainedCheckpoint, o
 
 
 def _as_trained(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
-    """Return the options of another data set with those of the images that the net was trained on."""
+    """Return the options of another data set, with images made as those of the training."""
     size_is_named = named & {"data.image_size", "data.crop_pct"}
     changed = dict(data)
     for key in IMAGES:
         is_left_open = f"data.{key}" not in named and not (key == "resize" and size_is_named)
         if is_left_open and key in facts and key in data:
             changed[key] = facts[key]
-    if facts.get("target") in ("number", "mask") and "data.target" not in named and "target" in data:
+    if (
+        facts.get("target") in ("number", "mask")
+        and "data.target" not in named
+        and "target" in data
+    ):
         changed["target"] = facts["target"]
     return changed
 

@@ -16,8 +16,8 @@ from lockstep.runs.checks import check_options
 from lockstep.runs.finishing import finish_again
 from lockstep.runs.first_record import write_config
 from lockstep.runs.opening import open_run
+from lockstep.runs.resume import fetch_newer_checkpoints, find_stored
 from lockstep.runs.run import Run
-from lockstep.runs.start import fetch_newer_checkpoints, find_stored
 from lockstep.runs.starting import start_ranks
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ def main(argv: list[str]) -> int:
         log_profiles(run)
         if config["test"]:
             test_best(trainer, module, data)
-        run.update(trainer, status="finished", phase="end", exit_code=0, finished_at=utc_now(), error=None)
+        run.update(
+            trainer, status="finished", phase="end", exit_code=0, finished_at=utc_now(), error=None
+        )
     return run.exit_code
 
 
@@ -85,7 +87,8 @@ def test_best(trainer: Any, module: Any, data: Any) -> None:
 
     paths = [getattr(callback, "best_path", None) for callback in trainer.callbacks]
     best = next((path for path in paths if path), None)
-    # A checkpoint's weights are the averaged ones where there is an average: the callback would swap them away.
+    # A checkpoint's weights are the averaged ones where there is an average: the callback would
+    # swap them away.
     trainer.callbacks = [
         callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)
     ]

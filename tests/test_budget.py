@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from lint import Measures, measure_files
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -198,7 +198,9 @@ def fitting(tried: Mapping[int, float | None], limit: float) -> int:
     )
 
 
-def _train_two_steps(config: Config, cluster: Cluster, smallest: Batch, batch: int) -> dict[str, Any]:
+def _train_two_steps(
+    config: Config, cluster: Cluster, smallest: Batch, batch: int
+) -> dict[str, Any]:
     """Return the record of a run of two steps and one validation batch.
 
     Its peak is None if memory ran out.
@@ -208,7 +210,9 @@ def _train_two_steps(config: Config, cluster: Cluster, smallest: Batch, batch: i
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
         folder = Path(name)
-        code = run_train(_overrides(config, cluster, smallest, batch, folder), environment(), folder / "output")
+        code = run_train(
+            _overrides(config, cluster, smallest, batch, folder), environment(), folder / "output"
+        )
         path = folder / "train/runs/probe/run.json"
         record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         lines = (folder / "output").read_text().splitlines()
@@ -224,14 +228,14 @@ def _train_two_steps(config: Config, cluster: Cluster, smallest: Batch, batch: i
     )
 
 
-def _overrides(config: Config, cluster: Cluster, smallest: Batch, batch: int, folder: Path) -> list[str]:
+def _overrides(
+    config: Config, cluster: Cluster, smallest: Batch, batch: int, folder: Path
+) -> list[str]:
     """Return the command line of a run of two steps, which writes below `folder`."""
     devices = cluster.devices
     accumulate = smallest.accumulate
     kept = [
-        override
-        for override in config["overrides"]
-        if not is_left_out_of_trials(key_of(override))
+        override for override in config["overrides"] if not is_left_out_of_trials(key_of(override))
     ]
     overrides = [
         *kept,

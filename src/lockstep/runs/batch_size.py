@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 Search = Callable[[Config, Cluster, Batch], dict[str, Any]]
 
+
 def is_lockstep_data(config: Config) -> bool:
     """Return whether data= makes the batches of a rank itself, from data.global_batch_size.
 
@@ -31,13 +32,14 @@ def resolve_batch(
     For data.global_batch_size=max it is the smallest one, until the largest has been found.
 
     Args:
-        limit: for a resumed run, the images that a device takes at a time: accumulation follows the number of ranks
-            where the command line does not state it.
+        limit: for a resumed run, the images that a device takes at a time: accumulation follows the
+            number of ranks where the command line does not state it.
         size: the largest global batch, once it is found.
     """
     accumulate = config["trainer"]["accumulate_grad_batches"]
     if not is_lockstep_data(config):
-        # The user's loaders decide the images: what counts is their batches, one for each rank and micro-batch.
+        # The user's loaders decide the images: what counts is their batches, one for each rank and
+        # micro-batch.
         size = size or cluster.world_size * max(accumulate, 1)
         limit = None if limit is None else 1
 
@@ -52,11 +54,14 @@ def resolve_batch(
 def decide_batch(
     config: Config, cluster: Cluster, record: RunRecord, before: Config, search: Search
 ) -> tuple[Batch, dict[str, Any]]:
-    """Return the batch of a start, and the result of a search for the largest one, {} if there was none.
+    """Return the batch of a start, and the result of a search for the largest one.
+
+    The result is {} where there was no search.
 
     Args:
         record: that an earlier start has left; a blank one for a new run.
-        before: the config of an earlier start, {} for a new run: a run keeps the largest batch that was found.
+        before: the config of an earlier start, {} for a new run: a run keeps the largest batch that
+            was found.
         search: looks for the largest batch, given the config, the cluster and the smallest batch.
     """
     limit = record.per_device_batch_limit or record.per_device_batch_size

@@ -13,7 +13,8 @@ from lockstep.records.config import Config, data_name, model_name, seconds_of
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.storage.s3 import Bucket
 
-# Modules of src/data whose data.root exists or is an address. A class of the user's may make its root.
+# Modules of src/data whose data.root exists or is an address. A class of the user's may make its
+# root.
 READERS = ("data.image_folder", "data.table", "data.torchvision_sets", "data.webdataset")
 # An override of one of these keys makes a training on a CPU a choice.
 CHOSEN = (
@@ -38,7 +39,8 @@ def check_options(config: Config, cluster: Cluster) -> None:
     Raises:
         UserError: with the option that is wrong and what to type.
     """
-    # A run that may go on has the micro-batches that fit its ranks; a new one has those that were asked for.
+    # A run that may go on has the micro-batches that fit its ranks; a new one has those that were
+    # asked for.
     may_resume = config.get("resume") or cluster.launcher == "torchrun"
     resolve_batch(config, cluster, limit=math.inf if may_resume else None)
 
@@ -56,17 +58,25 @@ def check_options(config: Config, cluster: Cluster) -> None:
     _check_root(config, cluster)
     temporary = tempfile.gettempdir()
     if len(temporary) > LONGEST_TMPDIR:
-        raise UserError(f"TMPDIR={temporary} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
+        raise UserError(
+            f"TMPDIR={temporary} is too long for the sockets of worker processes: set TMPDIR=/tmp."
+        )
 
 
 def _check_training(config: Config) -> None:
     trainer = config["trainer"]
     if isinstance(trainer["max_epochs"], int) and trainer["max_epochs"] < 1:
-        raise UserError(f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on, or null.")
+        raise UserError(
+            f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on, or null."
+        )
     if not 0 <= config["seed"] < 2**32:
-        raise UserError(f"seed={config['seed']}: give a whole number from 0 to 4294967295, as numpy takes.")
+        raise UserError(
+            f"seed={config['seed']}: give a whole number from 0 to 4294967295, as numpy takes."
+        )
     if trainer.get("limit_train_batches") == 0:
-        raise UserError("trainer.limit_train_batches=0 leaves nothing to train on: give 1.0 for all batches.")
+        raise UserError(
+            "trainer.limit_train_batches=0 leaves nothing to train on: give 1.0 for all batches."
+        )
     _check_decay(trainer["ema_decay"])
     if trainer["max_time"]:
         seconds_of(trainer["max_time"], "trainer.max_time")
@@ -76,17 +86,19 @@ def _check_decay(decay: Any) -> None:
     """Refuse a trainer.ema_decay that is no share of an average."""
     is_share = isinstance(decay, int | float) and 0 <= decay < 1
     if decay is not None and not is_share:
-        raise UserError(f"trainer.ema_decay={decay}: give a number from 0 to below 1, such as 0.999, or null.")
+        raise UserError(
+            f"trainer.ema_decay={decay}: give a number from 0 to below 1, such as 0.999, or null."
+        )
 
 
 def _check_training_on_cpu(config: Config) -> None:
-    """Refuse the default recipe, which takes days without a GPU, unless something shows that it is meant."""
+    """Refuse the default recipe, which takes days without a GPU, unless it is meant."""
     if any(key_of(override) in CHOSEN for override in config["overrides"]):
         return
     raise UserError(
-        f"This would train {model_name(config)} on {data_name(config)} at {config['data'].get('image_size')} "
-        "pixels, days on a machine without a GPU: make train (experiment=quickstart) takes a minute, and "
-        "trainer=cpu begins all the same."
+        f"This would train {model_name(config)} on {data_name(config)} at "
+        f"{config['data'].get('image_size')} pixels, days on a machine without a GPU: make train "
+        "(experiment=quickstart) takes a minute, and trainer=cpu begins all the same."
     )
 
 
@@ -96,17 +108,21 @@ def _check_resume(config: Config) -> None:
         return
     if resume == "auto":
         if not named_run(config, environment()):
-            raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
+            raise UserError(
+                "resume=auto needs to know which run: give run_id=… (or RUN_ID), "
+                "or resume=<run_id>."
+            )
         return
     if config["run_id"] not in (None, Path(resume).name):
         raise UserError(
-            f"resume={resume} continues that run under its own id: leave run_id={config['run_id']} out, or start a "
-            f"new run from its weights with ckpt_path={resume}."
+            f"resume={resume} continues that run under its own id: leave "
+            f"run_id={config['run_id']} out, or start a new run from its weights with ckpt_path={resume}."
         )
 
 
 def _check_root(config: Config, cluster: Cluster) -> None:
-    # On several nodes the others would wait: there all ranks end together where one finds no images.
+    # On several nodes the others would wait: there all ranks end together where one finds no
+    # images.
     if cluster.num_nodes > 1:
         return
     data = config["data"]
@@ -115,5 +131,6 @@ def _check_root(config: Config, cluster: Cluster) -> None:
     is_folder_here = root and "://" not in root
     if is_folder_here and reader in READERS and not Path(root).exists():
         raise UserError(
-            f"data.root={root} does not exist: give a folder or file of this machine, or s3://bucket/prefix."
+            f"data.root={root} does not exist: give a folder or file of this machine, "
+            "or s3://bucket/prefix."
         )

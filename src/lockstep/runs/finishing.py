@@ -1,4 +1,4 @@
-"""Finish a run on its first process: send what is left to the bucket, write the page, log the last line."""
+"""Finish a run on its first process: upload what is left, write the page, log the last line."""
 
 import logging
 import os
@@ -13,14 +13,18 @@ from lockstep.ranks.find import Cluster
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
-from lockstep.runs.start import finished_already, hold_run_lock
+from lockstep.runs.place import hold_run_lock
+from lockstep.runs.resume import finished_already
 from lockstep.storage.uploader import finish_upload, send_files, withdraw
 
 log = logging.getLogger(__name__)
 
 
 def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> int:
-    """Upload what is left, write the page and log the last line; return the exit code of this process.
+    """Upload what is left, write the page and log the last line.
+
+    Returns:
+        The exit code of this process.
 
     Args:
         code: how the run has ended so far.
@@ -40,7 +44,9 @@ def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -
 
 
 def finish_again(config: Config, cluster: Cluster) -> int | None:
-    """Return the exit code where resume=auto names a run with nothing left to train; None for any other start.
+    """Return the exit code of a start that finds nothing left to train; None for any other.
+
+    It is one with resume=auto.
 
     A job script may start such a run again and again: what could not be uploaded before is sent.
     """
@@ -94,7 +100,10 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> int:
 
 
 def _write_pages(config: Config, folder: RunFolder) -> list[Path]:
-    """Write page.md, and with logbook=keep a copy of the run for git; an error in a page ends no run."""
+    """Write page.md, and with logbook=keep a copy of the run for git.
+
+    An error in a page ends no run.
+    """
     pages: list[Path] = []
     try:
         from lockstep.logbook.build import keep_run, summarise, write_page

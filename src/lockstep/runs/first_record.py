@@ -1,4 +1,4 @@
-"""Write what is known when a run begins: config.yaml, the first record, and the diff of uncommitted code."""
+"""Write what is known when a run begins: config.yaml, first record, diff of uncommitted code."""
 
 import shlex
 import sys
@@ -21,13 +21,18 @@ from lockstep.records.record import RunRecord, continued, locked_record, read_re
 from lockstep.runs.run import Run
 from lockstep.storage.pointers import new_uuid, uuid_of
 
-RECIPE = ("experiment=", "+experiment=", "hydra.searchpath=")  # overrides that choose what the others change
+RECIPE = (
+    "experiment=",
+    "+experiment=",
+    "hydra.searchpath=",
+)  # overrides that choose what the others change
 
 
 def begin_record(run: Run, previous: RunRecord | None, largest_batch: dict[str, Any]) -> None:
     """Write the record of this start and, of a new run, config.yaml.
 
-    The config of a resumed run is written when its ranks are built: a start that fails leaves what ran before.
+    The config of a resumed run is written when its ranks are built: a start that fails leaves what
+        ran before.
 
     Args:
         previous: the record that an earlier start left; None for a new run.
@@ -93,7 +98,9 @@ def _identity(run: Run) -> dict[str, Any]:
 
 def _command(run: Run) -> dict[str, Any]:
     program = Path(sys.argv[0]).resolve()
-    script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
+    script = (
+        str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
+    )
     return {
         "command": f"python {shlex.join([script, *sys.argv[1:]])}",
         "overrides": list(run.config["overrides"]),
@@ -141,7 +148,7 @@ def _sizes(run: Run) -> dict[str, Any]:
 
 
 def _initial_weights(run: Run) -> dict[str, Any]:
-    """Return the checkpoint that gives a new run its weights, and the sha256 of that or of model.weights."""
+    """Return the checkpoint with a new run's weights, and the sha256 of that or of model.weights."""
     if run.resume_step:
         return {}
     weights = run.checkpoint or run.config["model"].get("weights")
@@ -155,13 +162,16 @@ def _initial_weights(run: Run) -> dict[str, Any]:
 def changes_of_recipe(run: Run) -> list[list[Any]]:
     """Return [option, value in the recipe, value of this run] for what the command line changes.
 
-    The list is empty for an evaluation, and where the recipe alone cannot be composed, as without data.root.
+    The list is empty for an evaluation, and where the recipe alone cannot be composed, as without
+    data.root.
     """
     overrides = run.config["overrides"]
     if run.config["task_name"] != "train":
         return []
     try:
-        recipe = whole_config(compose("train", [word for word in overrides if word.startswith(RECIPE)]))
+        recipe = whole_config(
+            compose("train", [word for word in overrides if word.startswith(RECIPE)])
+        )
     except UserError:
         return []
 

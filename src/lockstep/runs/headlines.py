@@ -16,7 +16,8 @@ def headlines(run: Run) -> list[str]:
 
 def _what_runs(run: Run) -> list[str]:
     task = str(run.config["task"].get("_target_"))
-    # A task of the user's may build its own net: its own name says more than that of the default model.
+    # A task of the user's may build its own net: its own name says more than that of the default
+    # model.
     model = model_name(run.config) if task.startswith("tasks.") else task.rpartition(".")[2]
     trainer = run.choices["trainer"]
     if trainer == "default":
@@ -47,7 +48,8 @@ def _promise_of_resume(run: Run) -> list[str]:
         return []
     if is_lockstep_data(run.config):
         return ["resume exact in mid-epoch"]
-    # The loaders are not built yet. The checkpoint callback says what holds where they are no plain ones.
+    # The loaders are not built yet. The checkpoint callback says what holds where they are no plain
+    # ones.
     return ["resume exact, in mid-epoch by reading the epoch's batches again"]
 
 

@@ -138,7 +138,9 @@ def joined_ranks(run: Run) -> Iterator[None]:
 @contextlib.contextmanager
 def _one_rank(run: Run) -> Iterator[None]:
     """Hold what a rank needs that is alone: its strategy may need a process group."""
-    needs_group = run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
+    needs_group = (
+        run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
+    )
     if needs_group:
         join(run.cluster, device_of(run), run.trainer_config["timeout_s"])
     try:

@@ -1,4 +1,4 @@
-"""Open a run on this rank: meet the other ranks, decide which run it is, and close it however it ends.
+"""Open a run on this rank: meet the others, decide which run it is, and close it however it ends.
 
 Imports no torch before the first rank is needed, so that every early refusal is quick.
 """
@@ -30,14 +30,9 @@ from lockstep.runs.batch_size import decide_batch
 from lockstep.runs.finishing import finish_run
 from lockstep.runs.first_record import begin_record, write_config
 from lockstep.runs.headlines import headlines
+from lockstep.runs.place import hold_run_lock, run_folder
+from lockstep.runs.resume import check_bucket, check_resumable, config_before
 from lockstep.runs.run import Run, with_ranks
-from lockstep.runs.start import (
-    check_bucket,
-    check_resumable,
-    config_before,
-    hold_run_lock,
-    run_folder,
-)
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +43,10 @@ Answer = dict[str, Any]  # what rank 0 decides for all ranks, as JSON
 def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
     """Open the run of this rank, and close it when the block ends, however it ends.
 
-    The ranks meet, rank 0 decides which run it is and where it begins, and its record is begun. An exception that
-    leaves the block is logged and recorded and goes no further: `run.exit_code` says how the run has ended. Then what
+    The ranks meet, rank 0 decides which run it is and where it begins, and its record is begun. An
+    exception that
+    leaves the block is logged and recorded and goes no further: `run.exit_code` says how the run
+        has ended. Then what
     is left is uploaded, and the page is written.
 
     Raises:
@@ -87,14 +84,18 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
 
 def _code_of_failure(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
     """Report the exception that ended this rank; return its exit code."""
-    # A signal during an import can raise any exception. After the ranks have met, `culprit` names the rank that
-    # failed.
+    # A signal during an import can raise any exception. After the ranks have met, `culprit` names
+    # the rank that failed.
     is_explained = isinstance(error, Interrupted | UserError) or hasattr(error, "culprit")
     if signals.asked and not is_explained:
         error = Interrupted(signal.Signals(signals.asked[0]).name)
 
     code = failures.end_of(error, cluster, folder)
-    if getattr(error, "elsewhere", False) and cluster.launcher == "torchrun" and cluster.num_nodes > 1:
+    if (
+        getattr(error, "elsewhere", False)
+        and cluster.launcher == "torchrun"
+        and cluster.num_nodes > 1
+    ):
         # torchrun shall start this node's ranks again, beside a node that comes back.
         return EXIT_FAILED
     return code
@@ -126,7 +127,9 @@ class Opening:
 
             config = with_ranks(self.config, self.cluster)
             fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
-            answer = meet(self.cluster, self.config["trainer"]["timeout_s"], fingerprint, self._decide)
+            answer = meet(
+                self.cluster, self.config["trainer"]["timeout_s"], fingerprint, self._decide
+            )
             self._follow(answer)
         assert self.run is not None
 
@@ -134,9 +137,11 @@ class Opening:
         return self.run
 
     def _decide(self) -> Answer:
-        """Decide on rank 0 which run it is, where it begins, and its batch; write its first record."""
+        """Decide on rank 0 which run it is, where it begins, and its batch; begin its record."""
         config = self.config
-        folder, is_new = run_folder(config, named_run(config, environment()) or agent_id(environment()))
+        folder, is_new = run_folder(
+            config, named_run(config, environment()) or agent_id(environment())
+        )
         self.folder = folder
         if not self.cluster.has_agent:
             self.held.enter_context(hold_run_lock(folder))
@@ -146,7 +151,9 @@ class Opening:
         previous = None if is_new else read_record(folder.record)
 
         before = {} if is_new else config_before(folder) or {}
-        batch, largest_batch = decide_batch(config, self.cluster, previous or RunRecord(), before, search)
+        batch, largest_batch = decide_batch(
+            config, self.cluster, previous or RunRecord(), before, search
+        )
         run = Run(config, self.cluster, folder, batch)
         if previous:
             check_resumable(folder, run.effective_config(), previous)
@@ -180,7 +187,9 @@ class Opening:
             from lockstep.storage.fetch import locate_checkpoint
 
             logs = Path(run.config["paths"]["log_dir"])
-            run.checkpoint = str(locate_checkpoint(str(address), logs, run.config.get("s3")).resolve())
+            run.checkpoint = str(
+                locate_checkpoint(str(address), logs, run.config.get("s3")).resolve()
+            )
 
     def _follow(self, answer: Answer) -> None:
         """Take over what rank 0 has decided; on rank 0 itself there is nothing to do."""
@@ -204,4 +213,6 @@ class Opening:
                 write_config(run)
             node = f"node {run.cluster.node_rank} of {run.cluster.num_nodes} (counted from 0)"
             log.info(f"{node} joined run {run.folder.run_id}; output is on node 0")
-        set_variables({"TORCH_FR_DUMP_TEMP_FILE": str(run.folder.path / "nccl-trace-rank")}, unless_set=True)
+        set_variables(
+            {"TORCH_FR_DUMP_TEMP_FILE": str(run.folder.path / "nccl-trace-rank")}, unless_set=True
+        )

@@ -1,4 +1,4 @@
-"""The one object that knows a run: its config, ranks, folder, batch, where it goes on, and its record."""
+"""The one object that knows a run: its config, ranks, folder, batch, resume point and record."""
 
 import copy
 from dataclasses import dataclass, field
@@ -18,21 +18,24 @@ class Run:
     """A run, as each of its ranks knows it before it builds its parts; rank 0 writes its record.
 
     Args:
-        config: composed, as the user asked for it, with `choices` (the option of each group) and `overrides`. It is
-            read-only.
+        config: composed, as the user asked for it, with `choices` (the option of each group) and
+            `overrides`. It is read-only.
         cluster: this rank and those around it.
         resume_step: optimizer steps that a resumed run has done; None for a new run.
-        checkpoint: a path on the machine of rank 0: the run's own checkpoint after a resume_step above 0, else one
-            with initial weights; None: neither.
+        checkpoint: a path on the machine of rank 0: the run's own checkpoint after a resume_step
+            above 0, else one with initial weights; None: neither.
 
     Attributes:
         exit_code: of this process, once the run has been closed.
-        hosts: a description of each node. This and the following are set when the ranks have joined.
+        hosts: a description of each node. This and the following are set when the ranks have
+            joined.
         interruption: the callback that saves and ends when a signal came.
         hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
         heartbeat: by which the ranks notice that one of them is lost; None for a single rank.
-        data_report: the callback that compares the images on rank 0; None where nothing is compared.
-        recorder: the callback that writes run.json while Lightning runs; None before the parts are built.
+        data_report: the callback that compares the images on rank 0; None where nothing is
+            compared.
+        recorder: the callback that writes run.json while Lightning runs; None before the parts are
+            built.
     """
 
     config: Config
@@ -62,12 +65,15 @@ class Run:
 
     @property
     def resume_from(self) -> str | None:
-        """The checkpoint from which Lightning's fit goes on; None where the run begins at step 0."""
+        """The checkpoint from which Lightning's fit resumes; None from step 0."""
         return self.checkpoint if self.resume_step else None
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Each learning rate × global batch / base_batch_size (Goyal et al. 2017); {} unless scale_lr_with_batch."""
+        """Each learning rate × global batch / base_batch_size; {} unless scale_lr_with_batch.
+
+        Source: Goyal et al. 2017, Accurate, Large Minibatch SGD.
+        """
         optimizer = self.config["optimizer"]
         if self.config["task_name"] != "train" or not optimizer.get("scale_lr_with_batch"):
             return {}
@@ -80,7 +86,7 @@ class Run:
         return {name: optimizer[name] * self.batch.global_size / base for name in names}
 
     def effective_config(self) -> dict[str, Any]:
-        """Return the config with the values that the run has: what config.yaml and checkpoints hold."""
+        """Return the config with the values of the run, as config.yaml and checkpoints hold it."""
         config = with_ranks(self.config, self.cluster)
         if "global_batch_size" in config["data"]:
             config["data"]["global_batch_size"] = self.batch.global_size
@@ -101,7 +107,10 @@ class Run:
         return read_record(self.folder.record)
 
     def update(self, trainer: Any = None, **fields: object) -> None:
-        """Set fields of run.json, on rank 0; with a trainer also its progress and the fields of its callbacks."""
+        """Set fields of run.json, on rank 0.
+
+        With a trainer, its progress and the fields of its callbacks are written, too.
+        """
         if self.recorder is not None:
             if self.cluster.is_rank_zero:
                 self.recorder.write(trainer, **fields)
@@ -113,7 +122,7 @@ class Run:
 
 
 def with_ranks(config: Config, cluster: Cluster) -> dict[str, Any]:
-    """Return a copy of the config with the devices, nodes and accelerator that `auto` stands for."""
+    """Return a copy of the config with devices, nodes and accelerator in place of `auto`."""
     copied = copy.deepcopy(dict(config))
     copied["trainer"].update(
         accelerator=cluster.accelerator,

@@ -1,4 +1,4 @@
-"""Start this node's ranks, each as a process with the same command line, and finish the run when they have ended."""
+"""Start this node's ranks, each with the same command line, and finish the run at their end."""
 
 import logging
 import sys
@@ -15,13 +15,13 @@ from lockstep.ranks.find import Cluster, named_run
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.runs.finishing import finish_run
-from lockstep.runs.start import hold_run_lock, run_folder
+from lockstep.runs.place import hold_run_lock, run_folder
 
 log = logging.getLogger(__name__)
 
 
 def start_ranks(config: Config, cluster: Cluster) -> int:
-    """Start this node's ranks with torch's agent, and finish the run when they have ended; return the exit code."""
+    """Start this node's ranks with torch's agent; return the exit code when they have ended."""
     run_id = named_run(config, environment())
     is_first_node = cluster.node_rank == 0
     with ExitStack() as held:
@@ -30,7 +30,8 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
             run_id = folder.run_id
             held.enter_context(hold_run_lock(folder))
         else:
-            # The ranks' first meeting tells which run it is; until then their output goes to a folder of its own.
+            # The ranks' first meeting tells which run it is; until then their output goes to a
+            # folder of its own.
             output = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))
             folder = RunFolder(Path(output))
         signals.before_the_end(partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE))
@@ -58,7 +59,9 @@ def _run_agent(
         from lockstep.ranks import agent
 
         signals.check()
-        return agent.start_ranks(cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"])
+        return agent.start_ranks(
+            cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"]
+        )
     except Exception:
         # A signal during the import of torch can raise any exception.
         if not signals.asked:

@@ -8,7 +8,7 @@ import yaml
 from lockstep.config import compose as module
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, whole_config
 from lockstep.process.errors import UserError
-from lockstep.runs.start import find_stored
+from lockstep.runs.resume import find_stored
 
 
 def leave_run(logs, run_id, *words):

@@ -17,8 +17,9 @@ from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch
 from lockstep.runs.checks import check_options
 from lockstep.runs.headlines import headlines
+from lockstep.runs.place import hold_run_lock
+from lockstep.runs.resume import config_before, what_is_over
 from lockstep.runs.run import Run
-from lockstep.runs.start import config_before, hold_run_lock, what_is_over
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
 SCALED = ["optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"]

@@ -1,0 +1,258 @@
+"""Resume a run: find it and the options that it had, and refuse what cannot change within a run."""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoints.files import complete
+from lockstep.config import keys
+from lockstep.config.changes import Change, changes_of
+from lockstep.config.compose import compose, defaults_of, plain
+from lockstep.config.foreign import OF_RUN, accepted
+from lockstep.config.schema import key_of
+from lockstep.process.environment import environment
+from lockstep.process.errors import UserError
+from lockstep.process.files import locked_file
+from lockstep.ranks.find import is_first_on_node, launcher_of, named_run
+from lockstep.records.config import Config, seconds_of
+from lockstep.records.folder import RunFolder, find_run, read_config
+from lockstep.records.record import RunRecord, has_trained, read_record
+from lockstep.runs.place import folder_of
+from lockstep.storage.errors import S3Error
+from lockstep.storage.pointers import read_pointers, refuse_other_run
+from lockstep.storage.s3 import Bucket
+
+log = logging.getLogger(__name__)
+
+Limits = Mapping[str, Any]  # max_epochs, max_steps and max_time, as trainer= has them
+
+
+def find_stored(overrides: list[str]) -> Config | None:
+    """Return the config of the run to resume; None for a new run.
+
+    A node that does not have the run gets None, too.
+
+    The record of a run that only its bucket knows is fetched first, by one process of each node.
+    """
+    if not any(key_of(override) == "resume" for override in overrides):
+        return None
+    finders = [override for override in overrides if keys.finds_run(key_of(override))]
+    config = plain(compose("train", finders))
+    environ = environment()
+    folder = _folder_to_resume(config, environ)
+    if folder is None:
+        return None
+
+    is_auto = config["resume"] == "auto"
+    if is_auto and has_bucket(config):
+        _fetch(config, folder, environ)
+    # A job script gives all options each time: those of a start that trained nothing may have been
+    # wrong.
+    if is_auto and folder.config.exists() and not has_trained(folder):
+        return None
+
+    before = config_before(folder)
+    if before is None:
+        return None
+    if not folder.config.exists():
+        before = _taken_from_bucket(before, overrides, folder, environ)
+    if launcher_of(environ):
+        before["overrides"] = [
+            override
+            for override in map(str, before.get("overrides") or ())
+            if key_of(override) not in keys.RANK_COUNTS
+        ]
+    return before
+
+
+def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
+    """Return the folder of the run that resume= names; None if this node has none such."""
+    try:
+        if config["resume"] != "auto":
+            return find_run(Path(config["paths"]["log_dir"]), config["resume"])
+        run_id = named_run(config, environ)
+        return folder_of(config, run_id) if run_id else None
+    except UserError:
+        # Another node may have it. Opening the run names what is wrong with it.
+        return None
+
+
+def has_bucket(config: Config) -> bool:
+    """Return whether a run has a place in a bucket."""
+    return bool((config.get("s3") or {}).get("uri"))
+
+
+def _fetch(config: Config, folder: RunFolder, environ: Mapping[str, str]) -> None:
+    """Fetch record and config of a run that only its bucket knows, by one process of each node."""
+    from lockstep.storage.fetch import fetch_record
+
+    if not is_first_on_node(environ):
+        # The first rank of the node logs it.
+        logging.getLogger("lockstep.storage").setLevel(logging.WARNING)
+    with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
+        fetch_record(Bucket.of(config["s3"]).at(folder.run_id), folder)
+
+
+def _taken_from_bucket(
+    before: Config, overrides: list[str], folder: RunFolder, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the part of a bucket's config that may be used; log what has to be given again.
+
+    Nothing is taken for a group whose class the command line names, as with task._target_=.
+    """
+    typed = {key_of(override) for override in overrides}
+    roots = tuple(root for root in OF_RUN if f"{root}._target_" not in typed)
+    whose = f"The config of the run {folder.run_id} in its bucket"
+    values, rejected = accepted(before, roots, whose)
+    left = [key for key in rejected if key not in typed]
+    if left and is_first_on_node(environ):
+        log.info(
+            f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}"
+        )
+    return values
+
+
+def fetch_newer_checkpoints(config: Config) -> None:
+    """Fetch the checkpoints of resume=auto that the bucket has and this node has not."""
+    run_id = named_run(config, environment())
+    if config.get("resume") != "auto" or not run_id or not has_bucket(config):
+        return
+    from lockstep.storage.fetch import fetch_checkpoints
+
+    folder = folder_of(config, run_id)
+    with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
+        fetch_checkpoints(Bucket.of(config["s3"]).at(folder.run_id), folder)
+
+
+def check_bucket(config: Config, folder: RunFolder) -> None:
+    """Refuse a bucket that holds another run of this id, before anything is written or searched.
+
+    A bucket that cannot be used is left to the upload callback, which knows whether it is required.
+    """
+    if config["task_name"] != "train" or not has_bucket(config):
+        return
+    run = Bucket.of(config["s3"]).at(folder.run_id)
+    with contextlib.suppress(S3Error):
+        refuse_other_run(run, read_pointers(run), folder)
+
+
+def config_before(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the config that the run was last started with, from its folder or its bucket."""
+    path = folder.config if folder.config.exists() else folder.bucket_config
+    return read_config(path) if path.exists() else None
+
+
+def finished_already(config: Config) -> RunFolder | None:
+    """Return the run of resume=auto if nothing is left to train.
+
+    A job script may start it again and again.
+    """
+    run_id = named_run(config, environment())
+    if config.get("resume") != "auto" or not run_id or config["task_name"] != "train":
+        return None
+    folder = folder_of(config, run_id)
+    if not folder.record.exists():
+        return None
+    before = config_before(folder)
+    if before is None or what_is_over(config, before, read_record(folder.record)) is None:
+        return None
+    return folder
+
+
+def what_is_over(config: Config, before: Config, record: RunRecord) -> str | None:
+    """Return epochs, steps or time if a run has finished, and no more of them are asked for."""
+    if record.status != "finished":
+        return None
+    limits: Limits = config["trainer"]
+    limits_before: Limits = before.get("trainer") or {}
+
+    if record.ended_by == "max_time":
+        return "time" if _time_is_over(limits, record) else None
+    # A callback, as EarlyStopping, may have ended the run before its limits.
+    is_same = all(
+        limits.get(name) == limits_before.get(name)
+        for name in ("max_epochs", "max_steps", "max_time")
+    )
+    if record.steps == limits_before.get("max_steps"):
+        is_over = 0 <= limits["max_steps"] <= (record.steps or 0)
+        return "steps" if is_over or is_same else None
+    is_over = 0 < (limits["max_epochs"] or 0) <= (record.epochs or 0)
+    return "epochs" if is_over or is_same else None
+
+
+def _time_is_over(limits: Limits, record: RunRecord) -> bool:
+    if not limits["max_time"]:
+        return False
+    return seconds_of(limits["max_time"], "trainer.max_time") <= (record.fit_seconds or 0)
+
+
+def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> None:
+    """Refuse to resume a run that is over, or with an option that cannot change within a run.
+
+    Args:
+        config: of this start, with the values that the run has.
+        record: that the earlier start has left.
+    """
+    before = config_before(folder) or {}
+    what = what_is_over(config, before, record)
+    if what:
+        raise UserError(
+            f"The run {folder.run_id} is finished ({record.epochs} epochs): give more "
+            f"trainer.max_{what} to go on."
+        )
+
+    changes = changes_of(before, config, defaults_of)
+    for change in changes:
+        if not keys.may_resume_change(change.key):
+            raise _refusal(folder, change)
+    # A module with several optimizers passes max_steps by itself.
+    if any(change.key in keys.LENGTHS for change in changes):
+        _check_length(folder, config)
+    _log_changes(changes, config)
+
+
+def _refusal(folder: RunFolder, change: Change) -> UserError:
+    group, _, name = change.key.partition(".")
+    return UserError(
+        f"The run {folder.run_id} was started with another {group} ({name or group} {change}): "
+        "resume it with the same options, or start a new run with ckpt_path=."
+    )
+
+
+def _check_length(folder: RunFolder, config: Config) -> None:
+    """Refuse a length that the run's newest checkpoint has passed."""
+    sidecars = [sidecar for _, sidecar in complete(folder.checkpoints) if not sidecar.weights_only]
+    if not sidecars:
+        return
+    newest = sidecars[0]
+    epochs = config["trainer"]["max_epochs"] or -1
+    steps = config["trainer"]["max_steps"]
+    if 0 < epochs <= newest.epoch:
+        reached = f"epoch {newest.epoch + 1}"
+        option = f"trainer.max_epochs={newest.epoch + 1}"
+    elif 0 <= steps < newest.step:
+        reached = f"step {newest.step}"
+        option = f"trainer.max_steps={newest.step}"
+    else:
+        return
+    raise UserError(
+        f"The run {folder.run_id} is in {reached} already: give {option} or more to go on, "
+        f"or start a new run with ckpt_path={folder.run_id}."
+    )
+
+
+def _log_changes(changes: list[Change], config: Config) -> None:
+    """Log what a resume changes, and how."""
+    others = []
+    for change in changes:
+        if change.key not in keys.LENGTHS:
+            others.append(f"{change.key} {change}")
+            continue
+        note = ""
+        if config.get("scheduler"):
+            note = ": the learning rate's schedule is stretched over the new length, and may jump"
+        log.info(f"{change.key} {change}{note}.")
+    if others:
+        log.info(f"Changed from here on: {'; '.join(others)}.")
