@@ -116,7 +116,8 @@ def _check_resume(config: Config) -> None:
     if config["run_id"] not in (None, Path(resume).name):
         raise UserError(
             f"resume={resume} continues that run under its own id: leave "
-            f"run_id={config['run_id']} out, or start a new run from its weights with ckpt_path={resume}."
+            f"run_id={config['run_id']} out, or start a new run from its "
+            f"weights with ckpt_path={resume}."
         )
 
 

@@ -148,7 +148,7 @@ def _sizes(run: Run) -> dict[str, Any]:
 
 
 def _initial_weights(run: Run) -> dict[str, Any]:
-    """Return the checkpoint with a new run's weights, and the sha256 of that or of model.weights."""
+    """Return the checkpoint with a new run's weights, and the sha256 of its file."""
     if run.resume_step:
         return {}
     weights = run.checkpoint or run.config["model"].get("weights")
