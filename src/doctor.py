@@ -75,18 +75,18 @@ class Finding(NamedTuple):
         return f"{said}."
 
 
-def examine(config: Config) -> Iterator[Finding]:
+def examine(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check this node, then the network between the nodes."""
     yield from _machine(config)
     try:
-        cluster = find_ranks(config)
+        cluster = find_ranks(config, environ)
         resolve_batch(config, cluster)
     except UserError as error:
         yield Finding(False, str(error))
         return
 
     yield from _ranks(cluster)
-    yield from _interfaces(environment().get("NCCL_SOCKET_IFNAME", ""))
+    yield from _interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
     if cluster.accelerator == "gpu":
         yield from _gpus()
     s3 = config.get("s3") or {}
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> int:
     arguments, as_json = take_flag(argv, "--json")
     config = read_command("train", arguments, __doc__ or "").compose()
     findings = []
-    for finding in examine(config):
+    for finding in examine(config, environment()):
         findings.append(finding)
         if not as_json:
             mark = "ok  " if finding.is_fine else "FIX "

@@ -21,7 +21,7 @@ def cores(monkeypatch):
 
 def findings(*words, **environment):
     """(whether it is fine, what was found with what mends it) of each check."""
-    found = doctor.examine(plain(compose("train", list(words))), "ddp_sim", environment)
+    found = doctor.examine(plain(compose("train", list(words))), environment)
     return [(fine, f"{said}: {mend}") for fine, said, mend in found]
 
 

@@ -159,14 +159,14 @@ def test_the_card_of_another_task_says_what_its_outputs_mean(tmp_path, kind, say
 
 
 def test_the_card_of_a_classifier_of_other_targets_is_of_one(tmp_path):
-    facts = {"class_names": ["a"], "num_classes": 1, "image_size": 8, "channels": 3, "mean": [0.5] * 3,
+    facts = {"class_names": ["a", "b"], "num_classes": 2, "image_size": 8, "channels": 3, "mean": [0.5] * 3,
              "std": [0.2] * 3, "resize": 8, "fit": "crop", "interpolation": "bicubic", "data_hash": "0",
              "target": "dict"}  # fmt: skip
     config = {"model": {"_target_": "a.B"}, "data": {"name": "d"}, "task": {}}
     (tmp_path / "config.json").write_text('{"architecture": "b", "model": {"a": 1}}')
     record = RunRecord(code={"commit": "abc", "dirty": True})
     for module, tag in (
-        (ImageClassifier(torch.nn.Linear(1, 1), num_classes=1), "image-classification"),
+        (ImageClassifier(torch.nn.Linear(1, 2), num_classes=2), "image-classification"),
         (torch.nn.Linear(1, 1), "B"),
     ):
         text = card_text(FinishedModel(module, config, facts, tmp_path / "config.json", record), tmp_path, {})

@@ -342,12 +342,11 @@ def test_masks_of_files_have_a_folder_that_is_neither_the_table_nor_the_images(t
 
 def test_the_table_of_the_page_is_what_is_tested_here():
     page = (ROOT / "docs/tasks.md").read_text()
-    lines = re.findall(r"^\| `task=(\w+)` \| (\d+) \|.*?\| (.*) \|$", page, re.MULTILINE)
+    lines = re.findall(r"^\| `task=(\w+)` \|.*?\| (.*) \|$", page, re.MULTILINE)
     [header] = re.findall(r"^\| task \|.*", page, re.MULTILINE)
-    assert [cell.strip() for cell in header.split("|")][4:-1] == list(CHECKS)
+    assert [cell.strip() for cell in header.split("|")][3:-1] == list(CHECKS)
     assert [name for name, *_ in lines] == list(CASES)
-    for name, length, cells in lines:
-        assert int(length) == len((ROOT / f"src/tasks/{name}.py").read_text().splitlines()), name
+    for name, cells in lines:
         marks = [cell.strip() for cell in cells.split("|")]
         assert marks == ["✓"] * 4 + ["–" if name == "simclr" else "✓", "✓", "✓", "✓"], name
 

@@ -4,6 +4,8 @@ import os
 import random
 import re
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -21,8 +23,11 @@ from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
+from lockstep.records.batch import Batch
+from lockstep.records.folder import RunFolder
 from lockstep.runs import join as rank
 from lockstep.runs.join import prepare_process, set_breakpoints, threads_of
+from lockstep.runs.run import Run
 from lockstep.training.build_module import build_module, uses_channels_last
 from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.weights import start_from
@@ -130,39 +135,40 @@ def test_another_net_is_refused(checkpoint):
 
 
 @pytest.fixture
-def plan(monkeypatch):
-    """A plan for one of two ranks on a GPU, on a machine of four cores."""
+def run(monkeypatch):
+    """A run of one of two ranks on a GPU, on a machine of four cores."""
     monkeypatch.setattr(rank, "cores_of_rank", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     trainer = {"num_threads": "auto", "matmul_precision": "high", "deterministic": "auto"}
-    yield SimpleNamespace(trainer=trainer, cluster=local_cluster(0, 2, 29500), config={"seed": 1}, accelerator="gpu")
+    cluster = replace(local_cluster(0, 2, 29500), accelerator="gpu")
+    yield Run({"seed": 1, "trainer": trainer}, cluster, RunFolder(Path("r")), Batch(2, 1, 1))
     torch.set_float32_matmul_precision("highest")
 
 
-def test_gpus_that_torch_cannot_use_are_refused(plan, monkeypatch):
+def test_gpus_that_torch_cannot_use_are_refused(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="torch .* cannot use them: update the driver"):
-        prepare_process(plan)
+        prepare_process(run)
 
 
-def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions(plan, monkeypatch, caplog):
+def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions(run, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    prepare_process(plan)
+    prepare_process(run)
     assert torch.backends.cudnn.benchmark and "Each rank has 2 CPU core(s)" in caplog.text
-    plan.trainer["deterministic"] = True
-    prepare_process(plan)
+    run.config["trainer"]["deterministic"] = True
+    prepare_process(run)
     assert not torch.backends.cudnn.benchmark
 
 
-def test_the_seed_reaches_every_generator_and_lightnings_samplers(plan, monkeypatch):
+def test_the_seed_reaches_every_generator_and_lightnings_samplers(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    plan.accelerator = "cpu"
+    run.cluster = replace(run.cluster, accelerator="cpu")
 
     def drawn(seed):
-        plan.config["seed"] = seed
-        prepare_process(plan)
+        run.config["seed"] = seed
+        prepare_process(run)
         return [random.random(), np.random.rand(), torch.rand(1).item(), os.environ["PL_GLOBAL_SEED"]]
 
     first, again, other = map(drawn, (1, 1, 2))

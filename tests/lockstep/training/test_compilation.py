@@ -1,12 +1,17 @@
 """torch.compile: where `auto` compiles, and that an evaluation runs the net as it is."""
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from lockstep.ranks.find import Cluster
+from lockstep.records.batch import Batch
+from lockstep.records.folder import RunFolder
+from lockstep.runs.run import Run
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
 from lockstep.training import compilation
@@ -33,13 +38,14 @@ def test_auto_compiles_long_runs_on_gpus(strategy, changes, expected, monkeypatc
     given = {"accelerator": "gpu", "max_epochs": 20, "max_steps": -1, "automatic_optimization": True, "tools": True}
     given |= changes
     own = {"compile": "auto", "max_epochs": given["max_epochs"], "max_steps": given["max_steps"]}
-    plan = SimpleNamespace(trainer=own, accelerator=given["accelerator"])
+    cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None, accelerator=given["accelerator"])
+    run = Run({"trainer": own}, cluster, RunFolder(Path("r")), Batch(128, 128, 1))
     data = SimpleNamespace(place=None, num_train=12_900, global_batch_size=128)
     module = SimpleNamespace(net=nn.Linear(1, 1), automatic_optimization=given["automatic_optimization"])
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: given["tools"] or None)
     monkeypatch.setattr(shutil, "which", lambda name: name)
     made = object.__new__(strategy) if isinstance(strategy, type) else strategy
-    assert is_compiled(module, data, plan, made) is expected
+    assert is_compiled(module, data, run, made) is expected
 
 
 def test_an_evaluation_is_not_compiled():
