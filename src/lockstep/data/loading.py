@@ -100,16 +100,6 @@ def stream(
     if (first := next(selections, None)) is None:
         return
     seed = zlib.crc32(first.positions.tobytes() + first.draws.tobytes())  # differs by seed, epoch and rank
-    loader = DataLoader(
-        samples,
-        batch_size=None,
-        sampler=itertools.chain([first], selections),
-        collate_fn=_unchanged,
-        num_workers=samples.num_workers,
-        pin_memory=pin_memory,
-        # It is not the global stream, which a resume restores.
-        generator=torch.Generator().manual_seed(seed),
-    )
     # Workers are born with these blocked: a signal to all processes of a job is for the rank, which
     # saves first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
@@ -118,6 +108,16 @@ def stream(
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
         # A network disk needs more workers than there are cores.
         warnings.filterwarnings("ignore", "This DataLoader will create")
+        loader = DataLoader(
+            samples,
+            batch_size=None,
+            sampler=itertools.chain([first], selections),
+            collate_fn=_unchanged,
+            num_workers=samples.num_workers,
+            pin_memory=pin_memory,
+            # It is not the global stream, which a resume restores.
+            generator=torch.Generator().manual_seed(seed),
+        )
         batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
