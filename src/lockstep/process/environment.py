@@ -1,4 +1,6 @@
-"""This process's environment: its variables, which only this file reads, its GPUs, cores, network and parent."""
+"""This process's environment: its variables, which only this file reads, its GPUs, cores, network
+and parent.
+"""
 
 import ctypes
 import itertools
@@ -23,7 +25,10 @@ def environment() -> dict[str, str]:
 
 
 def set_variables(variables: Mapping[str, str], *, unless_set: bool = False) -> None:
-    """Set variables of this process and its children; with `unless_set` only those that the user has not set."""
+    """Set variables of this process and its children.
+
+    With `unless_set` only those that the user has not set.
+    """
     os.environ.update({name: value for name, value in variables.items() if not (unless_set and name in os.environ)})
 
 
@@ -36,7 +41,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """Count the NVIDIA GPUs that a process started now would see, by the driver's library and without torch."""
+    """Count the NVIDIA GPUs that a process started now would see, by the driver's library and
+    without torch.
+    """
     chosen = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:  # CUDA too stops at the first word that is none, such as -1 or SLURM's NoDevFiles
         words = map(str.strip, chosen.split(","))
@@ -59,7 +66,9 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
 
 
 def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the cores that this process may use: its affinity, within the CPU quotas of all control groups above."""
+    """Return the cores that this process may use: its affinity, within the CPU quotas of all
+    control groups above.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for line in proc.read_text().splitlines() if proc.exists() else ():
         _, controllers, group = line.split(":", 2)
@@ -102,9 +111,12 @@ def cpu_name() -> str:
 
 
 def network_interface(address: str) -> str | None:
-    """Return the network interface by which this host reaches `address`; None if that cannot be found.
+    """Return the network interface by which this host reaches `address`.
 
-    gloo uses the address that the host's own name resolves to, on many machines 127.0.1.1, where others never reach it.
+    None if that cannot be found.
+
+    gloo uses the address that the host's own name resolves to, on many machines 127.0.1.1, where
+    others never reach it.
     """
     import psutil
 

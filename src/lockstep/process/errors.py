@@ -1,4 +1,7 @@
-"""Errors whose message is written for the user, a full disk among them, and the exit codes. Imports no torch."""
+"""Errors whose message is written for the user, a full disk among them, and the exit codes.
+
+Imports no torch.
+"""
 
 import errno
 import shutil
@@ -15,11 +18,16 @@ EXIT_INTERRUPTED = 75
 
 
 class UserError(Exception):
-    """An error that the user can fix: one sentence, printed without a traceback; the script ends with exit code 2."""
+    """An error that the user can fix: one sentence, printed without a traceback.
+
+    The script ends with exit code 2.
+    """
 
 
 class Interrupted(Exception):
-    """Raised on every rank at the same step boundary once a stop was asked for and the checkpoint is complete."""
+    """A stop that was asked for: raised on every rank at one step, once the checkpoint is
+    complete.
+    """
 
     agreed = False  # every rank raises it at this step
     elsewhere = False  # only ranks of other nodes were asked
@@ -52,7 +60,9 @@ def is_full(error: BaseException | None) -> bool:
     return "(os error 28)" in str(error)
 
 
-def no_room(error: BaseException, folder: Path, mend: str = "free space there, then start again") -> NoRoom | None:
+def no_room(
+    error: BaseException, folder: Path, mend: str = "free space there, then start again"
+) -> NoRoom | None:
     """Return NoRoom if the error, or its cause, says that a disk is full; None for any other error.
 
     Args:

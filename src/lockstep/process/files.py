@@ -22,7 +22,8 @@ def utc_now() -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool = False) -> None:
-    """Write beside the target, sync to disk, rename: a reader sees the old file or the new one, never a part.
+    """Write beside the target, sync to disk, rename: a reader sees the old file or the new one,
+    never a part.
 
     `write` is called with the open file. An OSError names the target.
     """
@@ -61,7 +62,9 @@ def sha256_of(path: Path) -> str:
 
 
 def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bool:
-    """Take an exclusive lock that ends with the process; False if another holds it for longer than `wait_s`.
+    """Take an exclusive lock that ends with the process.
+
+    False if another holds it for longer than `wait_s`.
 
     On a disk that has no locks nothing is locked, or with `required` it raises.
     """

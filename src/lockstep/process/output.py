@@ -1,4 +1,4 @@
-"""Show what is logged: plain lines on stdout, "warning: …" and "error: …" on stderr, in colour on a terminal."""
+"""Show what is logged: plain lines on stdout, warnings and errors on stderr."""
 
 import io
 import logging
@@ -11,7 +11,8 @@ from lockstep.process.project import REPOSITORY
 
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
 PLAIN = "\033[0m"
-# Control characters but for line ends and tabs, marks that change the direction of writing, and lone surrogates.
+# Control characters but for line ends and tabs, marks that change the direction of writing, and
+# lone surrogates.
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
@@ -35,7 +36,7 @@ class Console(logging.Handler):
 
 
 def printable(text: str) -> str:
-    """Escape what could move the cursor or colour the terminal, in names and errors of other people's files."""
+    """Escape what could move the cursor or colour the terminal, as a file's name may."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -57,8 +58,8 @@ def say(text: object) -> None:
 def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
     """Show what Lockstep's and the user's modules log, and the warnings of libraries.
 
-    `verbose` shows their debugging lines too, never those of libraries: botocore's hold signatures. `quiet` shows
-    warnings and errors only, and wins over verbose.
+    `verbose` shows their debugging lines too, never those of libraries: botocore's hold signatures.
+    `quiet` shows warnings and errors only, and wins over verbose.
     """
     # A name that the terminal cannot write is escaped.
     for stream in (sys.stdout, sys.stderr):
@@ -101,7 +102,7 @@ def as_read(name: str, value: float) -> str:
 
 
 def tested_name(monitor: str) -> str:
-    """Return the test metric that corresponds to a monitored one: test/mae for val/mae; test/acc for train/loss."""
+    """Return the test metric of a monitored one: test/mae of val/mae, test/acc of train/loss."""
     if monitor.startswith("val"):
         return monitor.replace("val", "test", 1)
     return "test/acc"

@@ -1,4 +1,4 @@
-"""Remove secrets from text and records before they reach a page, and refuse them as options of a run."""
+"""Remove secrets from text and records before they reach a page; refuse them as options."""
 
 import re
 from typing import Any
@@ -7,25 +7,34 @@ from lockstep.process.errors import UserError
 
 REDACTED = "[redacted]"
 NAME = (
-    r"(?:passw(?:or)?d|passphrase|pwd|secrets?|tokens?|credentials?|authorization|access[_-]?key(?:[_-]?id)?"
+    r"(?:passw(?:or)?d|passphrase|pwd|secrets?|tokens?|credentials?|authorization"
+    r"|access[_-]?key(?:[_-]?id)?"
     r"|(?:api|secret|private|account|kms|sse)[_-]?key)"
 )
 SECRET_NAME = re.compile(rf"{NAME}$", re.IGNORECASE)
 NAMED_VALUE = re.compile(
-    rf"((?<![\w-])--?[\w-]{{0,60}}{NAME}[ \t]{{1,8}}|{NAME}[\"']?[ \t]{{0,8}}[=:][ \t]{{0,8}}(?:bearer |basic )?)"
-    r"(\"[^\"\n]*\"|'[^'\n]*'|(?![\[\"'])(?!\d[\d.,]*(?:[\s;)\]}\"']|\Z)|(?:null|none|true|false|bearer|basic)\b)\S+)",
+    rf"((?<![\w-])--?[\w-]{{0,60}}{NAME}[ \t]{{1,8}}"
+    rf"|{NAME}[\"']?[ \t]{{0,8}}[=:][ \t]{{0,8}}(?:bearer |basic )?)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'"
+    r"|(?![\[\"'])(?!\d[\d.,]*(?:[\s;)\]}\"']|\Z)|(?:null|none|true|false|bearer|basic)\b)\S+)",
     re.IGNORECASE,
 )
-# Keys of AWS, GitHub and Hugging Face, JSON web tokens, 40 characters that look like a secret key, private keys.
+# Keys of AWS, GitHub and Hugging Face, JSON web tokens, 40 characters that look like a secret key,
+# private keys.
 TOKEN = re.compile(
-    r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bhf_[A-Za-z0-9]{20,}"
+    r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}"
+    r"|\bhf_[A-Za-z0-9]{20,}"
     r"|\bsk-[\w-]{20,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
     r"|(?<![A-Za-z0-9/+])(?!/|(?:[A-Za-z0-9+]{0,40}/){4})"
     r"(?=[a-z/+]*[A-Z])(?=[a-zA-Z/+]*\d)(?=[A-Z0-9/+]*[a-z])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
-LOGIN = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,20}://)[^\s/?#\"'<>@]{1,500}@", re.IGNORECASE)
-SIGNED = re.compile(r"\?(?=[^\s?]{0,500}(?:x-amz-|signature|sig=|token|credential))[^\s\"'<>]+", re.IGNORECASE)
+LOGIN = re.compile(
+    r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,20}://)[^\s/?#\"'<>@]{1,500}@", re.IGNORECASE
+)
+SIGNED = re.compile(
+    r"\?(?=[^\s?]{0,500}(?:x-amz-|signature|sig=|token|credential))[^\s\"'<>]+", re.IGNORECASE
+)
 
 
 def redact_text(text: str) -> str:
@@ -47,7 +56,10 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def refuse_secrets(value: Any, key: str = "") -> None:
-    """Raise UserError if an option holds a secret: a run writes its options down. It names the key, not the value."""
+    """Raise UserError if an option holds a secret: a run writes its options down.
+
+    It names the key, not the value.
+    """
     if isinstance(value, dict):
         for name, item in value.items():
             refuse_secrets(item, f"{key}.{name}".lstrip("."))
@@ -56,7 +68,9 @@ def refuse_secrets(value: Any, key: str = "") -> None:
             refuse_secrets(item, key)
     elif isinstance(value, str) and value not in ("", "null") and redact(value, key) != value:
         kind = _kind_of_secret(value, key)
-        raise UserError(f"{key} holds {kind}: give it in the environment, ~/.aws or ~/.netrc instead.")
+        raise UserError(
+            f"{key} holds {kind}: give it in the environment, ~/.aws or ~/.netrc instead."
+        )
 
 
 def _kind_of_secret(value: str, key: str) -> str:

@@ -1,4 +1,7 @@
-"""Run a script: wrong input and a full disk give one sentence and an exit code. Imports no torch."""
+"""Run a script: wrong input and a full disk give one sentence and an exit code.
+
+Imports no torch.
+"""
 
 import errno
 import functools
@@ -35,7 +38,7 @@ NOT_ALLOWED = (
 
 
 def script(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Decorate the main function of a script: it logs, and its errors become one sentence and an exit code."""
+    """Decorate a script's main function: its errors become one sentence and an exit code."""
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
@@ -62,14 +65,20 @@ def exit_code_of(task: Callable[[], int | None]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in INSTALLED:
             raise
-        log.error(f"{sys.executable} has no {error.name}: make install, then .venv/bin/python {sys.argv[0]} …")
+        log.error(
+            f"{sys.executable} has no {error.name}: "
+            f"make install, then .venv/bin/python {sys.argv[0]} …"
+        )
         return EXIT_USER_ERROR
     except Exception as error:
         return _code_of_system_error(error)
 
 
 def _code_of_system_error(error: Exception) -> int:
-    """Log a full disk or a file that may not be touched, and return the exit code; raise any other error again."""
+    """Log a full disk or a file that may not be touched, and return the exit code.
+
+    Any other error is raised again.
+    """
     no_space = no_room(error, Path.cwd())
     if no_space:
         log.error(f"{no_space}")
@@ -86,7 +95,7 @@ def run_with_options(
     defaults: Mapping[str, str | None],
     task: Callable[[dict[str, str]], int | None],
 ) -> int:
-    """Hand the options key=value of a command line to a task, or print the script's help; return the exit code.
+    """Hand the options key=value of a command line to a task, or print the script's help.
 
     Args:
         defaults: the default of each option; None marks one that must be given.

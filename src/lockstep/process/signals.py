@@ -1,4 +1,5 @@
-"""Handle SIGTERM, SIGUSR1 (SLURM), SIGHUP (a lost ssh session) and Ctrl-C, which ask a run to save and end.
+"""Handle SIGTERM, SIGUSR1 (SLURM), SIGHUP (a lost ssh session) and Ctrl-C, which ask a run to save
+and end.
 
 Before training they end it at once, as a second Ctrl-C always does. Imports no torch.
 """
@@ -18,7 +19,10 @@ _before_the_end: list[Callable[[], None]] = []
 
 
 def on_stop(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, Any]:
-    """Install a handler for all that are not ignored (nohup ignores SIGHUP, `&` Ctrl-C); return those before."""
+    """Install a handler for the signals that are not ignored, and return those before.
+
+    nohup ignores SIGHUP, and `&` in a script ignores Ctrl-C.
+    """
     previous = {}
     for number in STOPS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -38,7 +42,10 @@ def note(number: int, _frame: Any = None) -> None:
 
 
 def interrupt(number: int, _frame: Any = None) -> None:
-    """Raise Interrupted for the first signal. In the middle of an import it may be lost: see `check`."""
+    """Raise Interrupted for the first signal.
+
+    In the middle of an import it may be lost: see `check`.
+    """
     note(number)
     if len(asked) == 1:
         check()
