@@ -1,4 +1,7 @@
-"""The layers: imports go downwards only, folders of one layer never import each other, and there are no cycles."""
+"""The layers: imports go downwards only, and folders of one layer never import each other.
+
+Names of libraries that may change have a test each.
+"""
 
 import ast
 import functools
@@ -23,7 +26,9 @@ LAYERS = (
     {"sweeps"},
     {"commands"},
 )
-LAYER = {f"lockstep.{name}": number for number, names in enumerate(LAYERS) for name in names}
+LAYER = {}
+for number, names in enumerate(LAYERS):
+    LAYER |= {f"lockstep.{name}": number for name in names}
 YOURS, SCRIPTS = len(LAYERS), len(LAYERS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")}
 WITHOUT_TORCH = (
@@ -58,20 +63,27 @@ FILES = {str(path.relative_to(SRC)): path for path in sorted(SRC.rglob("*.py"))}
 MODULES = {name.removesuffix(".py").replace("/", "."): path for name, path in FILES.items()}
 
 
-parsed = functools.cache(lambda path: ast.parse(path.read_text()))
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(path: Path, *, top_level: bool = False, typing: bool = True) -> set[str]:
-    """Dotted names of all imported modules; of those that run when the file is imported, or all but for typing."""
+    """Return the dotted names of all imported modules.
+
+    Args:
+        top_level: only of those that run when the file is imported.
+        typing: with those for type annotations alone.
+    """
     body = [node for node in parsed(path).body if typing or "TYPE_CHECKING" not in ast.dump(node)]
-    found = set()
+    modules = set()
     for node in body if top_level else ast.walk(ast.Module(body)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else node.module for name in names}
-    return found
+            modules |= {name if name in MODULES else node.module for name in names}
+    return modules
 
 
 def folder(module: str) -> str:
@@ -94,12 +106,8 @@ def test_imports_go_downwards_and_every_folder_has_a_layer():
         mine = folder(module)
         for used in {folder(name) for name in imports(path)} - {mine}:
             assert layer(used) is None or layer(used) < layer(mine), f"{module} uses {used}"
-    found = {
-        path.name
-        for path in (SRC / "lockstep").iterdir()
-        if path.is_dir() and path.name != "__pycache__"
-    }
-    assert found == set().union(*LAYERS)
+    folders = {path.name for path in (SRC / "lockstep").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == set().union(*LAYERS)
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -147,8 +155,8 @@ def test_each_config_is_yaml_without_a_key_twice_and_builds_what_lies_in_the_fol
             assert target == "null" or target.startswith(homes), (path, target)
 
 
-# Names with a leading underscore of the libraries, which may go in any release, and the test of each,
-# which fails when the name goes. Each file says in its first line which it uses and why.
+# Names with a leading underscore of the libraries, which may go in any release. Each file says in
+# its first line which it uses and why. The test of a name fails when the name goes.
 NO_LIGHTNING_SIGNALS = "test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains"
 PRIVATE = {
     "lockstep/training/memory_estimate.py": {
@@ -243,19 +251,19 @@ FRAGILE = {
 }
 
 
-def private_names(path: Path, own: set[str]) -> set[str]:
-    """Return the names with a leading underscore that a file imports from the libraries or reads of an object."""
-    found: set[str] = set()
+def private_names(path: Path, defined: set[str]) -> set[str]:
+    """Return the names with a leading underscore that a file has from a library.
+
+    Args:
+        defined: names that src/ defines itself.
+    """
+    names: set[str] = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in LIBRARIES:
-            found |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
+            names |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
         elif isinstance(node, ast.Attribute):
-            found |= {node.attr} - own
-    return {
-        name
-        for name in found
-        if name.startswith("_") and not name.startswith("__") and name not in ("_", "_exit")
-    }
+            names |= {node.attr} - defined
+    return {name for name in names if re.match("_[^_]", name)} - {"_exit"}
 
 
 def defined_names(tree: ast.AST) -> set[str]:
@@ -276,14 +284,17 @@ def defined_names(tree: ast.AST) -> set[str]:
 
 
 def test_private_names_of_libraries_are_used_only_in_files_that_explain_them():
-    own = set().union(*(defined_names(parsed(path)) for path in FILES.values()))
-    found = {name: names for name, path in FILES.items() if (names := private_names(path, own))}
-    for name in found:
+    defined = set()
+    for path in FILES.values():
+        defined |= defined_names(parsed(path))
+    used = {name: private_names(path, defined) for name, path in FILES.items()}
+    assert {name: names for name, names in used.items() if names} == {
+        name: {*test_of} for name, test_of in PRIVATE.items()
+    }
+    for name in PRIVATE:
         first = ast.get_docstring(parsed(FILES[name])).splitlines()[0]
-        assert first.startswith("Uses ") or "`_" in first, (
-            f"{name} does not say which private names it needs"
-        )
-    assert found == {name: {*test_of} for name, test_of in PRIVATE.items()}
+        is_explained = first.startswith("Uses ") or "`_" in first
+        assert is_explained, f"{name} does not say which private names it needs"
 
 
 def test_an_assignment_to_a_librarys_attribute_is_no_definition():
@@ -303,16 +314,15 @@ def test_the_public_interface_has_the_names_and_arguments_that_docs_api_states()
     page = (SRC.parent / "docs" / "api.md").read_text()
     rows = re.findall(r"^\| `(lockstep\.[\w.]+)\.(\w+)` \| ([^|]*)\|", page, re.MULTILINE)
     assert 20 <= len(rows) <= 30
-    for module, name, stated in rows:
-        body = parsed(MODULES[module]).body
-        [node] = [each for each in body if getattr(each, "name", "") == name]
-        makers = [
-            each for each in getattr(node, "body", ()) if getattr(each, "name", "") == "__init__"
-        ] or [node]
-        named = {
-            argument.arg
-            for maker in makers
-            for argument in ast.walk(maker)
-            if isinstance(argument, ast.arg)
-        }
-        assert set(re.findall(r"`(\w+)`", stated)) <= named, f"docs/api.md: {name}"
+    for module, name, documented in rows:
+        arguments = arguments_of(module, name)
+        assert set(re.findall(r"`(\w+)`", documented)) <= arguments, f"docs/api.md: {name}"
+
+
+def arguments_of(module: str, name: str) -> set[str]:
+    """Return the arguments of a function, or of a class's constructor, else of all its methods."""
+    [maker] = [each for each in parsed(MODULES[module]).body if getattr(each, "name", "") == name]
+    for method in getattr(maker, "body", ()):
+        if getattr(method, "name", "") == "__init__":
+            maker = method
+    return {node.arg for node in ast.walk(maker) if isinstance(node, ast.arg)}

@@ -20,9 +20,10 @@ def instantiate(node: Any, **options: Any) -> Any:
     """Instantiate a config of the user, whose targets may be any that can be imported."""
     from hydra import utils
 
-    # Hydra 1.4 asks for the permitted targets. Configs of others never come here: see config/foreign.py.
     if not is_hydra_1_3():
-        options["_execution_whitelist_"] = utils.UNSAFE_DISABLE_EXECUTION_CHECKS
+        # Hydra 1.4 asks which targets may be called. No config of others comes here: config/foreign.py.
+        checks = utils.UNSAFE_DISABLE_EXECUTION_CHECKS  # type: ignore[attr-defined]
+        options["_execution_whitelist_"] = checks
     return utils.instantiate(node, **options)
 
 
@@ -43,4 +44,5 @@ def register_resolver(name: str, resolver: Callable[..., Any], **options: bool) 
     if is_hydra_1_3():
         OmegaConf.register_new_resolver(name, resolver, replace=True, **options)
     else:
-        OmegaConf.register_resolver(name, resolver, replace=True, **options)
+        # OmegaConf 2.3 has another function of this name, which it deprecates.
+        OmegaConf.register_resolver(name, resolver, replace=True, **options)  # type: ignore[call-arg]
