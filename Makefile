@@ -39,6 +39,17 @@ test-gpu-sim: install-dev  ## PyTorch's CUDA code on a simulated driver (nullgpu
 	$(VENV)/bin/uv pip install -q --python $(PY) --no-deps ./nullgpu
 	$(PY) -m pytest $(SIDE_BY_SIDE) nullgpu/tests
 
+test-hydra: install-dev  ## the tests of configs and sweeps with Hydra 1.4 and Optuna 5
+	$(VENV)/bin/uv venv -q --clear -p $(PY) $(VENV)/hydra14
+	ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages \
+	  >$$(echo $(VENV)/hydra14/lib/python*/site-packages)/venv.pth
+	if $(VENV)/bin/uv pip install -q --python $(VENV)/hydra14 --no-deps --require-hashes -r launch/hydra.txt; then \
+	  PYTHONPATH=$(CURDIR)/src $(VENV)/hydra14/bin/python -m pytest $(SIDE_BY_SIDE) $(WITH_HYDRA); \
+	else \
+	  echo "The release candidate of Hydra 1.4 cannot be installed here: its tests are skipped."; \
+	fi
+WITH_HYDRA := $(addprefix tests/,lockstep/config lockstep/commands lockstep/sweeps optimizers)
+
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=cpu: without CUDA
 
 install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
@@ -90,6 +101,8 @@ lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	  $(VENV)/bin/uv pip compile $(LOCK) -c requirements.txt - -o requirements-hivemind.txt
 	grep -oE '^pip-audit==[0-9.]+' launch/audit.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/audit.txt
 	grep -oE '^mkdocs(-material)?==[0-9.]+' launch/site.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/site.txt
+	grep -oE '^[a-z-]+==[0-9.rc]+' launch/hydra.txt | \
+	  $(VENV)/bin/uv pip compile $(LOCK) --no-deps - -o launch/hydra.txt
 	grep -oE '^uv==[0-9.]+' launch/uv.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/uv.txt
 LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 

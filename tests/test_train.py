@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -284,9 +285,16 @@ def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder
 # What a newcomer types first, as they type it.
 
 
-@pytest.mark.parametrize("script", [["src/train.py"], ["src/eval.py"], ["src/find_batch_size.py"], ["-m", "src.train"]])
+@pytest.mark.parametrize("script", ["src/train.py", "src/eval.py", "src/find_batch_size.py"])
 def test_without_the_environment_the_line_that_works_is_said(script):
     # -S: no site-packages, so neither Hydra nor yaml
-    command = [sys.executable, "-S", *script, "experiment=quickstart"]
+    command = [sys.executable, "-S", script, "experiment=quickstart"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "make install, then .venv/bin/python" in done.stderr, done.stderr
+
+
+def test_train_runs_as_a_module():
+    command = [sys.executable, "-m", "src.train", "seeed=1"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)
+    assert done.returncode == 2 and "There is no seeed: use seed." in done.stderr, done.stderr

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from torch import nn
 
 from local_ranks import meet, run_ranks
+from lockstep.config.hydra_versions import instantiate, version_base
 from lockstep.process.errors import UserError
 from optimizers.airbench import AirbenchMuon, orthogonalise
 from optimizers.timm import timm_optimizer
@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "optimizer"
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_each_option_builds_an_optimizer_that_steps_and_loads(name, tmp_path):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), **version_base()):
         needed = ["opt=lamb"] if name == "timm" else []
         factory = instantiate(compose(name, needed), _convert_="all")
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_airbench_trains_a_hidden_weight_of_zeros():
 
 
 def test_muon_leaves_pretrained_weights_at_rate_zero():
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), **version_base()):
         factory = instantiate(compose("muon", ["lr=0"]), _convert_="all")
     net = network()
     before = {name: value.clone() for name, value in net.named_parameters()}

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.config import merge
 from lockstep.config.check import check
+from lockstep.config.hydra_versions import register_resolver, version_base
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of, trainer_arguments
 from lockstep.config.suggestions import missing_option, unknown_key
 from lockstep.process.errors import UserError
@@ -141,7 +142,7 @@ def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> A
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), job_name=config_name, **version_base()):
         try:
             return hydra_compose(config_name, words, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError) as error:
@@ -258,13 +259,11 @@ def one_sentence(error: Exception) -> str:
 
 
 def register_resolvers() -> None:
-    from omegaconf import OmegaConf
-
-    OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
-    OmegaConf.register_new_resolver("product", lambda *numbers: math.prod(numbers), replace=True)
+    register_resolver("repository", lambda: str(REPOSITORY))
+    register_resolver("product", lambda *numbers: math.prod(numbers))
     # A value of the run is not known yet: it stays as it is written until the callbacks and loggers are built.
-    OmegaConf.register_new_resolver("run", lambda name: f"${{run:{name}}}", replace=True)
-    OmegaConf.register_new_resolver("new_run_id", new_run_id, replace=True, use_cache=True)
+    register_resolver("run", lambda name: f"${{run:{name}}}")
+    register_resolver("new_run_id", new_run_id, use_cache=True)
 
 
 def without_hydra(cfg: Any) -> Any:

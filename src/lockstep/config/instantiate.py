@@ -1,4 +1,4 @@
-"""Build objects from config nodes with hydra.utils.instantiate, with its errors as one sentence.
+"""Build objects from config nodes with Hydra's instantiate, with its errors as one sentence.
 
 A config of the user may name any class that can be imported. An untrusted config never comes here: config/foreign.py
 takes no `_target_` from it.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lockstep.config.hydra_versions import instantiate
 from lockstep.process.errors import UserError
 
 
@@ -82,7 +83,6 @@ def _refuse_unknown(options: Iterable[str], parameters: Mapping[str, Any], targe
 def _instantiate(node: Mapping[str, Any], arguments: dict[str, Any], parameters: Mapping[str, Any]) -> Any:
     """Call the target with the node's options and the arguments; return a partial where the node asks for one."""
     from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
 
     try:
         partial = instantiate(dict(node), _partial_=True, _convert_="all")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import keys
+from lockstep.config.hydra_versions import store_config
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of
 from lockstep.config.suggestions import missing_option
 from lockstep.records.config import Config
@@ -35,7 +36,7 @@ def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, 
             words.append(f"{group}={name}")
         elif isinstance(node := stored.get(group), Mapping):
             # The yaml is gone or in a folder of --config-dir, or a class was named in place of one.
-            _store(group, str(name), dict(node))
+            store_config(group=group, name=str(name), node=dict(node))
             words.append(f"{group}={name}")
     return words
 
@@ -71,7 +72,7 @@ def values_of(
 
 def override_of_values(values: Config) -> str:
     """Store the run's values in the ConfigStore; return the override that merges them."""
-    _store("resumed", "run", values, package="_global_")
+    store_config(group="resumed", name="run", node=values, package="_global_")
     return "+resumed=run"
 
 
@@ -119,12 +120,6 @@ def overrides_of(stored: Config, words: Sequence[str], choices: Mapping[str, str
         if not is_replaced and not is_of_other_option:
             kept.append(word)
     return kept
-
-
-def _store(group: str, name: str, node: Config, package: str | None = None) -> None:
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(group=group, name=name, node=node, package=package)
 
 
 def _chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:

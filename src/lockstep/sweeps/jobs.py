@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from lockstep.config.compose import CONFIGS, as_typed, compose, quoted
+from lockstep.config.hydra_versions import version_base
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.output import tested_name
@@ -66,7 +67,7 @@ def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> 
     # Python 3.14 refuses the help of --shell-completion, which Hydra 1.3 does not give as a string.
     check = mock.patch.object(argparse.ArgumentParser, "_check_help", lambda parser, action: None, create=True)
     with check:
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
+        hydra.main(**version_base(), config_path=str(CONFIGS), config_name=config_name)(task)()
 
 
 def _ended_jobs(sweep_dir: Path) -> list[Job]:

@@ -73,7 +73,7 @@ class Search:
     def _run_trials(self, number: int, first: int, run_jobs: RunJobs) -> int:
         """Run so many trials at the same time, and tell the study how each has ended; return their number."""
         trials = [self.study.ask() for _ in range(number)]
-        settings = [[f"{each.get_key_element()}={suggest(trial, each)}" for each in self.ranges] for trial in trials]
+        settings = [self._settings_of(trial) for trial in trials]
         results = run_jobs([(*self.fixed, *job) for job in settings], first)
         for trial, job, result in zip(trials, settings, results, strict=True):
             value = math.nan if result.return_value is None else float(result.return_value)
@@ -81,6 +81,10 @@ class Search:
             outcome = value if math.isfinite(value) else "failed"
             log.info(f"trial {trial.number}: {' '.join(job)} → {outcome}")
         return number
+
+    def _settings_of(self, trial: Any) -> list[str]:
+        """Return the overrides that a trial proposes."""
+        return [f"{each.get_key_element()}={suggest(trial, each)}" for each in self.ranges]
 
     def _tell(self, trial: Any, value: float) -> None:
         from optuna.trial import TrialState

@@ -131,7 +131,10 @@ def frozen_resnet(*stated):
         (lambda: GroupRules(layer_decay=1.1), "optimizer.layer_decay=1.1"),
         (lambda: GroupRules(layer_decay="x"), "optimizer.layer_decay=x"),
         (lambda: GroupRules(head_lr_factor=-1), "optimizer.head_lr_factor=-1: give a number above 0"),
-        (lambda: stepper(GroupRules(layer_decay=0.9), AirbenchMuon), "AirbenchMuon groups the parameters itself: leave optimizer.lay"),
+        (
+            lambda: stepper(GroupRules(layer_decay=0.9), AirbenchMuon),
+            "AirbenchMuon groups the parameters itself: leave optimizer.lay",
+        ),
     ],
 )
 def test_patterns_factors_and_an_optimizer_that_groups_by_itself_are_refused(call, says):
