@@ -8,12 +8,12 @@ from typing import Any
 from lockstep.config.compose import (
     CONFIGS,
     compose,
-    quoted,
     register_resolvers,
     unresolved,
     whole_config,
     without_hydra,
 )
+from lockstep.config.overrides import quoted
 from lockstep.config.schema import dotted, help_text
 from lockstep.config.suggestions import nearest
 from lockstep.process.errors import Ended, UserError
@@ -124,12 +124,16 @@ def _refusal_of_flag(flag: str, config_name: str) -> UserError:
     """Return the error for an option of another program, as --epochs."""
     name, _, value = flag.partition("=")
     if name in ("--config-name", "-cn", "--config-path", "-cp"):
-        return UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
+        return UserError(
+            f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls."
+        )
 
     key = name.lstrip("-").replace("-", "_")
     keys = list(dotted(unresolved(compose(config_name, []))))
     meant = nearest(key, keys) or key
-    return UserError(f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}.")
+    return UserError(
+        f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}."
+    )
 
 
 def _print_config(cfg: Any, options: argparse.Namespace) -> None:
@@ -137,5 +141,3 @@ def _print_config(cfg: Any, options: argparse.Namespace) -> None:
 
     node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
     say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
-
-

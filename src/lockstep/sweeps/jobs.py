@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.config.compose import CONFIGS, as_typed, compose, quoted
+from lockstep.config.compose import CONFIGS, compose
+from lockstep.config.overrides import as_typed, quoted
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.output import tested_name
@@ -64,7 +65,9 @@ def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> 
 
     sys.argv[1:] = argv
     # Python 3.14 refuses the help of --shell-completion, which Hydra 1.3 does not give as a string.
-    check = mock.patch.object(argparse.ArgumentParser, "_check_help", lambda parser, action: None, create=True)
+    check = mock.patch.object(
+        argparse.ArgumentParser, "_check_help", lambda parser, action: None, create=True
+    )
     with check:
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
 
@@ -83,7 +86,9 @@ def _first_values(overrides: list[str]) -> list[str]:
     """Return the overrides of a sweep's first job."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parsed = OverridesParser.create().parse_overrides([as_typed(override) for override in overrides])
+    parsed = OverridesParser.create().parse_overrides(
+        [as_typed(override) for override in overrides]
+    )
     return [_first_value(text, override) for text, override in zip(overrides, parsed, strict=True)]
 
 
@@ -117,14 +122,18 @@ def run_job(
     number = hydra.job.num
     folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
 
-    overrides = [word for word in hydra.overrides.task if key_of(word) not in ("run_id", "sweep_dir")]
+    overrides = [
+        word for word in hydra.overrides.task if key_of(word) not in ("run_id", "sweep_dir")
+    ]
     if int(environment().get("SLURM_RESTART_COUNT") or 0):
         # SLURM has put the job into the queue again.
         overrides.append("resume=auto")
     search_path = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath")]
     log.info(f"\njob {number}: {' '.join(overrides)}")
     place = [f"run_id={folder.run_id}", f"sweep_dir={sweep_dir}"]
-    code = run_child([sys.executable, program, *overrides, *search_path, *place], environ=environ, output=output)
+    code = run_child(
+        [sys.executable, program, *overrides, *search_path, *place], environ=environ, output=output
+    )
 
     job = _ended_job(number, code, overrides, folder, str(cfg.optimized_metric))
     results = sweep_dir / RESULTS_FOLDER
@@ -151,8 +160,12 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
     return Job(number, exit_code, overrides, best(metric), best(tested_name(metric)))
 
 
-def run_child(command: list[str], environ: Mapping[str, str] | None = None, output: Any = None) -> int:
+def run_child(
+    command: list[str], environ: Mapping[str, str] | None = None, output: Any = None
+) -> int:
     """Start a job and wait for it; return its exit code."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output
+    )
     running.add(process)
     return process.wait()
