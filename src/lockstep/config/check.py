@@ -6,22 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import keys
 from lockstep.config.schema import FREE_GROUPS, REFUSED_TRAINER_KEYS, key_of, trainer_arguments
 from lockstep.config.suggestions import unknown_key
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
 
-# A word that a key takes beside a number.
-WORD_OF_KEY = {
-    "data.global_batch_size": "max",
-    "trainer.devices": "auto",
-    "trainer.num_nodes": "auto",
-}
-# Keys that may be a node in place of their default.
-MAY_BE_NODE = ("trainer.compile", "trainer.strategy")
 TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
-# Keys whose value is a name, also where it looks like a number.
-NAMES = ("run_id", "experiment_name", "data.name")
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ def _faults(config: Config, options: Config, place: str = "") -> Iterator[Fault]
 
 def _expected(key: str, value: Any, default: Any) -> str | None:
     """Return what to give in place of a value; None if it is right."""
-    if key in NAMES and isinstance(value, int | float):
+    if key in keys.NAMES and isinstance(value, int | float):
         return f"it in quotes: '{value}'"
     if _is_right(key, value, default):
         return None
@@ -106,12 +97,12 @@ def _expected(key: str, value: Any, default: Any) -> str | None:
 
 
 def _is_right(key: str, value: Any, default: Any) -> bool:
-    if value is None or value in (default, WORD_OF_KEY.get(key)):
+    if value is None or value in (default, keys.WORD_OF_NUMBER.get(key)):
         return True
     # The type of an interpolation is known when it has been resolved.
     if isinstance(value, str) and "${" in value:
         return True
-    return isinstance(value, Mapping) and key in MAY_BE_NODE
+    return isinstance(value, Mapping) and key in keys.MAY_BE_NODE
 
 
 def _expected_type(value: Any, default: Any) -> str | None:

@@ -217,7 +217,7 @@ def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """Return whether a resume keeps the run's value of a key.
 
     A key that is an interpolation in the configs keeps it, and a key that is no longer in the
-    configs is dropped, unless the run overrode it (`typed`) or the class of its group may accept it.
+    configs is dropped, unless the run overrode it (`typed`) or the class of its group may take it.
     """
     if key in keys.RECOMPUTED:
         return False

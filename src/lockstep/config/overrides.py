@@ -4,16 +4,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.config import keys
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 
-# Values that are names: `run_id=2025_11_25` is not a number.
-TEXT = re.compile(
-    r"\+*(run_id|resume|ckpt_path|experiment_name|tags|sweep_dir|optimized_metric|paths\.\w+"
-    r"|s3\.(uri|endpoint_url)|data\.(name|group|root|images|cache_dir)|model\.(name|weights)"
-    r"|hydra\.(sweeper\.study|sweep\.dir))"
-)
 # Values that Hydra reads as they are meant: functions of its grammar, quotes, lists, sweeps, null
 # and plain text.
 READ = re.compile(
@@ -102,7 +97,7 @@ def is_choice(override: str, folders: tuple[Path, ...]) -> bool:
 def as_typed(override: str) -> str:
     """Quote a name that Hydra would read as a number, a switch or not at all; expand ~ in it."""
     key, sign, value = override.partition("=")
-    if not sign or not TEXT.fullmatch(key):
+    if not sign or not keys.is_text(key.lstrip("+")):
         return override
     if re.fullmatch(r"\[[^\"'\[{$]+\]", value):
         items = [_quoted_if_needed(item) for item in value[1:-1].split(",")]

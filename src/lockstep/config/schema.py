@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.config.keys import INTERNAL
 from lockstep.records.config import Config
 
 KEY = re.compile(
@@ -21,8 +22,6 @@ KEY = re.compile(
 )
 # Groups whose entries the user names.
 FREE_GROUPS = ("callbacks", "logger", "metrics")
-# Keys of Hydra and of the project itself, which nobody types.
-INTERNAL_KEYS = ("_target_", "_partial_", "task_name", "sweep_dir")
 REFUSED_TRAINER_KEYS = {
     "callbacks": "use callbacks=",
     "logger": "use logger=",
@@ -136,7 +135,7 @@ def yaml_files(group: str, folders: tuple[Path, ...]) -> list[Path]:
 def dotted(node: Config, place: str = "") -> Iterator[str]:
     """Yield every key that a user can give; values before the nodes that hold them."""
     for name, value in node.items():
-        if name in INTERNAL_KEYS:
+        if name in INTERNAL:
             continue
         if isinstance(value, Mapping):
             yield from dotted(value, f"{place}{name}.")

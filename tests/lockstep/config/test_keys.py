@@ -55,20 +55,18 @@ def lists_of(path):
 
 # These lists are no facts about kinds of keys.
 ELSEWHERE = {
-    ("eval.py", "size_is_stated"): "which options say the size of the images",
-    ("lockstep/sweeps/jobs.py", "overrides"): "the overrides of a job",
+    ("eval.py", "evaluation_config"): "the values of one evaluation",
+    ("eval.py", "size_is_named"): "which options say the size of the images",
     ("lockstep/config/foreign.py", "NAMES"): "the boundary says itself what it lets in",
     ("lockstep/config/foreign.py", "OF_RUN"): "the boundary says itself what it lets in",
-    ("lockstep/config/schema.py", "NAMES"): "types of values",
-    ("lockstep/config/schema.py", "NODES"): "types of values",
-    ("lockstep/config/schema.py", "WORDS"): "types of values",
-    ("lockstep/config/schema.py", "SYNONYMS"): "names from other programs",
-    ("lockstep/config/schema.py", "dotted"): "keys that nobody gives",
-    ("lockstep/runs/plan.py", "CHOSEN"): "what makes a training on a CPU a choice",
+    ("lockstep/config/suggestions.py", "NAMES_ELSEWHERE"): "names from other programs",
     ("lockstep/records/folder.py", "GROUPS"): "the nodes of a config that is read",
+    ("lockstep/runs/checks.py", "CHOSEN"): "what makes a training on a CPU a choice",
+    ("lockstep/runs/first_record.py", "_identity"): "fields of the record",
+    ("lockstep/sweeps/jobs.py", "overrides"): "the overrides of a job",
     ("rehearse.py", "FIXED"): "the overrides of a dry run",
     ("rehearse.py", "changes"): "the overrides of a dry run",
-    ("rehearse.py", "code"): "the overrides of a dry run",
+    ("rehearse.py", "options"): "the overrides of a dry run",
     ("upload.py", "OPTIONS"): "the options of a script",
 }
 
