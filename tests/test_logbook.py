@@ -100,6 +100,14 @@ def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, c
     assert logbook("table", "optimizer.rl") == 2 and "optimizer.lr" in capsys.readouterr().err
 
 
+def test_the_kept_diff_has_the_bytes_of_the_runs(logbook, tmp_path):
+    diff = b"-# caf\xe9\r\n+# coffee\r\n"
+    (tmp_path / "logs/train/runs/run-ddp/code.diff").write_bytes(diff)
+    assert logbook("keep", "run-ddp") == 0
+    assert (tmp_path / "logbook/run-ddp/code.diff").read_bytes() == diff
+    assert "coffee" in (tmp_path / "logbook/run-ddp/page.md").read_text()
+
+
 def test_a_table_has_the_option_of_a_group_and_tells_the_roots(logbook, tmp_path, capsys):
     logbook("keep", "run-ddp", "run-fsdp")
     shutil.rmtree(tmp_path / "logs/train/runs/run-fsdp")

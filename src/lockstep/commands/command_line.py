@@ -1,4 +1,4 @@
-"""Read a script's command line: Hydra's options and the overrides, from which the config is composed."""
+"""Read a script's command line: Hydra's options, and the overrides that compose the config."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -42,7 +42,8 @@ class Command:
         """Return the plain config, with `choices` (the option of each group) and `overrides`.
 
         Args:
-            stored: the config of the run that the overrides name, as by resume=; its options count first.
+            stored: the config of the run that the overrides name, as by resume=; its options count
+                first.
         Raises:
             UserError: a misspelt option or key, a value of the wrong type, or a secret.
             Ended: --cfg job: the config has been printed.
@@ -59,7 +60,9 @@ class Command:
 
 
 def read_command(config_name: str, argv: list[str], description: str) -> Command:
-    """Return the command, or answer it here: --help, a sweep, Hydra's own information, a snapshot of the code.
+    """Return the command, unless this function answers it.
+
+    It answers --help, a sweep, Hydra's own information, and a snapshot of the code.
 
     Args:
         description: of the script, for --help.

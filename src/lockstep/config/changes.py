@@ -8,9 +8,7 @@ from typing import Any
 from lockstep.config import keys
 from lockstep.config.merge import CLASS_GROUPS
 from lockstep.config.schema import key_of
-from lockstep.records.config import Config
-
-ABSENT = object()
+from lockstep.records.config import ABSENT, Config, lookup
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def _is_of_version(
     if _is_chosen_anew(keys.root_of(change.key), before, now):
         return False
     is_typed = any(_is_typed(change.key, config) for config in (before, now))
-    default = _at(defaults_of(now), change.key)
+    default = lookup(defaults_of(now), change.key)
     if change.before is ABSENT:
         is_derived = isinstance(default, str) and "${" in default
         return default == change.now or (is_derived and not is_typed)
@@ -105,15 +103,6 @@ def _is_typed(key: str, config: Config) -> bool:
         if "." in typed and f"{key}.".startswith(f"{typed}."):
             return True
     return False
-
-
-def _at(node: Any, key: str) -> Any:
-    """Return the value at a dotted key, or ABSENT."""
-    for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return ABSENT
-        node = node[name]
-    return node
 
 
 def _shown(value: Any) -> str:

@@ -6,18 +6,17 @@ new overrides choose, by group. Imports no torch.
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import keys
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of
 from lockstep.config.suggestions import missing_option
-from lockstep.records.config import Config
+from lockstep.records.config import ABSENT, Config, lookup
 
 # The classes of these groups may take keys that no yaml lists.
 CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")
-MISSING = object()
 
 
 def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
@@ -181,18 +180,10 @@ def _scaling_repeated(overrides: Sequence[str], before: Sequence[str]) -> list[s
 
 def _has(values: Config, fresh: Config, key: str) -> bool:
     """Return whether the merge of both has a key; `values` has null for a removed callback."""
-    kept = _lookup(values, key)
+    kept = lookup(values, key)
     if kept is None and keys.root_of(key) in FREE_GROUPS:
         return False
-    return kept is not MISSING or _lookup(fresh, key) is not MISSING
-
-
-def _lookup(node: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return MISSING
-        node = node[name]
-    return node
+    return kept is not ABSENT or lookup(fresh, key) is not ABSENT
 
 
 def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[str, Any]:
@@ -221,19 +212,13 @@ def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """
     if key in keys.RECOMPUTED:
         return False
-    if key in typed or any(parent in typed for parent in _parents(key) if "." in parent):
+    # The choice of an option, as model=vit, types none of its values.
+    if key in typed or any("." in node and key.startswith(f"{node}.") for node in typed):
         return True
     is_derived = key in keys.RESOLVED or (isinstance(default, str) and "${" in default)
     group, _, name = key.partition(".")
     may_be_new = group in CLASS_GROUPS or (group in FREE_GROUPS and name and "." not in name)
     return (is_listed or bool(may_be_new)) and not is_derived
-
-
-def _parents(key: str) -> Iterator[str]:
-    """Yield `a.b` and `a` for a.b.c."""
-    while "." in key:
-        key = key.rpartition(".")[0]
-        yield key
 
 
 def _is_gone(target: Any) -> bool:

@@ -94,7 +94,6 @@ HELD_FIXED: dict[str, Callable[[Run], Any]] = {
         "test/images", run.record.num_test
     ),
     "the model": lambda run: run.record.model,
-    "the initial weights": lambda run: _identity_of_weights(run),
     "the number of epochs": lambda run: run.record.epochs,
     "the precision": lambda run: run.record.precision,
     "torch.compile": lambda run: bool(run.record.compiled),
@@ -111,6 +110,8 @@ def not_held_fixed(runs: Sequence[Run]) -> str:
         values = [read(run) for run in runs]
         if any(value != values[0] for value in values):
             differing.append(name)
+    if _have_other_weights(runs):
+        differing.append("the initial weights")
     if not differing:
         return ""
     return f"Not held fixed between these runs: {', '.join(differing)}."
@@ -194,14 +195,17 @@ def setting_rows(runs: Sequence[Run]) -> list[Row]:
     rows = []
     for key, values in differences([run.config for run in runs]).items():
         rows.append((key, ["–" if value is None else str(value) for value in values]))
-    if len({_identity_of_weights(run) for run in runs}) > 1:
+    if _have_other_weights(runs):
         rows.append(("initial_weights", [_initial_weights(run) for run in runs]))
     return rows
 
 
-def _identity_of_weights(run: Run) -> str | None:
-    """Return the sha256 of the weights at the start, or the address if it was not computed."""
-    return run.record.initial_weights_sha256 or _weights_address(run)
+def _have_other_weights(runs: Sequence[Run]) -> bool:
+    """Return whether runs began with different weights, by their sha256 if all have one."""
+    weights = [run.record.initial_weights_sha256 for run in runs]
+    if not all(weights):
+        weights = [_weights_address(run) for run in runs]
+    return len(set(weights)) > 1
 
 
 def _initial_weights(run: Run) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.process.errors import UserError
 
 Config = Mapping[str, Any]
+ABSENT = object()
 SECONDS_OF_UNIT = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 # The parts of days:hours:minutes:seconds, from the last one.
 SECONDS_OF_PART = (1, 60, 3600, 86400)
@@ -49,6 +50,15 @@ def seconds_of(span: Any, key: str) -> float:
             "as 90m or 1.5h, or seconds."
         )
     return seconds
+
+
+def lookup(tree: Any, key: str) -> Any:
+    """Return the value at a dotted key, or ABSENT."""
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return ABSENT
+        tree = tree[name]
+    return tree
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
