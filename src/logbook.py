@@ -1,15 +1,17 @@
 """Keep, compare and list runs: the logbook.
 
-    python src/logbook.py keep RUN …             copy runs from logs/ into the logbook, as logbook=keep does
-    python src/logbook.py remove RUN …           delete them from the logbook; their folders in logs/ stay
-    python src/logbook.py compare RUN RUN …      side by side, with ratios to the first
-                    --md FILE                    write the comparison as a page; logbook/NAME.md is listed there
-                    --html FILE|s3://…           write interactive curves as one HTML file, linked from the runs' pages
-    python src/logbook.py table [KEY …]          runs with any field, metric or option as a column; --sort KEY, --csv
-    python src/logbook.py build                  write all pages of the logbook again
+    python src/logbook.py keep RUN …         copy runs from logs/ into the logbook
+    python src/logbook.py remove RUN …       delete them from the logbook, not from logs/
+    python src/logbook.py compare RUN RUN …  side by side, with ratios to the first
+                    --md FILE                write the comparison as a page, listed in the logbook
+                    --html FILE|s3://…       write interactive curves, linked from the runs' pages
+    python src/logbook.py table [KEY …]      runs of logs/ and of the logbook, with any field,
+                    --sort KEY, --csv        metric, option or group as a column
+    python src/logbook.py build              write all pages of the logbook again
 
-RUN is a run id, a part of one that only one run has, or a run folder. Every run has a page of its own,
-logs/train/runs/<run_id>/page.md; its heading and the text between its two comments are yours.
+RUN is a run id, a part of one that only one run has, or a run folder. Every run has a page of its
+own, logs/train/runs/<run_id>/page.md. Its heading and the text between its two comments are yours,
+and so are those of a comparison's page.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook import build
-from lockstep.logbook.compare import as_text, write_comparison
+from lockstep.logbook.compare import as_text, title_of, write_comparison
 from lockstep.logbook.folders import Run, find_run, read_run
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
@@ -34,18 +36,32 @@ from lockstep.records.folder import run_folders
 from lockstep.records.record import locked_record
 
 COLUMNS = (
-    "started_at", "status", "data", "model", "trainer", "world_size", "global_batch_size", "epochs", "monitor",
-    "best_value", "test_value", "fit_seconds", "images_per_s", "peak_memory_gib", "cost.usd",
-)  # fmt: skip
+    "started_at",
+    "status",
+    "data",
+    "model",
+    "trainer",
+    "world_size",
+    "global_batch_size",
+    "epochs",
+    "monitor",
+    "best_value",
+    "test_value",
+    "fit_seconds",
+    "images_per_s",
+    "peak_memory_gib",
+    "cost.usd",
+)
 
 
 def keep(options: argparse.Namespace) -> None:
-    for folder in [find_run(word, options.logs) for word in options.runs]:
+    for folder in [find_run(name, options.logs) for name in options.runs]:
         say(build.keep_run(folder, options.logbook))
 
 
 def remove(options: argparse.Namespace) -> None:
-    for folder in [find_run(Path(word).name, options.logbook) for word in options.runs]:  # never one in logs/
+    # A folder in logs/ names the run in the logbook.
+    for folder in [find_run(Path(name).name, options.logbook) for name in options.runs]:
         shutil.rmtree(folder)
         say(f"{folder} removed")
     build.write_index(options.logbook)
@@ -58,21 +74,26 @@ def build_pages(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    runs = [read_run(find_run(word, options.logs, options.logbook)) for word in options.runs]
+    runs = [read_run(find_run(name, options.logs, options.logbook)) for name in options.runs]
     if len(runs) < 2 and not options.html:
         raise UserError("A comparison needs at least two runs: logbook.py compare RUN RUN.")
-    title = options.title or " beside ".join(run.title for run in runs)
+    title = options.title or title_of(runs, options.md)
     say(as_text(runs))
     if options.md:
         write_comparison(options.md, runs, title)
         say(options.md)
     if options.html:
-        endpoint = next((each for run in runs if (each := run.config.get("s3.endpoint_url"))), None)
-        address = write_report(report_html(title, runs).encode(), options.html, endpoint)
+        address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))
         link_from_pages(runs, options.logbook, title, address)
         say(address)
     if options.logbook.is_dir() and (options.md or options.html):
         build.write_index(options.logbook)
+
+
+def _endpoint(runs: list[Run]) -> str | None:
+    """Return the address of the store that the runs used."""
+    endpoints = [run.config.get("s3.endpoint_url") for run in runs]
+    return next(filter(None, endpoints), None)
 
 
 def link_from_pages(runs: list[Run], logbook: Path, title: str, address: str) -> None:
@@ -105,32 +126,60 @@ def write_report(page: bytes, place: str, endpoint: str | None) -> str:
 
 
 def table(options: argparse.Namespace) -> None:
-    found = {folder.name: folder for root in (options.logbook, options.logs) for folder in run_folders(root)}
-    runs = [read_run(folder) for folder in found.values()]
-    names, key = options.columns or COLUMNS, options.sort or "started_at"
-    for name in [*options.columns, *filter(None, [options.sort])]:
+    in_logs = _folders_by_id(options.logs)
+    # A run that is in both is the one in logs/, which may have gone on.
+    folders = _folders_by_id(options.logbook) | in_logs
+    runs = [read_run(folder) for folder in folders.values()]
+    for name in filter(None, [*options.columns, options.sort]):
         if all(run.value(name) is None for run in runs):
-            raise UserError(f"No run has {name}. Names are those of run.json and of config.yaml, as optimizer.lr.")
+            raise UserError(
+                f"No run has {name}. Names are those of run.json and of config.yaml, as "
+                "optimizer.lr, and groups, as augmentation."
+            )
 
-    def rank(run: Run) -> tuple[bool, bool, Any]:
-        value = run.value(key)
-        is_number = isinstance(value, int | float)
-        return value is not None, is_number, value if is_number else str(value)
+    columns = options.columns or COLUMNS
+    key = options.sort or "started_at"
+    runs.sort(key=lambda run: _rank(run.value(key)), reverse=True)
+    rows = [["run_id", *columns]]
+    for run in runs:
+        rows.append([run.run_id, *(_cell(run.value(name)) for name in columns)])
+    if options.csv:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        say(text.getvalue().rstrip("\n"))
+        return
+    say(aligned(rows))
+    only_kept = len(runs) - len(in_logs)
+    say(f"\n{len(in_logs)} runs of {options.logs}, {only_kept} only of {options.logbook}")
 
-    runs.sort(key=rank, reverse=True)
-    rows = [["run_id", *names]]
-    for values in ([run.run_id, *map(run.value, names)] for run in runs):
-        rows.append(["" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in values])
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    say(text.getvalue().rstrip("\n") if options.csv else aligned(rows))
+
+def _folders_by_id(root: Path) -> dict[str, Path]:
+    return {folder.name: folder for folder in run_folders(root)}
+
+
+def _rank(value: Any) -> tuple[bool, bool, Any]:
+    """Return what sorts numbers above texts, and texts above missing values."""
+    is_number = isinstance(value, int | float)
+    return value is not None, is_number, value if is_number else str(value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def main(argv: list[str]) -> int:
     set_up()
-    top = argparse.ArgumentParser("logbook.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
-    top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
+    top = argparse.ArgumentParser(
+        "logbook.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    logbook = REPOSITORY / "logbook"
+    logs = REPOSITORY / "logs"
+    top.add_argument("--logbook", type=Path, default=logbook, help="where the pages are")
+    top.add_argument("--logs", type=Path, default=logs, help="where the run folders are")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for task in (keep, remove, compare, table, build_pages):
         command = commands.add_parser(task.__name__.removesuffix("_pages"))
@@ -142,9 +191,12 @@ def main(argv: list[str]) -> int:
             command.add_argument("--md", type=Path, metavar="FILE")
             command.add_argument("--html", metavar="FILE|s3://bucket/prefix/FILE")
         if task is table:
-            command.add_argument("columns", nargs="*", metavar="KEY", help="as val/acc_best, optimizer.lr or cost.usd")
-            command.add_argument("--sort", metavar="KEY", help="the largest first; default: the newest")
-            command.add_argument("--csv", action="store_true", help="for pandas, DuckDB or a spreadsheet")
+            keys = "as val/acc_best, optimizer.lr, augmentation or cost.usd"
+            command.add_argument("columns", nargs="*", metavar="KEY", help=keys)
+            largest = "the largest first; default: the newest"
+            command.add_argument("--sort", metavar="KEY", help=largest)
+            csv_help = "for pandas, DuckDB or a spreadsheet"
+            command.add_argument("--csv", action="store_true", help=csv_help)
     options = top.parse_args(argv)
     return exit_code_of(lambda: options.task(options))
 

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from lint import Measures, measure_files
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ import pytest
 from example_runs import write_run
 from lockstep.logbook import build
 from lockstep.logbook.build import summary_of, write_index, write_page
-from lockstep.logbook.folders import read_run
+from lockstep.logbook.folders import NOTE, read_run
 from lockstep.logbook.report import report_html
 from lockstep.process.files import utc_now
 from lockstep.records.record import update_record
@@ -98,6 +98,50 @@ def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, c
     assert list(rows[2].values()) == ["run-late", "0.75", "0.0005", "0.205", "finished"]
     assert logbook("table") == 0 and "run-fsdp" in capsys.readouterr().out
     assert logbook("table", "optimizer.rl") == 2 and "optimizer.lr" in capsys.readouterr().err
+
+
+def test_the_kept_diff_has_the_bytes_of_the_runs(logbook, tmp_path):
+    diff = b"-# caf\xe9\r\n+# coffee\r\n"
+    (tmp_path / "logs/train/runs/run-ddp/code.diff").write_bytes(diff)
+    assert logbook("keep", "run-ddp") == 0
+    assert (tmp_path / "logbook/run-ddp/code.diff").read_bytes() == diff
+    assert "coffee" in (tmp_path / "logbook/run-ddp/page.md").read_text()
+
+
+def test_a_table_has_the_option_of_a_group_and_tells_the_roots(logbook, tmp_path, capsys):
+    logbook("keep", "run-ddp", "run-fsdp")
+    shutil.rmtree(tmp_path / "logs/train/runs/run-fsdp")
+    with (tmp_path / "logs/train/runs/run-ddp/config.yaml").open("a") as config:
+        config.write("choices: {augmentation: trivialaugment}\n")
+    capsys.readouterr()
+    assert logbook("table", "augmentation") == 0
+    head, first, second, _, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run_id", "augmentation"]
+    assert ["run-ddp", "trivialaugment"] in (first.split(), second.split())
+    assert last == f"1 runs of {tmp_path}/logs, 1 only of {tmp_path}/logbook"
+
+
+def test_a_comparison_that_is_typed_again_keeps_title_and_words(logbook, tmp_path):
+    page = tmp_path / "logbook" / "two.md"
+    typed = ("compare", "run-ddp", "run-fsdp", "--md", page)
+    assert logbook(*typed) == 0
+    assert page.read_text().startswith("# run-ddp beside run-fsdp\n")
+    text = page.read_text().replace("run-ddp beside run-fsdp", "Is FSDP <slower>?")
+    page.write_text(text.replace(NOTE[1], f"It **is**: 2×.\n{NOTE[1]}"))
+    assert logbook(*typed) == 0
+    text = page.read_text()
+    assert text.startswith("# Is FSDP &#60;slower&#62;?\n")
+    assert f"{NOTE[0]}\n\nIt **is**: 2×.\n\n{NOTE[1]}" in text
+    assert logbook(*typed, "--title", "Two") == 0
+    assert page.read_text().startswith("# Two\n") and "It **is**" in page.read_text()
+
+
+def test_a_title_that_nobody_wrote_follows_the_runs(logbook, tmp_path):
+    write_run(tmp_path / "logs" / "train" / "runs", "run-dp", trainer="dp")
+    page = tmp_path / "logbook" / "two.md"
+    logbook("compare", "run-ddp", "run-fsdp", "--md", page)
+    logbook("compare", "run-ddp", "run-dp", "--md", page)
+    assert page.read_text().startswith("# run-ddp beside run-dp\n")
 
 
 @pytest.mark.parametrize(

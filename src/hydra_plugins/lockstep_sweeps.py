@@ -30,22 +30,26 @@ class LocalJobs(Launcher):
     """Run each job in a child process.
 
     Args:
-        n_jobs: number of jobs at the same time; None: one for each GPU (or group of `trainer.devices` GPUs), one on a
-            CPU. With 1 a job sees all GPUs.
+        n_jobs: number of jobs at the same time; None: one for each GPU (or group of
+            `trainer.devices` GPUs), one on a CPU. With 1 a job sees all GPUs.
     """
 
     def __init__(self, n_jobs: int | None = None) -> None:
         self.n_jobs = n_jobs
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         self.loader = hydra_context.config_loader
         self.config = config
 
     def at_once(self) -> tuple[int, list[str]]:
-        """Return the number of jobs at the same time, and the GPUs of each as CUDA_VISIBLE_DEVICES."""
+        """Return the number of jobs at the same time, and the GPUs of each."""
         return jobs_at_once(self.config.trainer, self.n_jobs)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         jobs = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             job = self.loader.load_sweep_config(self.config, list(overrides))
@@ -60,26 +64,31 @@ class LocalJobs(Launcher):
 
 
 class OptunaSearch(Sweeper):
-    """Search the ranges of the command line with Optuna's TPE, one job per trial; failed trials are skipped.
+    """Search the ranges of the command line with Optuna's TPE, one job per trial.
 
-    The study is in a journal file, named by the search space: the same command continues it until num_trials have
-    finished.
+    Failed trials are skipped. The study is in a journal file, named by the search space: the same
+    command continues it until num_trials have finished.
 
     Args:
-        study: name of the study; None: made from the search space, so that another search has another study.
+        study: name of the study; None: made from the search space, so that another search has
+            another study.
         num_trials: number of finished trials at the end, over all starts.
         direction: maximize or minimize optimized_metric; auto: the mode of the checkpoints.
         folder: of the journal.
         seed: of Optuna's sampler.
     """
 
-    def __init__(self, study: str | None, num_trials: int, direction: str, folder: str, seed: int | None) -> None:
+    def __init__(
+        self, study: str | None, num_trials: int, direction: str, folder: str, seed: int | None
+    ) -> None:
         self.study = study
         self.num_trials = num_trials
         self.folder = Path(folder)
         self.seed = seed
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         self.config = config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config

@@ -1,4 +1,4 @@
-"""Read a script's command line: Hydra's options and the overrides, from which the config is composed."""
+"""Read a script's command line: Hydra's options, and the overrides that compose the config."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -8,12 +8,12 @@ from typing import Any
 from lockstep.config.compose import (
     CONFIGS,
     compose,
-    quoted,
     register_resolvers,
     unresolved,
     whole_config,
     without_hydra,
 )
+from lockstep.config.overrides import quoted
 from lockstep.config.schema import dotted, help_text
 from lockstep.config.suggestions import nearest
 from lockstep.process.errors import Ended, UserError
@@ -42,7 +42,8 @@ class Command:
         """Return the plain config, with `choices` (the option of each group) and `overrides`.
 
         Args:
-            stored: the config of the run that the overrides name, as by resume=; its options count first.
+            stored: the config of the run that the overrides name, as by resume=; its options count
+                first.
         Raises:
             UserError: a misspelt option or key, a value of the wrong type, or a secret.
             Ended: --cfg job: the config has been printed.
@@ -59,7 +60,9 @@ class Command:
 
 
 def read_command(config_name: str, argv: list[str], description: str) -> Command:
-    """Return the command, or answer it here: --help, a sweep, Hydra's own information, a snapshot of the code.
+    """Return the command, unless this function answers it.
+
+    It answers --help, a sweep, Hydra's own information, and a snapshot of the code.
 
     Args:
         description: of the script, for --help.
@@ -124,12 +127,16 @@ def _refusal_of_flag(flag: str, config_name: str) -> UserError:
     """Return the error for an option of another program, as --epochs."""
     name, _, value = flag.partition("=")
     if name in ("--config-name", "-cn", "--config-path", "-cp"):
-        return UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
+        return UserError(
+            f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls."
+        )
 
     key = name.lstrip("-").replace("-", "_")
     keys = list(dotted(unresolved(compose(config_name, []))))
     meant = nearest(key, keys) or key
-    return UserError(f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}.")
+    return UserError(
+        f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}."
+    )
 
 
 def _print_config(cfg: Any, options: argparse.Namespace) -> None:
@@ -137,5 +144,3 @@ def _print_config(cfg: Any, options: argparse.Namespace) -> None:
 
     node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
     say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
-
-

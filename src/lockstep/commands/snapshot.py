@@ -1,4 +1,4 @@
-"""Run the code as it is at the start of a command, whatever is edited meanwhile: `snapshot=true`."""
+"""Run the code of the moment, whatever is edited meanwhile: `snapshot=true`."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.process.environment import environment, set_variables
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
-from lockstep.records.provenance import CODE, git
+from lockstep.records.provenance import files_of, git
 
 log = logging.getLogger(__name__)
 
@@ -18,9 +18,10 @@ IN_SNAPSHOT = "LOCKSTEP_SNAPSHOT"
 
 
 def run_from_snapshot(argv: list[str]) -> None:
-    """Start the same command from a git worktree with the uncommitted changes of src and configs, in this process.
+    """Start the same command, in this process, from a git worktree with the uncommitted changes.
 
-    It returns if the process already runs from a snapshot. The worktree stays in logs/code for the jobs that read it.
+    It returns if the process already runs from a snapshot. The worktree stays in logs/code for the
+    jobs that read it.
 
     Raises:
         UserError: there is no commit, or another launcher has started the ranks.
@@ -29,16 +30,22 @@ def run_from_snapshot(argv: list[str]) -> None:
         return
     if {"RANK", "SLURM_PROCID"} & environment().keys():
         raise UserError(
-            "snapshot=true is for a command that starts its ranks itself: with this launcher use a git worktree."
+            "snapshot=true is for a command that starts its ranks itself: with this launcher use a "
+            "git worktree."
         )
 
     folder = REPOSITORY / "logs/code" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}"
     # git prints "HEAD is now at …" where it has made the worktree.
     output, complaint = git(REPOSITORY, "worktree", "add", "--detach", str(folder), "HEAD")
     if not output:
-        raise UserError(f"snapshot=true needs a git repository with a commit ({complaint.strip()}).")
+        raise UserError(
+            f"snapshot=true needs a git repository with a commit ({complaint.strip()})."
+        )
     _copy_changes(folder)
-    log.info(f"snapshot of the code: {folder}; when its jobs have ended, remove it with git worktree remove --force")
+    log.info(
+        f"snapshot of the code: {folder}; when its jobs have ended, remove it with "
+        "git worktree remove --force"
+    )
 
     script = folder / Path(sys.argv[0]).resolve().relative_to(REPOSITORY)
     command = [sys.executable, str(script), *argv]
@@ -52,8 +59,7 @@ def run_from_snapshot(argv: list[str]) -> None:
 
 def _copy_changes(folder: Path) -> None:
     """Make the code of a worktree that of the working directory."""
-    changed, _ = git(REPOSITORY, "ls-files", "-z", "--modified", "--others", "--exclude-standard", "--", *CODE)
-    for name in filter(None, changed.split("\0")):
+    for name in files_of(REPOSITORY, "--modified", "--others"):
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)

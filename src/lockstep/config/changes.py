@@ -8,9 +8,7 @@ from typing import Any
 from lockstep.config import keys
 from lockstep.config.merge import CLASS_GROUPS
 from lockstep.config.schema import key_of
-from lockstep.records.config import Config
-
-ABSENT = object()
+from lockstep.records.config import ABSENT, Config, lookup
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ def changes_of(
 
 def _walk(before: Any, now: Any, key: str) -> Iterator[Change]:
     """Yield the different values; a missing value and null are one."""
-    is_node = isinstance(before, Mapping) or isinstance(now, Mapping)
-    if is_node and all(value is ABSENT or isinstance(value, Mapping) for value in (before, now)):
+    if _is_node_or_absent(before, now) and _is_node_or_absent(now, before):
         inner_before = {} if before is ABSENT else before
         inner_now = {} if now is ABSENT else now
         for name in dict.fromkeys([*inner_before, *inner_now]):
@@ -56,6 +53,10 @@ def _walk(before: Any, now: Any, key: str) -> Iterator[Change]:
             yield from _walk(inner_before.get(name, ABSENT), inner_now.get(name, ABSENT), inner_key)
     elif _counts(key) and _or_none(before) != _or_none(now):
         yield Change(key, before, now)
+
+
+def _is_node_or_absent(value: Any, other: Any) -> bool:
+    return isinstance(value, Mapping) or (value is ABSENT and isinstance(other, Mapping))
 
 
 def _counts(key: str) -> bool:
@@ -81,8 +82,8 @@ def _is_of_version(
     """
     if _is_chosen_anew(keys.root_of(change.key), before, now):
         return False
-    is_typed = any(_is_stated(change.key, config) for config in (before, now))
-    default = _at(defaults_of(now), change.key)
+    is_typed = any(_is_typed(change.key, config) for config in (before, now))
+    default = lookup(defaults_of(now), change.key)
     if change.before is ABSENT:
         is_derived = isinstance(default, str) and "${" in default
         return default == change.now or (is_derived and not is_typed)
@@ -90,22 +91,18 @@ def _is_of_version(
 
 
 def _is_chosen_anew(group: str, before: Config, now: Config) -> bool:
-    choices_before, choices_now = (config.get("choices") or {} for config in (before, now))
+    choices_before = before.get("choices") or {}
+    choices_now = now.get("choices") or {}
     return group in choices_before and choices_before[group] != choices_now.get(group)
 
 
-def _is_stated(key: str, config: Config) -> bool:
-    """Return whether an override of a config states or removes a key or a parent of it."""
-    stated = [key_of(str(word)) for word in config.get("overrides") or ()]
-    return any(key == word or key.startswith(f"{word}.") for word in stated if "." in word)
-
-
-def _at(node: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return ABSENT
-        node = node[name]
-    return node
+def _is_typed(key: str, config: Config) -> bool:
+    """Return whether an override of a config sets or removes a key or a parent of it."""
+    for override in config.get("overrides") or ():
+        typed = key_of(str(override))
+        if "." in typed and f"{key}.".startswith(f"{typed}."):
+            return True
+    return False
 
 
 def _shown(value: Any) -> str:
@@ -121,9 +118,9 @@ def differences(
     configs: Sequence[dict[str, Any]], is_shown: Callable[[str], bool] = keys.is_compared
 ) -> dict[str, list[Any]]:
     """Return {option: [value in each flat config]} where they differ; None for a missing one."""
-    rows = {key: [config.get(key) for config in configs] for key in sorted(set().union(*configs))}
-    return {
-        key: values
-        for key, values in rows.items()
-        if is_shown(key) and len(set(map(json.dumps, values))) > 1
-    }
+    rows = {}
+    for key in filter(is_shown, sorted(set().union(*configs))):
+        values = [config.get(key) for config in configs]
+        if len(set(map(json.dumps, values))) > 1:
+            rows[key] = values
+    return rows

@@ -6,18 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import keys
 from lockstep.config.schema import FREE_GROUPS, REFUSED_TRAINER_KEYS, key_of, trainer_arguments
 from lockstep.config.suggestions import unknown_key
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
 
-# A word that a key takes beside a number.
-WORD_OF_KEY = {"data.global_batch_size": "max", "trainer.devices": "auto", "trainer.num_nodes": "auto"}
-# Keys that may be a node in place of their default.
-MAY_BE_NODE = ("trainer.compile", "trainer.strategy")
 TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
-# Keys whose value is a name, also where it looks like a number.
-NAMES = ("run_id", "experiment_name", "data.name")
 
 
 @dataclass(frozen=True)
@@ -34,12 +29,16 @@ class Fault:
 
 
 def check(config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]) -> None:
-    """Check every key and type of a composed config; a UserError names the first wrong key and the nearest valid one.
+    """Check every key and type of a composed config.
 
     Args:
         config: plain, with unresolved interpolations.
-        options: the chosen options alone, without the values of an experiment or of the command line.
+        options: the chosen options alone, without the values of an experiment or of the command
+            line.
         folders: that hold the groups, configs/ first.
+
+    Raises:
+        UserError: it names the first wrong key and the nearest valid one.
     """
     fault = next(_faults(config, options), None)
     if fault is None:
@@ -83,21 +82,27 @@ def _faults(config: Config, options: Config, place: str = "") -> Iterator[Fault]
 
 def _expected(key: str, value: Any, default: Any) -> str | None:
     """Return what to give in place of a value; None if it is right."""
-    if key in NAMES and isinstance(value, int | float):
+    if key in keys.NAMES and isinstance(value, int | float):
         return f"it in quotes: '{value}'"
-    if value is None or value in (default, WORD_OF_KEY.get(key)):
-        return None
-    if isinstance(value, str) and "${" in value:
-        # Its type is known when it has been resolved.
-        return None
-    if isinstance(value, Mapping) and key in MAY_BE_NODE:
+    if _is_right(key, value, default):
         return None
     if key == "trainer.strategy":
         return "a strategy as trainer=ddp, trainer=fsdp and the like"
-    if isinstance(default, Mapping) and default:
-        choice = "" if "." in key else f"; a yaml chooses an option in its defaults: `- override /{key}: {value}`"
-        return f"one of its keys, as {key}.KEY=VALUE{choice}"
-    return _expected_type(value, default)
+    if not isinstance(default, Mapping) or not default:
+        return _expected_type(value, default)
+    sentence = f"one of its keys, as {key}.KEY=VALUE"
+    if "." not in key:
+        sentence += f"; a yaml chooses an option in its defaults: `- override /{key}: {value}`"
+    return sentence
+
+
+def _is_right(key: str, value: Any, default: Any) -> bool:
+    if value is None or value in (default, keys.WORD_OF_NUMBER.get(key)):
+        return True
+    # The type of an interpolation is known when it has been resolved.
+    if isinstance(value, str) and "${" in value:
+        return True
+    return isinstance(value, Mapping) and key in keys.MAY_BE_NODE
 
 
 def _expected_type(value: Any, default: Any) -> str | None:

@@ -19,21 +19,21 @@ def has_method(target: str, method: str) -> bool:
 
     tree = ast.parse(file.read_text())
     origins = imported_names(tree)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name in origins:
         return has_method(origins[name], method)
-    if name not in classes:
-        return False
-
-    methods = [getattr(node, "name", None) for node in classes[name].body]
-    if method in methods:
-        return True
-    for base in classes[name].bases:
-        first, _, rest = ast.unparse(base).partition(".")
-        origin = origins.get(first, f"{module}.{first}")
-        if has_method(f"{origin}.{rest}".rstrip("."), method):
-            return True
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            if any(getattr(part, "name", None) == method for part in node.body):
+                return True
+            bases = [_origin(ast.unparse(base), module, origins) for base in node.bases]
+            return any(has_method(base, method) for base in bases)
     return False
+
+
+def _origin(base: str, module: str, origins: dict[str, str]) -> str:
+    """Return the dotted name of a base, which is written as the file imports it."""
+    first, _, rest = base.partition(".")
+    return f"{origins.get(first, f'{module}.{first}')}.{rest}".rstrip(".")
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:

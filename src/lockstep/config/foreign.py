@@ -1,11 +1,10 @@
-"""Reduce an untrusted config, of a checkpoint or a bucket, to option names of this clone and plain values.
+"""Reduce an untrusted config, of a checkpoint or a bucket, to option names and plain values.
 
-The result names options whose yaml files are here, and gives numbers, switches and short words to keys that those
-options have. It never holds a `_target_`, a path or an address. The config.yaml of a run below logs/ is trusted.
-Imports no torch.
+The result names options whose yaml files are in this clone, and gives numbers, switches and short
+words to keys that those options have. It never holds a `_target_`, a path or an address. The
+config.yaml of a run below logs/ is trusted. Imports no torch.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,22 +18,36 @@ from lockstep.process.errors import UserError
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder, read_config
 
+# Top-level keys that the net of a checkpoint, its data too, or a whole run needs.
 OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
 OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
 OF_RUN = (*OF_DATA, "optimizer", "scheduler", "callbacks", "tags", "experiment_name", "test")
 GROUPS = ("data", "task", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
 NEEDED = ("data", "task", "model")
-NET = ("task", "model", "loss")  # a value of theirs that is not accepted would build another net
-WEIGHTS = ("weights", "pretrained", "freeze")  # a checkpoint brings its weights
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")  # without dot, slash and colon: no path, address or class
-KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # so no _target_
-NAMES = {"model.name": re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)?"), "experiment_name": WORD, "tags": WORD}
-PLACE = re.compile(r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers|cfg$")
-LARGEST = 2**31
+# A value of theirs that is not accepted would build another net.
+NET = ("task", "model", "loss")
+# A checkpoint brings its weights.
+WEIGHTS = ("weights", "pretrained", "freeze")
+# Without dot, slash and colon, so that it is no path, address or class.
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")
+# So no _target_.
+KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+NAMES = {
+    "model.name": re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)?"),
+    "experiment_name": WORD,
+    "tags": WORD,
+}
+PLACE = re.compile(
+    r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers|cfg$"
+)
 ADDRESS = re.compile(r"addr|peers")
+LARGEST = 2**31
+LONGEST_LIST = 64
 
 
-def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[str, Any], list[str]]:
+def accepted(
+    stored: object, roots: tuple[str, ...], whose: str
+) -> tuple[dict[str, Any], list[str]]:
     """Return the part of an untrusted config that may be used, and the keys that were rejected.
 
     Args:
@@ -46,32 +59,55 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     """
     if not isinstance(stored, Mapping):
         raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
-    named, metrics = (found if isinstance(found := stored.get(k), Mapping) else {} for k in ("choices", "metrics"))
-    choices: dict[str, str] = {}
     rejected: dict[str, Any] = {}
+    choices = _accepted_choices(stored, roots, whose, rejected)
+    defaults = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
 
-    def is_option(group: str, name: object) -> bool:
-        return isinstance(name, str) and bool(WORD.fullmatch(name)) and not missing_option(group, name, (CONFIGS,))
+    candidates = {}
+    for root in roots:
+        if root in stored and (root in choices or root not in GROUPS):
+            candidates[root] = stored[root]
+    values = _accepted_values(candidates, defaults, "", rejected)
+    for key, value in rejected.items():
+        if _builds_another_net(key):
+            raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
+    return {**values, "choices": choices}, list(rejected)
 
+
+def _accepted_choices(
+    stored: Config, roots: tuple[str, ...], whose: str, rejected: dict[str, Any]
+) -> dict[str, str]:
+    """Return the options that the config names and this clone has, by group."""
+    named = _mapping(stored.get("choices"))
+    choices = {}
     for group in (group for group in GROUPS if group in roots):
         name = named.get(group)
-        if is_option(group, name) and not connects(group, str(name)):
-            choices[group] = str(name)
-        elif is_option(group, name):
+        if not _is_option(group, name):
+            if group in NEEDED or (group in NET and stored.get(group)):
+                options = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+                raise UserError(
+                    f"{whose} names {group}={name!r:.60}, which is not here: there is {options}."
+                )
+        elif connects(group, str(name)):
             rejected[f"{group}={name}"] = None
-        elif group in NEEDED or (group in NET and stored.get(group)):
-            there = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
-            raise UserError(f"{whose} names {group}={name!r:.60}, which is not here: there is {there}.")
-    if chosen := [name for name in metrics if is_option("metrics", name)]:
-        choices["metrics"] = f"[{','.join(chosen)}]"
-    here = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
-    values = {key: stored[key] for key in roots if key in stored and (key not in GROUPS or key in choices)}
-    found = _accepted_values(values, here, "", rejected)
-    for key, value in rejected.items():
-        root, _, name = key.partition(".")
-        if root in NET and name not in WEIGHTS and not (root == "task" and PLACE.search(name)):
-            raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
-    return {**found, "choices": choices}, list(rejected)
+        else:
+            choices[group] = str(name)
+
+    metrics = [name for name in _mapping(stored.get("metrics")) if _is_option("metrics", name)]
+    if metrics:
+        choices["metrics"] = f"[{','.join(metrics)}]"
+    return choices
+
+
+def _mapping(value: object) -> Config:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_option(group: str, name: object) -> bool:
+    """Return whether a name is that of a yaml file of this clone."""
+    if not isinstance(name, str) or not WORD.fullmatch(name):
+        return False
+    return not missing_option(group, name, (CONFIGS,))
 
 
 def connects(group: str, name: str) -> bool:
@@ -85,50 +121,116 @@ def connects(group: str, name: str) -> bool:
     return any(ADDRESS.search(key.name) for key in listed)
 
 
-def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str, Any]) -> dict[str, Any]:
-    """Return the accepted values of `there` that differ from `here`."""
-    found: dict[str, Any] = {}
-    for name, stated in there.items():
-        key, own = f"{place}{name}", here.get(name)
-        value = list(stated) if isinstance(stated, tuple) else stated
-        if (name in here and value == own) or keys.kind_of(key) is keys.MACHINE:
+def _builds_another_net(key: str) -> bool:
+    """Return whether the net would be another one without the value of a rejected key."""
+    root, _, name = key.partition(".")
+    if root not in NET or name in WEIGHTS:
+        return False
+    return root != "task" or not PLACE.search(name)
+
+
+def _accepted_values(
+    stored: Config, defaults: Config, place: str, rejected: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the accepted values that differ from the defaults of this clone."""
+    values: dict[str, Any] = {}
+    for name, value in stored.items():
+        key = f"{place}{name}"
+        default = defaults.get(name)
+        value = _without_tuple(value)
+        # This machine keeps its own devices and workers.
+        if keys.kind_of(key) is keys.MACHINE:
             continue
-        if isinstance(value, Mapping) and isinstance(own, Mapping):
-            if inner := _accepted_values(value, own, f"{key}.", rejected):
-                found[name] = inner
-        elif isinstance(name, str) and KEY.fullmatch(name) and _is_accepted(key, value, own, known=name in here):
-            found[name] = value
-        elif value is not None and value != {}:
+        if name in defaults and value == default:
+            continue
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            inner = _accepted_values(value, default, f"{key}.", rejected)
+            if inner:
+                values[name] = inner
+        elif _is_key(name) and _is_accepted(key, value, default, is_listed=name in defaults):
+            values[name] = value
+        elif value not in (None, {}):
             rejected[key] = value
-    return found
+    return values
 
 
-def _is_accepted(key: str, value: object, own: object, *, known: bool) -> bool:
-    """Return whether a value of an untrusted config may replace this clone's."""
+def _without_tuple(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_key(name: object) -> bool:
+    return isinstance(name, str) and KEY.fullmatch(name) is not None
+
+
+def _is_accepted(key: str, value: object, default: object, *, is_listed: bool) -> bool:
+    """Return whether a value of an untrusted config may replace this clone's.
+
+    Args:
+        is_listed: a yaml of this clone has the key.
+    """
+    # Places are those of this machine.
     if not keys.may_be_foreign(key):
         return False
-    if isinstance(value, list | tuple):
-        items = [not isinstance(item, list | tuple) and isinstance(item, str) == (key == "tags") for item in value]
-        return len(value) <= 64 and all(items) and all(_is_accepted(key, item, "", known=known) for item in value)
-    if isinstance(value, str):  # a word takes the place of a word, or of nothing unless the key is for a place
-        is_word = WORD.fullmatch(own) if isinstance(own, str) else own is None and not PLACE.search(key)
-        return bool(known and (key in NAMES or is_word) and NAMES.get(key, WORD).fullmatch(value))
+    if isinstance(value, list):
+        return len(value) <= LONGEST_LIST and all(
+            _accepts_item(key, item, is_listed=is_listed) for item in value
+        )
+    if isinstance(value, str):
+        return is_listed and _accepts_word(key, value, default)
+    return _accepts_number(key, value, default, is_listed=is_listed)
+
+
+def _accepts_item(key: str, item: object, *, is_listed: bool) -> bool:
+    # A list holds plain values: words in tags, numbers elsewhere.
+    if isinstance(item, list | tuple) or isinstance(item, str) != (key == "tags"):
+        return False
+    return _is_accepted(key, item, "", is_listed=is_listed)
+
+
+def _accepts_word(key: str, word: str, default: object) -> bool:
+    # A name has a pattern of its own.
+    if key in NAMES:
+        return NAMES[key].fullmatch(word) is not None
+    if not WORD.fullmatch(word):
+        return False
+    # A word takes the place of a word.
+    if isinstance(default, str):
+        return WORD.fullmatch(default) is not None
+    # It takes the place of nothing, unless the key is for a place.
+    return default is None and not PLACE.search(key)
+
+
+def _accepts_number(key: str, number: object, default: object, *, is_listed: bool) -> bool:
+    # No weights are loaded but those of the checkpoint.
     if key.endswith("pretrained"):
-        return value is False
-    is_number = isinstance(value, int | float) and math.isfinite(value) and abs(value) <= LARGEST
-    return (value is None or is_number) and not isinstance(own, Mapping) and (known or key.startswith("model."))
+        return number is False
+    # A number takes the place of a plain value. A model may have arguments that no yaml lists.
+    if isinstance(default, Mapping) or not (is_listed or key.startswith("model.")):
+        return False
+    # Neither nan nor inf is below any limit.
+    return number is None or (isinstance(number, int | float) and abs(number) <= LARGEST)
 
 
-def stored_config(path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT) -> Config:
-    """Return the config of the run of the checkpoint `path`: the run's own below `logs`, else what is accepted."""
+def stored_config(
+    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT
+) -> Config:
+    """Return the config of a checkpoint's run.
+
+    Args:
+        path: of the checkpoint. Below `logs` the config of its run folder counts.
+        stored: the config in the checkpoint, of which only what is accepted counts.
+    """
     folder = RunFolder(path.resolve().parent.parent)
-    is_own = path.parent.name == folder.checkpoints.name and folder.path.is_relative_to(logs.resolve())
-    if is_own and folder.config.is_file():
+    is_in_run = path.parent.name == folder.checkpoints.name
+    if is_in_run and folder.path.is_relative_to(logs.resolve()) and folder.config.is_file():
         return read_config(folder.config)
-    return accepted(stored, roots, f"The checkpoint {path}")[0]
+    config, _ = accepted(stored, roots, f"The checkpoint {path}")
+    return config
 
 
-def config_of_checkpoint(path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT) -> Config:
+def config_of_checkpoint(
+    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT
+) -> Config:
     """Return the whole config to build a checkpoint's net with."""
     cfg = compose("train", [], stored_config(path, stored, logs, roots))
     return {**plain(cfg), "choices": chosen_options(cfg)}

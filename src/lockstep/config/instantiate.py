@@ -1,7 +1,7 @@
 """Build objects from config nodes with Hydra's instantiate, with its errors as one sentence.
 
-A config of the user may name any class that can be imported. An untrusted config never comes here: config/foreign.py
-takes no `_target_` from it.
+A config of the user may name any class that can be imported. An untrusted config never comes to
+this file: config/foreign.py takes no `_target_` from it.
 """
 
 import difflib
@@ -13,43 +13,60 @@ from typing import Any
 from lockstep.config.hydra_versions import instantiate
 from lockstep.process.errors import UserError
 
+VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
 
 def resolve_target(target: Any, where: str) -> Any:
-    """Return the class or function that a `_target_` names; a UserError names the key if there is none."""
+    """Return the class or function that a `_target_` names.
+
+    Args:
+        where: the key for the UserError if there is none.
+    """
     from hydra.utils import get_object
 
     try:
-        found = get_object(str(target))
+        resolved = get_object(str(target))
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}={target!r} cannot be found: {' '.join(str(error).split())}.") from None
-    if not callable(found):
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}={target!r} cannot be found: {reason}.") from None
+    if not callable(resolved):
         raise UserError(f"{where}={target!r} is neither a class nor a function.")
-    return found
+    return resolved
 
 
 def options_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:
-    """Return the parameters by name, with those of bases that `**options` may reach, and whether any name is taken."""
-    names: dict[str, inspect.Parameter] = {}
+    """Return the parameters by name, and whether any other name is taken.
+
+    Those of bases that `**options` may reach are among them.
+    """
+    options: dict[str, inspect.Parameter] = {}
     is_open = False
     for owner in target.__mro__ if inspect.isclass(target) else (target,):
         if owner is not target and "__init__" not in vars(owner):
             continue
         try:
-            found = inspect.signature(owner).parameters
-        except ValueError:  # some classes written in C
-            return names, True
-        names = {**found, **names}
-        if not any(p.kind is p.VAR_KEYWORD for p in found.values()):
+            parameters = inspect.signature(owner).parameters.values()
+        except ValueError:
+            # Some classes are written in C.
+            return options, True
+        kinds = {parameter.kind for parameter in parameters}
+        named = [parameter for parameter in parameters if parameter.kind not in VARIADIC]
+        options = {**{parameter.name: parameter for parameter in named}, **options}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
         is_open = True
-    return {name: p for name, p in names.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, is_open
+    return options, is_open
 
 
-def build(node: Any, known: Mapping[str, Any] | None = None, values: Mapping[str, Any] | None = None) -> Any:
-    """Build what a config node describes: call its `_target_` with the other keys, or return a partial of it.
+def build(
+    node: Any,
+    defaults: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> Any:
+    """Build what a config node describes: call its `_target_`, or return a partial of it.
 
     Args:
-        known: values passed to the parameters of those names that the node leaves open, where there are such.
+        defaults: values for the parameters of those names that the node leaves open.
         values: options of the node that are objects, passed as they are.
 
     Raises:
@@ -61,15 +78,13 @@ def build(node: Any, known: Mapping[str, Any] | None = None, values: Mapping[str
         return node
 
     target = node["_target_"]
+    arguments = dict(values or {})
     parameters, takes_any_name = options_of(resolve_target(target, "_target_"))
-    options = node.keys() - {"_target_", "_partial_"} | (values or {}).keys()
+    options = node.keys() - {"_target_", "_partial_"} | arguments.keys()
     if not takes_any_name:
         _refuse_unknown(options, parameters, target)
-
-    arguments = dict(values or {})
-    for key, value in (known or {}).items():
-        if key in parameters and key not in options:
-            arguments[key] = value
+    for key in (defaults or {}).keys() & parameters.keys() - options:
+        arguments[key] = (defaults or {})[key]
     return _instantiate(node, arguments, parameters)
 
 
@@ -80,8 +95,10 @@ def _refuse_unknown(options: Iterable[str], parameters: Mapping[str, Any], targe
         raise UserError(f"{target} has no option {key!r}: {meant} has {', '.join(parameters)}.")
 
 
-def _instantiate(node: Mapping[str, Any], arguments: dict[str, Any], parameters: Mapping[str, Any]) -> Any:
-    """Call the target with the node's options and the arguments; return a partial where the node asks for one."""
+def _instantiate(
+    node: Mapping[str, Any], arguments: dict[str, Any], parameters: Mapping[str, Any]
+) -> Any:
+    """Call the target with the node's options and the arguments, or return the node's partial."""
     from hydra.errors import InstantiationException
 
     try:
@@ -94,8 +111,9 @@ def _instantiate(node: Mapping[str, Any], arguments: dict[str, Any], parameters:
             raise error.__cause__ from None
         raise UserError(" ".join(str(error).split())) from error
     except TypeError as error:
-        # Only a call with the wrong arguments is the config's fault; any other TypeError is the class's own.
+        # Only a call with the wrong arguments is the fault of the config.
         if re.match(r"[\w.]+\(\) (got an unexpected|missing)", str(error)):
             names = ", ".join(parameters)
-            raise UserError(f"{node['_target_']} cannot be made: {error}; it has {names}.") from error
+            sentence = f"{node['_target_']} cannot be made: {error}; it has {names}."
+            raise UserError(sentence) from error
         raise

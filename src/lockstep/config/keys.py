@@ -153,6 +153,40 @@ LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
 IMAGES = ("data.root", "data.images", "data.*dataset")
 # Jobs of a sweep that differ in these alone repeat one configuration.
 REPEATS = ("data.fold", "data.seed", "seed")
+# Keys whose value is a name: `run_id=2025_11_25` is not a number.
+TEXTS = (
+    "ckpt_path",
+    "data.cache_dir",
+    "data.group",
+    "data.images",
+    "data.name",
+    "data.root",
+    "experiment_name",
+    "hydra.sweep.dir",
+    "hydra.sweeper.study",
+    "model.name",
+    "model.weights",
+    "optimized_metric",
+    "paths.*",
+    "resume",
+    "run_id",
+    "s3.endpoint_url",
+    "s3.uri",
+    "sweep_dir",
+    "tags",
+)
+# In a yaml too they must be text.
+NAMES = ("run_id", "experiment_name", "data.name")
+# A word that a key takes beside a number.
+WORD_OF_NUMBER = {
+    "data.global_batch_size": "max",
+    "trainer.devices": "auto",
+    "trainer.num_nodes": "auto",
+}
+# They may be a node in place of their default.
+MAY_BE_NODE = ("trainer.compile", "trainer.strategy")
+# Hydra and the project set them, and nobody types them.
+INTERNAL = ("_target_", "_partial_", "task_name", "sweep_dir")
 # The lengths of a training, over which a schedule stretches.
 LENGTHS = ("trainer.max_epochs", "trainer.max_steps")
 
@@ -167,6 +201,11 @@ def kind_of(key: str) -> Kind:
 def is_below(key: str, pattern: str) -> bool:
     """Return whether a key is the one of the pattern, or lies below it."""
     return fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*")
+
+
+def is_text(key: str) -> bool:
+    """Return whether the value of a key is a name, whatever it looks like."""
+    return any(fnmatchcase(key, pattern) for pattern in TEXTS)
 
 
 def root_of(key: str) -> str:

@@ -6,7 +6,7 @@ new overrides choose, by group. Imports no torch.
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +14,69 @@ from lockstep.config import keys
 from lockstep.config.hydra_versions import store_config
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of
 from lockstep.config.suggestions import missing_option
-from lockstep.records.config import Config
+from lockstep.records.config import ABSENT, Config, lookup
 
 # The classes of these groups may take keys that no yaml lists.
 CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")
-MISSING = object()
 
 
 def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
     """Return overrides that choose the run's option of each group of which `choices` has none."""
-    words = []
+    options = []
     for group, name in (stored.get("choices") or {}).items():
         # A group may no longer exist, such as `hardware=` of version 1.
         is_open = name and group not in choices and keys.root_of(group) != "hydra"
         if not is_open or not is_group(group.partition("/")[0], folders):
             continue
 
-        names = str(name).strip("[]").split(",")  # metrics=[f1,kappa]
-        is_missing = any(missing_option(group, option.strip(" '"), folders) for option in names)
-        if not is_missing:
-            words.append(f"{group}={name}")
-        elif isinstance(node := stored.get(group), Mapping):
-            # The yaml is gone or in a folder of --config-dir, or a class was named in place of one.
+        # Several are written as metrics=[f1,kappa].
+        names = str(name).strip("[]").split(",")
+        node = stored.get(group)
+        if any(missing_option(group, option.strip(" '"), folders) for option in names):
+            # The yaml is gone or in a folder of --config-dir, or a class was named in its place.
+            if not isinstance(node, Mapping):
+                continue
             store_config(group=group, name=str(name), node=dict(node))
-            words.append(f"{group}={name}")
-    return words
+        options.append(f"{group}={name}")
+    return options
 
 
 def values_of(
-    stored: Config, words: Sequence[str], choices: Mapping[str, str], fresh: Config
+    stored: Config, overrides: Sequence[str], choices: Mapping[str, str], fresh: Config
 ) -> dict[str, Any]:
     """Return the run's values to carry over.
 
     Args:
-        words: the new overrides.
+        overrides: the new ones.
         fresh: the config composed without those values, with unresolved interpolations.
     """
-    is_carried = {key: key != "choices" and keys.is_carried_over(key) for key in stored}
-    values = {key: value for key, value in stored.items() if is_carried[key]}
+    values = {key: value for key, value in stored.items() if keys.is_carried_over(key)}
+    values.pop("choices", None)
     for group in _chosen_anew(stored, choices):
         node = values.pop(group, None) or {}
         if group == "trainer":
             values[group] = _without_placement(node, fresh[group])
-
-    # Entries that the run had removed stay so. A config without overrides is incomplete.
     if "overrides" in stored:
-        for group in FREE_GROUPS:
-            if isinstance(values.get(group), Mapping):
-                values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
+        _keep_removed(values, fresh)
 
-    typed = {key_of(str(word)) for word in stored.get("overrides") or ()}
-    kept = _kept(values, fresh, typed, "")
+    kept = _kept(values, fresh, {key_of(override) for override in _overrides(stored)}, "")
     if kept.get("optimizer"):
-        kept["optimizer"] = _with_rates_scaled_once(kept["optimizer"], stored, words)
+        kept["optimizer"] = _with_rates_scaled_once(kept["optimizer"], stored, overrides)
     return kept
+
+
+def _overrides(stored: Config) -> list[str]:
+    return [str(override) for override in stored.get("overrides") or ()]
+
+
+def _keep_removed(values: dict[str, Any], fresh: Config) -> None:
+    """Set to null the callbacks, loggers and metrics that the run had removed.
+
+    This is not for a config without overrides, which is incomplete.
+    """
+    for group in FREE_GROUPS:
+        if isinstance(values.get(group), Mapping):
+            values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
 
 
 def override_of_values(values: Config) -> str:
@@ -76,49 +85,53 @@ def override_of_values(values: Config) -> str:
     return "+resumed=run"
 
 
-def repeatable(words: Sequence[str], stored: Config, values: Config, fresh: Config) -> list[str]:
+def repeatable(
+    overrides: Sequence[str], stored: Config, values: Config, fresh: Config
+) -> list[str]:
     """Return the overrides in the form in which they hold at every start of a run.
 
     `+key=value` adds a key that the run may have by now; `~key` removes one that it may have lost.
     What the run itself removed is removed again, because `fresh` has it.
 
     Args:
-        words: the new overrides.
+        overrides: the new ones.
         values, fresh: as from and for `values_of`.
     """
-    before = [str(word) for word in stored.get("overrides") or ()]
-    set_now = {key_of(word) for word in words}
-    removed_then = [word for word in before if word.startswith("~") and key_of(word) not in set_now]
-    removals = {
-        word: _has(values, fresh, key_of(word))
-        for word in [*removed_then, *words]
-        if word.startswith("~")
-    }
-    repeated = _scaling_repeated(words, before)
-    changes = [word for word in removed_then if removals[word]]
-    for word in words:
-        if word.startswith("~"):
-            # Hydra says what is wrong with a key that the run never had.
-            if removals[word] or word not in before:
-                changes.append(word)
-        elif word not in repeated:
-            changes.append(f"++{word.lstrip('+')}" if word.startswith("+") else word)
+    before = _overrides(stored)
+    set_now = {key_of(override) for override in overrides}
+    changes = []
+    for override in before:
+        key = key_of(override)
+        if override.startswith("~") and key not in set_now and _has(values, fresh, key):
+            changes.append(override)
+
+    repeated = _scaling_repeated(overrides, before)
+    for override in overrides:
+        if override in repeated:
+            continue
+        if override.startswith("+"):
+            override = f"++{override.lstrip('+')}"
+        # Hydra says what is wrong with the removal of a key that the run never had.
+        is_lost = override.startswith("~") and not _has(values, fresh, key_of(override))
+        if not is_lost or override not in before:
+            changes.append(override)
     return changes
 
 
-def overrides_of(stored: Config, words: Sequence[str], choices: Mapping[str, str]) -> list[str]:
+def overrides_of(stored: Config, overrides: Sequence[str], choices: Mapping[str, str]) -> list[str]:
     """Return the run's overrides that the new ones do not replace."""
-    set_now = {key_of(word) for word in words}
-    anew = _chosen_anew(stored, choices)
+    set_now = {key_of(override) for override in overrides}
+    chosen_anew = _chosen_anew(stored, choices)
     kept = []
-    for word in map(str, stored.get("overrides") or ()):
-        key = key_of(word)
-        is_replaced = key in set_now or not keys.is_carried_over(key) or key in keys.RECOMPUTED
-        is_of_other_option = keys.root_of(key) in anew
-        if keys.root_of(key) == "trainer":
-            is_of_other_option = is_of_other_option and (key == "trainer" or keys.is_placement(key))
-        if not is_replaced and not is_of_other_option:
-            kept.append(word)
+    for override in _overrides(stored):
+        key = key_of(override)
+        is_of_other_option = keys.root_of(key) in chosen_anew
+        if key.startswith("trainer."):
+            # Another trainer takes over all values but those that place the ranks.
+            is_of_other_option = is_of_other_option and keys.is_placement(key)
+        is_kept = keys.is_carried_over(key) and key not in keys.RECOMPUTED
+        if is_kept and key not in set_now and not is_of_other_option:
+            kept.append(override)
     return kept
 
 
@@ -129,15 +142,18 @@ def _chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:
 
 def _without_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
     """Return the values of a trainer that another one takes over, which say what is trained."""
-    taken = {key: value for key, value in trainer.items() if key in fresh}
-    return {key: value for key, value in taken.items() if not keys.is_placement(f"trainer.{key}")}
+    values = {}
+    for key, value in trainer.items():
+        if key in fresh and not keys.is_placement(f"trainer.{key}"):
+            values[key] = value
+    return values
 
 
 def _with_rates_scaled_once(
-    optimizer: Config, stored: Config, words: Sequence[str]
+    optimizer: Config, stored: Config, overrides: Sequence[str]
 ) -> dict[str, Any]:
     """Return the optimizer's values of a config whose rates are scaled already."""
-    is_scaled_now = any(key_of(word) == keys.SCALES_RATES for word in words)
+    is_scaled_now = any(key_of(override) == keys.SCALES_RATES for override in overrides)
     if is_scaled_now and "overrides" not in stored:
         # A config from a bucket does not say which rates were typed. The command line does.
         return {key: value for key, value in optimizer.items() if not keys.is_rate(key)}
@@ -146,39 +162,31 @@ def _with_rates_scaled_once(
     return dict(optimizer)
 
 
-def _scaling_repeated(words: Sequence[str], before: Sequence[str]) -> set[str]:
-    """Return the overrides of the optimizer that the run has had, if they scale its rates.
+def _scaling_repeated(overrides: Sequence[str], before: Sequence[str]) -> list[str]:
+    """Return the options of the optimizer that the run has had, if they scale its rates.
 
     Its values hold the scaled rates: they would be scaled twice.
     """
-    repeated = {
-        word for word in words if word in before and keys.root_of(key_of(word)) == "optimizer"
-    }
-    is_scaled = any(key_of(word) == keys.SCALES_RATES for word in repeated)
-    return {word for word in repeated if "." in key_of(word)} if is_scaled else set()
+    options = [override for override in overrides if key_of(override).startswith("optimizer.")]
+    repeated = [override for override in options if override in before]
+    is_scaled = any(key_of(override) == keys.SCALES_RATES for override in repeated)
+    return repeated if is_scaled else []
 
 
 def _has(values: Config, fresh: Config, key: str) -> bool:
     """Return whether the merge of both has a key; `values` has null for a removed callback."""
-    kept, new = _lookup(values, key), _lookup(fresh, key)
+    kept = lookup(values, key)
     if kept is None and keys.root_of(key) in FREE_GROUPS:
         return False
-    return kept is not MISSING or new is not MISSING
-
-
-def _lookup(node: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return MISSING
-        node = node[name]
-    return node
+    return kept is not ABSENT or lookup(fresh, key) is not ABSENT
 
 
 def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[str, Any]:
     """Return the run's values without those that depend on the code version or the machine."""
     kept = {}
     for name, value in values.items():
-        key, default = f"{place}{name}", fresh.get(name)
+        key = f"{place}{name}"
+        default = fresh.get(name)
         if not _is_kept(key, name in fresh, default, typed):
             continue
         if name == "_target_" and value != default and key not in typed and _is_gone(value):
@@ -195,23 +203,17 @@ def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """Return whether a resume keeps the run's value of a key.
 
     A key that is an interpolation in the configs keeps it, and a key that is no longer in the
-    configs is dropped, unless the run overrode it (`typed`) or the class of its group may accept it.
+    configs is dropped, unless the run overrode it (`typed`) or the class of its group may take it.
     """
     if key in keys.RECOMPUTED:
         return False
-    if key in typed or any(parent in typed for parent in _parents(key) if "." in parent):
+    # The choice of an option, as model=vit, types none of its values.
+    if key in typed or any("." in node and key.startswith(f"{node}.") for node in typed):
         return True
     is_derived = key in keys.RESOLVED or (isinstance(default, str) and "${" in default)
     group, _, name = key.partition(".")
     may_be_new = group in CLASS_GROUPS or (group in FREE_GROUPS and name and "." not in name)
     return (is_listed or bool(may_be_new)) and not is_derived
-
-
-def _parents(key: str) -> Iterator[str]:
-    """Yield `a.b` and `a` for a.b.c."""
-    while "." in key:
-        key = key.rpartition(".")[0]
-        yield key
 
 
 def _is_gone(target: Any) -> bool:

@@ -1,9 +1,9 @@
 """The yaml files as the schema: their groups, options and keys.
 
-A group is a folder and an option a yaml file in it, described by its first comment line; the comment after a key
-describes the key. A key exists if train.yaml or the chosen option of its group lists it. An experiment declares no
-keys. The parameters of a `_target_` are checked when it is built (config/instantiate.py), because this file imports no
-torch.
+A group is a folder and an option a yaml file in it, described by its first comment line; the
+comment after a key describes the key. A key exists if train.yaml or the chosen option of its group
+lists it. An experiment declares no keys. The parameters of a `_target_` are checked when it is
+built (config/instantiate.py), because this file imports no torch.
 """
 
 import ast
@@ -14,13 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.config.keys import INTERNAL
 from lockstep.records.config import Config
 
-KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_][\w]*):(?P<value>[^#]*?)(?:\s+# (?P<comment>.+))?$")
+KEY = re.compile(
+    r"^(?P<indent> *)(?P<key>[A-Za-z_][\w]*):(?P<value>[^#]*?)(?:\s+# (?P<comment>.+))?$"
+)
 # Groups whose entries the user names.
 FREE_GROUPS = ("callbacks", "logger", "metrics")
-# Keys of Hydra and of the project itself, which nobody types.
-INTERNAL_KEYS = ("_target_", "_partial_", "task_name", "sweep_dir")
 REFUSED_TRAINER_KEYS = {
     "callbacks": "use callbacks=",
     "logger": "use logger=",
@@ -86,7 +87,7 @@ def keys(path: Path, prefix: str = "", *, commented: bool = True) -> list[Key]:
 
 
 def help_text(configs: Path, config_name: str, description: str) -> str:
-    """Return the answer to --help: the script's description, the options of each group, and the main keys."""
+    """Return the answer to --help: description, the options of each group, and the main keys."""
     main_yaml = configs / f"{config_name}.yaml"
     defaults = set(re.findall(r"^  - (\w+)(?:: |/)(\w+)$", main_yaml.read_text(), re.MULTILINE))
     lines = [description.strip(), ""]
@@ -98,16 +99,19 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     lines += ["", "  * chosen by default", "", "Keys (docs/options.md has those of every option):"]
     for key in (*keys(main_yaml), *keys(configs / "trainer" / "default.yaml", "trainer")):
         lines.append(f"  {key.name + '=' + key.default:44} {key.comment}")
-    lines += ["", "Hydra: -m sweeps (optimizer.lr=1e-3,1e-2), --cfg job prints the config, --info explains it."]
+    lines += [
+        "",
+        "Hydra: -m sweeps (optimizer.lr=1e-3,1e-2), --cfg job prints the config, "
+        "--info explains it.",
+    ]
     return "\n".join(lines)
 
 
 def everyday_first(group: str, options: list[Option]) -> list[Option]:
     """Return the options of a group with those of EVERYDAY at the top."""
     everyday = EVERYDAY.get(group, ())
-    first = [option for option in options if option.name in everyday]
-    first.sort(key=lambda option: everyday.index(option.name))
-    return [*first, *(option for option in options if option.name not in everyday)]
+    rank = {name: number for number, name in enumerate(everyday)}
+    return sorted(options, key=lambda option: rank.get(option.name, len(rank)))
 
 
 def key_of(override: str) -> str:
@@ -129,9 +133,9 @@ def yaml_files(group: str, folders: tuple[Path, ...]) -> list[Path]:
 
 
 def dotted(node: Config, place: str = "") -> Iterator[str]:
-    """Yield every key that a user can give, by its full name; values before the nodes that hold them."""
+    """Yield every key that a user can give; values before the nodes that hold them."""
     for name, value in node.items():
-        if name in INTERNAL_KEYS:
+        if name in INTERNAL:
             continue
         if isinstance(value, Mapping):
             yield from dotted(value, f"{place}{name}.")
@@ -140,7 +144,7 @@ def dotted(node: Config, place: str = "") -> Iterator[str]:
 
 @cache
 def trainer_arguments() -> tuple[str, ...]:
-    """Return the parameters of Lightning's Trainer, read from its source: importing it takes seconds."""
+    """Return the parameters of Lightning's Trainer, from its source: its import takes seconds."""
     spec = importlib.util.find_spec("lightning")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "pytorch" / "trainer" / "trainer.py").read_text()

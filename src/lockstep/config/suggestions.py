@@ -45,7 +45,8 @@ NAMES_ELSEWHERE = {
 }
 ANY_OTHER = {
     "model": "any model of timm is model=timm model.name={name}; ",
-    "metrics": "any class of torchmetrics is '+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
+    "metrics": "any class of torchmetrics is "
+    "'+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
 }
 
 
@@ -57,9 +58,9 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
 
     group = key.partition(".")[0]
     keys_of_run = list(dotted(options))
-    keys_of_trainer = [f"trainer.{name}" for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
-    keys_of_group = _keys_of_group(group, folders)
-    close = nearest(key, [*keys_of_run, *keys_of_trainer, *keys_of_group])
+    arguments = [name for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
+    keys_of_trainer = [f"trainer.{name}" for name in arguments]
+    close = nearest(key, [*keys_of_run, *keys_of_trainer, *_keys_of_group(group, folders)])
     if close:
         others = [] if close in keys_of_run else _options_with(close, folders)
         where = f" ({' or '.join(others[:2])})" if others else ""
@@ -75,7 +76,10 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
 
 
 def nearest(key: str, names: list[str]) -> str | None:
-    """Return the key that was most likely meant: by its last part, a name of another program, or its spelling."""
+    """Return the key that was most likely meant.
+
+    It has the spelling, the last part, or the name in another program.
+    """
     slip = difflib.get_close_matches(key, names, 1, cutoff=0.9)
     if slip:
         return slip[0]
@@ -95,7 +99,7 @@ def nearest(key: str, names: list[str]) -> str | None:
 
 
 def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:
-    """Return the sentence for `model=resnet50`; None if the option exists or `group` is not a group."""
+    """Return the sentence for `model=resnet50`; None if the option exists or there is no group."""
     names = [path.stem for path in yaml_files(group, folders)]
     # Hydra's plugins bring options of hydra/launcher.
     if not names or name in names or "/" in group:

@@ -1,4 +1,7 @@
-"""Write what a run leaves to read: the summary in run.json, its page, its folder in the logbook, and the list."""
+"""Write what a run leaves to read.
+
+These are the summary in run.json, its page, its folder in the logbook, and the list of runs.
+"""
 
 import csv
 import json
@@ -18,9 +21,19 @@ from lockstep.process.redact import redact, redact_text
 from lockstep.records.folder import run_folders
 from lockstep.records.record import RunRecord, as_json, locked_record, save_record
 
-MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
-MAX_CONFUSION, MAX_CLASSES = 50, 1000  # classes whose confusion matrix, and whose scores, go into the record
-MAX_ROWS = 300  # of metrics.csv in the logbook, beside those of validations
+MARKS = {
+    "finished": "✅",
+    "failed": "❌",
+    "out of memory": "❌",
+    "interrupted": "⏸",
+    "running": "▶",
+    "lost": "❔",
+}
+# The record has the confusion matrix and the scores of at most so many classes.
+MAX_CONFUSION = 50
+MAX_CLASSES = 1000
+# Rows of metrics.csv in the logbook, beside those of validations.
+MAX_ROWS = 300
 
 
 def summarise(folder: Path) -> Run:
@@ -68,25 +81,30 @@ def add_report(folder: Path, title: str, address: str) -> None:
 
 
 def _standard_errors(record: RunRecord) -> dict[str, float]:
-    """Return {"test/acc": 0.004, …} for each metric that is a share of counted images, by Agresti and Coull (1998).
+    """Return {"test/acc": 0.004, …} for each metric that is a share of counted images.
 
-    Two right and two wrong images are added, so that 9 of 9 is not certain.
+    They are by Agresti and Coull (1998): two right and two wrong images are added, so that 9 of 9
+    is not certain.
     """
-    found = {}
+    errors = {}
     for stage, number in (("val", record.num_val), ("test", record.num_test)):
         images = int(record.metrics.get(f"{stage}/images") or number or 0)
         for name in (f"{stage}/acc", f"{stage}/acc_top5"):
             share = record.metrics.get(f"{name}_best", record.metrics.get(name))
             if images and isinstance(share, int | float) and 0 <= share <= 1:
                 share = (share * images + 2) / (images + 4)
-                found[name] = round(math.sqrt(share * (1 - share) / (images + 4)), 6)
-    return found
+                errors[name] = round(math.sqrt(share * (1 - share) / (images + 4)), 6)
+    return errors
 
 
 def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
-    every = [item for node in record.hardware.get("nodes") or [] for item in (node.get("stats") or {}).items()]
-    found = [stats["p50"] for name, stats in every if name.startswith(device) and name.endswith(f"/{what}")]
-    return round(sum(found) / len(found), 1) if found else None
+    """Return the mean over the devices of all nodes."""
+    medians = []
+    for node in record.hardware.get("nodes") or []:
+        for name, stats in (node.get("stats") or {}).items():
+            if name.startswith(device) and name.endswith(f"/{what}"):
+                medians.append(stats["p50"])
+    return round(sum(medians) / len(medians), 1) if medians else None
 
 
 def _classes(path: Path) -> dict[str, Any]:
@@ -95,25 +113,38 @@ def _classes(path: Path) -> dict[str, Any]:
         return {}
     with path.open(newline="", errors="replace") as file:
         head, *rows = csv.reader(file)
-    names, counts = head[-len(rows) :], [[int(cell) for cell in row[-len(rows) :]] for row in rows]
-    classes = [[name, *scores] for name, scores in zip(names, class_scores(counts), strict=True)]
-    return {
-        "classes": classes if len(rows) <= MAX_CLASSES else [],
-        "confusion": {"names": names, "counts": counts} if len(rows) <= MAX_CONFUSION else {},
-    }
+    names = head[-len(rows) :]
+    counts = [list(map(int, row[-len(rows) :])) for row in rows]
+    classes: dict[str, Any] = {}
+    if len(rows) <= MAX_CLASSES:
+        scores = class_scores(counts)
+        classes["classes"] = [[name, *row] for name, row in zip(names, scores, strict=True)]
+    if len(rows) <= MAX_CONFUSION:
+        classes["confusion"] = {"names": names, "counts": counts}
+    return classes
 
 
-def class_scores(confusion: Sequence[Sequence[int]]) -> list[tuple[int, float | None, float | None, float | None]]:
-    """Return (images, precision, recall, F1) of each class, shares from 0 to 1; None where nothing was counted."""
+ClassScores = tuple[int, float | None, float | None, float | None]
 
-    def share(part: int, whole: int) -> float | None:
-        return part / whole if whole else None
 
-    found = []
-    for i, (row, column) in enumerate(zip(confusion, zip(*confusion, strict=True), strict=True)):
-        right, images, predicted = row[i], sum(row), sum(column)
-        found.append((images, share(right, predicted), share(right, images), share(2 * right, images + predicted)))
-    return found
+def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
+    """Return (images, precision, recall, F1) of each class.
+
+    They are shares from 0 to 1; None where nothing was counted.
+    """
+    scores = []
+    columns = zip(*confusion, strict=True)
+    for number, (row, column) in enumerate(zip(confusion, columns, strict=True)):
+        right = row[number]
+        images = sum(row)
+        predicted = sum(column)
+        f1 = _share(2 * right, images + predicted)
+        scores.append((images, _share(right, predicted), _share(right, images), f1))
+    return scores
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def write_page(run: Run) -> Path:
@@ -124,43 +155,70 @@ def write_page(run: Run) -> Path:
 
 
 def keep_run(folder: Path, logbook: Path) -> Path:
-    """Copy what a reader needs of a run folder into the logbook, without secrets; list it there and return its page."""
-    if (target := logbook / folder.name).resolve() == folder.resolve():
+    """Copy what a reader needs of a run folder into the logbook, without secrets.
+
+    The run is listed there.
+
+    Returns:
+        its page.
+    """
+    target = logbook / folder.name
+    if target.resolve() == folder.resolve():
         raise UserError(f"{folder} is in the logbook already.")
     run = summarise(folder)
     # The copy has the summary also where run.json of a live run has none.
     record = as_json(run.record) | {"config": config_of(folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
     if drawn(run_panels(run)):
-        head, *lines = run.text("metrics.csv").splitlines()
-        validated = [i for i, name in enumerate(next(csv.reader([head]))) if name.startswith("val/")]
-        every = -(-len(lines) // MAX_ROWS)
-        chosen = {*range(len(lines) - 1, -1, -every)}  # the last row among them
-        chosen |= {at for at, row in enumerate(csv.reader(lines)) if any(row[i : i + 1] > [""] for i in validated)}
-        _write(target / "metrics.csv", "\n".join([head, *(lines[at] for at in sorted(chosen))]) + "\n")
+        _write(target / "metrics.csv", _fewer_rows(run.text("metrics.csv")))
     if run.text("code.diff"):
-        _write(target / "code.diff", redact_text((folder / "code.diff").read_text(errors="replace")))
-    known = Run(target, run.record)
-    if known.title == run.run_id and not known.note:
-        _write(target / "page.md", redact_text(run.text("page.md")))  # for the user's words; the rest is written anew
+        _copy_diff(folder / "code.diff", target / "code.diff")
+
+    kept = Run(target, run.record)
+    if kept.title == run.run_id and not kept.note:
+        # This is for the user's words: the rest is written anew.
+        _write(target / "page.md", redact_text(run.text("page.md")))
     page = write_page(read_run(target))
     write_index(logbook)
     return page
 
 
+def _copy_diff(source: Path, target: Path) -> None:
+    """Copy a diff without secrets; bytes that are no UTF-8 and line ends stay."""
+    diff = redact_text(source.read_bytes().decode(errors="surrogateescape"))
+    content = diff.encode(errors="surrogateescape")
+    write_atomically(target, lambda file: file.write(content), binary=True)
+
+
+def _fewer_rows(metrics: str) -> str:
+    """Return metrics.csv with at most MAX_ROWS rows and those of validations."""
+    head, *lines = metrics.splitlines()
+    names = next(csv.reader([head]))
+    validated = [number for number, name in enumerate(names) if name.startswith("val/")]
+    interval = math.ceil(len(lines) / MAX_ROWS)
+    # The last row is among them.
+    chosen = set(range(len(lines) - 1, -1, -interval))
+    for number, row in enumerate(csv.reader(lines)):
+        if any(row[column : column + 1] > [""] for column in validated):
+            chosen.add(number)
+    return "\n".join([head, *(lines[number] for number in sorted(chosen))]) + "\n"
+
+
 def readable(logbook: Path) -> tuple[list[Run], list[str]]:
-    """Return the runs of a logbook, the newest first, and a sentence for each folder that cannot be read."""
-    runs, errors = [], []
+    """Return the runs of a logbook, the newest first, and a sentence for each unreadable folder."""
+    runs = []
+    errors = []
     for folder in run_folders(logbook):
         try:
             runs.append(read_run(folder))
         except UserError as error:
             errors.append(str(error))
-    return sorted(runs, key=lambda run: (run.record.started_at or "", run.run_id), reverse=True), errors
+    runs.sort(key=lambda run: (run.record.started_at or "", run.run_id), reverse=True)
+    return runs, errors
 
 
 def build(logbook: Path) -> list[str]:
-    """Write all pages of the logbook again; return a sentence for each folder that cannot be read."""
+    """Write all pages of the logbook again; return a sentence for each unreadable folder."""
     runs, errors = readable(logbook)
     for run in runs:
         write_page(run)
@@ -175,7 +233,8 @@ def write_index(logbook: Path) -> None:
         title = re.search("(?:^# |<title>)(.*?)(?:</title>|$)", path.read_text(), re.MULTILINE)
         pages[path.name] = title[1] if title else path.name
     pages.pop("README.md", None)
-    _write(logbook / "README.md", render("index.md.j2", runs=readable(logbook)[0], pages=pages, marks=MARKS))
+    runs, _ = readable(logbook)
+    _write(logbook / "README.md", render("index.md.j2", runs=runs, pages=pages, marks=MARKS))
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,5 +1,7 @@
 """Compare runs side by side: measurements, with ratios to the first run, and differing options."""
 
+import html
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
 from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import Run, split_stage
+from lockstep.logbook.folders import NOTE, Run, heading_of, note_of, split_stage, text_of
 from lockstep.logbook.render import (
     aligned,
     dollars,
@@ -20,6 +22,7 @@ from lockstep.logbook.render import (
 )
 from lockstep.process.files import write_atomically
 
+SHA256_DIGITS = 16
 # The name of a row, and a cell for each run.
 Row = tuple[str, list[str]]
 Show = Callable[[Any], str]
@@ -107,6 +110,8 @@ def not_held_fixed(runs: Sequence[Run]) -> str:
         values = [read(run) for run in runs]
         if any(value != values[0] for value in values):
             differing.append(name)
+    if _have_other_weights(runs):
+        differing.append("the initial weights")
     if not differing:
         return ""
     return f"Not held fixed between these runs: {', '.join(differing)}."
@@ -114,9 +119,9 @@ def not_held_fixed(runs: Sequence[Run]) -> str:
 
 def number_rows(runs: Sequence[Run]) -> list[Row]:
     """Return (name, one cell for each run), for what at least one run has."""
-    rows = [
-        (title, [str(run.value(field) or "") for run in runs]) for title, field in TEXTS.items()
-    ]
+    rows = []
+    for title, field in TEXTS.items():
+        rows.append((title, [str(run.value(field) or "") for run in runs]))
     return [*rows, *_best_rows(runs), *_test_rows(runs), *_measured_rows(runs)]
 
 
@@ -190,7 +195,30 @@ def setting_rows(runs: Sequence[Run]) -> list[Row]:
     rows = []
     for key, values in differences([run.config for run in runs]).items():
         rows.append((key, ["–" if value is None else str(value) for value in values]))
+    if _have_other_weights(runs):
+        rows.append(("initial_weights", [_initial_weights(run) for run in runs]))
     return rows
+
+
+def _have_other_weights(runs: Sequence[Run]) -> bool:
+    """Return whether runs began with different weights, by their sha256 if all have one."""
+    weights = [run.record.initial_weights_sha256 for run in runs]
+    if not all(weights):
+        weights = [_weights_address(run) for run in runs]
+    return len(set(weights)) > 1
+
+
+def _initial_weights(run: Run) -> str:
+    """Return the checkpoint or the file that gave a run its weights, with its sha256."""
+    address = _weights_address(run) or "–"
+    sha256 = run.record.initial_weights_sha256
+    return f"{address}, sha256 {sha256[:SHA256_DIGITS]}" if sha256 else address
+
+
+def _weights_address(run: Run) -> str | None:
+    config = run.config
+    address = run.record.initial_weights or config.get("ckpt_path") or config.get("model.weights")
+    return str(address) if address else None
 
 
 def as_text(runs: Sequence[Run]) -> str:
@@ -202,8 +230,28 @@ def as_text(runs: Sequence[Run]) -> str:
     return f"{table}\n\n{not_held_fixed(runs)}".rstrip()
 
 
+def title_of(runs: Sequence[Run], page: Path | None) -> str:
+    """Return the title of a comparison: the user's on a page of before, or the runs' titles."""
+    automatic = _automatic_title([run.title for run in runs])
+    text = text_of(page) if page else ""
+    heading = heading_of(text)
+    head_of_table = re.search(r"^\|  \| (.+) \|$", text, re.MULTILINE)
+    if not heading or not head_of_table:
+        return heading or automatic
+    # The heading names the runs of then, as the head of the table does, if nobody has changed it.
+    compared_before = html.unescape(head_of_table[1]).split(" | ")
+    return automatic if heading == _automatic_title(compared_before) else heading
+
+
+def _automatic_title(titles: Sequence[str]) -> str:
+    return " beside ".join(titles)
+
+
 def write_comparison(path: Path, runs: Sequence[Run], title: str) -> None:
-    """Write the comparison as markdown, with a picture beside it."""
+    """Write the comparison as markdown, with a picture beside it.
+
+    The user's words on a page of before stay.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".svg")
     has_picture = write_figure(picture, compare_panels(runs))
@@ -215,5 +263,7 @@ def write_comparison(path: Path, runs: Sequence[Run], title: str) -> None:
         settings=setting_rows(runs),
         caution=not_held_fixed(runs),
         picture=picture.name if has_picture else "",
+        note=note_of(text_of(path)),
+        note_marks=NOTE,
     )
     write_atomically(path, lambda file: file.write(text))

@@ -22,7 +22,7 @@ STAGES = ("val", "test")
 SHOWN_RUNS = 5
 # Steps and values of a metric.
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
-# The user's own words on page.md stand between these two comments.
+# The user's own words on a page stand between these two comments.
 NOTE = (
     "<!-- Write your own words below: they stay when the page is written anew. -->",
     "<!-- End of your words -->",
@@ -43,14 +43,12 @@ class Run:
     @cached_property
     def title(self) -> str:
         """The heading of page.md, which the user may change; at first the run id."""
-        heading = re.match("# (.+)\n", self.text("page.md"))
-        return html.unescape(heading[1]) if heading else self.run_id
+        return heading_of(self.text("page.md")) or self.run_id
 
     @cached_property
     def note(self) -> str:
         """The user's own words on page.md."""
-        begin, end = NOTE
-        return self.text("page.md").partition(begin)[2].partition(end)[0].strip()
+        return note_of(self.text("page.md"))
 
     @property
     def place(self) -> str:
@@ -155,16 +153,13 @@ class Run:
 
     def text(self, name: str) -> str:
         """Return the text of a file, empty if there is none."""
-        path = self.folder / name
-        if not path.is_file():
-            return ""
-        return path.read_text(errors="replace").strip()
+        return text_of(self.folder / name)
 
     def value(self, name: str) -> Any:
-        """Return a metric, an option or a field of the record.
+        """Return a metric, an option, a field of the record, or the option of a group.
 
         Args:
-            name: as `val/acc`, `optimizer.lr` or `cost.usd`.
+            name: as `val/acc`, `optimizer.lr`, `cost.usd` or `augmentation`.
         """
         for values in (self.record.metrics, self.record.summary, self.config):
             if name in values:
@@ -175,7 +170,24 @@ class Run:
             value = self
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-        return value
+        return self.config.get(f"choices.{name}") if value is None else value
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file, empty if there is none."""
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
+
+
+def heading_of(page: str) -> str | None:
+    """Return the first heading of a page, which the user may change."""
+    heading = re.match("# (.+)\n", page)
+    return html.unescape(heading[1]) if heading else None
+
+
+def note_of(page: str) -> str:
+    """Return the user's own words on a page."""
+    begin, end = NOTE
+    return page.partition(begin)[2].partition(end)[0].strip()
 
 
 def _is_result(metric: str) -> bool:

@@ -136,11 +136,11 @@ def folded(command: str, width: int = 96) -> str:
     """Return a shell command over as many lines as it takes."""
     # A command with an open quote, or without a word, is shown as it is.
     try:
-        lines, *words = map(shlex.quote, shlex.split(command))
+        lines, *arguments = map(shlex.quote, shlex.split(command))
     except ValueError:
         return command
 
-    for word in words:
+    for word in arguments:
         last_line = lines.rpartition("\n")[2]
         if len(last_line) + len(word) > width:
             lines += f" \\\n  {word}"

@@ -1,4 +1,7 @@
-"""Loggers for MLflow and trackio that continue the same run after a resume; wandb's own logger does so by its id."""
+"""Loggers for MLflow and trackio that continue the same run after a resume.
+
+wandb's own logger does so by its id.
+"""
 
 from functools import partial
 from typing import Any
@@ -9,25 +12,33 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 def mlflow(run_id: str, experiment_name: str, tracking_uri: str, **options: Any) -> MLFlowLogger:
-    """Return Lightning's MLFlowLogger with its `options`, for the MLflow run that is named `run_id` if there is one."""
-    known = None
+    """Return Lightning's MLFlowLogger with its `options`.
+
+    It goes on with the MLflow run that is named `run_id`, if there is one.
+    """
+    mlflow_id = None
     if rank_zero_only.rank == 0:
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(tracking_uri)
-        if experiment := client.get_experiment_by_name(experiment_name):
-            runs = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{run_id}'")
-            known = runs[0].info.run_id if runs else None
-    return MLFlowLogger(experiment_name, run_id, tracking_uri, run_id=known, **options)
+        experiment = client.get_experiment_by_name(experiment_name)
+        if experiment:
+            query = f"attributes.run_name = '{run_id}'"
+            runs = client.search_runs([experiment.experiment_id], query)
+            mlflow_id = runs[0].info.run_id if runs else None
+    return MLFlowLogger(experiment_name, run_id, tracking_uri, run_id=mlflow_id, **options)
 
 
 class Trackio(Logger):
-    """Log to trackio (https://github.com/gradio-app/trackio): to its folder, TRACKIO_DIR, or to a Hugging Face Space.
+    """Log to trackio (https://github.com/gradio-app/trackio).
 
-    `space_id` is "user/name" of the Space; None: nothing leaves this machine.
+    Args:
+        space_id: "user/name" of a Hugging Face Space; None: to the folder TRACKIO_DIR, and nothing
+            leaves this machine.
     """
 
-    name, version = "trackio", ""  # type: ignore[assignment]
+    name = "trackio"  # type: ignore[assignment]
+    version = ""  # type: ignore[assignment]
 
     def __init__(self, run_id: str, project: str, space_id: str | None = None) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""This process's environment: its variables, which only this file reads, its GPUs, cores, network
-and parent.
-"""
+"""This process's environment: its variables, which only this file reads, its GPUs and cores."""
 
 import ctypes
 import itertools
@@ -14,9 +12,14 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-AGENT = "LOCKSTEP_AGENT"  # set in the ranks that agent.py starts: its pid, their cluster, the folder for their output
-# Set in the jobs of a sweep: how many of them run side by side on this machine
+# Set in the ranks that agent.py starts: its pid, their cluster, and the folder for their output.
+AGENT = "LOCKSTEP_AGENT"
+# Set in the jobs of a sweep: how many of them run side by side on this machine.
 JOBS = "LOCKSTEP_JOBS"
+# The driver's files. On WSL it is the last one.
+DRIVER = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
+PR_SET_PDEATHSIG = 1
+NO_QUOTA = sys.maxsize
 
 
 def environment() -> dict[str, str]:
@@ -27,62 +30,92 @@ def environment() -> dict[str, str]:
 def set_variables(variables: Mapping[str, str], *, unless_set: bool = False) -> None:
     """Set variables of this process and its children.
 
-    With `unless_set` only those that the user has not set.
+    Args:
+        unless_set: keep those that the user has set.
     """
-    os.environ.update({name: value for name, value in variables.items() if not (unless_set and name in os.environ)})
+    for name, value in variables.items():
+        if not unless_set or name not in os.environ:
+            os.environ[name] = value
 
 
 def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when its parent ends, however it ends; elsewhere do nothing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """Count the NVIDIA GPUs that a process started now would see, by the driver's library and
-    without torch.
-    """
+    """Count the NVIDIA GPUs that a process started now would see, without torch."""
     chosen = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:  # CUDA too stops at the first word that is none, such as -1 or SLURM's NoDevFiles
-        words = map(str.strip, chosen.split(","))
-        return len(list(itertools.takewhile(lambda word: word.isdigit() or word.startswith(("GPU-", "MIG-")), words)))
-    if not any(map(os.path.exists, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))):  # dxg: WSL
+    if chosen is not None:
+        # CUDA too stops at the first name of no GPU, such as -1 or SLURM's NoDevFiles.
+        names = (name.strip() for name in chosen.split(","))
+        return len(list(itertools.takewhile(_names_gpu, names)))
+    if not any(map(os.path.exists, DRIVER)):
         return 0
     try:
         import pynvml
 
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # NVML raises errors of its own; a container without it may have CUDA all the same
-        count = ctypes.c_int()
-        try:
-            cuda = ctypes.CDLL("libcuda.so.1")
-            return 0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value
-        except OSError as error:
-            log.info(f"GPUs cannot be counted ({error}); continuing with the CPU.")
-    return 0
+    except Exception:
+        # NVML raises errors of its own. A container without it may have CUDA all the same.
+        return _gpus_of_driver()
 
 
-def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the cores that this process may use: its affinity, within the CPU quotas of all
-    control groups above.
+def _names_gpu(name: str) -> bool:
+    return name.isdigit() or name.startswith(("GPU-", "MIG-"))
+
+
+def _gpus_of_driver() -> int:
+    count = ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        log.info(f"GPUs cannot be counted ({error}); continuing with the CPU.")
+        return 0
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def available_cores(
+    proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the cores that this process may use.
+
+    These are its affinity, within the CPU quotas of all control groups above it.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for line in proc.read_text().splitlines() if proc.exists() else ():
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    if not proc.exists():
+        return cores
+    for line in proc.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)  # version 2 has cpu.max
-        inner = mount / (controllers and "cpu") / group.strip("/")
-        for folder in (inner, *inner.parents):
-            try:
-                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-            except (OSError, ValueError):
-                continue  # the root group and folders above it state none; "max" is none, too
-            cores = max(1, min(cores, quota // period)) if quota > 0 else cores
+        # Version 2 has one file, and no names of controllers.
+        names = ("cpu.max",)
+        folder = mount / group.strip("/")
+        if controllers:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            folder = mount / "cpu" / group.strip("/")
+        if not controllers or "cpu" in controllers.split(","):
+            quotas = [_quota(parent, names) for parent in (folder, *folder.parents)]
+            cores = max(1, min(cores, *quotas))
     return cores
+
+
+def _quota(folder: Path, names: tuple[str, ...]) -> int:
+    """Return the whole cores that a control group may use; NO_QUOTA if it has none."""
+    try:
+        text = " ".join((folder / name).read_text() for name in names)
+        quota, period = map(int, text.split())
+    except (OSError, ValueError):
+        # The root group and folders above it have none, and "max" is none, too.
+        return NO_QUOTA
+    return quota // period if quota > 0 else NO_QUOTA
 
 
 def cores_of_rank() -> int:
@@ -105,15 +138,14 @@ def cpu_name() -> str:
     """Return the processor's name as /proc/cpuinfo has it, or the architecture."""
     try:
         with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+            lines = (line for line in file if line.startswith("model name"))
+            return next(lines).split(":", 1)[1].strip()
     except (OSError, StopIteration):
         return os.uname().machine
 
 
 def network_interface(address: str) -> str | None:
-    """Return the network interface by which this host reaches `address`.
-
-    None if that cannot be found.
+    """Return the network interface by which this host reaches `address`; None if there is none.
 
     gloo uses the address that the host's own name resolves to, on many machines 127.0.1.1, where
     others never reach it.
@@ -123,10 +155,12 @@ def network_interface(address: str) -> str | None:
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            own = probe.getsockname()[0]
+            # A datagram socket sends nothing when it connects.
+            probe.connect(target)
+            local_address = probe.getsockname()[0]
     except OSError:
         return None
-    return next(
-        (name for name, found in psutil.net_if_addrs().items() if own in [each.address for each in found]), None
-    )
+    for name, addresses in psutil.net_if_addrs().items():
+        if local_address in [entry.address for entry in addresses]:
+            return str(name)
+    return None

@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # Lustre mounted without -o flock, some network disks
+# Of Lustre mounted without -o flock, and of some network disks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def utc_now() -> str:
@@ -22,16 +23,22 @@ def utc_now() -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool = False) -> None:
-    """Write beside the target, sync to disk, rename: a reader sees the old file or the new one,
-    never a part.
+    """Write beside the target, sync to disk, rename: a reader never sees a part of the file.
 
-    `write` is called with the open file. An OSError names the target.
+    Args:
+        write: called with the open file.
+
+    Raises:
+        OSError: it names the target.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         # Text may hold a file name that is no UTF-8.
-        with part.open("xb") if binary else part.open("x", encoding="utf-8", errors="backslashreplace") as file:
+        mode = "xb" if binary else "x"
+        encoding = None if binary else "utf-8"
+        errors = None if binary else "backslashreplace"
+        with part.open(mode, encoding=encoding, errors=errors) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -49,7 +56,8 @@ def sync_folder(folder: Path) -> None:
     """Make a rename in `folder` survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+        # Some file systems cannot sync a folder.
+        with contextlib.suppress(OSError):
             os.fsync(handle)
     finally:
         os.close(handle)
@@ -64,9 +72,11 @@ def sha256_of(path: Path) -> str:
 def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bool:
     """Take an exclusive lock that ends with the process.
 
-    False if another holds it for longer than `wait_s`.
+    Args:
+        required: raise on a disk that has no locks; without it nothing is locked there.
 
-    On a disk that has no locks nothing is locked, or with `required` it raises.
+    Returns:
+        False if another process has held the lock for longer than `wait_s`.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -84,9 +94,7 @@ def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bo
 
 
 @contextlib.contextmanager
-def locked_file(
-    path: Path, wait_s: float = math.inf, *, required: bool = False
-) -> Iterator[bool]:
+def locked_file(path: Path, wait_s: float = math.inf, *, required: bool = False) -> Iterator[bool]:
     """Hold `lock` on a lock file for the duration of the block.
 
     Yields:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from lockstep.process.errors import UserError
 
 ACCUMULATION = "trainer.accumulate_grad_batches"
-DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_EVAL_BATCH_SIZE = 128, 512  # where a data config does not state them
+# Sizes where a data config has none.
+DEFAULT_GLOBAL_BATCH_SIZE = 128
+DEFAULT_EVAL_BATCH_SIZE = 512
 
 
-def states_accumulation(words: Iterable[str]) -> bool:
-    """Return whether a command line says how many micro-batches a step has: then nothing else decides it."""
-    return any(word.lstrip("+").startswith(f"{ACCUMULATION}=") for word in words)
+def states_accumulation(overrides: Iterable[str]) -> bool:
+    """Return whether the overrides fix the number of micro-batches."""
+    return any(override.lstrip("+").startswith(f"{ACCUMULATION}=") for override in overrides)
 
 
 @dataclass(frozen=True)
@@ -30,36 +32,47 @@ class Batch:
 
     @classmethod
     def cut(cls, global_size: int | str | None, world_size: int, accumulate: int) -> "Batch":
-        """Return the batch with so many micro-batches; raise UserError with the nearest sizes if it does not divide."""
-        size, parts = _checked(global_size), world_size * accumulate
+        """Return the batch with so many micro-batches.
+
+        Raises:
+            UserError: it does not divide. The error names the nearest sizes that do.
+        """
+        size = _checked(global_size)
         if accumulate < 1:
             raise UserError(f"{ACCUMULATION}={accumulate}: give a whole number from 1 on.")
+        parts = world_size * accumulate
         if size % parts:
             below = size // parts * parts
             near = f"{below} and {below + parts}" if below else str(parts)
             raise UserError(
-                f"data.global_batch_size={size} does not divide into {world_size} ranks × {accumulate} "
-                f"accumulated batches: the nearest that do are {near}."
+                f"data.global_batch_size={size} does not divide into {world_size} ranks × "
+                f"{accumulate} accumulated batches: the nearest that do are {near}."
             )
         return cls(size, size // parts, accumulate)
 
     @classmethod
     def within(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
-        """Return the batch with the fewest micro-batches of at most `limit` images; raise UserError as `cut`."""
+        """Return the batch with the fewest micro-batches of at most `limit` images.
+
+        Raises:
+            UserError: it does not divide. The error names the nearest numbers of ranks.
+        """
         size = _checked(global_size)
         share, rest = divmod(size, world_size)
-        if rest or not share:
-            whole = [ranks for ranks in range(1, size + 1) if size % ranks == 0]
-            near = [r for r in whole if r < world_size][-1:] + [r for r in whole if r > world_size][:1]
+        if rest:
+            fewer = [ranks for ranks in range(1, min(world_size, size + 1)) if size % ranks == 0]
+            more = [ranks for ranks in range(world_size + 1, size + 1) if size % ranks == 0]
+            near = " and ".join(map(str, [*fewer[-1:], *more[:1]]))
             raise UserError(
-                f"data.global_batch_size={size} does not divide over {world_size} ranks: the nearest numbers of "
-                f"ranks over which it does are {' and '.join(map(str, near))}."
+                f"data.global_batch_size={size} does not divide over {world_size} ranks: the "
+                f"nearest numbers of ranks over which it does are {near}."
             )
-        accumulate = next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
+        divisors = (number for number in range(1, share + 1) if share % number == 0)
+        accumulate = next(number for number in divisors if share // number <= limit)
         return cls(size, share // accumulate, accumulate)
 
 
 def _checked(global_size: int | str | None) -> int:
-    if not isinstance(global_size, int) or isinstance(global_size, bool) or global_size < 1:
+    if isinstance(global_size, bool) or not isinstance(global_size, int) or global_size < 1:
         raise UserError(f"data.global_batch_size={global_size!r}: give a whole number from 1 on.")
     return global_size

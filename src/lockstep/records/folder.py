@@ -15,7 +15,18 @@ from typing import Any
 from lockstep.process.errors import UserError
 
 # Groups whose node in config.yaml is a mapping.
-GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
+GROUPS = (
+    "model",
+    "task",
+    "data",
+    "optimizer",
+    "scheduler",
+    "trainer",
+    "callbacks",
+    "logger",
+    "paths",
+    "s3",
+)
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Patterns of run folders below logs/ and below logbook/.
 RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")
@@ -55,7 +66,8 @@ def checked_run_id(run_id: str) -> str:
     """Return the same id; raise UserError if it could leave its folder or prefix."""
     if not RUN_ID_PATTERN.fullmatch(str(run_id)) or ".." in run_id:
         raise UserError(
-            f"run_id={run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-' (no '..'), at most 100."
+            f"run_id={run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-' "
+            "(no '..'), at most 100."
         )
     return run_id
 
@@ -74,7 +86,14 @@ def read_config(path: Path) -> dict[str, Any]:
         for group in GROUPS:
             if not isinstance(config.get(group), dict | None):
                 raise ValueError(f"its {group} is a {type(config[group]).__name__}")
-    except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        OSError,
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path} cannot be read as a run's config: {reason}.") from None
     return config
@@ -89,7 +108,7 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def find_run(logs: Path, run_id: str) -> RunFolder:
-    """Return the folder of a run or of a sweep's job under `logs`; raise UserError if there is none."""
+    """Return the folder of a run or a sweep's job under `logs`; raise UserError without one."""
     checked_run_id(run_id)
     for pattern in (f"runs/{run_id}", f"multiruns/*/{run_id}"):
         for path in (logs / "train").glob(f"{pattern}/run.json"):

@@ -16,75 +16,126 @@ from lockstep.records.config import Config, flatten
 
 CODE = ("src", "configs", "requirements.txt")
 GIT_TIMEOUT_S = 20
-PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "lightning",
+    "hydra-core",
+    "timm",
+    "numpy",
+    "boto3",
+    "tensorboard",
+)
 DIFF_LIMIT = 200_000  # characters
-PLAIN = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")  # whatever the user has configured
+# A patch is the same whatever the user has configured.
+DIFF = ("diff", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
 Fingerprint = dict[str, dict[str, str]]  # kind → name → value
 MENDS = {
-    "code": "make src, configs and requirements.txt equal on all nodes", "options": "give all nodes the same options",
+    "code": "make src, configs and requirements.txt equal on all nodes",
+    "options": "give all nodes the same options",
     "packages": "run make install there",
-}  # fmt: skip
+}
 
 
 def code_state(repository: Path) -> dict[str, Any]:
-    """Return commit, dirty and tree_hash, or why a commit is unknown; pages of the logbook do not make a run dirty."""
+    """Return commit, dirty and tree_hash, or why a commit is unknown.
+
+    Pages of the logbook do not make a run dirty.
+    """
     status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE)
-    head = next((line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")), "")
-    found = {"commit": None, "dirty": None, "tree_hash": tree_hash(repository)}
-    if head not in ("", "(initial)"):
+    heads = [line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")]
+    state = {"commit": None, "dirty": None, "tree_hash": tree_hash(repository)}
+    if heads and heads[0] != "(initial)":
         is_dirty = any(not line.startswith("#") for line in status.splitlines())
-        return {**found, "commit": head, "dirty": is_dirty}
-    if (repository / "COMMIT").is_file():  # which launch/Dockerfile writes: an image holds no .git
-        return {**found, "commit": (repository / "COMMIT").read_text().strip()}
-    lines = [line.strip() for line in complaint.split("\n")]  # no repository, or another user's: how to trust it
-    reason = "no commit yet" if head else lines[0].removeprefix("fatal: ").replace(str(repository), "this folder")
-    return {**found, "commit_unknown": ": ".join([reason, *(line for line in lines if line.startswith("git config"))])}
+        return {**state, "commit": heads[0], "dirty": is_dirty}
+
+    # launch/Dockerfile writes this file, because an image holds no .git.
+    commit = repository / "COMMIT"
+    if commit.is_file():
+        return {**state, "commit": commit.read_text().strip()}
+    if heads:
+        return {**state, "commit_unknown": "no commit yet"}
+
+    # In the repository of another user, git says how to trust it.
+    lines = [line.strip() for line in complaint.split("\n")]
+    reason = lines[0].removeprefix("fatal: ").replace(str(repository), "this folder")
+    remedies = [line for line in lines if line.startswith("git config")]
+    return {**state, "commit_unknown": ": ".join([reason, *remedies])}
 
 
 def tree_hash(repository: Path) -> str:
-    """Return the sha256 of the names and bytes of all code and config files: equal on nodes that run the same code."""
+    """Return the sha256 of the names and bytes of all code and config files.
+
+    It is equal on nodes that run the same code.
+    """
     digest = hashlib.sha256()
     for name in CODE:
         top = repository / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if path.suffix in (".py", ".yaml", ".txt") and path.is_file():
-                digest.update(f"{path.relative_to(repository)}\0".encode() + path.read_bytes() + b"\0")
+                digest.update(f"{path.relative_to(repository)}\0".encode())
+                digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
 def code_diff(repository: Path) -> str:
-    """Return what `git apply` takes: `git diff HEAD` of the code and its new files, cut at DIFF_LIMIT."""
-    diff = git(repository, "diff", *PLAIN, "HEAD", "--", *CODE)[0]
-    new, _ = git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE)
-    for name in filter(None, new.split("\0")):
-        if len(diff) <= DIFF_LIMIT:
-            diff += git(repository, "diff", *PLAIN, "--no-index", "--", os.devnull, name, differs=1)[0]
-    return diff if len(diff) <= DIFF_LIMIT else diff[:DIFF_LIMIT] + "\n… cut here\n"
+    """Return what `git apply` takes: the changes of the code since HEAD, cut at DIFF_LIMIT.
+
+    Bytes that are no UTF-8 are surrogate escapes: write the text with errors="surrogateescape".
+    """
+    diff, _ = git(repository, *DIFF, "HEAD", "--", *CODE)
+    for name in files_of(repository, "--others"):
+        if len(diff) > DIFF_LIMIT:
+            break
+        new_file, _ = git(repository, *DIFF, "--no-index", "--", os.devnull, name, differs=1)
+        diff += new_file
+    if len(diff) > DIFF_LIMIT:
+        return diff[:DIFF_LIMIT] + "\n… cut here\n"
+    return diff
+
+
+def files_of(repository: Path, *kinds: str) -> list[str]:
+    """Return the code files that git lists: --others are new, --modified changed or deleted."""
+    names, _ = git(repository, "ls-files", "-z", *kinds, "--exclude-standard", "--", *CODE)
+    return names.split("\0")[:-1]
 
 
 def git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
-    """Return what git prints and its errors; nothing printed counts unless it ends with 0 or with `differs`."""
+    """Return what git prints and its errors; bytes that are no UTF-8 are surrogate escapes.
+
+    Args:
+        differs: another exit code than 0 of which the output counts.
+    """
     command = ["git", "-C", str(repository), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S)
+        process = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S)
     except OSError:
         return "", "git is not installed"
     except subprocess.TimeoutExpired:
         return "", f"git took longer than {GIT_TIMEOUT_S} s"
-    return done.stdout if done.returncode in (0, differs) else "", done.stderr
+    complaint = process.stderr.decode(errors="replace")
+    if process.returncode not in (0, differs):
+        return "", complaint
+    # Line ends stay as they are, because a patch needs them.
+    return process.stdout.decode(errors="surrogateescape"), complaint
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes."""
-    found = {"python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
+    version_of = {"python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            version_of[name] = metadata.version(name)
+    return version_of
 
 
 def host(node_rank: int) -> dict[str, Any]:
-    return {"node_rank": node_rank, "host": platform.node(), "cores": available_cores(), "system": platform.platform()}
+    return {
+        "node_rank": node_rank,
+        "host": platform.node(),
+        "cores": available_cores(),
+        "system": platform.platform(),
+    }
 
 
 def fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) -> Fingerprint:
@@ -93,18 +144,27 @@ def fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) ->
     Args:
         is_equal_on_all_ranks: returns whether an option must be equal, by its key.
     """
-    flat = flatten(dict(config))
-    options = {key: str(value) for key, value in flat.items() if is_equal_on_all_ranks(key)}
-    for folder in map(str, config["paths"].values()):
-        options = {key: text.replace(folder, "") for key, text in options.items()}
-    return {"code": {"code": tree_hash(REPOSITORY)[:12]}, "options": options, "packages": versions()}
+    options = {}
+    for key, value in flatten(dict(config)).items():
+        if is_equal_on_all_ranks(key):
+            text = str(value)
+            for folder in config["paths"].values():
+                text = text.replace(str(folder), "")
+            options[key] = text
+    code = {"code": tree_hash(REPOSITORY)[:12]}
+    return {"code": code, "options": options, "packages": versions()}
 
 
-def first_difference(own: Fingerprint, first: Fingerprint, who: str, who_first: str) -> str | None:
-    """Return a sentence on the first thing in which `who` differs from `who_first`, and how to fix it."""
+def first_difference(
+    print_of_node: Fingerprint, print_of_first: Fingerprint, node: str, first: str
+) -> str | None:
+    """Return a sentence on the first thing in which two nodes differ, and how to fix it."""
     for kind, mend in MENDS.items():
-        for key in sorted({*own[kind], *first[kind]}):
-            here, there = (found[kind].get(key, "missing") for found in (own, first))
-            if here != there:
-                return f"{who} has {key}={here}, {who_first} has {key}={there}: {mend}."
+        values = print_of_node[kind]
+        values_of_first = print_of_first[kind]
+        for key in sorted(values.keys() | values_of_first.keys()):
+            value = values.get(key, "missing")
+            first_value = values_of_first.get(key, "missing")
+            if value != first_value:
+                return f"{node} has {key}={value}, {first} has {key}={first_value}: {mend}."
     return None

@@ -1,28 +1,45 @@
-"""The run record (run.json): its fields, its statuses, and functions to read and update it. Imports no torch."""
+"""The run record (run.json): its fields, its statuses, and functions to read and update it.
+
+Imports no torch.
+"""
 
 import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file, utc_now, write_atomically
 from lockstep.records.batch import states_accumulation
 from lockstep.records.folder import RunFolder
 
-SCHEMA_VERSION = 2  # version 1 can still be read
+# Version 1 can still be read.
+SCHEMA_VERSION = 2
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
-LOCK_WAIT_S = 10.0  # no writer holds the lock for longer than a moment, unless it hangs
-LOST_AFTER_S, LOST_AFTER_STARTING_S = 300.0, 3600.0  # downloads and decoding have no heartbeat
+# No writer holds the lock for longer than a moment, unless it hangs.
+LOCK_WAIT_S = 10.0
+LOST_AFTER_S = 300.0
+# Downloads and decoding have no heartbeat.
+LOST_AFTER_STARTING_S = 3600.0
 KEPT_ON_RESTART = (
-    "uuid", "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
-    "initial_weights", "initial_weights_sha256", "reports",
-)  # fmt: skip
+    "uuid",
+    "started_at",
+    "fit_seconds",
+    "best_checkpoint",
+    "restarts",
+    "command",
+    "code",
+    "epochs",
+    "largest_batch",
+    "initial_weights",
+    "initial_weights_sha256",
+    "reports",
+)
 
 
 class JsonObject(dict[str, Any]):
@@ -39,16 +56,42 @@ class JsonObject(dict[str, Any]):
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z."""
+    """One run from its start to its end, across its restarts.
+
+    Times are UTC, as 2026-11-21T10:30:12Z.
+
+    Attributes:
+        uuid: 32 random hex digits, made with the run: others may have its run_id.
+        error: message, rank, host and phase, if the run failed.
+        code: commit or commit_unknown (why), dirty, and tree_hash.
+        compiled: by torch.compile.
+        per_device_batch_limit: of the last start that set accumulate_grad_batches, else of the
+            first one.
+        ended_by: "max_time" if that ended the training before its epochs and steps did.
+        monitor: the metric that chooses the best checkpoint.
+        data_report: images by class and split, and files left out.
+        images: how they are preprocessed.
+        cost: usd and usd_per_epoch of all nodes; price_per_hour of one.
+        largest_batch: the batch that data.global_batch_size=max came to.
+        best_checkpoint: path in the run folder, bytes, sha256, epoch, step, s3_uri, and the
+            monitored metric as {name: value}.
+        upload: uri, sha256 and step of the best checkpoint in the bucket, and as error why a
+            newer one is not there.
+        restarts: as `continued` makes them.
+        summary: what pages print, by lockstep.logbook.build at the end.
+        reports: {title: URL} of interactive reports that contain the run.
+        config: only in the logbook, because a run folder has config.yaml.
+        other: fields of other versions and of the user's callbacks.
+    """
 
     schema_version: int = SCHEMA_VERSION
     run_id: str | None = None
-    uuid: str | None = None  # 32 random hex digits, made with the run: others may have its run_id
+    uuid: str | None = None
     task_name: str | None = None
     tags: list[str] = field(default_factory=list)
     status: str | None = None
     phase: str | None = None
-    error: JsonObject = field(default_factory=JsonObject)  # message, rank, host and phase, if the run failed
+    error: JsonObject = field(default_factory=JsonObject)
     exit_code: int | None = None
     started_at: str | None = None
     updated_at: str | None = None
@@ -56,7 +99,7 @@ class RunRecord:
     command: str | None = None
     overrides: list[str] = field(default_factory=list)
     experiment: str | None = None
-    code: dict[str, Any] = field(default_factory=dict)  # commit or commit_unknown: why, dirty, tree_hash of the code
+    code: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     hosts: list[dict[str, Any]] = field(default_factory=list)
     launcher: str | None = None
@@ -68,14 +111,14 @@ class RunRecord:
     num_nodes: int | None = None
     accelerator: str | None = None
     precision: str | int | None = None
-    compiled: bool | None = None  # by torch.compile
+    compiled: bool | None = None
     seed: int | None = None
     global_batch_size: int | None = None
     per_device_batch_size: int | None = None
-    per_device_batch_limit: int | None = None  # of the last start that set accumulate_grad_batches, else of the first
+    per_device_batch_limit: int | None = None
     accumulate_grad_batches: int | None = None
-    ended_by: str | None = None  # "max_time" if that ended the training before its epochs and steps did
-    monitor: str = "val/acc"  # chooses the best checkpoint by its largest or smallest value
+    ended_by: str | None = None
+    monitor: str = "val/acc"
     epochs: int | None = None
     steps: int | None = None
     num_parameters: int | None = None
@@ -85,8 +128,8 @@ class RunRecord:
     num_test: int | None = None
     left_out_per_epoch: int | None = None
     data_hash: str | None = None
-    data_report: dict[str, Any] = field(default_factory=dict)  # images by class and split, files left out
-    images: dict[str, Any] = field(default_factory=dict)  # how they are preprocessed
+    data_report: dict[str, Any] = field(default_factory=dict)
+    images: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float | str] = field(default_factory=dict)
     fit_seconds: float | None = None
     images_per_s: float | None = None
@@ -94,46 +137,59 @@ class RunRecord:
     peak_memory_gib: float | None = None
     usable_memory_gib: float | None = None
     hardware: dict[str, Any] = field(default_factory=dict)
-    cost: dict[str, Any] = field(default_factory=dict)  # usd, usd_per_epoch: of all nodes; price_per_hour: of one
-    largest_batch: dict[str, Any] = field(default_factory=dict)  # that data.global_batch_size=max found
+    cost: dict[str, Any] = field(default_factory=dict)
+    largest_batch: dict[str, Any] = field(default_factory=dict)
     swarm: dict[str, Any] = field(default_factory=dict)
-    # path in the run folder, bytes, sha256, epoch, step, s3_uri, and the monitored metric as {name: value}
+
     best_checkpoint: JsonObject = field(default_factory=JsonObject)
-    # uri, sha256 and step of the best checkpoint in the bucket, and as error why a newer one is not there
+
     upload: JsonObject = field(default_factory=JsonObject)
     initial_weights: str | None = None
     initial_weights_sha256: str | None = None
-    restarts: list[JsonObject] = field(default_factory=list)  # as `continued` makes them
-    summary: dict[str, Any] = field(default_factory=dict)  # what pages print, by lockstep.logbook.build at the end
-    reports: dict[str, str] = field(default_factory=dict)  # {title: URL} of interactive reports that contain the run
-    config: dict[str, Any] = field(default_factory=dict)  # only in the logbook: a run folder has config.yaml
-    other: dict[str, Any] = field(default_factory=dict, repr=False)  # of other versions and of the user's callbacks
+    restarts: list[JsonObject] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    reports: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Set fields from JSON values or from values of their own types; what has no field goes into `other`."""
-        blanks = vars(RunRecord())
+        """Set fields from JSON values or from values of their types.
+
+        A value without a field goes into `other`.
+
+        Raises:
+            TypeError, ValueError: a value is not of its field's type.
+        """
+        factories = {item.name: item.default_factory for item in fields(self)}
+        del factories["other"]
         for name, value in values.items():
-            blank = blanks.get(name)
-            if name not in blanks or name == "other":
+            factory = factories.get(name)
+            if factory is None:
                 self.other[name] = value
-            elif isinstance(blank, JsonObject):
-                setattr(self, name, JsonObject(value or {}))
-            elif isinstance(blank, dict | list) and not isinstance(value, type(blank) | None):
-                raise TypeError(f"its {name} is a {type(value).__name__}")
+            elif factory is MISSING:
+                setattr(self, name, value)
+            elif value is None:
+                setattr(self, name, factory())
+            elif factory is JsonObject:
+                setattr(self, name, JsonObject(value))
+            elif isinstance(value, cast(type, factory)):
+                setattr(self, name, value)
             else:
-                setattr(self, name, blank if value is None and isinstance(blank, dict | list) else value)
+                raise TypeError(f"its {name} is a {type(value).__name__}")
         self.restarts = [JsonObject(value) for value in self.restarts]
 
 
 def read_record(path: Path) -> RunRecord:
-    """Return the record at `path`; raise UserError if it is missing, no record, or of a newer version."""
+    """Return the record at `path`; raise UserError if it is missing, no record, or too new."""
     record = RunRecord()
     try:
         values = json.loads(path.read_bytes())
         version = values.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
-            known = f"this code reads only up to {SCHEMA_VERSION}: update the code."
-            raise UserError(f"{path} has schema version {version} but {known}")
+            raise UserError(
+                f"{path} has schema version {version} but this code reads only up to "
+                f"{SCHEMA_VERSION}: update the code."
+            )
         record.take(values)
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a run folder: it has no {path.name}.") from None
@@ -157,15 +213,23 @@ def has_trained(folder: RunFolder) -> bool:
 
 def write_record(path: Path, record: RunRecord) -> None:
     """Update `updated_at` and `cost`, and write the record atomically."""
-    record.schema_version, record.updated_at = SCHEMA_VERSION, utc_now()
+    record.schema_version = SCHEMA_VERSION
+    record.updated_at = utc_now()
+    _update_cost(record)
+    save_record(path, record)
+
+
+def _update_cost(record: RunRecord) -> None:
+    """Compute what the run has cost so far; the pauses before restarts cost nothing."""
     price = record.cost.get("price_per_hour")
     running_s = _between(record.started_at, record.finished_at or record.updated_at)
-    if price is not None and running_s >= 0:  # the pauses before restarts cost nothing
-        running_s -= sum(each.downtime_s or each.idle_s or 0.0 for each in record.restarts)
-        usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
-        each = round(usd / record.epochs, 4) if record.epochs else None
-        record.cost = {"usd": round(usd, 4), "usd_per_epoch": each, "price_per_hour": price}
-    save_record(path, record)
+    if price is None or not running_s >= 0:
+        return
+    for restart in record.restarts:
+        running_s -= restart.downtime_s or restart.idle_s or 0.0
+    usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
+    of_epoch = round(usd / record.epochs, 4) if record.epochs else None
+    record.cost = {"usd": round(usd, 4), "usd_per_epoch": of_epoch, "price_per_hour": price}
 
 
 def save_record(path: Path, record: RunRecord) -> None:
@@ -196,7 +260,7 @@ def locked_record(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def update_record(path: Path) -> Iterator[RunRecord]:
-    """Read the record, let the block change it, and write it; after an exception nothing is written."""
+    """Read the record, let the block change it, and write it; after an exception it stays."""
     with locked_record(path):
         record = read_record(path)
         yield record
@@ -204,34 +268,52 @@ def update_record(path: Path) -> Iterator[RunRecord]:
 
 
 def status_of(record: RunRecord, now: str | None = None) -> str:
-    """Return the record's status, or `lost` if it is unknown or says running without a recent heartbeat."""
+    """Return the record's status.
+
+    It is `lost` if it is unknown or says running without a recent heartbeat.
+    """
     if record.status != "running":
         return record.status if record.status in STATUSES else "lost"
-    silence_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
-    return "running" if _between(record.updated_at or record.started_at, now or utc_now()) <= silence_s else "lost"
+    limit_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
+    silent_s = _between(record.updated_at or record.started_at, now or utc_now())
+    return "running" if silent_s <= limit_s else "lost"
 
 
 def continued(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord:
     """Return the record of this start, changed in place: merged with that of the previous start.
 
-    It resumes at `step`, or from scratch at 0. The pause before it is `idle_s` if the previous start
-    had finished, else `downtime_s`.
+    It resumes at `step`, or from scratch at 0. The pause before it is `idle_s` if the previous
+    start had finished, else `downtime_s`.
     """
     silent_s = _between(previous.updated_at, record.started_at)
-    pause_s, was_finished = None if math.isnan(silent_s) else silent_s, previous.status == "finished"
+    pause = "idle_s" if previous.status == "finished" else "downtime_s"
+    is_same_code = record.code.get("tree_hash") == previous.code.get("tree_hash")
     restart = JsonObject(
-        at=record.started_at, resumed_step=step, lost_steps=max(0, (previous.steps or 0) - step),
-        downtime_s=None if was_finished else pause_s, idle_s=pause_s if was_finished else None,
-        command=record.command, previous_world_size=previous.world_size, world_size=record.world_size,
-        code=record.code if previous.code.get("tree_hash") != record.code.get("tree_hash") else {},
-    )  # fmt: skip
-    record.take({name: value for name in KEPT_ON_RESTART if (value := getattr(previous, name))})
-    if not states_accumulation(record.overrides):
-        record.per_device_batch_limit = previous.per_device_batch_limit or previous.per_device_batch_size
-    # Drop test metrics: they belong to a checkpoint that may not remain the best.
-    record.metrics = {name: value for name, value in previous.metrics.items() if not name.startswith("test/")}
+        at=record.started_at,
+        resumed_step=step,
+        lost_steps=max(0, (previous.steps or 0) - step),
+        downtime_s=None,
+        idle_s=None,
+        command=record.command,
+        previous_world_size=previous.world_size,
+        world_size=record.world_size,
+        code={} if is_same_code else record.code,
+    )
+    restart[pause] = None if math.isnan(silent_s) else silent_s
+
+    for name in KEPT_ON_RESTART:
+        value = getattr(previous, name)
+        if value:
+            setattr(record, name, value)
     record.restarts = [*record.restarts, restart]
-    record.steps = step  # so that lost steps are not counted again if this start is killed before it trains
+    if not states_accumulation(record.overrides):
+        limit = previous.per_device_batch_limit or previous.per_device_batch_size
+        record.per_device_batch_limit = limit
+    # Test metrics belong to a checkpoint that may not remain the best.
+    metrics = previous.metrics.items()
+    record.metrics = {name: value for name, value in metrics if not name.startswith("test/")}
+    # Lost steps are not counted again if this start is killed before it trains.
+    record.steps = step
     record.other = {**previous.other, **record.other}
     return record
 
@@ -239,6 +321,7 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord
 def _between(earlier: str | None, later: str | None) -> float:
     """Return the seconds between two times; nan if one is missing or has no zone."""
     try:
-        return (datetime.fromisoformat(str(later)) - datetime.fromisoformat(str(earlier))).total_seconds()
+        duration = datetime.fromisoformat(str(later)) - datetime.fromisoformat(str(earlier))
     except (ValueError, TypeError):
         return math.nan
+    return duration.total_seconds()

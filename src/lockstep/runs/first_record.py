@@ -62,9 +62,9 @@ def write_config(run: Run) -> None:
 
 
 def _write_code_diff(run: Run) -> None:
-    diff = provenance.code_diff(REPOSITORY)
+    diff = redact_text(provenance.code_diff(REPOSITORY)).encode(errors="surrogateescape")
     if diff:
-        write_atomically(run.folder.code_diff, lambda file: file.write(redact_text(diff)))
+        write_atomically(run.folder.code_diff, lambda file: file.write(diff), binary=True)
 
 
 def first_record(run: Run) -> RunRecord:

@@ -1,6 +1,6 @@
-"""One sentence for each thing that can go wrong between boto3 and a store, with what to do about it.
+"""One sentence for each thing that can go wrong between boto3 and a store.
 
-No message of botocore or of the store is repeated, because those can quote requests and their signatures.
+No message of botocore or of the store is repeated: they can quote requests and their signatures.
 """
 
 import contextlib
@@ -11,38 +11,46 @@ from typing import Any
 
 from lockstep.process.errors import UserError
 
-CLOCK = "the clock of this machine differs too much from the store's{at}: set the clock"
-REGION = "bucket {bucket} is in another region: set AWS_DEFAULT_REGION to it"
-KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give a role"
-SENTENCES = {  # by the code of S3's answer or the class of botocore's exception
-    "NoSuchBucket": "the bucket {bucket} does not exist{at}: create it, or correct the s3:// address",
+# By the code of S3's answer or the class of botocore's exception.
+SENTENCES = {
+    "NoSuchBucket": "the bucket {bucket} does not exist{at}: create it, or correct the address",
     "NoSuchKey": "there is no such object in bucket {bucket}{at}",
-    "InvalidAccessKeyId": "the access key id is not known{at}: correct AWS_ACCESS_KEY_ID or the profile",
-    "SignatureDoesNotMatch": "the secret key does not fit the access key id{at}: correct the credentials",
-    "RequestTimeTooSkewed": CLOCK,
-    "RequestExpired": CLOCK,
+    "InvalidAccessKeyId": "the access key id is not known{at}: correct AWS_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "the secret key does not fit the access key id{at}: correct it",
+    "RequestTimeTooSkewed": "the clock of this machine differs from the store's{at}: set it",
     "ExpiredToken": "the temporary credentials have expired: renew them",
-    "AccessDenied": "access to bucket {bucket} is denied{at}: reading needs s3:GetObject and s3:ListBucket, "
-    "a run needs s3:PutObject and s3:DeleteObject too, and a KMS key kms:GenerateDataKey and kms:Decrypt",
-    "AuthorizationHeaderMalformed": REGION,
-    "PermanentRedirect": REGION,
+    "AccessDenied": "access to bucket {bucket} is denied{at}: reading needs s3:GetObject and "
+    "s3:ListBucket, a run needs s3:PutObject and s3:DeleteObject too, and a KMS key "
+    "kms:GenerateDataKey and kms:Decrypt",
+    "PermanentRedirect": "bucket {bucket} is in another region: set AWS_DEFAULT_REGION to it",
     "QuotaExceeded": "bucket {bucket} or its store is full{at}: free space or raise its quota",
     "PreconditionFailed": "another process wrote the object in the meantime",
     "SlowDown": "the store is too busy{at}",
-    "NoCredentialsError": f"no credentials were found: {KEYS}",
-    "PartialCredentialsError": f"the credentials are incomplete: {KEYS}",
+    "NoCredentialsError": "no credentials were found: set AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give a role",
     "ProfileNotFound": "the profile of AWS_PROFILE is not in the AWS configuration: correct it",
-    "NoRegionError": "no region is known: set AWS_DEFAULT_REGION",
-    "SSLError": "the certificate of the store{at} cannot be verified: check the endpoint",
-    "EndpointConnectionError": "the store{at} cannot be reached: check the network and the endpoint",
-    "ConnectTimeoutError": "the store{at} does not answer: check the network and the endpoint",
+    "EndpointConnectionError": "the store{at} cannot be reached: check network and endpoint",
 }
-BY_STATUS = {401: "AccessDenied", 403: "AccessDenied", 404: "NoSuchKey", 409: "PreconditionFailed",
-             412: "PreconditionFailed", 416: "PreconditionFailed", 503: "SlowDown", 507: "QuotaExceeded"}  # fmt: skip
+SAME_AS = {
+    "RequestExpired": "RequestTimeTooSkewed",
+    "AuthorizationHeaderMalformed": "PermanentRedirect",
+    "PartialCredentialsError": "NoCredentialsError",
+    "ConnectTimeoutError": "EndpointConnectionError",
+}
+BY_STATUS = {
+    401: "AccessDenied",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    409: "PreconditionFailed",
+    412: "PreconditionFailed",
+    416: "PreconditionFailed",
+    503: "SlowDown",
+    507: "QuotaExceeded",
+}
 
 
 class S3Error(UserError):
-    """An error of a bucket, with S3's own code, such as NoSuchKey; without an answer, the class of the exception."""
+    """An error of a bucket, with S3's code, such as NoSuchKey, or the class of the exception."""
 
     def __init__(self, sentence: str, code: str = "") -> None:
         super().__init__(sentence)
@@ -61,33 +69,49 @@ def translated(bucket: Any) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if translation := translate(error, bucket.name, f" at {bucket.endpoint_url}" if bucket.endpoint_url else ""):
-            raise translation from None
-        raise
+        at = f" at {bucket.endpoint_url}" if bucket.endpoint_url else ""
+        translation = translate(error, bucket.name, at)
+        if translation is None:
+            raise
+        raise translation from None
 
 
 def translate(error: BaseException, bucket: str, at: str) -> S3Error | None:
     """Return None for an error that has nothing to do with S3."""
     from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError
 
-    if isinstance(error, Boto3Error) and error.__context__:  # S3UploadFailedError hides the answer of the store
+    # S3UploadFailedError hides the answer of the store.
+    if isinstance(error, Boto3Error) and error.__context__:
         error = error.__context__
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return None
-    code, status = type(error).__name__, 0
-    if isinstance(error, ClientError):
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        code = code if code in SENTENCES else BY_STATUS.get(status, code)
-    if "Token" in code or "SSO" in code or "Credentials were refreshed" in str(error):  # there are many of them
-        code = "ExpiredToken"
+    code, status = _code_of(error)
     if code in SENTENCES:
         return S3Error(SENTENCES[code].format(bucket=bucket, at=at), code)
+
     shown = code if re.fullmatch(r"[A-Za-z0-9.]{1,60}", code) else "no code"
     if status:
         full = "; it or the bucket may be full" if status >= 500 else ""
         return S3Error(f"the store{at} refused the request (HTTP {status}, {shown}){full}", code)
     if isinstance(error, BotoCoreError | Boto3Error | ConnectionError | TimeoutError | ValueError):
-        return S3Error(f"the store{at} failed ({shown}): check network, endpoint and AWS configuration", code)
+        advice = "check network, endpoint and AWS configuration"
+        return S3Error(f"the store{at} failed ({shown}): {advice}", code)
     return None
+
+
+def _code_of(error: BaseException) -> tuple[str, int]:
+    """Return the code by which SENTENCES has an error, and the HTTP status of the answer or 0."""
+    from botocore.exceptions import ClientError
+
+    code = type(error).__name__
+    status = 0
+    if isinstance(error, ClientError):
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        if code not in SENTENCES.keys() | SAME_AS.keys():
+            code = BY_STATUS.get(status, code)
+    # There are many codes for expired credentials.
+    if re.search("Token|SSO", code) or "Credentials were refreshed" in str(error):
+        code = "ExpiredToken"
+    return SAME_AS.get(code, code), status

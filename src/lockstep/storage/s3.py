@@ -1,7 +1,8 @@
 """A place in an S3 bucket, through boto3's client and its transfer manager.
 
-boto3's own configuration counts: profiles, AWS_ENDPOINT_URL(_S3), regions, addressing style, credential processes,
-AWS_MAX_ATTEMPTS, AWS_REQUEST_CHECKSUM_CALCULATION. boto3 is imported when a client is first needed.
+boto3's own configuration counts: profiles, AWS_ENDPOINT_URL(_S3), regions, addressing style,
+credential processes, AWS_MAX_ATTEMPTS, AWS_REQUEST_CHECKSUM_CALCULATION. boto3 is imported when a
+client is first needed.
 """
 
 import logging
@@ -21,8 +22,12 @@ log = logging.getLogger(__name__)
 
 URI = re.compile(r"s3://[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9](/[^/\x00-\x1f\x7f?#\\]+)*/?")
 ENDPOINT = re.compile(r"https?://[^\s@?]+")
-PART_BYTES = 16 * 2**20  # larger files are sent in parts of this size, four at once
+# Larger files are sent in parts of this size, four at once.
+PART_BYTES = 16 * 2**20
 PROGRESS_S = 10.0
+# Their logs can quote signed requests.
+CHATTY = ("boto3", "botocore", "s3transfer", "urllib3")
+Count = Callable[[int], None]
 
 
 def is_s3(address: str | Path) -> bool:
@@ -35,7 +40,7 @@ class Bucket:
 
     Args:
         uri: s3://bucket/prefix; the prefix may be empty.
-        endpoint_url: the address of a store other than Amazon's; None: as boto3's configuration says.
+        endpoint_url: the address of a store other than Amazon's; None: by boto3's configuration.
     """
 
     uri: str
@@ -43,11 +48,16 @@ class Bucket:
 
     def __post_init__(self) -> None:
         if not URI.fullmatch(str(self.uri)):
-            raise UserError("An S3 address is s3://bucket/prefix, without credentials, query, \\ or empty parts.")
+            raise UserError(
+                "An S3 address is s3://bucket/prefix, without credentials, query, \\ or "
+                "empty parts."
+            )
         if {".", ".."} & set(self.uri.split("/")):
             raise UserError(f"{self.prefix!r} cannot begin a key of S3: it has '.' or '..' in it.")
         if self.endpoint_url and not ENDPOINT.fullmatch(self.endpoint_url):
-            raise UserError("s3.endpoint_url is http(s)://host:port, without credentials or a query.")
+            raise UserError(
+                "s3.endpoint_url is http(s)://host:port, without credentials or a query."
+            )
 
     @classmethod
     def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
@@ -76,17 +86,20 @@ class Bucket:
         import boto3
         from botocore.config import Config
 
-        for name in ("boto3", "botocore", "s3transfer", "urllib3"):  # their logs can quote signed requests
+        for name in CHATTY:
             logging.getLogger(name).setLevel(logging.WARNING)
-        logging.getLogger("botocore.credentials").setLevel(logging.CRITICAL)  # its tracebacks are our sentences
+        # Its tracebacks are sentences of storage/errors.py.
+        logging.getLogger("botocore.credentials").setLevel(logging.CRITICAL)
         config = Config(connect_timeout=10, read_timeout=30, max_pool_connections=32)
-        return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=config)
+        session = boto3.session.Session()
+        return session.client("s3", endpoint_url=self.endpoint_url, config=config)
 
     def call(self, method: str, key: str | None = None, **arguments: Any) -> Any:
         """Return the answer of a method of boto3's client, such as `put_object`."""
-        where = {"Bucket": self.name, **({} if key is None else {"Key": self.prefix + key})}
+        if key is not None:
+            arguments["Key"] = self.prefix + key
         with translated(self):
-            return getattr(self.client, method)(**where, **arguments)
+            return getattr(self.client, method)(Bucket=self.name, **arguments)
 
     def read(self, key: str) -> tuple[bytes | None, str | None]:
         """Return (content, ETag) of a small object; (None, None) if there is none."""
@@ -100,34 +113,46 @@ class Bucket:
             return None, None
 
     def write(self, key: str, data: bytes, **arguments: str) -> str:
-        """Write a small object, return its ETag; the arguments are put_object's, such as IfMatch and IfNoneMatch."""
+        """Write a small object and return its ETag.
+
+        Args:
+            arguments: of put_object, such as IfMatch and IfNoneMatch.
+        """
         return str(self.call("put_object", key, Body=data, **arguments)["ETag"])
 
-    def upload(self, key: str, path: Path, sha256: str = "", progress: Callable[[int], None] | None = None) -> None:
-        """Upload a file by boto3's transfer manager: in parallel parts, with retries, verified by checksums.
+    def upload(self, key: str, path: Path, sha256: str = "", progress: Count | None = None) -> None:
+        """Upload a file in parallel parts, with retries, verified by checksums.
 
-        The sha256 is kept as metadata of the object; an exception of `progress`, called with bytes, ends the upload.
+        Args:
+            sha256: kept as metadata of the object.
+            progress: called with a number of bytes; its exception ends the upload.
         """
         from boto3.s3.transfer import TransferConfig
 
         with translated(self):
-            extra: dict[str, Any] = {"Metadata": {"sha256": sha256}} if sha256 else {}
-            if self.client.meta.config.request_checksum_calculation != "when_required":  # as older stores need it
+            extra: dict[str, Any] = {}
+            if sha256:
+                extra["Metadata"] = {"sha256": sha256}
+            # Older stores need this setting.
+            if self.client.meta.config.request_checksum_calculation != "when_required":
                 extra["ChecksumAlgorithm"] = "CRC32"
             config = TransferConfig(PART_BYTES, max_concurrency=4, multipart_chunksize=PART_BYTES)
-            self.client.upload_file(str(path), self.name, self.prefix + key, extra, progress, config)
+            object_key = self.prefix + key
+            self.client.upload_file(str(path), self.name, object_key, extra, progress, config)
 
-    def download(self, key: str, path: Path, progress: Callable[[int], None] | None = None) -> None:
+    def download(self, key: str, path: Path, progress: Count | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with translated(self):
             self.client.download_file(self.name, self.prefix + key, str(path), Callback=progress)
 
     def list(self, below: str = "") -> Iterator[tuple[str, int, str]]:
-        """Yield (key, bytes, ETag) of every object whose key begins with `below`, in the order of the keys."""
+        """Yield (key, bytes, ETag) of every object whose key begins with `below`, by key."""
         with translated(self):
-            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=self.prefix + below)
-            for entry in (entry for page in pages for entry in page.get("Contents", [])):
-                yield entry["Key"].removeprefix(self.prefix), entry["Size"], entry["ETag"].strip('"')
+            paginator = self.client.get_paginator("list_objects_v2")
+            for page in paginator.paginate(Bucket=self.name, Prefix=self.prefix + below):
+                for entry in page.get("Contents", []):
+                    key = entry["Key"].removeprefix(self.prefix)
+                    yield key, entry["Size"], entry["ETag"].strip('"')
 
     def check_writable(self) -> None:
         """Write and delete a small object."""
@@ -136,25 +161,35 @@ class Bucket:
         self.call("delete_object", key)
 
     def web_url(self, key: str) -> str:
-        """Return the address, in boto3's addressing style, under which a browser finds an object that all may read."""
+        """Return the address under which a browser finds an object that all may read.
+
+        It has boto3's addressing style.
+        """
         place = {"Bucket": self.name, "Key": self.prefix + key}
         return str(self.client.generate_presigned_url("get_object", place)).partition("?")[0]
 
 
 class Progress:
-    """Count transferred bytes, and log every ten seconds how many there are and how long the rest takes."""
+    """Count transferred bytes, and log every ten seconds how long the rest takes."""
 
     def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self._lock, self._started = threading.Lock(), time.monotonic()
+        self.what = what
+        self.total = total
+        self.done = 0
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
         self._next = self._started + PROGRESS_S
 
     def __call__(self, num_bytes: int) -> None:
         with self._lock:
-            self.done, now = self.done + num_bytes, time.monotonic()
+            self.done += num_bytes
+            now = time.monotonic()
             if now < self._next:
                 return
             self._next = now + PROGRESS_S
         rate = max(self.done / (now - self._started), 1.0)
-        done, left_s = f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB", (self.total - self.done) / rate
-        log.info(f"{self.what}: {done}, {rate / 1e6:,.1f} MB/s, about {left_s:,.0f} s left")
+        left_s = (self.total - self.done) / rate
+        log.info(
+            f"{self.what}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
+            f"{rate / 1e6:,.1f} MB/s, about {left_s:,.0f} s left"
+        )

@@ -1,7 +1,9 @@
-"""Sweeps: run each job in a child process with its own run id, folder and record, and rank the jobs at the end.
+"""Run each job of a sweep in a child process, and rank them; replaces `_check_help` of argparse.
 
-Jobs do not run in the process of the sweep, because environment variables set for the ranks of one job would leak into
-the next, and each rank would start the whole sweep again. SLURM tasks (hydra/launcher=submitit_slurm) run this, too.
+Jobs do not run in the process of the sweep, because environment variables set for the ranks of one
+job would leak into the next, and each rank would start the whole sweep again. SLURM tasks
+(hydra/launcher=submitit_slurm) run this, too. Python 3.14 checks with `_check_help` the help of
+--shell-completion, which Hydra 1.3 does not give as a string.
 """
 
 import argparse
@@ -17,8 +19,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.config.compose import CONFIGS, as_typed, compose, quoted
+from lockstep.config.compose import CONFIGS, compose
 from lockstep.config.hydra_versions import version_base
+from lockstep.config.overrides import as_typed, quoted, search_paths
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.output import tested_name
@@ -64,14 +67,16 @@ def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> 
     import hydra
 
     sys.argv[1:] = argv
-    # Python 3.14 refuses the help of --shell-completion, which Hydra 1.3 does not give as a string.
-    check = mock.patch.object(argparse.ArgumentParser, "_check_help", lambda parser, action: None, create=True)
-    with check:
-        hydra.main(**version_base(), config_path=str(CONFIGS), config_name=config_name)(task)()
+    main = hydra.main(**version_base(), config_path=str(CONFIGS), config_name=config_name)
+    with mock.patch.object(argparse.ArgumentParser, "_check_help", create=True):
+        main(task)()
 
 
 def _ended_jobs(sweep_dir: Path) -> list[Job]:
-    """Return the jobs that have ended, by number; of several SLURM tasks of a job the one with the worst exit code."""
+    """Return the jobs that have ended, by number.
+
+    Of several SLURM tasks of a job it is the one with the worst exit code.
+    """
     jobs: dict[int, Job] = {}
     for path in (sweep_dir / RESULTS_FOLDER).glob("*"):
         job = Job(**json.loads(path.read_text()))
@@ -84,8 +89,9 @@ def _first_values(overrides: list[str]) -> list[str]:
     """Return the overrides of a sweep's first job."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parsed = OverridesParser.create().parse_overrides([as_typed(override) for override in overrides])
-    return [_first_value(text, override) for text, override in zip(overrides, parsed, strict=True)]
+    typed = [as_typed(override) for override in overrides]
+    parsed = OverridesParser.create().parse_overrides(typed)
+    return list(map(_first_value, overrides, parsed))
 
 
 def _first_value(text: str, override: Any) -> str:
@@ -112,20 +118,27 @@ def run_job(
     Args:
         hydra: the `hydra` node of the job's config.
         program: path of the script that started the sweep.
-        environ, output: the job's environment variables, and the file for what it prints; None: those of this process.
+        environ, output: the job's environment variables, and the file for what it prints; None:
+            those of this process.
     """
     sweep_dir = Path(str(hydra.sweep.dir)).resolve()
     number = hydra.job.num
     folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
 
-    overrides = [word for word in hydra.overrides.task if key_of(word) not in ("run_id", "sweep_dir")]
+    overrides = [
+        override
+        for override in hydra.overrides.task
+        if key_of(override) not in ("run_id", "sweep_dir")
+    ]
     if int(environment().get("SLURM_RESTART_COUNT") or 0):
         # SLURM has put the job into the queue again.
         overrides.append("resume=auto")
-    search_path = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath")]
+    search_path = search_paths(hydra.overrides.hydra)
     log.info(f"\njob {number}: {' '.join(overrides)}")
     place = [f"run_id={folder.run_id}", f"sweep_dir={sweep_dir}"]
-    code = run_child([sys.executable, program, *overrides, *search_path, *place], environ=environ, output=output)
+    code = run_child(
+        [sys.executable, program, *overrides, *search_path, *place], environ=environ, output=output
+    )
 
     job = _ended_job(number, code, overrides, folder, str(cfg.optimized_metric))
     results = sweep_dir / RESULTS_FOLDER
@@ -140,20 +153,26 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
     metrics: dict[str, Any] = {}
     if code == 0 and folder.record.exists():
         metrics = read_record(folder.record).metrics
-
-    def best(name: str) -> float:
-        for key in (f"{name}_best", name):
-            if metrics.get(key) is not None:
-                return float(metrics[key])
-        return math.nan
-
     # A process that a signal killed has a negative code.
     exit_code = code if code >= 0 else 128 - code
-    return Job(number, exit_code, overrides, best(metric), best(tested_name(metric)))
+    value = _best(metrics, metric)
+    return Job(number, exit_code, overrides, value, _best(metrics, tested_name(metric)))
 
 
-def run_child(command: list[str], environ: Mapping[str, str] | None = None, output: Any = None) -> int:
+def _best(metrics: Mapping[str, Any], name: str) -> float:
+    """Return the best value of a metric, or else the last one; nan without any."""
+    for key in (f"{name}_best", name):
+        if metrics.get(key) is not None:
+            return float(metrics[key])
+    return math.nan
+
+
+def run_child(
+    command: list[str], environ: Mapping[str, str] | None = None, output: Any = None
+) -> int:
     """Start a job and wait for it; return its exit code."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output
+    )
     running.add(process)
     return process.wait()

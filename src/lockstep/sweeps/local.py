@@ -19,7 +19,8 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
 
     Args:
         trainer: the trainer's options.
-        n_jobs: the number that the user asks for; None: one for each GPU, or group of `trainer.devices` GPUs.
+        n_jobs: the number that the user asks for; None: one for each GPU, or group of
+            `trainer.devices` GPUs.
     """
     environ = environment()
     gpus = 0 if trainer.accelerator == "cpu" else visible_gpus(environ)
@@ -31,12 +32,16 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
     number = n_jobs or max(1, gpus // gpus_of_job)
     if number == 1 or gpus < 2:
         return number, []
-    names = (environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
+    names = list(map(str, range(gpus)))
+    if environ.get("CUDA_VISIBLE_DEVICES"):
+        names = environ["CUDA_VISIBLE_DEVICES"].split(",")[:gpus]
     starts = range(0, gpus - gpus_of_job + 1, gpus_of_job)
     return number, [",".join(names[start : start + gpus_of_job]) for start in starts]
 
 
-def run_side_by_side(jobs: Sequence[Any], folder: Path, program: str, number: int, gpus: list[str]) -> list[JobReturn]:
+def run_side_by_side(
+    jobs: Sequence[Any], folder: Path, program: str, number: int, gpus: list[str]
+) -> list[JobReturn]:
     """Run jobs in child processes; return how each has ended, in order.
 
     Args:

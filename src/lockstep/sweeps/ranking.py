@@ -39,7 +39,10 @@ class Job:
 
 
 def is_minimized(config: Any) -> bool:
-    """Return whether lower is better for optimized_metric, by hydra.sweeper.direction or the checkpoint callback."""
+    """Return whether a lower optimized_metric is better.
+
+    The sweeper's direction says it, or the callback of checkpoints, or the name.
+    """
     direction = OmegaConf.select(config, "hydra.sweeper.direction")
     if direction in ("minimize", "maximize"):
         return bool(direction == "minimize")
@@ -51,22 +54,24 @@ def is_minimized(config: Any) -> bool:
 
 
 def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> list[str]:
-    """Return the ranking as lines, failed jobs last, then the means of jobs that differ in fold or seed alone.
+    """Return the ranking as lines, then the means of jobs that differ in fold or seed alone.
 
-    The line of a job has the overrides that are not common to all jobs.
+    The line of a job has the overrides that are not common to all jobs. Failed jobs are the last.
     """
     finished = [job for job in jobs if not job.has_failed]
-    failed = [job for job in jobs if job.has_failed]
-    ranked = sorted(finished, key=lambda job: job.value, reverse=not minimize)
+    finished.sort(key=lambda job: job.value, reverse=not minimize)
+    ranked = [*finished, *(job for job in jobs if job.has_failed)]
     common = _common_overrides(jobs)
 
     order = ", the lowest first" if minimize else ""
     lines = [f"{len(jobs)} jobs by {metric}{order}:"]
-    for job in (*ranked, *failed):
-        result = f"exit code {job.code:<2}" if job.has_failed else f"{as_read(metric, job.value):<12}"
+    for job in ranked:
+        result = f"{as_read(metric, job.value):<12}"
+        if job.has_failed:
+            result = f"exit code {job.code:<2}"
         overrides = [override for override in job.overrides if override not in common]
         lines.append(f"  {result}  {' '.join(overrides)}  {sweep_name}_{job.number}")
-    return [*lines, *_means((*ranked, *failed), common, metric)]
+    return [*lines, *_means(ranked, common, metric)]
 
 
 def _common_overrides(jobs: Sequence[Job]) -> set[str]:
@@ -79,23 +84,24 @@ def _means(jobs: Iterable[Job], common: set[str], metric: str) -> Iterator[str]:
     """Yield mean ± standard deviation of each group of jobs that differ in fold or seed alone."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        settings = [
-            override
-            for override in job.overrides
-            if override not in common and key_of(override) not in REPEATS
-        ]
+        settings = []
+        for override in job.overrides:
+            if override not in common and key_of(override) not in REPEATS:
+                settings.append(override)
         groups.setdefault(" ".join(settings), []).append(job)
 
     for settings_of_group, group in groups.items():
-        values = {
-            metric: [job.value for job in group],
-            tested_name(metric): [job.tested for job in group],
-        }
         means = [
-            f"{name} {as_read(name, statistics.fmean(column))} ± {as_read(name, statistics.stdev(column))}"
-            for name, column in values.items()
-            if len(column) > 1 and all(map(math.isfinite, column))
+            *_mean(metric, [job.value for job in group]),
+            *_mean(tested_name(metric), [job.tested for job in group]),
         ]
         if means:
             parts = [f"{len(group)} jobs", *means, settings_of_group]
             yield "  mean of " + " · ".join(filter(None, parts))
+
+
+def _mean(name: str, values: Sequence[float]) -> Iterator[str]:
+    """Yield the mean of a metric, or nothing where a job lacks it."""
+    if len(values) > 1 and all(map(math.isfinite, values)):
+        mean = as_read(name, statistics.fmean(values))
+        yield f"{name} {mean} ± {as_read(name, statistics.stdev(values))}"

@@ -19,7 +19,9 @@ RunJobs = Callable[[Sequence[Sequence[str]], int], Sequence[Any]]
 
 
 class Search:
-    """A search over the ranges of a command line, one job for each trial; failed trials are skipped.
+    """A search over the ranges of a command line, one job for each trial.
+
+    Failed trials are skipped.
 
     Args:
         overrides: of the command line, parsed.
@@ -39,7 +41,10 @@ class Search:
     ) -> None:
         self.ranges = [override for override in overrides if override.is_sweep_override()]
         if not self.ranges:
-            raise UserError("Nothing to search. Pass a range, such as 'optimizer.lr=tag(log,interval(1e-4,1e-1))'.")
+            raise UserError(
+                "Nothing to search. Pass a range, such as "
+                "'optimizer.lr=tag(log,interval(1e-4,1e-1))'."
+            )
         self.fixed = [
             f"{override.get_key_element()}={override.get_value_element_as_str()}"
             for override in overrides
@@ -64,16 +69,21 @@ class Search:
 
         if not self._number_finished():
             raise UserError(
-                f"No trial of the study {self.study.study_name} has finished. Their output states the errors."
+                f"No trial of the study {self.study.study_name} has finished. Their output states "
+                "the errors."
             )
         best = self.study.best_trial
         settings = " ".join(f"{key}={value}" for key, value in best.params.items())
         log.info(f"best of {len(self.study.trials)} trials: {best.value:.6g} with {settings}")
 
     def _run_trials(self, number: int, first: int, run_jobs: RunJobs) -> int:
-        """Run so many trials at the same time, and tell the study how each has ended; return their number."""
+        """Run so many trials at once, and tell the study how each has ended.
+
+        Returns:
+            their number.
+        """
         trials = [self.study.ask() for _ in range(number)]
-        settings = [self._settings_of(trial) for trial in trials]
+        settings = [self._settings(trial) for trial in trials]
         results = run_jobs([(*self.fixed, *job) for job in settings], first)
         for trial, job, result in zip(trials, settings, results, strict=True):
             value = math.nan if result.return_value is None else float(result.return_value)
@@ -82,9 +92,11 @@ class Search:
             log.info(f"trial {trial.number}: {' '.join(job)} → {outcome}")
         return number
 
-    def _settings_of(self, trial: Any) -> list[str]:
-        """Return the overrides that a trial proposes."""
-        return [f"{each.get_key_element()}={suggest(trial, each)}" for each in self.ranges]
+    def _settings(self, trial: Any) -> list[str]:
+        """Return the overrides that a trial searches."""
+        return [
+            f"{override.get_key_element()}={suggest(trial, override)}" for override in self.ranges
+        ]
 
     def _tell(self, trial: Any, value: float) -> None:
         from optuna.trial import TrialState
@@ -111,12 +123,14 @@ class Search:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.journal"
         storage = JournalStorage(JournalFileBackend(str(path)))
-        study = optuna.create_study(storage=storage, study_name=name, direction=direction, load_if_exists=True)
+        study = optuna.create_study(
+            storage=storage, study_name=name, direction=direction, load_if_exists=True
+        )
         before = study.user_attrs.get("search", space)
         if before != space:
             raise UserError(
-                f"The study {name} is another search ({' '.join(before)}): pass hydra.sweeper.study=NAME for a new "
-                f"one, or remove {path}."
+                f"The study {name} is another search ({' '.join(before)}): pass "
+                f"hydra.sweeper.study=NAME for a new one, or remove {path}."
             )
         study.set_user_attr("search", space)
         log.info(f"study {name} in {path}: {len(study.trials)} trials so far")
@@ -128,11 +142,12 @@ class Search:
 
 
 def _name_of_search(parts: list[str]) -> str:
-    return f"search-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return f"search-{digest[:8]}"
 
 
 def suggest(trial: Any, override: Override) -> Any:
-    """Return the trial's value for one searched key: of an interval a number in it, else one of the values."""
+    """Return the trial's value for one searched key: a number in its interval, or a choice."""
     key = override.get_key_element()
     value = override.value()
     if not isinstance(value, IntervalSweep):

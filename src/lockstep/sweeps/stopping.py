@@ -18,9 +18,10 @@ asked: list[int] = []  # signals that asked the sweep to stop
 
 @contextmanager
 def forward_stop_signals() -> Iterator[None]:
-    """Hand a signal on to the running jobs, wait until they have saved, and end the sweep; a second Ctrl-C kills them.
+    """Hand a signal on to the running jobs, wait until they have saved, and end the sweep.
 
-    SLURM with cgroups signals this process alone. A job that submitit runs has a result to hand in all the same.
+    A second Ctrl-C kills them. SLURM with cgroups signals this process alone. A job that submitit
+    runs has a result to hand in all the same.
     """
     asked.clear()
     previous = signals.on_stop(_stop_jobs)

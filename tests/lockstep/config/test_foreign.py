@@ -20,7 +20,7 @@ HOSTILE = [
     "/etc/passwd", "../x", "x/../../y", "~/x", "x.pth", "s3://bucket/x", "http://host/x", "file:///etc/passwd",
     "host:80", "hf-hub:user/name", "local-dir:x", "${oc.env:HOME}", "${repository:}", "os.system", "posix.system",
     {"_target_": "os.system", "command": "true"}, [{"_target_": "os.system"}], ["/etc/passwd"], [["x.y"]], b"x",
-    "x y", "x,y", "a=b", "{x:1}", "[1]", "x\n+a=1", "-x", "", 10**12, float("nan"), float("inf"), "x" * 101,
+    "x y", "x,y", "a=b", "{x:1}", "[1]", "x\n+a=1", "-x", "", 10**12, 10**400, float("nan"), float("inf"), "x" * 101,
 ]  # fmt: skip
 
 

@@ -55,22 +55,18 @@ def lists_of(path):
 
 # These lists are no facts about kinds of keys.
 ELSEWHERE = {
+    ("eval.py", "evaluation_config"): "the values of one evaluation",
     ("eval.py", "size_is_named"): "which options say the size of the images",
-    ("eval.py", "evaluation_config"): "the values of an evaluation",
-    ("lockstep/sweeps/jobs.py", "overrides"): "the overrides of a job",
     ("lockstep/config/foreign.py", "NAMES"): "the boundary says itself what it lets in",
     ("lockstep/config/foreign.py", "OF_RUN"): "the boundary says itself what it lets in",
-    ("lockstep/config/check.py", "NAMES"): "types of values",
-    ("lockstep/config/check.py", "MAY_BE_NODE"): "types of values",
-    ("lockstep/config/check.py", "WORD_OF_KEY"): "types of values",
     ("lockstep/config/suggestions.py", "NAMES_ELSEWHERE"): "names from other programs",
-    ("lockstep/config/schema.py", "INTERNAL_KEYS"): "keys that nobody gives",
-    ("lockstep/runs/checks.py", "CHOSEN"): "what makes a training on a CPU a choice",
     ("lockstep/records/folder.py", "GROUPS"): "the nodes of a config that is read",
+    ("lockstep/runs/checks.py", "CHOSEN"): "what makes a training on a CPU a choice",
+    ("lockstep/runs/first_record.py", "_identity"): "fields of the record",
+    ("lockstep/sweeps/jobs.py", "overrides"): "the overrides of a job",
     ("rehearse.py", "FIXED"): "the overrides of a dry run",
     ("rehearse.py", "changes"): "the overrides of a dry run",
     ("rehearse.py", "options"): "the overrides of a dry run",
-    ("lockstep/runs/first_record.py", "_identity"): "fields of the record",
     ("upload.py", "OPTIONS"): "the options of a script",
 }
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.logbook.build import summarise
-from lockstep.logbook.compare import as_text, not_held_fixed, number_rows, write_comparison
+from lockstep.logbook.compare import (
+    as_text,
+    not_held_fixed,
+    number_rows,
+    setting_rows,
+    write_comparison,
+)
 from lockstep.logbook.folders import NOTE
 from lockstep.logbook.report import STATIC, report_data, report_html
 
@@ -39,6 +45,23 @@ def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):
     assert lines[0].split() == ["ddp", "fsdp"] and table["choices.trainer"] == ["ddp", "fsdp"]
     assert lines[1].index("finished") == lines[0].index("ddp")
     assert lines[-1].startswith("Not held fixed")
+
+
+def test_other_initial_weights_are_a_difference(runs):
+    for run in runs:
+        run.record.initial_weights = f"{run.run_id}.ckpt"
+        run.record.initial_weights_sha256 = "ab" * 32
+    assert "initial_weights" not in dict(setting_rows(runs)), "the same bytes at two places"
+    runs[1].record.initial_weights_sha256 = "cd" * 32
+    runs[2].record.initial_weights = runs[2].record.initial_weights_sha256 = None
+    assert dict(setting_rows(runs))["initial_weights"] == [
+        f"ddp.ckpt, sha256 {'ab' * 8}",
+        f"fsdp.ckpt, sha256 {'cd' * 8}",
+        "–",
+    ]
+    assert "the initial weights" in not_held_fixed(runs[:2])
+    runs[2].config["model.weights"] = "mine.pth"
+    assert dict(setting_rows(runs))["initial_weights"][2] == "mine.pth"
 
 
 def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):

@@ -60,6 +60,17 @@ def test_the_diff_applies_to_the_commit_whatever_git_is_configured_to_print(repo
     assert "+line" in diff and diff.endswith("… cut here\n") and len(diff) == provenance.DIFF_LIMIT + 12
 
 
+def test_a_diff_keeps_bytes_and_line_ends(repository, tmp_path_factory):
+    content = b"# caf\xe9\r\nsecond\r\n"
+    (repository / "src" / "a.py").write_bytes(content)
+    other = tmp_path_factory.mktemp("other")
+    git(repository, "worktree", "add", "-q", str(other / "tree"), "HEAD")
+    diff = provenance.code_diff(repository)
+    (other / "code.diff").write_bytes(diff.encode(errors="surrogateescape"))
+    git(other / "tree", "apply", str(other / "code.diff"))
+    assert (other / "tree/src/a.py").read_bytes() == content
+
+
 def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatch):
     empty = tmp_path_factory.mktemp("empty")
     assert "not a git repository" in provenance.code_state(empty)["commit_unknown"]

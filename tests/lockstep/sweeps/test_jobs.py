@@ -1,5 +1,6 @@
 """Jobs of a sweep: how they are stopped, how many run side by side, and the ranking at the end."""
 
+import argparse
 import copy
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hydra_plugins.lockstep_sweeps import LocalJobs
-from lockstep.config.compose import compose
+from lockstep.config.compose import compose, register_resolvers
 from lockstep.sweeps import jobs, local
 from lockstep.sweeps.jobs import run_child
 from lockstep.sweeps.ranking import Job, is_minimized, ranking
@@ -23,6 +24,22 @@ SRC = Path(__file__).resolve().parents[3] / "src"
 
 def job(words: str) -> list[str]:
     return [sys.executable, "-c", f"import os, pathlib, signal, sys, time\n{words}"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="argparse checks no help before 3.14")
+def test_argparse_has_the_check_that_hydra_fails():
+    assert hasattr(argparse.ArgumentParser, "_check_help")
+
+
+def test_hydras_options_survive_a_check_of_their_help(monkeypatch, capsys):
+    def refuse(parser, action):
+        raise ValueError("badly formed help string")
+
+    monkeypatch.setattr(argparse.ArgumentParser, "_check_help", refuse, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    register_resolvers()
+    jobs.run_hydra("train", lambda cfg: None, ["--info", "defaults"])
+    assert "Defaults" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (1, 1, 75), (2, 2, 130)])

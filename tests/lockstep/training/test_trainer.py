@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.compose import compose, plain
 from lockstep.config.instantiate import build
-from lockstep.config.schema import REFUSED_TRAINER_KEYS
+from lockstep.config.schema import REFUSED_TRAINER_KEYS, trainer_arguments
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.training.trainer import validation_interval, whole_steps
@@ -65,6 +65,10 @@ def test_all_of_them_in_one_run(tmp_path):
 
 
 PAGE = (REPOSITORY / "docs" / "coming_from.md").read_text().split("\n## timm")[0]
+
+
+def test_the_trainers_arguments_are_those_of_its_signature():
+    assert trainer_arguments() == tuple(inspect.signature(pl.Trainer).parameters)
 
 
 def test_the_others_are_refused_with_what_to_use():

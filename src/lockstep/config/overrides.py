@@ -1,0 +1,145 @@
+"""The overrides of a command line, in the form in which Hydra reads them. Imports no torch."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config import keys
+from lockstep.config.schema import FREE_GROUPS, is_group, key_of
+from lockstep.config.suggestions import missing_option
+from lockstep.process.errors import UserError
+
+# Values that Hydra reads as they are meant: functions of its grammar, quotes, lists, sweeps, null
+# and plain text.
+READ = re.compile(
+    r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
+    r"|(?!(?i:true|false|nan|inf)$)[a-zA-Z/][\w/.:@-]*"
+)
+# What fits the class of an option may not fit another one.
+UNFIT = {
+    "data._target_": ("data", "task"),
+    "model._target_": ("data", "task", "optimizer", "scheduler"),
+}
+SEARCH_PATH = "hydra.searchpath"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The overrides of a command line.
+
+    Args:
+        config_name: the yaml that Hydra composes.
+        overrides: as Hydra reads them.
+        folders: the folders that hold the groups, configs/ first.
+    """
+
+    config_name: str
+    overrides: list[str]
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def parse(cls, config_name: str, typed: list[str], configs: Path) -> "CommandLine":
+        """Quote names; refuse an override without key or value, and an option that is missing."""
+        folders = config_folders(typed, configs)
+        overrides = []
+        for override in typed:
+            if is_choice(override, folders):
+                override = override.lstrip("+")
+            overrides.append(as_typed(override))
+        for override in overrides:
+            _check_form(override, folders)
+        return cls(config_name, overrides, folders)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The options that are chosen, by group."""
+        chosen = [override for override in self.overrides if is_choice(override, self.folders)]
+        return {key_of(override): override.partition("=")[2] for override in chosen}
+
+    @property
+    def search(self) -> list[str]:
+        """The overrides that add folders of yamls."""
+        return search_paths(self.overrides)
+
+    @property
+    def without_fits(self) -> list[str]:
+        """Overrides that remove what fits the chosen options: a class may be another one."""
+        groups: set[str] = set()
+        for override in self.overrides:
+            groups.update(UNFIT.get(key_of(override), ()))
+        return sorted(f"~fits/{group}" for group in groups)
+
+    @property
+    def recorded(self) -> list[str]:
+        """The overrides that a run records: all but Hydra's own."""
+        return [word for word in self.overrides if not re.match("hydra[./]", key_of(word))]
+
+
+def search_paths(overrides: list[str]) -> list[str]:
+    """Return the overrides that add folders of yamls."""
+    return [override for override in overrides if override.startswith(f"{SEARCH_PATH}=")]
+
+
+def config_folders(overrides: list[str], configs: Path) -> tuple[Path, ...]:
+    """Return `configs` and the folders that the overrides add to it."""
+    values = "".join(override.partition("=")[2] for override in search_paths(overrides))
+    paths = re.findall(r"file://(.*?)(?<!\\)'", values)
+    return (configs, *(Path(path.replace("\\'", "'")) for path in paths))
+
+
+def is_choice(override: str, folders: tuple[Path, ...]) -> bool:
+    """Return whether an override chooses an option, as `model=alexnet`, and sets no value."""
+    if "=" not in override or override.startswith("~"):
+        return False
+    return is_group(key_of(override), folders)
+
+
+def as_typed(override: str) -> str:
+    """Quote a name that Hydra would read as a number, a switch or not at all; expand ~ in it."""
+    key, sign, value = override.partition("=")
+    if not sign or not keys.is_text(key.lstrip("+")):
+        return override
+    if re.fullmatch(r"\[[^\"'\[{$]+\]", value):
+        items = [_quoted_if_needed(item) for item in value[1:-1].split(",")]
+        return f"{key}=[{','.join(items)}]"
+    if value.startswith("~"):
+        value = str(Path(value).expanduser())
+    return f"{key}={_quoted_if_needed(value)}"
+
+
+def _quoted_if_needed(value: str) -> str:
+    return value if READ.fullmatch(value) else quoted(value)
+
+
+def quoted(value: str) -> str:
+    """Quote a text for Hydra's grammar."""
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _check_form(override: str, folders: tuple[Path, ...]) -> None:
+    """Refuse a missing key, value or option, and ~ before a whole group."""
+    key, sign, value = override.lstrip("+~").partition("=")
+    if override.startswith("~"):
+        if "." not in key and key not in FREE_GROUPS:
+            raise UserError(
+                f"{override}: a run needs {key}. Give it another value, {key}=VALUE or {key}=none."
+            )
+    elif not sign or not key:
+        raise UserError(f"{override}: write {_complete_forms(key, folders)}.")
+
+    if not re.fullmatch(r"[\w./-]+|\[[\w.,-]+\]", value):
+        return
+    for name in value.strip("[]").split(","):
+        sentence = missing_option(key, name, folders)
+        if sentence and name != "null":
+            raise UserError(sentence)
+
+
+def _complete_forms(key: str, folders: tuple[Path, ...]) -> str:
+    """Return what an override without a sign may mean: the groups that have such an option."""
+    groups: set[str] = set()
+    for folder in folders:
+        groups.update(path.parent.name for path in folder.glob(f"*/{key}.yaml"))
+    forms = [f"{group}={key}" for group in sorted(groups)]
+    return " or ".join(forms or [f"{key or 'KEY'}=VALUE"])
