@@ -17,7 +17,7 @@ def mlflow(run_id: str, experiment_name: str, tracking_uri: str, **options: Any)
     It goes on with the MLflow run that is named `run_id`, if there is one.
     """
     mlflow_id = None
-    if rank_zero_only.rank == 0:
+    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(tracking_uri)
@@ -49,7 +49,7 @@ class Trackio(Logger):
             trackio.init, project, run_id, space_id=space_id, resume="allow", embed=False
         )
         self.run: Any = None
-        if rank_zero_only.rank == 0:
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.run = self.open()
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:

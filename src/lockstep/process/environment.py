@@ -96,7 +96,7 @@ def available_cores(
     for line in proc.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         # Version 2 has one file, and no names of controllers.
-        names = ("cpu.max",)
+        names: tuple[str, ...] = ("cpu.max",)
         folder = mount / group.strip("/")
         if controllers:
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")

@@ -65,7 +65,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Return {"trainer.devices": 2, …}; a list is one value."""
     if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix: tree}
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}.{key}".lstrip("."))
     return flat
