@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from data.folder_layout import FolderLayout, split_folders
+from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
     TRAIN,
-    ImageList,
     Item,
     LeftOut,
     counts_of,

@@ -13,12 +13,12 @@ from typing import Any
 from data.csv_file import CSVTable, read_csv
 from data.webdataset import ShardedDataModule
 from lockstep.data.decoding import SUFFIXES
+from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
     SPLIT_OF,
     SPLITS,
     TRAIN,
-    ImageList,
     Item,
     LeftOut,
     group_of,

@@ -11,10 +11,10 @@ from typing import Any
 from tqdm import tqdm
 
 from lockstep.data.decoding import SUFFIXES
+from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
     TRAIN,
-    ImageList,
     Item,
     LeftOut,
     files_below,
