@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.csv_file import CSVTable, read_csv
-from data.webdataset import ShardedDataModule
+from data.shards import Shards
 from lockstep.data.decoding import SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
@@ -339,18 +339,17 @@ class ParquetColumns:
         return sorted({self.image, *self.labels, *filter(None, (self.group, self.split))})
 
 
-class ParquetDataModule(ShardedDataModule):
+class ParquetDataModule(ListedDataModule):
     """Images in parquet files, which are copied once into the node's cache to be read one by one.
 
     Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml
     explains the options; `group` may name a column.
     """
 
-    suffix = ".parquet"
-
     def __init__(
         self,
         *,
+        root: str | Path | None = None,
         image_column: str | None = None,
         label_column: str | None = None,
         label_columns: Sequence[str] | None = None,
@@ -359,18 +358,16 @@ class ParquetDataModule(ShardedDataModule):
         super().__init__(**options)
         self._image_column = image_column
         self._label_column = label_column
-        self.label_columns = label_columns or []
-        self.shard_options = [
-            image_column,
-            label_column,
-            list(self.label_columns),
-            self.target,
-            self.group,
-        ]
+        self._label_columns = list(label_columns or [])
+        columns = [image_column, label_column, self._label_columns, self.target, self.group]
         if self.splits_option is False:
-            self.shard_options.append("splits=false")
+            columns.append("splits=false")
+        self._shards = Shards(self, root, ".parquet", self._read_shard, columns)
 
-    def read_shard(self, path: Path, folder: Path) -> Content:
+    def list_images(self) -> ImageList:
+        return self._shards.list_images(self._label_columns)
+
+    def _read_shard(self, path: Path, folder: Path) -> Content:
         from pyarrow import ArrowException, parquet
 
         try:
@@ -396,7 +393,7 @@ class ParquetDataModule(ShardedDataModule):
         """Write the encoded images one after the other into the file `copy`.
 
         Returns:
-            The items as of `read_shard`, the names of their splits, and the rows without a label.
+            The items as of ReadShard, the names of their splits, and the rows without a label.
         """
         items: list[list[Any]] = []
         parts: list[str] = []
@@ -418,12 +415,12 @@ class ParquetDataModule(ShardedDataModule):
         return items, parts, unlabelled
 
     def _lacks_class(self, row: Mapping[str, Any], columns: ParquetColumns) -> bool:
-        if self.target != "class" or self.label_columns:
+        if self.target != "class" or self._label_columns:
             return False
         return row[columns.labels[0]] in (None, -1)
 
     def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
-        if self.label_columns:
+        if self._label_columns:
             return [row[column] for column in columns.labels]
         value = row[columns.labels[0]]
         if self.target != "class":
@@ -437,9 +434,9 @@ class ParquetDataModule(ShardedDataModule):
         image = self._image_of(path, kinds, declared)
         group = self.group if self.group in kinds else ""
         split = find_column(list(kinds), "split")
-        if self.label_columns:
+        if self._label_columns:
             labels = [
-                column_of(path, list(kinds), name, "label_columns") for name in self.label_columns
+                column_of(path, list(kinds), name, "label_columns") for name in self._label_columns
             ]
             return ParquetColumns(image, labels, [], group or "", split)
         classes = _declared_as(declared, "ClassLabel")
