@@ -81,7 +81,9 @@ class ImageOptions:
     def __post_init__(self) -> None:
         name = self.name or "images"
         if Path(name).name != name or name.startswith("."):
-            raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
+            raise UserError(
+                f"data.name={name!r} names a cache folder: give a name without slashes."
+            )
         for key in ("views", "eval_batch_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"data.{key}={getattr(self, key)} must be at least 1.")
@@ -465,7 +467,9 @@ class ImageDataModule(LightningDataModule):
         batches = self._eval_batches(self.splits.train[:count])
         return torch.cat([self.on_after_batch_transfer(batch, 0)[0].cpu() for batch in batches])
 
-    def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Any]:
+    def on_after_batch_transfer(
+        self, batch: LoadedBatch, dataloader_idx: int
+    ) -> tuple[Tensor, Any]:
         """Return images and targets; mixed images have shares of classes, (n, num_classes) float."""
         finished = self._maker.finish(batch)
         if self.trainer is None:

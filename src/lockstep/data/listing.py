@@ -13,7 +13,9 @@ from typing import Any
 from lockstep.data.decoding import SUFFIXES
 from lockstep.process.errors import UserError
 
-TRAIN, VAL, TEST = 0, 1, 2
+TRAIN = 0
+VAL = 1
+TEST = 2
 SPLITS = ("train", "val", "test")
 SPLIT_OF = {  # the names that Hugging Face's datasets accept, in any case
     "train": TRAIN,
@@ -49,7 +51,8 @@ LeftOut = dict[str, list[str]]
 class Item:
     """One image of a source."""
 
-    name: str  # the path of its file relative to the source's folder, or what messages call it
+    # The path of its file relative to the source's folder, or what messages call it.
+    name: str
     # The name of its class, a number, the path of its mask, or several numbers.
     label: Any = ""
     split: int = TRAIN
