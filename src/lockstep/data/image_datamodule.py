@@ -127,7 +127,7 @@ class ImageDataModule(LightningDataModule):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = chosen = ImageOptions(**options)
-        self.name = chosen.name or type(self).__name__.removesuffix("DataModule").lower()
+        self.name: str = chosen.name or type(self).__name__.removesuffix("DataModule").lower()
         self.image_size = chosen.image_size
         self.global_batch_size = chosen.global_batch_size
         self.cache_dir = Path(chosen.cache_dir)

@@ -126,7 +126,7 @@ class BatchMaker:
         for name, mask in zip(names, pixels[1:], strict=True):
             classes = mask[..., 0].long()
             by_name[name] = torch.where(classes == VOID, -1, classes)
-        targets = by_name[""] if list(by_name) == [""] else by_name
+        targets: Any = by_name[""] if list(by_name) == [""] else by_name
         if "mixing" in batch:
             num_classes = len(self.source.class_names)
             images, targets = mix(images, targets, batch["mixing"], num_classes)

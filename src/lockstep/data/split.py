@@ -90,8 +90,10 @@ class Split:
     def __post_init__(self) -> None:
         if self.fold is None and self.num_folds is None:
             return
-        are_numbers = type(self.fold) is int and type(self.num_folds) is int
-        if not (are_numbers and 0 <= self.fold < self.num_folds and self.num_folds > 1):
+        is_valid = False
+        if type(self.fold) is int and type(self.num_folds) is int:
+            is_valid = self.num_folds > 1 and 0 <= self.fold < self.num_folds
+        if not is_valid:
             raise UserError(
                 f"data.fold={self.fold} data.num_folds={self.num_folds}: give both, as data.fold=0 "
                 "data.num_folds=5, the fold from 0 to num_folds - 1."
@@ -170,7 +172,7 @@ class Split:
     ) -> np.ndarray:
         num_folds = int(draw.value)
         if groups is not None:
-            return _folds_of_groups(index, labels, groups, num_folds, draw)[self.fold]
+            return _folds_of_groups(index, labels, groups, num_folds, draw)[self.fold or 0]
         # The images are dealt out like cards, class by class: folds differ by at most one image,
         # also in a class.
         order = draw.shuffled(index)
