@@ -2,13 +2,14 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 
 from lockstep.data.content_hash import hash_of_arrays
@@ -282,25 +283,15 @@ def _mask_of(value: Any) -> np.ndarray:
     return np.where(pixels < 0, VOID, pixels).astype(np.uint8)
 
 
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Let random transforms draw the same numbers in every process, and restore their streams."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
+    """Return the pixels of an item and its masks, [] where the loader will refuse it.
+
+    Random transforms draw the same numbers in every process, and their streams are restored.
+    """
+    with isolate_rng(include_cuda=False), suppress(UserError):
         torch.default_generator.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
-    """Return the pixels of an item and its masks, [] where the loader will refuse it."""
-    with suppress(UserError), _same_random_numbers():
         return [np.asarray(picture) for picture in open_sample(position)]
     return []
 

@@ -103,20 +103,25 @@ class Shards:
         root = self._root
         if root.is_file() and root.suffix.lower() == self.suffix:
             return {root.name: TRAIN}
-        names = []
-        if root.is_dir():
-            names = [file.name for file in files_below(root, {}, suffixes={self.suffix})]
+        files = files_below(root, {}, suffixes={self.suffix}) if root.is_dir() else []
+        names = [file.name for file in files]
         if not names:
             raise UserError(
                 f"data.root={root} holds no {self.suffix} file. Pass the folder that contains them."
             )
-        splits = {name: splits_in("/".join(reversed(Path(name).parts))) for name in names}
-        if self.module.splits_option is False or not any(splits.values()):
+        splits: dict[str, int] = {}
+        others = []
+        for name in names:
+            parts = splits_in("/".join(reversed(Path(name).parts)))
+            if parts:
+                splits[name] = parts[0]
+            else:
+                others.append(name)
+        if self.module.splits_option is False or not splits:
             return dict.fromkeys(names, TRAIN)
-        others = [name for name in names if not splits[name]]
         if others:
             left_out[f"{self.suffix} files of no split"] = others
-        return {name: parts[0] for name, parts in splits.items() if parts}
+        return splits
 
 
 def from_hub(address: str, suffix: str, cache: Path) -> Path:

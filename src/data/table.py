@@ -424,20 +424,20 @@ class ParquetDataModule(ListedDataModule):
         kinds = {column.name: str(column.type) for column in schema}
         declared = _declared(schema, kinds)
         image = self._image_of(path, kinds, declared)
-        group = self.group if self.group in kinds else ""
+        group = str(self.group) if self.group in kinds else ""
         split = find_column(list(kinds), "split")
         if self._label_columns:
             labels = [
                 column_of(path, list(kinds), name, "label_columns") for name in self._label_columns
             ]
-            return ParquetColumns(image, labels, [], group or "", split)
+            return ParquetColumns(image, labels, [], group, split)
         classes = _declared_as(declared, "ClassLabel")
         column = self._label_column or (classes[0] if len(classes) == 1 else "label")
         label = column_of(path, list(kinds), column, "label_column")
         class_names = []
         if label in classes:
             class_names = [str(name) for name in declared[label].get("names") or ()]
-        return ParquetColumns(image, [label], class_names, group or "", split)
+        return ParquetColumns(image, [label], class_names, group, split)
 
     def _image_of(
         self, path: Path, kinds: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]

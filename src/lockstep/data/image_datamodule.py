@@ -118,7 +118,8 @@ class ImageDataModule(LightningDataModule):
     hash_method = METHOD
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
-    # fit, test for an evaluation, which needs no training images, or CHECK. Set it before `prepare`.
+    # fit, test for an evaluation, which needs no training images, or CHECK. It is set before
+    # `prepare`.
     stage = "fit"
     # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
     device_array_gib = 4.0
@@ -470,7 +471,7 @@ class ImageDataModule(LightningDataModule):
     def on_after_batch_transfer(
         self, batch: LoadedBatch, dataloader_idx: int
     ) -> tuple[Tensor, Any]:
-        """Return images and targets; mixed images have shares of classes, (n, num_classes) float."""
+        """Return images and targets. Mixed images have shares of classes, (n, num_classes)."""
         finished = self._maker.finish(batch)
         if self.trainer is None:
             return finished

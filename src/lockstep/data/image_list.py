@@ -24,7 +24,7 @@ from lockstep.process.errors import UserError
 
 
 class ImageList(Source):
-    """A list of n images: first those to train on, then those to validate on, then those to test on.
+    """A list of n images: first those to train on, then validation, then test.
 
     Attributes:
         numbers: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros where

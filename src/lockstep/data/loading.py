@@ -1,4 +1,4 @@
-"""Load the images of batches in DataLoader worker processes, and copy them to a GPU ahead of time."""
+"""Load the images of batches in worker processes, and copy them to a GPU ahead of time."""
 
 import atexit
 import functools
@@ -157,7 +157,7 @@ def _start_workers(loader: DataLoader) -> Iterator[Any]:
 
 @atexit.register
 def _kill_workers() -> None:
-    """Run before multiprocessing's exit handler, which would wait for workers that ignore SIGTERM."""
+    """Run before multiprocessing's exit handler, which waits for workers that ignore SIGTERM."""
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     if workers:
         # torch's handler would report them as failed.

@@ -1,4 +1,4 @@
-"""Make the batches of one rank on its device: from arrays that lie there, or from worker processes."""
+"""Make the batches of one rank on its device, from arrays there or from worker processes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +53,8 @@ class BatchMaker:
         """Draw what decides the pixels of an epoch.
 
         Returns:
-            Crop starts and flips, or a seed for each image, as a Selection has them; and the mixing.
+            Crop starts and flips, or a seed for each image, as a Selection has them.
+            The mixing; None: nothing is mixed.
         """
         generator = random_stream(seed, AUGMENTATION, epoch)
         if self.pipeline is None:

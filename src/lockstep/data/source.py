@@ -110,8 +110,8 @@ class Source:
         for name in names:
             if name not in class_names:
                 raise UserError(
-                    f"{name_of_data} has the class {name}, which the checkpoint does not know; it knows "
-                    f"{', '.join(class_names[:20])}. Rename the class or remove its images."
+                    f"{name_of_data} has the class {name}, which the checkpoint does not know; it "
+                    f"knows {', '.join(class_names[:20])}. Rename the class or remove its images."
                 )
         number_of = np.array([class_names.index(name) for name in names], np.int64)
         if self.target_kind == "labels":

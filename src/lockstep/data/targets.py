@@ -1,4 +1,4 @@
-"""Targets of any shape: a class, several labels, a number or a mask for each image, or a dict of these.
+"""Targets of any shape: a class, several labels, a number, a mask, or a dict of these.
 
 In a mask −1 marks the pixels that do not count, which are 255 in its file.
 """
