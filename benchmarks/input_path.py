@@ -92,7 +92,7 @@ def our_batches(size: int, root: Path, scratch: str) -> Batches:
         root=root, cache_dir=scratch, image_size=size, crop_padding=4 if size == 32 else 0, flip=True,
         global_batch_size=BATCH, mean=MEAN, std=STD, num_val=1,
     )  # fmt: skip
-    data.place()
+    data.attach_to_ranks()
     loader: Any = data.train_dataloader()
     return lambda: (data.on_after_batch_transfer(batch, 0) for batch in loader)
 

@@ -85,11 +85,11 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
         cache_dir=case.cache_dir,
     )  # fmt: skip
     if case.mixup:
-        data.use(CropFlip(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.5))
+        data.set_augmentation(CropFlip(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.5))
     data.prepare()
     if case.fault == "one rank's batch repeated":
         rank = 0
-    data.place(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate, device="cpu")
+    data.attach_to_ranks(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate, device="cpu")
     return data
 
 

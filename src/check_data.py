@@ -76,13 +76,12 @@ def read_thumbnails(data: Any) -> Thumbnails:
 
     from lockstep.data.decoding import CorruptImage, decode_all
 
-    open_one = data.sample_opener()
-    count = len(data.splits.of_each)
+    count = len(data.source)
     thumbnails = Thumbnails(np.zeros((count, SIDE * SIDE), np.float32))
 
     def read(i: int) -> None:
         try:
-            image = open_one(i)[0]
+            image = data.source.open(i)[0]
         except CorruptImage as error:
             thumbnails.damaged.append(error.args[0])
             return
@@ -108,7 +107,7 @@ def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[tuple[int, int], str]:
         if min(split_of[i], split_of[j]) < 0:
             continue
         splits = " and ".join(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
-        is_same = data.target_name(i) == data.target_name(j)
+        is_same = data.source.target_name(i) == data.source.target_name(j)
         labels = "same label" if is_same else "two labels"
         kinds[i, j] = f"nearly identical, {splits}, {labels}"
     return kinds
@@ -121,12 +120,11 @@ def draw_pairs(data: Any, kinds: Mapping[tuple[int, int], str], path: Path) -> N
     def is_harmless(pair: tuple[int, int]) -> bool:
         return "same label" in kinds[pair] and "test" not in kinds[pair]
 
-    open_one = data.sample_opener()
     tiles = []
     for pair in sorted(kinds, key=is_harmless)[:SHOWN_PAIRS]:
-        labels = dict.fromkeys(data.target_name(i) for i in pair)
+        labels = dict.fromkeys(data.source.target_name(i) for i in pair)
         caption = [kinds[pair].split(", ")[1], " | ".join(labels)]
-        tiles.append(([open_one(i)[0] for i in pair], caption, "black"))
+        tiles.append(([data.source.open(i)[0] for i in pair], caption, "black"))
     if tiles:
         contact_sheet(path, tiles, columns=4)
 
@@ -173,7 +171,8 @@ def check(config: Config) -> int:
     log_images(thumbnails, lists)
     kinds = similar_pairs(data, thumbnails.pixels)
     for (i, j), kind in kinds.items():
-        lists.setdefault(kind, []).append(f"{data.image_name(i)} = {data.image_name(j)}")
+        pair = f"{data.source.name(i)} = {data.source.name(j)}"
+        lists.setdefault(kind, []).append(pair)
     for kind in sorted(set(kinds.values())):
         log.info(f"{kind}: {len(lists[kind])} pairs")
 

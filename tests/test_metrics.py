@@ -60,7 +60,7 @@ def evaluated(cluster: Cluster, folder: str) -> dict[str, Any]:
         global_batch_size=12, cache_dir=Path(folder) / "cache",
     )  # fmt: skip
     data.prepare()
-    data.place(rank=cluster.rank, world_size=cluster.world_size)
+    data.attach_to_ranks(rank=cluster.rank, world_size=cluster.world_size)
     module = ImageClassifier(Guess(), num_classes=CLASSES, metrics=metrics())
     meet(cluster)
     trainer = pl.Trainer(

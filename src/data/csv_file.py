@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.process.errors import UserError
 
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+FLAGS = {"0", "1", "0.0", "1.0"}
 SAVE_AS = "save it as CSV UTF-8 (in Excel: Save as, CSV UTF-8)"
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 THOUSANDS = re.compile(r"[+-]?[0-9]{1,3},[0-9]{3}")
@@ -58,15 +59,13 @@ class CSVTable:
 
     def one_hot_columns(self, names: Iterable[str]) -> list[str]:
         """Return the columns of 0 and 1 among these if each row has a single 1; [] otherwise."""
-        columns = [name for name in names if all(is_flag(value) for value in self.column(name))]
+        columns = [name for name in names if set(self.column(name)) <= FLAGS]
         if len(columns) < 2:
             return []
-        counts = {sum(float(row[name]) for name in columns) for row in self.rows}
-        return columns if counts == {1.0} else []
-
-
-def is_flag(value: str) -> bool:
-    return value in ("0", "1", "0.0", "1.0")
+        for row in self.rows:
+            if sum(float(row[name]) for name in columns) != 1:
+                return []
+        return columns
 
 
 def read_csv(path: Path) -> CSVTable:
@@ -82,17 +81,8 @@ def read_csv(path: Path) -> CSVTable:
             f"data.root={path} cannot be read ({error.strerror}): give a CSV file."
         ) from None
     text, encoding = _decoded(path, data)
-    delimiter = max(",;\t|", key=text.partition("\n")[0].count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        table = CSVTable(path, _column_names(path, next(reader, [])), delimiter)
-        for cells in filter(any, reader):
-            table.lines.append(reader.line_num)
-            if len(cells) != len(table.names):
-                raise UserError(
-                    f"{table.where(-1)}: {len(cells)} values for {len(table.names)} columns."
-                )
-            table.rows.append(dict(zip(table.names, map(str.strip, cells))))
+        table = _parsed(path, text)
     except csv.Error as error:
         raise UserError(f"data.root={path} is not a CSV file ({error}).") from None
     if not table.rows:
@@ -103,6 +93,20 @@ def read_csv(path: Path) -> CSVTable:
             f"{path} is not UTF-8 and is read as Windows-1252: {example[0][:40] if example else ''}"
             f". If this is misspelt, {SAVE_AS}."
         )
+    return table
+
+
+def _parsed(path: Path, text: str) -> CSVTable:
+    delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    table = CSVTable(path, _column_names(path, next(reader, [])), delimiter)
+    for cells in filter(any, reader):
+        table.lines.append(reader.line_num)
+        if len(cells) != len(table.names):
+            raise UserError(
+                f"{table.where(-1)}: {len(cells)} values for {len(table.names)} columns."
+            )
+        table.rows.append(dict(zip(table.names, map(str.strip, cells))))
     return table
 
 

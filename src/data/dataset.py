@@ -2,26 +2,26 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 
 from lockstep.data.content_hash import hash_of_arrays
 from lockstep.data.decoding import in_8_bits
+from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLITS, ImageList, Item
+from lockstep.data.listing import SPLITS, Item
 from lockstep.data.loading import OpenSample
 from lockstep.data.targets import (
     VOID,
     as_masks,
     classes_of_pixels,
-    grey_levels_of,
     levels_in,
     mask_classes,
     note_on_levels,
@@ -29,7 +29,7 @@ from lockstep.data.targets import (
 from lockstep.process.errors import UserError
 
 SAMPLED_ITEMS = 32  # whose images count in the hash of the data
-Place = tuple[Any, int]  # a data set and the number of an item
+DatasetItem = tuple[Any, int]  # a data set and the number of an item
 
 
 class DatasetDataModule(ListedDataModule):
@@ -61,24 +61,54 @@ class DatasetDataModule(ListedDataModule):
                 "data.group is of files and tables: give data.val_dataset and data.test_dataset."
             )
         self._datasets = (dataset, val_dataset, test_dataset)
-        self._items: list[Place] = []
-        self._has_grey_levels = False  # of masks whose classes have no names
 
     def list_images(self) -> ImageList:
+        return DatasetImages(self._datasets, self.target, self.channels, self.unknown)
+
+    def decode_source(self) -> None:
+        """Leave the images to the workers."""
+
+    def path_taken(self) -> tuple[str, str]:
+        return "loader", "a Dataset is read item by item"
+
+
+class DatasetImages(ImageList):
+    """The items of up to three data sets: to train, validate and test on.
+
+    Args:
+        target: class, number, mask, or any, which takes the targets as they are.
+        unknown: the number of several labels that means "not known"; None: there is none.
+    """
+
+    reads_files = False
+    is_comparable = False
+
+    def __init__(
+        self, datasets: Sequence[Any], target: str, channels: int, unknown: float | None
+    ) -> None:
+        self.channels = channels
+        self._target = target
+        self._unknown = unknown
+        self._dataset_items: list[DatasetItem] = []
         items: list[Item] = []
-        for split, dataset in enumerate(self._datasets):
+        for split, dataset in enumerate(datasets):
             if dataset is None:
                 continue
             labels, classes = self._labels_of(dataset)
-            titles = _titles(labels, classes, SPLITS[split])
-            for i, title in enumerate(titles):
+            for i, title in enumerate(_titles(labels, classes, SPLITS[split])):
                 items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
-                self._items.append((dataset, i))
-        return ImageList(Path(), items)
+                self._dataset_items.append((dataset, i))
+        super().__init__(Path(), items)
+
+        # Whether images can be used is known before training.
+        self.open(0)
+        if target != "class":
+            self._read_targets(getattr(datasets[0], "classes", None))
+        self.list_hash = self._hash_of_items()
 
     def _labels_of(self, dataset: Any) -> tuple[list[int], Any]:
         """Return the label of each item, and the names of the classes or None."""
-        if self.target != "class":
+        if self._target != "class":
             return [0] * len(dataset), None
         change = getattr(dataset, "target_transform", None)
         classes = getattr(dataset, "classes", None)
@@ -98,53 +128,37 @@ class DatasetDataModule(ListedDataModule):
                 "data.target=any takes other targets."
             ) from None
 
-    def _load(self) -> None:
-        super()._load()
-        self.list_hash = self.data_hash
-
-    def _load_list(self) -> None:
-        super()._load_list()
-        # Whether images can be used is known before training.
-        self.sample_opener()(0)
-        if self.target != "class":
-            self._read_targets()
-
-    def _read_targets(self) -> None:
+    def _read_targets(self, classes: Sequence[Any] | None) -> None:
         """Read the targets of all items but their masks, which are read with their images."""
-        mask_names = self._mask_names_of(*self._items[0])
-        names = [name for name in _by_name(self._target(0)) if name not in mask_names]
-        arrays = {}
-        if names:
-            columns = self._columns(names)
-            arrays = {name: self._array(name, values) for name, values in columns.items()}
-        self._set_targets(arrays, mask_names)
-        if self.target not in ("any", self.target_kind):
-            raise UserError(
-                f"data.target={self.target}: the items' targets are of the kind {self.target_kind}."
-            )
-        self._name_classes()
-
-    def _columns(self, names: list[str]) -> dict[str, list[Any]]:
+        self.mask_names = self._names_of_masks()
+        names = [name for name in self._target_of(0) if name not in self.mask_names]
         columns: dict[str, list[Any]] = {name: [] for name in names}
-        for i in range(len(self._items)):
-            target = _by_name(self._target(i))
+        # An item may be slow to make, and without such names it is not needed.
+        for i in range(len(self) if names else 0):
+            target = self._target_of(i)
             for name in names:
                 columns[name].append(_value(target, name))
-        return columns
+        self.targets = {name: self._array(name, values) for name, values in columns.items()}
+        if self._target not in ("any", self.target_kind):
+            raise UserError(
+                f"data.target={self._target}: the items' targets are of the kind "
+                f"{self.target_kind}."
+            )
+        self.class_names = self._names_of_classes(classes)
 
-    def _target(self, position: int) -> Any:
-        dataset, i = self._items[position]
-        return dataset[i][1]
+    def _target_of(self, position: int) -> dict[str, Any]:
+        """Return the targets of an item by name."""
+        dataset, i = self._dataset_items[position]
+        return _by_name(dataset[i][1])
 
-    def _mask_names_of(self, dataset: Any, i: int) -> list[str]:
+    def _names_of_masks(self) -> list[str]:
         """Return the names of the masks: pictures, or arrays of the image's size."""
+        dataset, i = self._dataset_items[0]
         image, target = dataset[i]
         size = _as_pillow(image).size[::-1]
-        return [
-            name
-            for name, value in _by_name(target).items()
-            if _is_mask(value, size, any_size=self.target == "mask")
-        ]
+        any_size = self._target == "mask"
+        by_name = _by_name(target)
+        return [name for name in by_name if _is_mask(by_name[name], size, any_size=any_size)]
 
     def _array(self, name: str, items: list[Any]) -> np.ndarray:
         """Return the targets of one name, (n, …) int64 or float32."""
@@ -157,70 +171,53 @@ class DatasetDataModule(ListedDataModule):
                 f"data.dataset: the targets{f' {name!r}' if name else ''} are not numbers or "
                 f"arrays of one shape ({error})."
             ) from None
-        are_classes = values.dtype.kind in "biu" and self.target != "number"
+        are_classes = values.dtype.kind in "biu" and self._target != "number"
         if are_classes and (name or values.ndim == 1):
             return values.astype(np.int64)
         numbers = values.astype(np.float32)
-        if self.unknown is not None and numbers.ndim == 2:
-            numbers[numbers == self.unknown] = np.nan
+        if self._unknown is not None and numbers.ndim == 2:
+            numbers[numbers == self._unknown] = np.nan
         return numbers
 
-    def _name_classes(self) -> None:
-        classes = getattr(self._datasets[0], "classes", None)
-        self.class_names = []
+    def _names_of_classes(self, classes: Sequence[Any] | None) -> list[str]:
+        kind = self.target_kind
         if classes is not None:
-            self.class_names = [str(name) for name in classes]
-        elif self.target_kind == "labels":
-            self.class_names = [str(i) for i in range(self._targets[""].shape[1])]
-        elif self.target_kind == "class":
-            self.class_names = [str(i) for i in range(1 + int(self._targets[""].max()))]
-        elif self.target_kind == "mask":
-            masks = (_mask_of(self._target(i)) for i in range(len(self._items)))
-            self.class_names = mask_classes(levels_in(masks))
-            self.warnings += note_on_levels(self.class_names)
-            self._has_grey_levels = True
+            return [str(name) for name in classes]
+        if kind == "labels":
+            return [str(i) for i in range(self.targets[""].shape[1])]
+        if kind == "class":
+            return [str(i) for i in range(1 + int(self.targets[""].max()))]
+        if kind != "mask":
+            return []
+        self.has_grey_levels = True
+        names = mask_classes(levels_in(_mask_of(self._target_of(i)[""]) for i in range(len(self))))
+        self.warnings += note_on_levels(names)
+        return names
 
-    def _hash(self) -> str:
+    def _hash_of_items(self) -> str:
         """Return a hash of the targets and of the images of 32 evenly spaced items.
 
         The images do not count where an item is another one each time it is read, although random
         transforms start from the same seeds.
         """
-        places = np.linspace(0, len(self._items) - 1, min(len(self._items), SAMPLED_ITEMS))
-        opener = self.sample_opener()
+        positions = np.linspace(0, len(self) - 1, min(len(self), SAMPLED_ITEMS))
         pixels = []
-        for position in places.astype(int).tolist():
-            first = _read_from_seed(opener, position)
-            if all(map(np.array_equal, first, _read_from_seed(opener, position))):
+        for position in positions.astype(int).tolist():
+            first = _read_from_seed(self.open, position)
+            if all(map(np.array_equal, first, _read_from_seed(self.open, position))):
                 pixels += first
-        return hash_of_arrays(pixels, self._targets, self.class_names, self._given)
+        return hash_of_arrays(pixels, self.targets, self.class_names, self.splits)
 
-    def path_taken(self) -> tuple[str, str]:
-        return "loader", "a Dataset is read item by item"
+    def hash(self) -> str:
+        return self.list_hash
 
-    def identical_images(self, limit: int | None = None) -> dict[str, list[str]]:
-        return {}
-
-    def sample_opener(self) -> OpenSample:
-        levels = grey_levels_of(self.class_names) if self._has_grey_levels else None
-        return ItemOpener(self._items, self.channels, self._mask_names, levels)
-
-
-@dataclass(frozen=True)
-class ItemOpener:
-    """Open an image and its masks by their position among the items of all data sets."""
-
-    items: list[Place]
-    channels: int
-    mask_names: list[str]
-    grey_levels: list[int] | None  # of each class in masks; None: masks have the classes' numbers
-
-    def __call__(self, position: int) -> tuple[Any, ...]:
-        dataset, i = self.items[position]
+    def open(self, position: int) -> tuple[Any, ...]:
+        dataset, i = self._dataset_items[position]
         image, target = dataset[i]
         masks = [_mask_of(_by_name(target)[name]) for name in self.mask_names]
-        masks = [classes_of_pixels(mask, self.grey_levels) for mask in masks]
+        levels = self.grey_levels
         try:
+            masks = [classes_of_pixels(mask, levels) for mask in masks]
             return in_8_bits(_as_pillow(image), self.channels), *as_masks(masks)
         except (ValueError, TypeError) as error:
             raise UserError(
@@ -237,7 +234,8 @@ def _titles(labels: Sequence[int], classes: Any, split: str) -> list[str]:
     if classes is None:
         return [str(label) for label in labels]
     names = [str(name) for name in classes]
-    counts = Counter(names)  # two classes of ImageNet are named crane
+    # Two classes of ImageNet are named crane.
+    counts = Counter(names)
     titles = [f"{name} ({i})" if counts[name] > 1 else name for i, name in enumerate(names)]
     for i, label in enumerate(labels):
         if not 0 <= label < len(names):
@@ -285,26 +283,16 @@ def _mask_of(value: Any) -> np.ndarray:
     return np.where(pixels < 0, VOID, pixels).astype(np.uint8)
 
 
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Let random transforms draw the same numbers in every process, and restore their streams."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
+    """Return the pixels of an item and its masks, [] where the loader will refuse it.
+
+    Random transforms draw the same numbers in every process, and their streams are restored.
+    """
+    with isolate_rng(include_cuda=False), suppress(UserError):
         torch.default_generator.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-def _read_from_seed(opener: OpenSample, position: int) -> list[np.ndarray]:
-    """Return the pixels of an item and its masks, [] where the loader will refuse it."""
-    with suppress(UserError), _same_random_numbers():
-        return [np.asarray(picture) for picture in opener(position)]
+        return [np.asarray(picture) for picture in open_sample(position)]
     return []
 
 

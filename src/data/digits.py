@@ -1,4 +1,4 @@
-"""Handwritten digits of scikit-learn: 1,797 real images of 8×8 pixels inside the package, so no download."""
+"""Handwritten digits of scikit-learn, inside the package: 1,797 real images of 8×8 pixels."""
 
 from importlib.metadata import distribution
 from typing import Any
@@ -15,14 +15,18 @@ class DigitsDataModule(ImageDataModule):
     """
 
     channels = 1
-    own_mean, own_std = (0.3052,), (0.3761,)
+    own_mean = (0.3052,)
+    own_std = (0.3761,)
 
     def __init__(self, *, image_size: int = 8, **options: Any) -> None:
         super().__init__(image_size=image_size, **options)
 
     def read(self) -> ImageSet:
+        # load_digits would take a second to import.
         file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-        table = np.loadtxt(str(file), delimiter=",")  # load_digits would take a second to import
+        table = np.loadtxt(str(file), delimiter=",")
         table = table[np.random.default_rng(0).permutation(len(table))]
-        images = np.round(table[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
-        return ImageSet(images, table[:, 64].astype(np.int64), [str(digit) for digit in range(10)], num_test=360)
+        pixels = np.round(table[:, :64] * (255 / 16)).astype(np.uint8)
+        labels = table[:, 64].astype(np.int64)
+        names = [str(digit) for digit in range(10)]
+        return ImageSet(pixels.reshape(-1, 8, 8, 1), labels, names, num_test=360)

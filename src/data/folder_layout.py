@@ -1,5 +1,6 @@
 """Decide which folders below data.root are splits and which are classes."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,10 @@ from lockstep.data.listing import SPLIT_OF, TRAIN, Item, splits_in
 from lockstep.process.errors import UserError
 
 AUTO = "auto"
-SPLIT, CLASS, UNCLEAR = "split", "class", "unclear"  # what a folder named train may be
+# What a folder named train may be.
+SPLIT = "split"
+CLASS = "class"
+UNCLEAR = "unclear"
 
 
 @dataclass
@@ -17,10 +21,9 @@ class FolderLayout:
 
     root: Path
     inner: dict[str, list[str]]  # the folders in the root, with the folders within each
-    with_images: set[str] = field(default_factory=set)  # those that have images at any depth
-    with_direct_images: set[str] = field(
-        default_factory=set
-    )  # those that have images beside folders
+    # Those that have images at any depth, and those that have images beside folders.
+    with_images: set[str] = field(default_factory=set)
+    with_direct_images: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, root: Path, folders: Iterable[str], images: Iterable[Item]) -> "FolderLayout":
@@ -97,9 +100,9 @@ def _by_name(layout: FolderLayout) -> dict[str, int]:
         return {}
     named = set(splits.values())
     for name, inner in layout.inner.items():
-        words = splits_in(name)
-        if inner and name not in splits and words and words[0] not in named:
-            splits[name] = words[0]
+        parts = splits_in(name)
+        if inner and name not in splits and parts and parts[0] not in named:
+            splits[name] = parts[0]
     return splits
 
 
@@ -154,7 +157,7 @@ def _refuse_folder_around_splits(layout: FolderLayout) -> None:
     if len(layout.inner) > 1:
         return
     for name, inner in layout.inner.items():
-        if TRAIN in [SPLIT_OF.get(folder.lower()) for folder in inner]:
+        if any(SPLIT_OF.get(folder.lower()) == TRAIN for folder in inner):
             raise UserError(
                 f"{layout.root} holds only {name}/ with {', '.join(sorted(inner))}: add /{name} to "
                 "data.root."
@@ -175,7 +178,8 @@ def _by_words(layout: FolderLayout) -> dict[str, int]:
 
 
 def _refuse_splits_within_classes(layout: FolderLayout) -> None:
-    within = {name.lower() for inner in layout.inner.values() for name in inner}
+    folders = itertools.chain.from_iterable(layout.inner.values())
+    within = {name.lower() for name in folders}
     if within and all(layout.inner.values()) and within <= SPLIT_OF.keys():
         names = sorted(layout.inner)
         part = min(within)

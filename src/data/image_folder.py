@@ -1,15 +1,16 @@
 """Images in folders, one folder per class."""
 
+import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from data.folder_layout import FolderLayout, split_folders
+from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
     TRAIN,
-    ImageList,
     Item,
     LeftOut,
     counts_of,
@@ -36,7 +37,7 @@ class ImageFolderDataModule(ListedDataModule):
         self._root = local_root(root, "a folder with one folder of images per class")
 
     def list_images(self) -> ImageList:
-        left_out = LeftOut()
+        left_out: LeftOut = {}
         warnings: list[str] = []
         layout, images = self._read_layout(left_out)
         of_classes = self.target == "class"
@@ -54,7 +55,7 @@ class ImageFolderDataModule(ListedDataModule):
         for folder, items in by_folder.items():
             self._label(folder, items, splits, left_out)
 
-        labelled = [item for items in by_folder.values() for item in items]
+        labelled = list(itertools.chain.from_iterable(by_folder.values()))
         if self.target == "mask":
             labelled = self._with_masks(labelled)
         return ImageList(
@@ -98,10 +99,14 @@ class ImageFolderDataModule(ListedDataModule):
         part, _, label = folder.rpartition("/")
         split = splits.get(part, TRAIN)
         if not items and split == TRAIN:
-            counts = counts_of(_below(folder, left_out))
+            inside = {}
+            for reason, names in left_out.items():
+                below = [name for name in names if name.startswith(f"{folder}/")]
+                if below:
+                    inside[reason] = below
             raise UserError(
-                f"{self._root / folder} holds no images (left out: {counts}): add some or remove "
-                "it."
+                f"{self._root / folder} holds no images (left out: {counts_of(inside)}): add some "
+                "or remove it."
             )
         for item in items:
             item.label = label
@@ -141,12 +146,3 @@ def _why_left_out(name: str, splits: dict[str, int]) -> str:
     if splits and rest:
         return f"images in {top}/, which is no split of class folders"
     return "images outside of class folders"
-
-
-def _below(folder: str, left_out: LeftOut) -> LeftOut:
-    """Return what was left out of one folder."""
-    inside = {
-        reason: [name for name in names if name.startswith(f"{folder}/")]
-        for reason, names in left_out.items()
-    }
-    return {reason: names for reason, names in inside.items() if names}

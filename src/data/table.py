@@ -1,24 +1,25 @@
 """Images that a table lists: a CSV file that names their files, or parquet files that hold them."""
 
+import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.csv_file import CSVTable, read_csv
-from data.webdataset import ShardedDataModule
+from data.shards import Shards
 from lockstep.data.decoding import SUFFIXES
+from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
     SPLIT_OF,
     SPLITS,
     TRAIN,
-    ImageList,
     Item,
     LeftOut,
     group_of,
@@ -27,13 +28,15 @@ from lockstep.data.listing import (
 from lockstep.data.node_cache import Content
 from lockstep.process.errors import UserError
 
-ALIASES = {  # names that are tried where a table has no column path, label or split
+# Names that are tried where a table has no column path, label or split.
+ALIASES = {
     "path": ("file", "filename", "file_name", "filepath", "image", "image_path", "img"),
     "label": ("labels", "class", "class_name", "target", "category"),
     "split": ("set", "subset", "partition", "fold"),
 }
-FLAG = re.compile("is_?(train|valid|val|validation|dev|test)(ing)?(_[a-z_]+)?")  # of 0 and 1
-FOLD = re.compile("(k|cv)?_?folds?(_?id)?")
+# A column of 0 and 1 that says which rows are of one split.
+FLAG = re.compile("is_?(train|valid|val|validation|dev|test)(ing)?(_[a-z_]+)?", re.IGNORECASE)
+FOLD = re.compile("(k|cv)?_?folds?(_?id)?", re.IGNORECASE)
 ENCODED = "encoded.bin"
 ROWS = 64  # rows of a parquet file that are read at a time
 
@@ -43,12 +46,11 @@ def find_column(names: Sequence[str], column: str) -> str:
 
     For path, label and split it may have another usual name.
     """
-    for name in (column, *ALIASES.get(column, ())):
-        if name in names:
-            return name
-        for candidate in names:
-            if candidate.lower() == name.lower():
-                return candidate
+    for usual in (column, *ALIASES.get(column, ())):
+        # The same case comes first.
+        for name in (usual, *names):
+            if name in names and name.lower() == usual.lower():
+                return name
     return ""
 
 
@@ -59,12 +61,10 @@ def column_of(path: Path, names: Sequence[str], column: str, option: str) -> str
         UserError: there is none; it tells the `option` to give.
     """
     name = find_column(names, column)
-    if not name:
-        raise UserError(
-            f"{path} has no column {column}: it has {', '.join(names[:20])}. Give "
-            f"data.{option}=COLUMN."
-        )
-    return name
+    if name:
+        return name
+    listed = ", ".join(names[:20])
+    raise UserError(f"{path} has no column {column}: it has {listed}. Give data.{option}=COLUMN.")
 
 
 def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -> list[int]:
@@ -97,16 +97,17 @@ class Columns:
     labels: list[str]
     are_several: bool = False  # several labels for each image
     are_one_hot: bool = False  # a column for each class, with a single 1 in each row
-    used: set[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.used = {self.path, *self.labels}
+    @property
+    def used(self) -> set[str]:
+        return {self.path, *self.labels}
 
     def label(self, row: Mapping[str, str]) -> str | list[str]:
         if self.are_one_hot:
             return next(name for name in self.labels if float(row[name]))
-        values = [row[column] for column in self.labels]
-        return values if self.are_several else values[0]
+        if self.are_several:
+            return [row[column] for column in self.labels]
+        return row[self.labels[0]]
 
 
 class CSVDataModule(ListedDataModule):
@@ -222,7 +223,7 @@ class CSVDataModule(ListedDataModule):
     def _check_other_columns(self, table: CSVTable, columns: Columns) -> None:
         """Refuse or report columns that say a split in a way that is not read."""
         others = [name for name in table.names if name not in columns.used | {self.group}]
-        flags = [name for name in others if FLAG.fullmatch(name.lower())]
+        flags = [name for name in others if FLAG.fullmatch(name)]
         if flags:
             raise UserError(
                 f"{self._table} has a column {flags[0]}: give one named split, with the names "
@@ -234,7 +235,7 @@ class CSVDataModule(ListedDataModule):
                 "with the names train, val and test."
             )
         for name in others:
-            if FOLD.fullmatch(name.lower()):
+            if FOLD.fullmatch(name):
                 table.warnings.append(
                     f"The column {name} names no split and is not used. data.group={name} keeps "
                     "the rows of each of its values in one split; a column split with train, val "
@@ -247,36 +248,32 @@ class CSVDataModule(ListedDataModule):
             UserError: the row lacks a value, or names a file that cannot be read.
         """
         row = table.rows[i]
+        where = table.where(i)
         if not all(row[column] for column in columns.used):
-            raise UserError(f"{table.where(i)}: a path and a label are needed.")
+            raise UserError(f"{where}: a path and a label are needed.")
         name = self._local(row[columns.path] + self._suffix)
         try:
             stat = os.stat(self._folder / name)
         except OSError as error:
-            raise UserError(
-                f"{table.where(i)}: {self._folder / name} cannot be read ({error.strerror})."
-            ) from None
+            path = self._folder / name
+            raise UserError(f"{where}: {path} cannot be read ({error.strerror}).") from None
         label = columns.label(row)
         if self.target == "mask" and isinstance(label, str):
             label = self._local(label)
-            if not (self._folder / label).exists():
-                raise UserError(
-                    f"{table.where(i)}: the mask {self._folder / label} does not exist."
-                )
-        group = self._group(row, name)
-        size, mtime = stat.st_size, stat.st_mtime_ns
-        return Item(name, label, split, size, mtime, group, line=table.lines[i])
+            mask = self._folder / label
+            if not mask.exists():
+                raise UserError(f"{where}: the mask {mask} does not exist.")
+        group = None
+        if self.group:
+            group = row[self.group] if self.group in row else group_of(self.group, name)
+        line = table.lines[i]
+        return Item(name, label, split, stat.st_size, stat.st_mtime_ns, group, line=line)
 
     def _local(self, name: str) -> str:
         """Return a path as this system writes it, also of one that was written on Windows."""
         if "\\" in name and not (self._folder / name).exists():
             return name.replace("\\", "/")
         return name
-
-    def _group(self, row: Mapping[str, str], name: str) -> str | None:
-        if not self.group:
-            return None
-        return row[self.group] if self.group in row else group_of(self.group, name)
 
     def _without_repeats(
         self, items: Iterable[Item], faults: list[str]
@@ -287,10 +284,10 @@ class CSVDataModule(ListedDataModule):
         for item in items:
             first = first_of.setdefault(os.path.normpath(item.name), item)
             if (first.split, first.label) != (item.split, item.label):
-                readings = [f"{SPLITS[each.split]} {each.label}" for each in (first, item)]
                 faults.append(
                     f"{self._table}, lines {first.line} and {item.line}: {item.name} is "
-                    f"{' and '.join(readings)}: give one."
+                    f"{SPLITS[first.split]} {first.label} and {SPLITS[item.split]} {item.label}: "
+                    "give one."
                 )
             elif first is not item:
                 repeated.append(f"line {item.line}: {item.name}")
@@ -311,11 +308,8 @@ class CSVDataModule(ListedDataModule):
 def _rest(names: Iterable[str], path: str) -> list[str]:
     """Return the columns that may be classes."""
     usual = {path.lower(), "split", *ALIASES["split"]}
-    return [name for name in names if name and name.lower() not in usual and not _is_flag(name)]
-
-
-def _is_flag(name: str) -> bool:
-    return bool(FLAG.fullmatch(name.lower()))
+    rest = [name for name in names if name and name.lower() not in usual]
+    return [name for name in rest if not FLAG.fullmatch(name)]
 
 
 def _tells_splits(values: Iterable[str]) -> bool:
@@ -339,18 +333,17 @@ class ParquetColumns:
         return sorted({self.image, *self.labels, *filter(None, (self.group, self.split))})
 
 
-class ParquetDataModule(ShardedDataModule):
+class ParquetDataModule(ListedDataModule):
     """Images in parquet files, which are copied once into the node's cache to be read one by one.
 
     Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml
     explains the options; `group` may name a column.
     """
 
-    suffix = ".parquet"
-
     def __init__(
         self,
         *,
+        root: str | Path | None = None,
         image_column: str | None = None,
         label_column: str | None = None,
         label_columns: Sequence[str] | None = None,
@@ -359,25 +352,23 @@ class ParquetDataModule(ShardedDataModule):
         super().__init__(**options)
         self._image_column = image_column
         self._label_column = label_column
-        self.label_columns = label_columns or []
-        self.shard_options = [
-            image_column,
-            label_column,
-            list(self.label_columns),
-            self.target,
-            self.group,
-        ]
+        self._label_columns = list(label_columns or [])
+        columns = [image_column, label_column, self._label_columns, self.target, self.group]
         if self.splits_option is False:
-            self.shard_options.append("splits=false")
+            columns.append("splits=false")
+        self._shards = Shards(self, root, ".parquet", self._read_shard, columns)
 
-    def read_shard(self, path: Path, folder: Path) -> Content:
+    def list_images(self) -> ImageList:
+        return self._shards.list_images(self._label_columns)
+
+    def _read_shard(self, path: Path, folder: Path) -> Content:
         from pyarrow import ArrowException, parquet
 
         try:
             with parquet.ParquetFile(path) as file:
                 columns = self._columns(path, file.schema_arrow)
                 batches = file.iter_batches(ROWS, columns=columns.all)
-                rows = (row for batch in batches for row in batch.to_pylist())
+                rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
                 items, parts, unlabelled = self._copy_rows(path, rows, columns, folder / ENCODED)
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
@@ -396,7 +387,7 @@ class ParquetDataModule(ShardedDataModule):
         """Write the encoded images one after the other into the file `copy`.
 
         Returns:
-            The items as of `read_shard`, the names of their splits, and the rows without a label.
+            The items as of ReadShard, the names of their splits, and the rows without a label.
         """
         items: list[list[Any]] = []
         parts: list[str] = []
@@ -404,10 +395,10 @@ class ParquetDataModule(ShardedDataModule):
         with copy.open("wb") as out:
             for number, row in enumerate(rows):
                 name = f"row {number}"
-                if self._lacks_class(row, columns):
+                label = self._label(row, columns, f"{path}, {name}")
+                if label is None and self.target == "class":
                     unlabelled.append(name)
                     continue
-                label = self._label(row, columns, f"{path}, {name}")
                 where = f"{path}, {name}: {columns.image}"
                 start = out.tell()
                 size = out.write(_encoded(row[columns.image], where, path.parent))
@@ -417,17 +408,15 @@ class ParquetDataModule(ShardedDataModule):
                     parts.append(str(row[columns.split]))
         return items, parts, unlabelled
 
-    def _lacks_class(self, row: Mapping[str, Any], columns: ParquetColumns) -> bool:
-        if self.target != "class" or self.label_columns:
-            return False
-        return row[columns.labels[0]] in (None, -1)
-
     def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
-        if self.label_columns:
+        """Return the label of a row; None if its class is missing."""
+        if self._label_columns:
             return [row[column] for column in columns.labels]
         value = row[columns.labels[0]]
         if self.target != "class":
             return value
+        if value in (None, -1):
+            return None
         return _class_of(value, f"{where}: {columns.labels[0]}", columns.class_names)
 
     def _columns(self, path: Path, schema: Any) -> ParquetColumns:
@@ -435,20 +424,20 @@ class ParquetDataModule(ShardedDataModule):
         kinds = {column.name: str(column.type) for column in schema}
         declared = _declared(schema, kinds)
         image = self._image_of(path, kinds, declared)
-        group = self.group if self.group in kinds else ""
+        group = str(self.group) if self.group in kinds else ""
         split = find_column(list(kinds), "split")
-        if self.label_columns:
+        if self._label_columns:
             labels = [
-                column_of(path, list(kinds), name, "label_columns") for name in self.label_columns
+                column_of(path, list(kinds), name, "label_columns") for name in self._label_columns
             ]
-            return ParquetColumns(image, labels, [], group or "", split)
+            return ParquetColumns(image, labels, [], group, split)
         classes = _declared_as(declared, "ClassLabel")
         column = self._label_column or (classes[0] if len(classes) == 1 else "label")
         label = column_of(path, list(kinds), column, "label_column")
         class_names = []
         if label in classes:
             class_names = [str(name) for name in declared[label].get("names") or ()]
-        return ParquetColumns(image, [label], class_names, group or "", split)
+        return ParquetColumns(image, [label], class_names, group, split)
 
     def _image_of(
         self, path: Path, kinds: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]

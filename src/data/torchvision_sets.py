@@ -17,34 +17,40 @@ class TorchvisionDataModule(ImageDataModule):
     """A data set of torchvision.datasets, whose test set stays whole.
 
     Args:
-        root: folder where torchvision puts the files, also of what is missing; None: a folder of `cache_dir`.
+        root: folder where torchvision puts the files, also of what is missing; None: a folder of
+            `cache_dir`.
     """
 
-    source: str  # the class in torchvision.datasets
+    class_in_torchvision: str
 
     def __init__(self, *, root: str | Path | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self._root = Path(root or self.cache_dir / self.source.lower()).expanduser()
+        folder = self.cache_dir / self.class_in_torchvision.lower()
+        self._root = Path(root or folder).expanduser()
 
     def read(self) -> ImageSet:
         try:
             train, test = self._parts(download=False)
-        except (RuntimeError, ValueError, AssertionError):  # it is not there, or damaged
+        except (RuntimeError, ValueError, AssertionError):
+            # The files are missing or damaged.
             train, test = self._downloaded()
-        images, labels = (
-            np.concatenate([np.asarray(getattr(part, name)) for part in (train, test)]) for name in ("data", "targets")
-        )
-        names = [name.split(" - ")[0].split("/")[0].lower() for name in train.classes]  # as "0 - zero", "T-shirt/top"
+        images = np.concatenate([np.asarray(part.data) for part in (train, test)])
+        labels = np.concatenate([np.asarray(part.targets) for part in (train, test)])
+        # Some are spelt "0 - zero" and "T-shirt/top".
+        names = [name.split(" - ")[0].split("/")[0].lower() for name in train.classes]
         return ImageSet(images.reshape(*images.shape[:3], -1), labels, names, num_test=len(test))
 
     def _parts(self, download: bool) -> list[Any]:
         import torchvision.datasets
 
-        source = getattr(torchvision.datasets, self.source)
-        return [source(self._root, train=is_train, download=download) for is_train in (True, False)]
+        read = getattr(torchvision.datasets, self.class_in_torchvision)
+        return [read(self._root, train=is_train, download=download) for is_train in (True, False)]
 
     def _downloaded(self) -> list[Any]:
-        """Let torchvision unpack or download what is missing, and verify it; one process at a time."""
+        """Let torchvision unpack or download what is missing, and verify it.
+
+        One process does so at a time.
+        """
         before = socket.getdefaulttimeout()
         try:
             with locked_file(self._root / ".lock"):
@@ -52,29 +58,38 @@ class TorchvisionDataModule(ImageDataModule):
                 return self._parts(download=True)
         except (RuntimeError, OSError, EOFError, ValueError, AssertionError) as error:
             raise UserError(
-                f"{self.source} in {self._root} is missing or damaged, and could not be downloaded "
-                f"({' '.join(str(error).split())}): give data.root=FOLDER with the files as torchvision stores them. "
-                "data=digits and data=synthetic need no download."
+                f"{self.class_in_torchvision} in {self._root} is missing or damaged, and could not "
+                f"be downloaded ({' '.join(str(error).split())}): give data.root=FOLDER with the "
+                "files as torchvision stores them. data=digits and data=synthetic need no download."
             ) from None
         finally:
             socket.setdefaulttimeout(before)
 
 
 class CIFAR10DataModule(TorchvisionDataModule):
-    """Colour images of 32×32 in ten classes, 50,000 + 10,000. Source: https://www.cs.toronto.edu/~kriz/cifar.html"""
+    """Colour images of 32×32 in ten classes, 50,000 + 10,000.
 
-    source = "CIFAR10"
-    own_mean, own_std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    Source: https://www.cs.toronto.edu/~kriz/cifar.html
+    """
+
+    class_in_torchvision = "CIFAR10"
+    own_mean = (0.4914, 0.4822, 0.4465)
+    own_std = (0.2470, 0.2435, 0.2616)
 
     def __init__(self, *, image_size: int = 32, **options: Any) -> None:
         super().__init__(image_size=image_size, **options)
 
 
 class MNISTDataModule(TorchvisionDataModule):
-    """Grey images of 28×28 in ten classes, 60,000 + 10,000. Source: http://yann.lecun.com/exdb/mnist/"""
+    """Grey images of 28×28 in ten classes, 60,000 + 10,000.
 
-    source = "MNIST"
-    channels, own_mean, own_std = 1, (0.1307,), (0.3081,)
+    Source: http://yann.lecun.com/exdb/mnist/
+    """
+
+    class_in_torchvision = "MNIST"
+    channels = 1
+    own_mean = (0.1307,)
+    own_std = (0.3081,)
 
     def __init__(self, *, image_size: int = 28, **options: Any) -> None:
         super().__init__(image_size=image_size, **options)
@@ -83,5 +98,6 @@ class MNISTDataModule(TorchvisionDataModule):
 class FashionMNISTDataModule(MNISTDataModule):
     """Ten kinds of clothing. Source: https://github.com/zalandoresearch/fashion-mnist"""
 
-    source = "FashionMNIST"
-    own_mean, own_std = (0.2860,), (0.3530,)
+    class_in_torchvision = "FashionMNIST"
+    own_mean = (0.2860,)
+    own_std = (0.3530,)

@@ -40,7 +40,7 @@ def module(tmp_path, **options):
 @pytest.mark.parametrize("kind", ["pillow", "array", "tensor", "tensor of floats", "16 bits"])
 def test_images_of_any_kind_become_batches(kind, tmp_path):
     dm = module(tmp_path, dataset=Shades(kind), test_dataset=Shades(kind, 6))
-    dm.place()
+    dm.attach_to_ranks()
     assert (dm.num_train, dm.num_val, dm.num_test, dm.class_names) == (36, 4, 6, ["0", "1"])
     for loader in (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader()):
         for batch in loader:
@@ -85,13 +85,13 @@ class Marked(Shades):
 )  # fmt: skip
 def test_numbers_are_a_class_or_several_values_and_no_mask(of, kind, names, tmp_path):
     dm = module(tmp_path, dataset=Marked(of=of), target="any")
-    dm.place()
-    assert (dm.target_kind, dm.class_names, dm._mask_names) == (kind, names, [])
+    dm.attach_to_ranks()
+    assert (dm.target_kind, dm.class_names, dm.source.mask_names) == (kind, names, [])
 
 
 def test_in_masks_of_0_and_255_alone_255_is_the_second_class(tmp_path):
     dm = module(tmp_path, dataset=Marked(of=lambda i: np.full((20, 16), 255 * (i % 2), np.uint8)), target="mask")
-    dm.place()
+    dm.attach_to_ranks()
     for batch in dm.train_dataloader():
         images, masks = dm.on_after_batch_transfer(batch, 0)
         assert torch.equal(masks, (images[:, 0] > 0.5).long()) and masks.any()
@@ -140,7 +140,7 @@ def test_two_classes_of_one_name_stay_two(tmp_path):
 
 def test_images_that_are_normalised_already_are_refused_before_training(tmp_path):
     with pytest.raises(UserError, match="the image of item 0 of Shades has values from -0.765"):
-        module(tmp_path, dataset=Shades("normalised"), mean=None, std=None).place()
+        module(tmp_path, dataset=Shades("normalised"), mean=None, std=None).attach_to_ranks()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def module(tmp_path, root, stage="fit", augmentation=None, **options):
     options = {"image_size": 24, "global_batch_size": 4, "eval_batch_size": 5, "num_workers": 2, **options}
     dm = ImageFolderDataModule(root=root, cache_dir=tmp_path / "cache", **options)
     dm.stage = stage
-    dm.use(augmentation)
+    dm.set_augmentation(augmentation)
     return dm
 
 
@@ -47,7 +47,7 @@ def counts(dm):
 
 
 def names(dm, split):
-    return [dm.image_name(i) for i in getattr(dm.splits, split)]
+    return [dm.source.name(i) for i in getattr(dm.splits, split)]
 
 
 def test_classes_alone_are_split_per_class_and_test_alike_under_every_seed(tmp_path, root):

@@ -42,7 +42,7 @@ def official(tmp_path, monkeypatch):
 
 def evaluated(dm):
     """The test images, from 0 to 255, and their labels."""
-    dm.place()
+    dm.attach_to_ranks()
     images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
     return (images.permute(0, 2, 3, 1) * 255).round().numpy(), labels.numpy()
 
@@ -57,7 +57,7 @@ def test_unpacked_and_packed_cifar10_is_torchvisions(official):
         dm = made(CIFAR10DataModule, official, root=official / place)
         images, labels = evaluated(dm)
         assert np.array_equal(labels, theirs.targets) and np.array_equal(images, theirs.data)
-        assert dm._arrays[0].is_contiguous()  # else each batch is copied several times as slowly
+        assert dm.source.pixels[0].flags["C_CONTIGUOUS"]  # else each batch is copied several times as slowly
         assert (dm.num_train, dm.num_val, dm.num_test, dm.class_names) == (54, 6, 12, theirs.classes)
     (official / "batches" / FOLDER / "data_batch_1").write_bytes(b"damaged")
     for root in (None, official / "batches"):
@@ -74,7 +74,7 @@ def idx(array):
 @pytest.mark.parametrize("cls", [MNISTDataModule, FashionMNISTDataModule])
 def test_mnist_is_torchvisions(cls, tmp_path, monkeypatch):
     monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:9/a/"])
-    raw = tmp_path / cls.source / "raw"
+    raw = tmp_path / cls.class_in_torchvision / "raw"
     raw.mkdir(parents=True)
     images = {name: RNG.integers(0, 256, (n, 28, 28), dtype=np.uint8) for name, n in (("train", 40), ("t10k", 15))}
     for name, array in images.items():
@@ -105,7 +105,7 @@ def test_all_digits_stretched_to_a_byte_with_a_test_set_that_no_seed_moves(tmp_p
         assert (dm.num_train, dm.num_val, dm.num_test, dm.channels) == (1293, 144, 360, 1)
         assert np.array_equal(labels, digits.target[last[: len(labels)]])
         assert np.abs(images[..., 0] / 255 - digits.images[last[: len(labels)]] / 16).max() <= 0.5 / 255 + 1e-6
-        assert np.array_equal(np.bincount(dm._classes()), np.bincount(digits.target))
+        assert np.array_equal(np.bincount(dm.source.classes), np.bincount(digits.target))
 
 
 def synthetic(**options):
@@ -117,5 +117,5 @@ def test_synthetic_images_are_the_same_under_every_seed_balanced_and_of_the_size
     assert not np.array_equal(synthetic().images, synthetic(noise=2.0).images)
     images = synthetic(num_classes=3, channels=1, image_size=20, resize=24)
     assert images.images.shape == (703, 24, 24, 1) and images.images.dtype == np.uint8
-    assert sorted(np.bincount(images.targets)) == [234, 234, 235]
+    assert sorted(np.bincount(images.targets[""])) == [234, 234, 235]
     assert synthetic(image_size=64, resize=70, stored_size=32).images.shape[1] == 32

@@ -50,7 +50,7 @@ def module(kind, root, cache, **options):
 
 
 def all_bytes(dm):
-    dm.place()
+    dm.attach_to_ranks()
     dm.train_dataloader().set_epoch(1)
     loaders = (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader())
     batches = [dm.on_after_batch_transfer(batch, 0) for loader in loaders for batch in loader]
@@ -62,7 +62,7 @@ def all_bytes(dm):
 def test_the_batches_are_those_of_the_folder(kind, pipeline, roots, tmp_path):
     def seen(kind, path, workers):
         dm = module(kind, roots[kind], tmp_path / kind, path=path, num_workers=workers)
-        dm.use(pipeline)
+        dm.set_augmentation(pipeline)
         found = all_bytes(dm)
         assert dm.path_taken()[0] == path and (dm.num_train, dm.num_val, dm.num_test) == (27, 6, 9)
         return found
@@ -84,7 +84,7 @@ def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_pa
     dm = module(kind, root, tmp_path / "cache", path="loader")
     dm.prepare()
     assert (dm.num_train, dm.num_test) == (16, 18) and dm.class_names == ["a", "b"] and dm.left_out == {}
-    dm.place()
+    dm.attach_to_ranks()
     with pytest.raises(UserError, match="cannot be decoded .*: repair or remove it. .python src/check_data.py"):
         next(iter(dm.train_dataloader()))
 
@@ -99,7 +99,7 @@ def test_every_source_has_the_same_classes_in_the_same_order_and_the_same_hash_o
     found, hashes = {}, set()
     for kind in MODULES:
         dm = module(kind, write(kind, tmp_path / kind, images), tmp_path / "cache", val_fraction=0, eval_batch_size=12)
-        dm.place()
+        dm.attach_to_ranks()
         ((pixels, labels),) = [dm.on_after_batch_transfer(batch, 0) for batch in dm.test_dataloader()]
         order = pixels[:, 0].mean((1, 2)).argsort()
         found[kind] = (dm.class_names, labels[order].tolist())

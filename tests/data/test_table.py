@@ -65,7 +65,7 @@ def test_other_names_of_columns_and_splits_delimiters_and_encodings(header, val,
     root.write_bytes((mark + root.read_bytes().decode()).encode(encoding))
     dm = csv_module(root, tmp_path)
     assert facts(dm) == (16, 4, 4, ["blau", "rötlich"])
-    dm.place()
+    dm.attach_to_ranks()
     images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
     assert labels.tolist() == [0, 1, 0, 1] and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
 
@@ -150,7 +150,7 @@ def test_decimal_commas_are_numbers(pictures, tmp_path):
     root = table(pictures / "a.csv", numbers, ["path", "label"], delimiter=";")
     dm = csv_module(root, tmp_path, target="number")
     dm.prepare()
-    assert sorted(dm._targets[""].tolist()) == [i + 0.5 for i in range(24)]
+    assert sorted(dm.source.targets[""].tolist()) == [i + 0.5 for i in range(24)]
     assert "0,5 is read as 0.5" in dm.warnings[0]
     root = table(pictures / "b.csv", [["00.png", "1,234"]], ["path", "label"])
     with pytest.raises(UserError, match="line 2: label is 1,234, which may be 1.234 or 1234"):
@@ -185,7 +185,9 @@ def test_a_column_of_folds_is_reported(pictures, tmp_path):
     dm = csv_module(root, tmp_path)
     dm.prepare()
     assert "data.group=kfold" in dm.warnings[0]
-    assert not csv_module(root, tmp_path, group="kfold").warnings
+    dm = csv_module(root, tmp_path, group="kfold")
+    dm.prepare()
+    assert not dm.warnings
 
 
 def test_a_column_for_each_class_makes_classes(pictures, tmp_path):
@@ -193,7 +195,7 @@ def test_a_column_for_each_class_makes_classes(pictures, tmp_path):
     one_hot = [[r[0], *(float(i % 3 == c) for c in range(3)), r[2]] for i, r in enumerate(rows())]
     dm = csv_module(table(pictures / "a.csv", one_hot, header), tmp_path)
     assert facts(dm)[3] == ["BCC", "MEL", "NV"] and dm.target_kind == "class"
-    assert [dm.target_name(i) for i in range(3)] == ["MEL", "NV", "BCC"]
+    assert [dm.source.target_name(i) for i in range(3)] == ["MEL", "NV", "BCC"]
     one_hot[5][1:4] = [1.0, 1.0, 0.0]
     with pytest.raises(UserError, match="has no column label"):
         csv_module(table(pictures / "b.csv", one_hot, header), tmp_path).prepare()
@@ -211,11 +213,11 @@ def test_pictures_above_the_limit_are_read_when_it_is_raised(pictures, tmp_path,
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
     root = table(pictures / "a.csv", rows())
     dm = csv_module(root, tmp_path)
-    dm.place()
+    dm.attach_to_ranks()
     with pytest.raises(UserError, match="more than 0 megapixels: give data.max_megapixels="):
         list(dm.train_dataloader())
     dm = csv_module(root, tmp_path, max_megapixels=0.1)
-    dm.place()
+    dm.attach_to_ranks()
     assert len(list(dm.train_dataloader())) == 4
 
 
@@ -349,7 +351,7 @@ def test_a_file_that_is_cut_off_is_named_and_what_is_unpacked_stays(tmp_path):
 def test_a_column_of_a_parquet_file_names_the_groups(tmp_path):
     dm = parquet_module(write(tmp_path / "x.parquet"), tmp_path, group="id")
     assert counts(dm) == (15, 3, 6)
-    groups = [{int(dm.image_name(i).split()[-1]) // 3 for i in index} for index in (dm.splits.train, dm.splits.test)]
+    groups = [{int(dm.source.name(i).split()[-1]) // 3 for i in index} for index in (dm.splits.train, dm.splits.test)]
     assert not groups[0] & groups[1]
 
 
@@ -370,7 +372,7 @@ def test_a_data_set_of_the_hub_is_fetched_and_has_its_layout(tmp_path, monkeypat
     dm = parquet_module("hf://datasets/me/colours@v1/data", tmp_path)
     assert counts(dm) == (42, 6, 3) and dm.class_names == sorted(COLOURS)
     assert asked == [("me/colours", None, "*.parquet"), ("me/colours", "v1", "data/*.parquet")]
-    dm.place()
+    dm.attach_to_ranks()
     ((images, labels),) = [dm.on_after_batch_transfer(batch, 0)[:2] for batch in dm.test_dataloader()]
     assert (2 - images.mean((2, 3)).argmax(1)).tolist() == labels.tolist()  # blue, green, red
     with pytest.raises(UserError, match="hf://datasets/me/nothing cannot be fetched .OSError: no such data set"):

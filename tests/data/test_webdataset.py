@@ -103,7 +103,7 @@ def test_a_sample_that_is_not_whole_is_named(said, members, tmp_path):
 def test_a_shard_that_is_cut_off_before_or_while_it_is_read_is_named(tmp_path):
     path = shard(tmp_path / "0.tar")
     dm = module(path, tmp_path, path="loader")
-    dm.place()
+    dm.attach_to_ranks()
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(UserError, match="0.tar: .* is shorter than when it was listed"):
         list(dm.train_dataloader())

@@ -25,7 +25,7 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
     torch.manual_seed(0)
     data = DigitsDataModule(global_batch_size=256, cache_dir=cache_dir)
     data.prepare()
-    data.place(accumulate_grad_batches=4)
+    data.attach_to_ranks(accumulate_grad_batches=4)
     net = SmallCNN(num_classes=10, image_size=8, channels=1)
     module = ImageClassifier(net, functools.partial(torch.optim.AdamW, lr=0.01), num_classes=10)
 

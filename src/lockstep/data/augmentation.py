@@ -140,6 +140,10 @@ class Augmentation:
         mix_prob, mix_epochs: `prob` and `epochs` of Mixing.
     """
 
+    # Whether the device augments whole batches, and not workers single images.
+    is_of_batches = False
+    random_crop = True
+
     def __init__(
         self,
         *,
@@ -234,6 +238,7 @@ class CropFlip(Augmentation):
     def __init__(self, *, random_crop: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.random_crop = random_crop
+        self.is_of_batches = not (self.color_jitter or self.erasing_prob)
 
     def crop(self, framing: Framing) -> list[Operation]:
         if self.random_crop:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.decoding import CorruptImage
-from lockstep.data.listing import ImageList, fingerprint
+from lockstep.data.listing import fingerprint
 
-METHOD = 2  # hashes of two methods cannot be compared; checkpoints of version 2.0.0 name none
+# Hashes of two methods cannot be compared. Checkpoints of version 2.0.0 name no method.
+METHOD = 2
 WHOLE_BYTES = 64 * 2**20
 WHOLE_IMAGES = 2048
 SAMPLED_IMAGES = 1024
@@ -29,15 +30,15 @@ def with_drawn_test(data_hash: str, test: np.ndarray) -> str:
     return fingerprint([data_hash, test.tolist()])
 
 
-def hash_of_files(images: ImageList) -> str:
-    """Return the hash of images that lie in files: splits, targets, sizes and content.
+def hash_of_files(images: Any) -> str:
+    """Return the hash of an ImageList: splits, targets, sizes and content of the files.
 
     The content is all bytes of the files if they are at most 64 MiB in at most 2,048 images.
     Of more, it is that of 1,024 evenly spaced images, at most 64 KiB from the middle of each. A
     single image that is replaced by one of the same size may go unnoticed then. Masks count as
     images do.
     """
-    arrays = {"targets": images.targets, "sizes": images.size}
+    arrays = {"targets": images.numbers, "sizes": images.size}
     digest = _started(images.class_names, images.splits, arrays)
     positions = _positions(images.size)
     is_whole = len(positions) == len(images)
@@ -80,14 +81,14 @@ def _positions(sizes: np.ndarray) -> list[int]:
     return np.linspace(0, len(sizes) - 1, count).astype(int).tolist()
 
 
-def _content(images: ImageList, i: int, is_whole: bool) -> bytes:
+def _content(images: Any, i: int, is_whole: bool) -> bytes:
     """Return a digest of an image and its mask. What cannot be read is named when it is needed."""
     digest = hashlib.blake2b()
     size = int(images.size[i])
     count = size if is_whole else min(size, PIECE_BYTES)
     try:
         digest.update(images.read(i, (size - count) // 2, count))
-        if images.has_masks:
+        if images.mask_names:
             digest.update(images.mask_path(i).read_bytes())
     except (CorruptImage, OSError):
         digest.update(b"cannot be read")

@@ -85,9 +85,7 @@ def open_image(
             image.format = opened.format
             return in_8_bits(image, channels)
     except UnidentifiedImageError:
-        raise CorruptImage(
-            f"{name} cannot be decoded (it is no image of a known format)"
-        ) from None
+        raise CorruptImage(f"{name} cannot be decoded (it is no image of a known format)") from None
     except Image.DecompressionBombError:
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise TooLargeImage(f"{name} has more than {limit:.0f} megapixels") from None

@@ -24,7 +24,7 @@ INTERPOLATIONS = ("bilinear", "bicubic")
 MAX_ASPECT = 16
 
 
-def settle(
+def resolve_normalisation(
     options: Mapping[str, Any],
     of_data: Mapping[str, Any],
     of_weights: Mapping[str, Any],
@@ -258,7 +258,7 @@ class BatchTransforms:
         if images.device.type != "cpu":
             return pad(images, (0, 0, border, border, border, border), value=fill).contiguous()
 
-        # On a CPU by NumPy in one thread, as `take`.
+        # On a CPU by NumPy in one thread, as `indexed`.
         n, side, _, channels = images.shape
         padded_side = side + 2 * border
         padded = np.full((n, padded_side, padded_side, channels), fill, np.uint8)
@@ -277,7 +277,7 @@ class BatchTransforms:
         shape = (n, self.num_starts, self.num_starts, crop, crop * channels)
         windows = images.as_strided(shape, (row * width, row, channels, row, 1))
         numbers = torch.arange(n, device=images.device)
-        return take(windows, numbers, dy, dx).view(n, crop, crop, channels)
+        return indexed(windows, numbers, dy, dx).view(n, crop, crop, channels)
 
     def normalise(self, images: Tensor) -> Tensor:
         """Return (…, channels, side, side) float32, channels last in memory.
@@ -290,7 +290,7 @@ class BatchTransforms:
         return out.view(images.shape).movedim(-1, -3)
 
 
-def take(array: Tensor, *index: Tensor) -> Tensor:
+def indexed(array: Tensor, *index: Tensor) -> Tensor:
     """Return array[index].
 
     On the CPU NumPy does it in one thread, as torch's threads would wait for each other.

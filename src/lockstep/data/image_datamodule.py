@@ -1,14 +1,15 @@
-"""The base of all image data modules: settings, splits, loaders, and batches made on the device.
+"""The base of all image data modules. It is composed of a source, splits, framing and batches.
 
-Images take one of two paths. `array`: all are decoded in one array, on the training device where they fit. `loader`:
-worker processes read each image when it is needed. Which crop, flip and augmentation an image gets depends only on
-(seed, epoch, position), on both paths. The images of an ImageSet are resized on the device on the array path: then they
-may differ by one step of 255 between the paths.
+Images take one of two paths. `array`: all are decoded in one array, on the training device where
+they fit. `loader`: worker processes read each image when it is needed. Which crop, flip and
+augmentation an image gets depends only on (seed, epoch, position), on both paths. The images of an
+ImageSet are resized on the device on the array path: then they may differ by one step of 255
+between the paths.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,123 +19,70 @@ from lightning.pytorch import LightningDataModule
 from PIL import Image
 from torch import Tensor
 
-from lockstep.data.augmentation import Augmentation, CropFlip, Operation, mix
-from lockstep.data.batches import AUGMENTATION, MIXING, EvalBatches, Selection, TrainBatches, random_stream
-from lockstep.data.content_hash import METHOD, hash_of_arrays, with_drawn_test
-from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle, take
+from lockstep.data.augmentation import Augmentation, CropFlip
+from lockstep.data.batches import EvalBatches, TrainBatches
+from lockstep.data.content_hash import METHOD, with_drawn_test
+from lockstep.data.framing import Framing, resize_of, resolve_normalisation
 from lockstep.data.listing import SPLITS, TEST, LeftOut
-from lockstep.data.loading import LoadedBatch, OpenSample, Samples, prefetched, stream, workers_of
-from lockstep.data.report import identical_images
+from lockstep.data.loading import LoadedBatch
+from lockstep.data.making import BatchMaker
+from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.targets import VOID, Arrays, ImageSet, as_masks, kind_of
+from lockstep.data.targets import as_masks
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 
-CHECK = "check"  # the stage of check_data.py, which lists all images that cannot be used
+# The stage of check_data.py, which lists all images that cannot be used.
+CHECK = "check"
 
 
-class ImageDataModule(LightningDataModule):
-    """Square images in memory with their targets; a subclass returns them from `read`.
-
-    It works in a plain Trainer. Attributes after `prepare`: class_names, num_classes, num_train, num_val, num_test,
-    data_hash, splits, left_out, and target_kind: class, labels, number, mask or dict.
-
-    A batch is (images, targets). Images are (n, channels, image_size, image_size) float, in training with several views
-    (n, views, channels, image_size, image_size). Targets are (n,) int64 classes, (n, C) float32 labels, (n,)
-    float32 numbers, (n, image_size, image_size) int64 classes of pixels, −1 where none counts, or a dict of these.
+@dataclass(kw_only=True)
+class ImageOptions:
+    """The options of every data module of images.
 
     Args:
         name: of the cache folder, and shown in the logbook; None: from the class.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
         image_size, resize, crop_padding, flip: as of Framing; resize=None: image_size / crop_pct.
-        crop_pct, interpolation, mean, std: as of `settle`.
+        crop_pct, interpolation, mean, std: as of `resolve_normalisation`.
         val_fraction, num_val, fold, num_folds: as of Split.
         cache_dir: folder of decoded images and downloads, one per node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
         views: how often each training image is augmented.
+
+    Raises:
+        UserError: a value is out of its range.
     """
 
-    channels = 3
-    fit = "crop"
-    hash_method = METHOD  # how data_hash is made; data of one hash and method are the same
-    own_mean: Sequence[float] = (0.5,)
-    own_std: Sequence[float] = (0.5,)
-    # fit, test for an evaluation, which needs no training images, or CHECK. Set it before `prepare`.
-    stage = "fit"
-    device_array_gib = 4.0  # the largest arrays that are kept on a GPU; workers read larger ones image by image
+    image_size: int
+    name: str | None = None
+    global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE
+    eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE
+    resize: int | None = None
+    crop_pct: float | str = "auto"
+    interpolation: str = "auto"
+    crop_padding: int = 0
+    flip: bool = False
+    mean: float | Sequence[float] | str | None = None
+    std: float | Sequence[float] | str | None = None
+    val_fraction: float = VAL_FRACTION
+    num_val: int | None = None
+    fold: int | None = None
+    num_folds: int | None = None
+    cache_dir: str | Path = REPOSITORY / "data" / "cache"
+    path: str = "auto"
+    num_workers: int | str = "auto"
+    views: int = 1
+    seed: int = 0
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        name: str | None = None,
-        global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
-        eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE,
-        resize: int | None = None,
-        crop_pct: float | str = "auto",
-        interpolation: str = "auto",
-        crop_padding: int = 0,
-        flip: bool = False,
-        mean: float | Sequence[float] | str | None = None,
-        std: float | Sequence[float] | str | None = None,
-        val_fraction: float = VAL_FRACTION,
-        num_val: int | None = None,
-        fold: int | None = None,
-        num_folds: int | None = None,
-        cache_dir: str | Path = REPOSITORY / "data" / "cache",
-        path: str = "auto",
-        num_workers: int | str = "auto",
-        views: int = 1,
-        seed: int = 0,
-    ) -> None:
-        super().__init__()
-        self.name: str = type(self).__name__.removesuffix("DataModule").lower()
-        if name is not None:
-            self.name = name
-        self.image_size = image_size
-        self.seed = seed
-        self.cache_dir = Path(cache_dir)
-        self.global_batch_size = global_batch_size
-        self.eval_batch_size = eval_batch_size
-        self.requested_path = path
-        self.num_workers = num_workers
-        self.views = views
-        self._check_options()
-
-        self.split = Split(seed, val_fraction, num_val, fold, num_folds)
-        self.stated = {
-            "mean": mean,
-            "std": std,
-            "crop_pct": crop_pct,
-            "interpolation": interpolation,
-        }
-        self.requested_resize = resize
-        self.crop_padding = crop_padding
-        self.flip = flip
-
-        self.left_out: LeftOut = {}
-        self.warnings: list[str] = []  # sentences for the log
-        self.faults: list[str] = []  # of a check: what is listed and cannot be used
-        self.groups_note = ""  # what keeps images together, for the log and the page
-        self.class_names: list[str] = []
-        self.data_hash = ""
-        self.list_hash = ""  # of names and sizes, which runs of version 2.0.0 are compared by
-        # Images and each mask, (n, side, side, channels) uint8, if they are in memory.
-        self._pixels: list[np.ndarray] = []
-        self._groups: np.ndarray | None = None
-        # (n,) the splits that the source names, −1 for images that are not used.
-        self._given = np.zeros(0, np.int8)
-        self._placed: dict[str, int] = {}  # rank and world_size; empty: not placed yet
-        self._set_targets({}, [])
-        self.use()
-
-    def _check_options(self) -> None:
-        if Path(self.name).name != self.name or self.name.startswith("."):
+    def __post_init__(self) -> None:
+        name = self.name or "images"
+        if Path(name).name != name or name.startswith("."):
             raise UserError(
-                f"data.name={self.name!r} names a cache folder: give a name without slashes."
+                f"data.name={name!r} names a cache folder: give a name without slashes."
             )
         for key in ("views", "eval_batch_size"):
             if getattr(self, key) < 1:
@@ -144,36 +92,109 @@ class ImageDataModule(LightningDataModule):
         workers = self.num_workers
         if workers != "auto" and (isinstance(workers, str) or workers < 0):
             raise UserError(f"data.num_workers={workers} must be auto or at least 0.")
-        if self.requested_path not in ("auto", "array", "loader"):
-            raise UserError(
-                f"data.path={self.requested_path} must be one of auto, array, loader."
-            )
+        if self.path not in ("auto", "array", "loader"):
+            raise UserError(f"data.path={self.path} must be one of auto, array, loader.")
 
-    def use(self, augmentation: Augmentation | None = None, wanted: Mapping[str, Any] | None = None) -> None:
+
+class ImageDataModule(LightningDataModule):
+    """Square images with their targets. A subclass returns them from `read`.
+
+    It works in a plain Trainer. Attributes after `prepare`: source, splits, class_names,
+    num_classes, num_train, num_val, num_test, data_hash, left_out, and target_kind: class, labels,
+    number, mask or dict.
+
+    A batch is (images, targets). Images are (n, channels, image_size, image_size) float, in
+    training with several views (n, views, channels, image_size, image_size). Targets are (n,)
+    int64 classes, (n, C) float32 labels, (n,) float32 numbers, (n, image_size, image_size) int64
+    classes of pixels, −1 where none counts, or a dict of these.
+
+    Args:
+        options: as of ImageOptions.
+    """
+
+    channels = 3
+    fit = "crop"
+    # How data_hash is made. Data of one hash and method are the same.
+    hash_method = METHOD
+    own_mean: Sequence[float] = (0.5,)
+    own_std: Sequence[float] = (0.5,)
+    # fit, test for an evaluation, which needs no training images, or CHECK. It is set before
+    # `prepare`.
+    stage = "fit"
+    # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
+    device_array_gib = 4.0
+    source: Source
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = chosen = ImageOptions(**options)
+        self.name: str = chosen.name or type(self).__name__.removesuffix("DataModule").lower()
+        self.image_size = chosen.image_size
+        self.global_batch_size = chosen.global_batch_size
+        self.cache_dir = Path(chosen.cache_dir)
+        self.split = Split(
+            chosen.seed, chosen.val_fraction, chosen.num_val, chosen.fold, chosen.num_folds
+        )
+        self.data_hash = ""
+        # Of a check: what is listed and cannot be used.
+        self.faults: list[str] = []
+        # What keeps images together, for the log and the page.
+        self.groups_note = ""
+        # The arguments rank and world_size of the loaders; {} before attach_to_ranks.
+        self._ranks: dict[str, int] = {}
+        self.set_augmentation()
+
+    def set_augmentation(
+        self,
+        augmentation: Augmentation | None = None,
+        of_weights: Mapping[str, Any] | None = None,
+    ) -> None:
         """Set the augmentation and the values of pretrained weights; call it before `prepare`.
 
         Args:
             augmentation: what training does to the images; None: crop and flip.
-            wanted: the pretrained weights' mean, std, crop_pct and interpolation, for options that are auto.
+            of_weights: the pretrained weights' mean, std, crop_pct and interpolation, for options
+                that are auto.
+
         Raises:
             UserError: values contradict each other.
         """
-        own = {"mean": self.own_mean, "std": self.own_std}
-        self.settings = settle(self.stated, own, wanted or {}, self.channels)
-        self.mean, self.std = self.settings.mean, self.settings.std
-        self.resize = resize_of(self.image_size, self.requested_resize, self.settings.crop_pct)
+        options = self.options
+        names = ("mean", "std", "crop_pct", "interpolation")
+        self.settings = resolve_normalisation(
+            {name: getattr(options, name) for name in names},
+            {"mean": self.own_mean, "std": self.own_std},
+            of_weights or {},
+            self.channels,
+        )
+        self.mean = self.settings.mean
+        self.std = self.settings.std
         self.framing = Framing(
-            self.image_size, self.resize, self.fit, self.settings.interpolation, self.crop_padding, self.flip,
-            self.channels, tuple(self.mean),
-        )  # fmt: skip
-        self.augmentation = chosen = augmentation or CropFlip()
-        is_plain = not (chosen.color_jitter or chosen.erasing_prob)  # the device augments whole batches
-        self._crop_flip = chosen if isinstance(chosen, CropFlip) and is_plain else None
-        self._pipeline = None if self._crop_flip else chosen.pipeline(self.framing)  # of single images
+            self.image_size,
+            resize_of(self.image_size, options.resize, self.settings.crop_pct),
+            self.fit,
+            self.settings.interpolation,
+            options.crop_padding,
+            options.flip,
+            self.channels,
+            tuple(self.mean),
+        )
+        self.augmentation = augmentation or CropFlip()
+        # Operations on single images; None: the device augments whole batches.
+        self._pipeline = None
+        if not self.augmentation.is_of_batches:
+            self._pipeline = self.augmentation.pipeline(self.framing)
 
     def read(self) -> ImageSet:
         """Return all images; every process calls it."""
         raise NotImplementedError
+
+    def open_source(self) -> Source:
+        """Return the source of the images, before any is decoded. Every process calls it."""
+        return self.read()
+
+    def decode_source(self) -> None:
+        """Do what all images have to be read for."""
 
     def prepare(self) -> None:
         """Load or list the images and assign the splits. Every rank calls it.
@@ -183,24 +204,26 @@ class ImageDataModule(LightningDataModule):
         """
         if hasattr(self, "splits"):
             return
-        self._load()
-        self.num_classes = len(self.class_names) or 1
+        self.source = self.open_source()
+        self.data_hash = self.source.hash()
+        self.decode_source()
         self._set_splits(self._assigned())
         if self.splits.drew_test:
             self.data_hash = with_drawn_test(self.data_hash, self.splits.test)
-        if self._groups is not None:
-            self.groups_note = self._note_on_groups(self._groups)
+        if self.source.groups is not None:
+            self.groups_note = self._note_on_groups(self.source.groups)
         if self.stage != "test":
-            self._check()
+            self._check_training_images()
 
     def _assigned(self) -> Splits:
         """Return the splits. An evaluation that cannot draw any tests on all images."""
+        source = self.source
         try:
-            return self.split.assign(self._classes(), self._given, self._groups)
+            return self.split.assign(source.classes, source.splits, source.groups)
         except UserError:
             if self.stage != "test":
                 raise
-            return Splits(np.full_like(self._given, TEST), drew_test=True)
+            return Splits(np.full_like(source.splits, TEST), drew_test=True)
 
     def _note_on_groups(self, groups: np.ndarray) -> str:
         """Return "patient_id: 30 groups, 24 to train, 3 to validate, 3 to test"."""
@@ -212,57 +235,11 @@ class ImageDataModule(LightningDataModule):
 
     def _set_splits(self, splits: Splits) -> None:
         self.splits = splits
-        self.num_train, self.num_val, self.num_test = len(splits.train), len(splits.val), len(splits.test)
+        self.num_train = len(splits.train)
+        self.num_val = len(splits.val)
+        self.num_test = len(splits.test)
 
-    def _load(self) -> None:
-        """Set class_names, data_hash, _given, _pixels and the targets."""
-        images = self.read()
-        arrays = images.arrays()
-        self.class_names = images.class_names
-        self._given = images.splits
-        self.data_hash = hash_of_arrays([images.images], arrays, self.class_names, self._given)
-        masks = [name for name, array in arrays.items() if array.dtype == np.uint8]
-        pixels = [images.images, *(arrays.pop(name)[..., None] for name in masks)]
-        # torchvision's CIFAR10 has the channels outermost.
-        self._pixels = [np.ascontiguousarray(array) for array in pixels]
-        self._set_targets(arrays, masks)
-
-    def _set_targets(self, targets: Arrays, mask_names: list[str]) -> None:
-        self._targets, self._mask_names = targets, mask_names
-        self.target_kind = kind_of(targets, mask_names)
-
-    def _classes(self) -> np.ndarray:
-        """Return (n,) int64, the class of each image; zeros for other targets."""
-        return self._targets[""] if self.target_kind == "class" else np.zeros(len(self._given), np.int64)
-
-    def match_classes(self, class_names: Sequence[str]) -> None:
-        """Number the labels as a checkpoint does; call it between `prepare` and `place`.
-
-        Args:
-            class_names: those of the checkpoint; the images may lack some of them.
-        Raises:
-            UserError: the images have a class that the checkpoint does not know.
-        """
-        void = {str(VOID)} if self._mask_names else set()  # of masks that show one class and pixels that do not count
-        if unknown := [name for name in self.class_names if name not in {*class_names, *void}]:
-            raise UserError(
-                f"{self.name} has the class {unknown[0]}, which the checkpoint does not know; it knows "
-                f"{', '.join(class_names[:20])}. Rename the class or remove its images."
-            )
-        number_of = np.array([class_names.index(name) for name in self.class_names if name not in void], np.int64)
-        if self.target_kind == "labels":  # a label that these images lack is 0
-            found = np.zeros((len(self._given), len(class_names)), np.float32)
-            found[:, number_of] = self._targets[""]
-            self._targets = {"": found}
-        elif self.target_kind == "class":
-            self._targets = {"": number_of[self._targets[""]]}
-        self.class_names, self.num_classes = list(class_names), len(class_names) or 1
-
-    def test_on_all(self) -> None:
-        """Test on all images; call it between `prepare` and `place`."""
-        self._set_splits(Splits(np.where(self._given >= 0, TEST, -1)))
-
-    def _check(self) -> None:
+    def _check_training_images(self) -> None:
         if not self.num_train:
             raise UserError(
                 f"{self.name} has no images to train on: all are for validation or test."
@@ -272,51 +249,87 @@ class ImageDataModule(LightningDataModule):
                 f"data.global_batch_size={self.global_batch_size}, but {self.name} has "
                 f"{self.num_train} training images: give a size from 1 to {self.num_train}."
             )
-        untrained = [
-            name for name, count in zip(self.class_names, self.class_counts) if not count
-        ]
-        if untrained and self.target_kind == "class":
-            raise UserError(
-                f"{self.name}: the class {untrained[0]} has no image to train on; all of its "
-                "images are for validation or test. Add some, or remove the class."
-            )
-        self.warnings += [
-            f"No training image has the label {name}, which occurs in validation or test. Move "
-            f"images of {name} to train, or leave it out of data.label_columns."
-            for name in untrained
-            if self._occurs(name)
-        ]
+        for name, *counts in zip(self.class_names, *self.counts_per_split.values()):
+            if counts[0]:
+                continue
+            if self.target_kind == "class":
+                raise UserError(
+                    f"{self.name}: the class {name} has no image to train on; all of its "
+                    "images are for validation or test. Add some, or remove the class."
+                )
+            if any(counts):
+                self.warnings.append(
+                    f"No training image has the label {name}, which occurs in validation or test. "
+                    f"Move images of {name} to train, or leave it out of data.label_columns."
+                )
 
-    def _occurs(self, class_name: str) -> bool:
-        number = self.class_names.index(class_name)
-        return any(counts[number] for counts in self.counts_per_split.values())
+    @property
+    def class_names(self) -> list[str]:
+        return self.source.class_names
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names) or 1
+
+    @property
+    def target_kind(self) -> str:
+        return self.source.target_kind
+
+    @property
+    def left_out(self) -> LeftOut:
+        return self.source.left_out
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences for the log."""
+        return self.source.warnings
+
+    @property
+    def list_hash(self) -> str:
+        return self.source.list_hash
 
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
-        """Return the number of images of each class or label in train, val and test; empty for other targets."""
+        """Return how many images of each class or label train, validate and test.
+
+        Other targets have no counts.
+        """
+        counts: dict[str, list[int]] = {name: [] for name in SPLITS}
         if self.target_kind not in ("class", "labels"):
-            return {name: [] for name in SPLITS}
-        found = {name: self._targets[""][getattr(self.splits, name)] for name in SPLITS}
-        classes = {name: each if each.ndim == 1 else np.nonzero(each > 0)[1] for name, each in found.items()}
-        return {name: np.bincount(each, minlength=self.num_classes).tolist() for name, each in classes.items()}
+            return counts
+        for name in SPLITS:
+            classes = self.source.targets[""][getattr(self.splits, name)]
+            if classes.ndim > 1:
+                classes = np.nonzero(classes > 0)[1]
+            counts[name] = np.bincount(classes, minlength=self.num_classes).tolist()
+        return counts
 
     @property
     def class_counts(self) -> list[int]:
         """Training images of each class, before augmentation."""
         return self.counts_per_split["train"]
 
+    def match_classes(self, class_names: Sequence[str]) -> None:
+        """Number the labels as a checkpoint does; call it between `prepare` and `attach_to_ranks`.
+
+        Args:
+            class_names: those of the checkpoint; the images may lack some of them.
+
+        Raises:
+            UserError: the images have a class that the checkpoint does not know.
+        """
+        self.source.match_classes(class_names, self.name)
+
+    def test_on_all(self) -> None:
+        """Test on all images; call it between `prepare` and `attach_to_ranks`."""
+        self._set_splits(Splits(np.full_like(self.source.splits, TEST)))
+
     def path_taken(self) -> tuple[str, str]:
         """Return array or loader, and why; after `prepare`."""
-        if self.requested_path == "auto":
+        path = self.options.path
+        if path == "auto":
             return "array", "they fit in memory"
-        return self.requested_path, f"data.path={self.requested_path}"
-
-    def image_name(self, position: int) -> str:
-        return f"image {position}"
-
-    def where(self, position: int) -> str:
-        """Return what errors call an image, with its line in a table."""
-        return self.image_name(position)
+        return path, f"data.path={path}"
 
     def refuse_labels_outside(self, low: float, high: float) -> None:
         """
@@ -325,75 +338,88 @@ class ImageDataModule(LightningDataModule):
         """
         if self.target_kind != "labels":
             return
-        labels = self._targets[""]
+        labels = self.source.targets[""]
         images, columns = np.nonzero((labels < low) | (labels > high))
         if not len(images):
             return
         value = labels[images[0], columns[0]]
         name = self.class_names[columns[0]] if self.class_names else columns[0]
         raise UserError(
-            f"{self.where(int(images[0]))}: the label {name} is {value:g}, and labels are from "
-            f"{low:g} to {high:g}. If {value:g} means that it is not known, give "
+            f"{self.source.where(int(images[0]))}: the label {name} is {value:g}, and labels are "
+            f"from {low:g} to {high:g}. If {value:g} means that it is not known, give "
             f"data.unknown={value:g}."
         )
 
-    def target_name(self, position: int) -> str:
-        """Return the class, labels or number of an image; images of one name have equal targets."""
-        if self.target_kind in ("mask", "dict"):
-            return ""
-        target = self._targets[""][position]
-        if self.target_kind == "number":
-            return f"{target:g}"
-        places = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
-        return ", ".join(self.class_names[place] for place in places)
-
-    def identical_images(self, limit: int | None = None) -> dict[str, list[str]]:
-        """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.
-
-        Args:
-            limit: the most files of equal size that are compared; None: all.
-        """
-        images, index = self._pixels[0], np.flatnonzero(self.splits.of_each >= 0)
-        return identical_images(self, np.zeros(len(index)), index, lambda i: images[i].tobytes(), None)
-
-    def place(
-        self, *, rank: int = 0, world_size: int = 1, accumulate_grad_batches: int = 1,
+    def attach_to_ranks(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate_grad_batches: int = 1,
         device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set which rank this is and where batches are made; may be called again.
 
         Raises:
-            UserError: the global batch does not divide evenly, or the augmentation does not fit targets or views.
+            UserError: the global batch does not divide evenly, or the augmentation does not fit
+                targets or views.
         """
         self.prepare()
-        self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
-        self._placed, self._accumulate = {"rank": rank, "world_size": world_size}, accumulate_grad_batches
-        if self.augmentation.mixing and (self.views > 1 or self.target_kind not in ("class", "labels")):
-            what = f"data.views={self.views}" if self.views > 1 else f"targets of the kind {self.target_kind}"
-            raise UserError(f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0.")
-        if self._pipeline is not None and self._mask_names:
-            blank = np.zeros((self.resize, self.resize), np.uint8)
-            try:
-                self._pipeline((Image.fromarray(blank), *as_masks([blank])))
-            except TypeError as error:
-                hint = "take augmentation=crop_flip or resized_crop"
-                raise UserError(f"This augmentation cannot move masks ({error}): {hint}.") from None
-        self._device = torch.device(device)
-        flips = self._crop_flip is not None and self._crop_flip.flips(self.framing)
-        self._transforms = BatchTransforms(replace(self.framing, flip=flips), self.std, self._device)
-        is_small = sum(each.nbytes for each in self._pixels) <= self.device_array_gib * 2**30
-        self._arrays: list[Tensor] | None = None
-        if self.path_taken()[0] == "array" and (is_small or self._device.type == "cpu"):
-            self._arrays = [torch.from_numpy(each).to(self._device) for each in self._pixels]
+        batch = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches)
+        self.per_device_batch_size = batch.per_device
+        self._ranks = {"rank": rank, "world_size": world_size}
+        self._accumulate = accumulate_grad_batches
+        self._check_mixing()
+        self._check_that_masks_move()
+
+        device = torch.device(device)
+        gib = sum(array.nbytes for array in self.source.pixels) / 2**30
+        fits = device.type == "cpu" or gib <= self.device_array_gib
+        self._maker = BatchMaker(
+            self.source,
+            self.framing,
+            self.std,
+            self.augmentation,
+            self._pipeline,
+            device,
+            on_device=fits and self.path_taken()[0] == "array",
+            num_workers=self.options.num_workers,
+            views=self.options.views,
+        )
+
+    def _check_mixing(self) -> None:
+        views = self.options.views
+        if not self.augmentation.mixing:
+            return
+        if views > 1 or self.target_kind not in ("class", "labels"):
+            what = f"data.views={views}" if views > 1 else f"targets of the kind {self.target_kind}"
+            raise UserError(
+                f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0."
+            )
+
+    def _check_that_masks_move(self) -> None:
+        if self._pipeline is None or not self.source.mask_names:
+            return
+        blank = np.zeros((self.framing.resize, self.framing.resize), np.uint8)
+        try:
+            self._pipeline((Image.fromarray(blank), *as_masks([blank])))
+        except TypeError as error:
+            hint = "take augmentation=crop_flip or resized_crop"
+            raise UserError(f"This augmentation cannot move masks ({error}): {hint}.") from None
 
     def setup(self, stage: str | None = None) -> None:
-        if self._placed:
+        trainer = self.trainer
+        if self._ranks:
             return
-        if (trainer := self.trainer) is None:  # in a notebook
-            return self.place()
-        accumulate, device = trainer.accumulate_grad_batches, trainer.strategy.root_device
-        self.place(
-            rank=trainer.global_rank, world_size=trainer.world_size, accumulate_grad_batches=accumulate, device=device
+        if trainer is None:
+            # In a notebook this is the only process.
+            self.attach_to_ranks()
+            return
+        self.attach_to_ranks(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            device=trainer.strategy.root_device,
         )
 
     def train_dataloader(self) -> TrainBatches:
@@ -403,87 +429,55 @@ class ImageDataModule(LightningDataModule):
         """
         self.setup()
         if self.augmentation.mixing and self.per_device_batch_size % 2:
-            sizes = f"data.global_batch_size={self.global_batch_size} gives each device {self.per_device_batch_size}"
-            pairs = "augmentation.mixup_alpha and cutmix_alpha mix images in pairs"
-            raise UserError(f"{pairs}, and {sizes} at a time: choose one that makes this number even.")
+            raise UserError(
+                "augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and "
+                f"data.global_batch_size={self.global_batch_size} gives each device "
+                f"{self.per_device_batch_size} at a time: choose one that makes this number even."
+            )
         return TrainBatches(
-            partial(self._batches, pipeline=self._pipeline), self.splits.train, self._draw,
-            global_batch_size=self.global_batch_size, accumulate_grad_batches=self._accumulate, seed=self.seed,
-            fixed=bool(getattr(self.trainer, "overfit_batches", 0)), **self._placed,
-        )  # fmt: skip
-
-    def _draw(self, seed: int, epoch: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Draw what decides the pixels of an epoch: crop starts and flips, or a seed for each image; and mixing."""
-        stream, mixing = random_stream(seed, AUGMENTATION, epoch), self.augmentation.mixing
-        if self._crop_flip is None:
-            draws = stream.integers(0, 2**63 - 1, (self.views, n))
-        else:
-            views = [self._transforms.draw(stream, n, self._crop_flip.random_crop) for _ in range(self.views)]
-            draws = np.concatenate(views)
-        if mixing is None or (mixing.epochs is not None and epoch >= mixing.epochs):
-            return draws, None
-        return draws, mixing.draw(random_stream(seed, MIXING, epoch), n // 2, self.image_size)
+            self._maker.train_batches,
+            self.splits.train,
+            self._maker.draw,
+            global_batch_size=self.global_batch_size,
+            accumulate_grad_batches=self._accumulate,
+            seed=self.options.seed,
+            fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
+            **self._ranks,
+        )
 
     def val_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.val, **self._placed)
+        return self._eval_batches(self.splits.val, **self._ranks)
 
     def test_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.test, **self._placed)
+        return self._eval_batches(self.splits.test, **self._ranks)
 
-    def _eval_batches(self, index: np.ndarray, **placed: int) -> EvalBatches:
-        return EvalBatches(self._batches, index, self._transforms.centre(), batch_size=self.eval_batch_size, **placed)
+    def _eval_batches(self, index: np.ndarray, **ranks: int) -> EvalBatches:
+        maker = self._maker
+        size = self.options.eval_batch_size
+        return EvalBatches(maker.eval_batches, index, maker.centre, batch_size=size, **ranks)
 
     def sample_images(self, count: int) -> Tensor:
-        """Return the first training images, not augmented: (count, channels, image_size, image_size) on the CPU."""
+        """Return the first training images, not augmented, on the CPU.
+
+        Returns:
+            (count, channels, image_size, image_size)
+        """
         self.setup()
         batches = self._eval_batches(self.splits.train[:count])
         return torch.cat([self.on_after_batch_transfer(batch, 0)[0].cpu() for batch in batches])
 
-    def _batches(self, selections: Iterable[Selection], pipeline: Operation | None = None) -> Iterator[LoadedBatch]:
-        """Yield batches on the device; with a pipeline workers augment single images, else the device crops them."""
-        batches = self._made(selections, pipeline)
-        return prefetched(batches, self._device) if self._device.type == "cuda" else batches
-
-    def _made(self, selections: Iterable[Selection], pipeline: Operation | None) -> Iterator[LoadedBatch]:
-        if self._arrays is None or pipeline is not None:
-            samples = Samples(self.sample_opener(), self.framing, pipeline, workers_of(self.num_workers, self._device))
-            found = stream(samples, selections, pin_memory=self._device.type == "cuda")
-        else:
-            found = ((each, {"index": torch.from_numpy(each.positions)}) for each in selections)
-        for selection, batch in found:
-            targets = {name: values[selection.positions] for name, values in self._targets.items()}
-            batch["targets"] = {name: torch.from_numpy(values) for name, values in targets.items()}
-            if pipeline is None:
-                batch["draws"] = torch.from_numpy(selection.draws)
-            if selection.mixing is not None:
-                batch["mixing"] = torch.from_numpy(selection.mixing)
-            yield batch
-
-    def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Any]:
-        """Return images and targets; mixed images have shares of classes, (n, num_classes) float."""
-        pixels = batch["pixels"] if "pixels" in batch else [take(each, batch["index"]) for each in self._arrays or ()]
-        if "draws" in batch:
-            modes = [self.framing.interpolation, *("nearest" for _ in self._mask_names)]
-            pixels = [self._transforms.moved(each, batch["draws"], mode) for each, mode in zip(pixels, modes)]
-        images, masks = self._transforms.normalise(pixels[0]), [each[..., 0].long() for each in pixels[1:]]
-        masks = [torch.where(mask == VOID, -1, mask) for mask in masks]
-        by_name = {**batch["targets"], **dict(zip(self._mask_names, masks, strict=True))}
-        targets: Any = by_name[""] if list(by_name) == [""] else by_name
-        if "mixing" in batch:
-            images, targets = mix(images, targets, batch["mixing"], self.num_classes)
-        if self.trainer is not None:  # float64 and half of the "true" precisions; whole numbers stay
-            images, targets = self.trainer.precision_plugin.convert_input((images, targets))
-        return images, targets
-
-    def sample_opener(self) -> OpenSample:
-        """Return what opens a single image and its masks in a worker process."""
-        return partial(_sample_of_arrays, *self._pixels)
+    def on_after_batch_transfer(
+        self, batch: LoadedBatch, dataloader_idx: int
+    ) -> tuple[Tensor, Any]:
+        """Return images and targets. Mixed images have shares of classes, (n, num_classes)."""
+        finished = self._maker.finish(batch)
+        if self.trainer is None:
+            return finished
+        # Floats become float64 and half under the "true" precisions. Whole numbers stay.
+        return self.trainer.precision_plugin.convert_input(finished)
 
 
-def _sample_of_arrays(images: np.ndarray, *rest: Any) -> tuple[Any, ...]:
-    *masks, position = rest
-    pixels = images[position]
-    image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
-    return image, *as_masks([mask[position, ..., 0] for mask in masks])
+# The constructor's signature names the options, for help() and for the check of configs.
+ImageDataModule.__init__.__signature__ = inspect.signature(ImageOptions.__init__)  # type: ignore

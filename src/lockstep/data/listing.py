@@ -1,24 +1,21 @@
-"""A list of labelled images in files, tables or shards, made before any image is opened.
-
-Every source uses the same names of splits and the same order of classes.
-"""
+"""What all listings share: names of splits, the order of classes, files below a folder."""
 
 import hashlib
 import json
 import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lockstep.data.decoding import SUFFIXES, CorruptImage, open_mask
+from lockstep.data.decoding import SUFFIXES
 from lockstep.process.errors import UserError
 
-TRAIN, VAL, TEST = 0, 1, 2
+TRAIN = 0
+VAL = 1
+TEST = 2
 SPLITS = ("train", "val", "test")
 SPLIT_OF = {  # the names that Hugging Face's datasets accept, in any case
     "train": TRAIN,
@@ -54,8 +51,10 @@ LeftOut = dict[str, list[str]]
 class Item:
     """One image of a source."""
 
-    name: str  # the path of its file relative to the source's folder, or what messages call it
-    label: Any = ""  # the name of its class; a number; the path of its mask; or several numbers
+    # The path of its file relative to the source's folder, or what messages call it.
+    name: str
+    # The name of its class, a number, the path of its mask, or several numbers.
+    label: Any = ""
     split: int = TRAIN
     size: int = 0  # bytes of the encoded image
     mtime: int = 0  # when the file was changed, in nanoseconds
@@ -63,160 +62,6 @@ class Item:
     file: str | None = None  # the file that holds it; None: the one of its name
     start: int = 0  # its first byte in that file
     line: int = 0  # its line in a table; 0: it is in none
-
-
-class ImageList:
-    """A list of n images: first those to train on, then those to validate on, then those to test on.
-
-    Attributes:
-        targets: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros where
-            there are masks, nan where a label is unknown.
-        class_names: in the order of the classes or labels.
-        splits: (n,) int8, ascending: 0 train, 1 val, 2 test.
-        groups: (n,) int64, images that stay in one split together; None: each image is alone.
-
-    Args:
-        folder: what names and files are relative to.
-        target: what labels are: class, number, or mask, a path relative to `folder`.
-        label_columns: with several labels, their names.
-        unknown: the number of several labels that means "not known"; None: there is none.
-        left_out: for the log.
-        warnings: sentences for the log.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        items: Sequence[Item],
-        *,
-        target: str = "class",
-        label_columns: Sequence[str] = (),
-        unknown: float | None = None,
-        left_out: LeftOut | None = None,
-        warnings: Sequence[str] = (),
-    ) -> None:
-        self.folder = folder
-        self.left_out = left_out or {}
-        self.warnings = list(warnings)
-        if not items:
-            raise UserError(f"{folder} has no images (left out: {counts_of(self.left_out)}).")
-        items = sorted(items, key=lambda item: item.split)
-
-        self._store(items)
-        self.has_masks = target == "mask"
-        self.class_names = list(label_columns)
-        labels = [item.label for item in items]
-        self._masks = _as_bytes(labels if self.has_masks else [])
-        if self.has_masks:
-            self.targets = np.zeros(len(items), np.int64)
-        elif label_columns or target == "number":
-            self.targets = _numbers(folder, items, len(label_columns))
-        else:
-            self.targets = self._classes_of(labels)
-            self.warnings += alike_names(self.class_names)
-        if unknown is not None and label_columns:
-            self.targets[self.targets == unknown] = np.nan
-
-    def _store(self, items: Sequence[Item]) -> None:
-        """Keep what the items have, in arrays that worker processes share.
-
-        They would copy strings one by one.
-        """
-        self._names = _as_bytes([item.name for item in items])
-        self.splits = np.array([item.split for item in items], np.int8)
-        self.size = np.array([item.size for item in items], np.int64)
-        self.lines = np.array([item.line for item in items], np.int64)
-        self._mtime = np.array([item.mtime for item in items], np.int64)
-        self._start = np.array([item.start for item in items], np.int64)
-        self._files = _numbered([item.file for item in items])
-        groups = _numbered([item.group for item in items])
-        self.groups = groups[1] if groups else None
-
-    def _classes_of(self, labels: Sequence[str]) -> np.ndarray:
-        """Return (n,) int64 classes, and set their names."""
-        tidy = tidy_labels(set(labels))
-        self.class_names = ordered_classes(tidy.values())
-        number_of = {name: number for number, name in enumerate(self.class_names)}
-        return np.array([number_of[tidy[label]] for label in labels], np.int64)
-
-    def __len__(self) -> int:
-        return len(self.splits)
-
-    def name(self, i: int) -> str:
-        return os.fsdecode(self._names[i])
-
-    def path(self, i: int) -> str:
-        """Return the image's name with the folder before it."""
-        return str(self.folder / self.name(i))
-
-    def mask_path(self, i: int) -> Path:
-        return self.folder / os.fsdecode(self._masks[i])
-
-    def read(self, i: int, first: int = 0, count: int | None = None) -> bytes:
-        """Return the encoded image, or `count` of its bytes from `first` on.
-
-        Raises:
-            CorruptImage: it cannot be read, or the file has become shorter.
-        """
-        file = self._files[0][self._files[1][i]] if self._files else self.path(i)
-        count = int(self.size[i]) if count is None else count
-        try:
-            with open(file, "rb") as opened:
-                opened.seek(int(self._start[i]) + first)
-                data = opened.read(count)
-        except OSError as error:
-            raise CorruptImage(f"{self.path(i)} cannot be read ({error.strerror})") from None
-        if len(data) < count:
-            raise CorruptImage(f"{self.path(i)} is shorter than when it was listed")
-        return data
-
-    def read_mask(self, i: int) -> np.ndarray:
-        """Return the grey level of each pixel, (height, width) uint8."""
-        return open_mask(self.mask_path(i))
-
-    @property
-    def identity(self) -> str:
-        """A hash that changes with any name, size, time, target or split."""
-        masks = []
-        for i in range(len(self._masks)):
-            stat = os.stat(self.mask_path(i))
-            masks.append((os.fsdecode(self._masks[i]), stat.st_size, stat.st_mtime_ns))
-        arrays = [array.tolist() for array in (self._mtime, self.targets, self.splits)]
-        return fingerprint([self.content_hash(), str(self.folder), self.class_names, masks, arrays])
-
-    def content_hash(self) -> str:
-        """Return a hash of names and sizes, for images that nobody has opened."""
-        return fingerprint([[os.fsdecode(name) for name in self._names], self.size.tolist()])
-
-
-def _as_bytes(names: Sequence[str]) -> np.ndarray:
-    return np.array([os.fsencode(name) for name in names], np.bytes_)
-
-
-def _numbered(values: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the distinct values and the number of each value; None where a value is missing."""
-    if None in values:
-        return None
-    distinct, numbers = np.unique(values, return_inverse=True)
-    return distinct, numbers
-
-
-def _numbers(folder: Path, items: Sequence[Item], columns: int) -> np.ndarray:
-    """Return (n,) float32, or (n, columns) where an item has several labels."""
-    shape = (columns,) if columns else ()
-    return np.array([_number(folder, item, shape) for item in items], np.float32)
-
-
-def _number(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        number = np.asarray(item.label, np.float32)
-    except (TypeError, ValueError):
-        number = np.array([])
-    if number.shape != shape or not np.isfinite(number).all():
-        line = f" (line {item.line})" if item.line else ""
-        label = str(item.label)[:50]
-        raise UserError(f"{folder / item.name}: the target {label} is not a number{line}.")
-    return number
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
@@ -248,8 +93,7 @@ def alike_names(class_names: Iterable[str]) -> list[str]:
 
 def splits_in(name: str) -> list[int]:
     """Return the splits that words of a name say, as of train_images, testset or val-0."""
-    words = re.split("[^a-z]+", name.lower())
-    stems = [re.sub("(set|data|split)$", "", word) for word in words]
+    stems = [re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", name.lower())]
     return [SPLIT_OF[stem] for stem in stems if stem in SPLIT_OF]
 
 

@@ -1,4 +1,4 @@
-"""Make batches of images that lie in files, in DataLoader worker processes, and copy them to a GPU ahead of time."""
+"""Load the images of batches in worker processes, and copy them to a GPU ahead of time."""
 
 import atexit
 import functools
@@ -27,43 +27,62 @@ from lockstep.process.environment import available_cores, cores_of_rank
 from lockstep.process.errors import UserError
 
 LoadedBatch = dict[str, Any]
-"""`targets` by name; `pixels` of images and each mask, (n, side, side, channels) uint8, or `index` into the device's
-arrays; `draws` (3, n) unless the images are augmented already; `mixing` where images are mixed."""
+"""`targets` by name; `pixels` of images and each mask, (n, side, side, channels) uint8, or `index`
+into the device's arrays; `draws` (3, n) unless the images are augmented already; `mixing` where
+images are mixed."""
 OpenSample = Callable[[int], tuple[Any, ...]]
 """position → the whole image (Pillow's, RGB or L) and its masks (torchvision's Mask)"""
 
 
 @dataclass
 class Samples(Dataset):
-    """The pixels of selections, (n, [views,] side, side, channels) uint8, as worker processes make them."""
+    """The pixels of selections as worker processes make them.
+
+    They are (n, [views,] side, side, channels) uint8.
+
+    Args:
+        pipeline: augments images one by one; None: the device crops resize × resize pixels.
+    """
 
     open_sample: OpenSample
     framing: Framing
-    pipeline: Operation | None = None  # augments images one by one; None: the device crops resize × resize pixels
+    pipeline: Operation | None = None
     num_workers: int = 0
 
     def __getitem__(self, selection: Selection) -> tuple[Selection, list[Any]] | UserError:
-        positions = selection.positions.tolist() or [0]  # no position: the first image, for its shape
+        # An empty selection opens the first image, for its shape.
+        positions = selection.positions.tolist() or [0]
+        draws = selection.draws.T.tolist() or [[]]
         try:
-            samples = [self._pixels(*each) for each in zip(positions, selection.draws.T.tolist() or [[]], strict=True)]
-        except UserError as error:  # raised here it would carry the worker's traceback
+            samples = [self._pixels(*pair) for pair in zip(positions, draws, strict=True)]
+        except UserError as error:
+            # Raised here it would carry the worker's traceback.
             return error
-        found = [np.stack(each)[: len(selection.positions)] for each in zip(*samples)]
-        # A worker that finds no shared memory (64 MB in a container by default) fails without a word to the loader:
-        # arrays go through a pipe, more slowly.
-        needed = (self.num_workers + 1) * sum(each.nbytes for each in found)
-        return selection, list(map(torch.from_numpy, found)) if free_shared_memory() > needed else found
+        arrays = [np.stack(part)[: len(selection.positions)] for part in zip(*samples)]
+
+        # A worker that finds no shared memory (64 MB in a container by default) fails without a
+        # word to the loader. Arrays go through a pipe, more slowly.
+        needed = (self.num_workers + 1) * sum(array.nbytes for array in arrays)
+        if free_shared_memory() > needed:
+            return selection, [torch.from_numpy(array) for array in arrays]
+        return selection, arrays
 
     def _pixels(self, position: int, draws: list[int]) -> list[np.ndarray]:
-        sample, views = self.open_sample(position), []
+        sample = self.open_sample(position)
         if self.pipeline is None:
-            return [pixels_of(self.framing.square(each)) for each in sample]
+            return [pixels_of(self.framing.square(part)) for part in sample]
+
+        views = []
         for seed in draws:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPU's generator as well
-                moved = self.pipeline(sample) if len(sample) > 1 else (self.pipeline(sample[0]),)
-            views.append([pixels_of(each) for each in moved])
-        return views[0] if len(views) == 1 else [np.stack(each) for each in zip(*views)]
+                # torch.manual_seed would seed the GPU's generator as well.
+                torch.default_generator.manual_seed(seed)
+                moved = self.pipeline(sample if len(sample) > 1 else sample[0])
+            parts = moved if len(sample) > 1 else (moved,)
+            views.append([pixels_of(part) for part in parts])
+        if len(views) == 1:
+            return views[0]
+        return [np.stack(part) for part in zip(*views)]
 
 
 def workers_of(requested: int | str, device: torch.device) -> int:
@@ -97,69 +116,85 @@ def stream(
         UserError: names an image that cannot be read or decoded.
     """
     selections = iter(selections)
-    if (first := next(selections, None)) is None:
+    first = next(selections, None)
+    if first is None:
         return
-    seed = zlib.crc32(first.positions.tobytes() + first.draws.tobytes())  # differs by seed, epoch and rank
+    # It differs by seed, epoch and rank. The global stream is the one that a resume restores.
+    seed = zlib.crc32(first.positions.tobytes() + first.draws.tobytes())
+    batches = _start_workers(samples, itertools.chain([first], selections), pin_memory, seed)
+    try:
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            selection, pixels = batch
+            yield selection, {"pixels": [torch.as_tensor(part) for part in pixels]}
+    finally:
+        # The workers end now. An error's traceback would keep them, and the program's end would
+        # wait for them.
+        del batches
+
+
+def _start_workers(
+    samples: "Samples", selections: Iterable[Selection], pin_memory: bool, seed: int
+) -> Iterator[Any]:
     # Workers are born with these blocked: a signal to all processes of a job is for the rank, which
     # saves first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     with warnings.catch_warnings():
-        # Forking beside idle threads is what every DataLoader does, and Python 3.12 warns of it.
+        # Every DataLoader forks beside idle threads, of which Python 3.12 warns.
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
         # A network disk needs more workers than there are cores.
         warnings.filterwarnings("ignore", "This DataLoader will create")
         loader = DataLoader(
             samples,
             batch_size=None,
-            sampler=itertools.chain([first], selections),
+            sampler=selections,
             collate_fn=_unchanged,
             num_workers=samples.num_workers,
             pin_memory=pin_memory,
-            # It is not the global stream, which a resume restores.
             generator=torch.Generator().manual_seed(seed),
         )
         batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    try:
-        for found in batches:
-            if isinstance(found, UserError):
-                raise found
-            selection, pixels = found
-            yield selection, {"pixels": list(map(torch.as_tensor, pixels))}
-    finally:
-        del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
+    return batches
 
 
 @atexit.register
 def _kill_workers() -> None:
-    """Run before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM."""
+    """Run before multiprocessing's exit handler, which waits for workers that ignore SIGTERM."""
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as failed
+        # torch's handler would report them as failed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in workers:
         worker.kill()
 
 
-def _unchanged(batch: Any) -> Any:  # by name: a worker that is not forked imports it
+def _unchanged(batch: Any) -> Any:
+    """Return the batch; a worker that is not forked imports this by its name."""
     return batch
 
 
 @functools.cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all epochs: torch has 32, and never gives memory that one has freed to another."""
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all epochs.
+
+    torch has 32, and never gives memory that one has freed to another.
+    """
     return torch.cuda.Stream(device)
 
 
 def prefetched(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield each batch on a GPU; a thread makes its successor meanwhile and copies it on a stream of its own.
+    """Yield each batch on a GPU. A thread makes the next one meanwhile and copies it on a stream.
 
     Args:
         batches: dicts with tensors in CPU memory, pinned where they are large.
     """
-    stream = _copying(device)
+    stream = _copy_stream(device)
 
     def copy_next() -> dict[str, Any] | None:
-        with torch.cuda.stream(stream):  # and its device, which pinned memory belongs to
+        # The context also sets the stream's device, which pinned memory belongs to.
+        with torch.cuda.stream(stream):
             batch = next(batches, None)
             return None if batch is None else move_data_to_device(batch, device)
 

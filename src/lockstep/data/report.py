@@ -6,7 +6,7 @@ ImageDataModule.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.listing import TEST, TRAIN, VAL, counts_of
+from lockstep.data.source import Source
 from lockstep.process.files import write_atomically
 from lockstep.process.output import printable
 
@@ -47,7 +48,7 @@ def report_of(
     Args:
         limit: the most files of equal size that are compared; None: all.
     """
-    identical = data.identical_images(limit)
+    identical = identical_images(data, limit)
     sizes = _sampled_sizes(data)
     fields = {
         "images_per_class": _counts_per_class(data),
@@ -72,12 +73,11 @@ def _sampled_sizes(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
     index = np.flatnonzero(data.splits.of_each >= 0)
     places = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
-    open_one = data.sample_opener()
     sizes = []
     for position in index[places].tolist():
         # The loader names an image that is damaged. An image of five channels is a TypeError.
         with suppress(CorruptImage, TypeError):
-            sizes.append(open_one(position)[0].size)
+            sizes.append(data.source.open(position)[0].size)
     return ["×".join(map(str, size)) for size in sorted(sizes, key=np.prod)]
 
 
@@ -160,7 +160,9 @@ def log_findings(data: Any, lists: Mapping[str, list[str]]) -> None:
 
 def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
     """Write the names of images that were left out or are identical, a line each, with reasons."""
-    lines = [f"{name}  # {reason}\n" for reason, names in lists.items() for name in names]
+    lines: list[str] = []
+    for reason, names in lists.items():
+        lines += [f"{name}  # {reason}\n" for name in names]
     if lines:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
@@ -204,52 +206,56 @@ def _thumbnail(picture: Any) -> Any:
     return picture.convert("RGB").resize((TILE, TILE), resampling)
 
 
-def identical_images(
-    data: Any,
-    sizes: np.ndarray,
-    index: np.ndarray,
-    content: Callable[[int], bytes],
-    limit: int | None,
-) -> dict[str, list[str]]:
+def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> dict[str, list[str]]:
     """Return sentences on equal images, each with the pairs of images that it counts, "a = b".
 
     Args:
-        sizes: (n,) bytes; only images of one size are compared, and at most `limit` of them.
-        index: (n,) the positions of the images.
+        limit: the most files of equal size that are compared; None: all.
     """
-    _, of_size, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+    source = data.source
+    if not source.is_comparable:
+        return {}
+    index = np.flatnonzero(data.splits.of_each >= 0)
+    _, of_size, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
     index = index[counts[of_size] > 1]
-    if limit is not None and len(index) > limit:
+    if source.reads_files and limit is not None and len(index) > limit:
         too_many = (
             "not checked for identical images (too many files of equal size): run "
             "`python src/check_data.py`"
         )
         return {too_many: []}
 
-    groups: dict[bytes, list[int]] = {}
-    for i in index.tolist():
-        groups.setdefault(hashlib.blake2b(content(i)).digest(), []).append(i)
-    pairs: dict[str, list[tuple[int, int]]] = {kind: [] for kind in IDENTICAL}
-    for group in groups.values():
+    pairs: dict[str, list[str]] = {kind: [] for kind in IDENTICAL}
+    for group in _equal_images(source, index):
         _add_pairs(data, group, pairs)
-
     sentences = {}
-    for kind, (one, several) in IDENTICAL.items():
-        if pairs[kind]:
-            count = len(pairs[kind])
-            names = [f"{data.image_name(a)} = {data.image_name(b)}" for a, b in pairs[kind]]
-            sentences[f"{count} {several if count > 1 else one}"] = names
+    for kind, names in pairs.items():
+        if names:
+            one, several = IDENTICAL[kind]
+            sentences[f"{len(names)} {several if len(names) > 1 else one}"] = names
     return sentences
 
 
-def _add_pairs(data: Any, group: list[int], pairs: dict[str, list[tuple[int, int]]]) -> None:
+def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
+    """Return the images of equal content; none where one is damaged, which the loader will name."""
+    groups: dict[bytes, list[int]] = {}
+    with suppress(CorruptImage):
+        for i in index.tolist():
+            groups.setdefault(hashlib.blake2b(source.content(i)).digest(), []).append(i)
+        return list(groups.values())
+    return []
+
+
+def _add_pairs(data: Any, group: list[int], pairs: dict[str, list[str]]) -> None:
     """Add the pairs among equal images that are in two splits or under two labels."""
+    source = data.source
     splits = data.splits.of_each
     trained = [i for i in group if splits[i] == TRAIN]
     if trained:
-        pairs["test"] += [(j, trained[0]) for j in group if splits[j] == TEST]
-        pairs["val"] += [(j, trained[0]) for j in group if splits[j] == VAL]
-    first_label = data.target_name(group[0])
-    others = [i for i in group if data.target_name(i) != first_label]
+        for kind, split in (("test", TEST), ("val", VAL)):
+            others = [i for i in group if splits[i] == split]
+            pairs[kind] += [f"{source.name(i)} = {source.name(trained[0])}" for i in others]
+    first = group[0]
+    others = [i for i in group if source.target_name(i) != source.target_name(first)]
     if others:
-        pairs["labels"].append((group[0], others[0]))
+        pairs["labels"].append(f"{source.name(first)} = {source.name(others[0])}")

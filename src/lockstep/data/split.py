@@ -38,11 +38,7 @@ class Draw:
     option: str  # of data: num_folds, num_val, val_fraction or test_fraction
     value: float
     seed: int
-    purpose: int  # keeps the random streams of one seed apart
-
-    @property
-    def is_fold(self) -> bool:
-        return self.option == "num_folds"
+    purpose: int = SPLIT  # keeps the random streams of one seed apart
 
     @property
     def text(self) -> str:
@@ -57,8 +53,8 @@ class Draw:
         count = round(self.value * n)
         if self.option == "num_val":
             count = int(self.value)
-        elif self.is_fold:
-            count = n // int(self.value or 1)
+        elif self.option == "num_folds":
+            count = n // int(self.value)
         if not 1 <= count < n:
             raise UserError(
                 f"{self.text} of {n} images leaves {n - count} to train on and takes {count}: "
@@ -66,29 +62,37 @@ class Draw:
             )
         return count
 
+    def shuffled(self, index: np.ndarray) -> np.ndarray:
+        return index[random_stream(self.seed, self.purpose).permutation(len(index))]
+
 
 @dataclass(frozen=True)
 class Split:
     """The options of a split.
+
+    Args:
+        val_fraction: part of the training images that validates; 0: none.
+        num_val: the same as a count; takes precedence over val_fraction.
+        fold: which of `num_folds` equal parts validates; before both others.
+        test_fraction: part of all images that tests, where the source names none.
 
     Raises:
         UserError: the folds are invalid.
     """
 
     seed: int
-    val_fraction: float = VAL_FRACTION  # part of the training images that validates; 0: none
-    num_val: int | None = None  # the same as a count; takes precedence over val_fraction
-    fold: int | None = None  # which of `num_folds` equal parts validates; before both others
+    val_fraction: float = VAL_FRACTION
+    num_val: int | None = None
+    fold: int | None = None
     num_folds: int | None = None
-    test_fraction: float = 0.1  # part of all images that tests, where the source names none
+    test_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         if self.fold is None and self.num_folds is None:
             return
+        is_valid = False
         if type(self.fold) is int and type(self.num_folds) is int:
             is_valid = self.num_folds > 1 and 0 <= self.fold < self.num_folds
-        else:
-            is_valid = False
         if not is_valid:
             raise UserError(
                 f"data.fold={self.fold} data.num_folds={self.num_folds}: give both, as data.fold=0 "
@@ -96,31 +100,32 @@ class Split:
             )
 
     def assign(
-        self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None
+        self, labels: np.ndarray, of_source: np.ndarray, groups: np.ndarray | None = None
     ) -> Splits:
         """Return the splits of n images.
 
         Args:
             labels: (n,) int64.
-            given: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
+            of_source: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
             groups: (n,) int64; images of one group stay together.
+
         Raises:
             UserError: a part would be empty, or one group lies in several parts.
         """
-        has_val = bool((given == VAL).any())
-        has_test = bool((given == TEST).any())
+        has_val = bool((of_source == VAL).any())
+        has_test = bool((of_source == TEST).any())
         validation = self._validation()
         if groups is not None:
-            _refuse_divided_groups(groups, given)
+            _refuse_divided_groups(groups, of_source)
         if has_val and self.fold is not None:
             raise UserError(
                 f"data.fold={self.fold}: the data have validation images of their own. Leave it "
                 "out."
             )
         if has_val and not has_test:
-            return _test_on_validation(given, validates=validation.value != 0)
+            return _test_on_validation(of_source, validates=validation.value != 0)
 
-        of_each = given.copy()
+        of_each = of_source.copy()
         if not has_test:
             test = Draw("test_fraction", self.test_fraction, TEST_SEED, TEST_STREAM)
             of_each[self._drawn(test, of_each, labels, groups)] = TEST
@@ -132,11 +137,11 @@ class Split:
 
     def _validation(self) -> Draw:
         """Return the draw of the validation images, by the option that takes precedence."""
-        if self.fold is not None:
-            return Draw("num_folds", self.num_folds or 0, self.seed, SPLIT)
-        if self.num_val is not None:
-            return Draw("num_val", self.num_val, self.seed, SPLIT)
-        return Draw("val_fraction", self.val_fraction, self.seed, SPLIT)
+        for option in ("num_folds", "num_val"):
+            value = getattr(self, option)
+            if value is not None:
+                return Draw(option, value, self.seed)
+        return Draw("val_fraction", self.val_fraction, self.seed)
 
     def _drawn(
         self, draw: Draw, of_each: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
@@ -144,33 +149,39 @@ class Split:
         """Return the training images that are drawn: exactly as many, where there are no groups."""
         index = np.flatnonzero(of_each == TRAIN)
         count = draw.count(len(index))
-        order = index[random_stream(draw.seed, draw.purpose).permutation(len(index))]
-        if groups is None and draw.is_fold:
-            # Dealt out like cards, class by class: folds differ by at most one image, also in a
-            # class.
-            by_class = order[np.argsort(labels[order], kind="stable")]
-            return by_class[self.fold :: int(draw.value)]
+        if draw.option == "num_folds":
+            return self._fold(draw, index, labels, groups)
         if groups is None:
-            choices = [_drawn_per_class(order, labels, count)]
-        elif draw.is_fold:
-            folds = _folds_of_groups(index, labels, groups, int(draw.value), draw)
-            return folds[self.fold or 0]
+            part = "image"
+            choices = [_drawn_per_class(draw.shuffled(index), labels, count)]
         else:
+            part = "group"
             num_groups = len(np.unique(groups[index]))
             num_folds = max(2, min(round(len(index) / count), num_groups))
             choices = _folds_of_groups(index, labels, groups, num_folds, draw)
         for chosen in choices:
             if _leaves_each_class(chosen, index, labels):
                 return chosen
-        part = "image" if groups is None else "group"
         raise UserError(
             f"{draw.text} would draw {count} of {len(index)} images, but a class has no second "
             f"{part}: each keeps one to train on. Add images, or give data.{draw.option}=0."
         )
 
+    def _fold(
+        self, draw: Draw, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
+    ) -> np.ndarray:
+        num_folds = int(draw.value)
+        if groups is not None:
+            return _folds_of_groups(index, labels, groups, num_folds, draw)[self.fold or 0]
+        # The images are dealt out like cards, class by class: folds differ by at most one image,
+        # also in a class.
+        order = draw.shuffled(index)
+        by_class = order[np.argsort(labels[order], kind="stable")]
+        return by_class[self.fold :: num_folds]
 
-def _refuse_divided_groups(groups: np.ndarray, given: np.ndarray) -> None:
-    parts = np.unique(np.stack([groups, given]), axis=1).shape[1]
+
+def _refuse_divided_groups(groups: np.ndarray, of_source: np.ndarray) -> None:
+    parts = np.unique(np.stack([groups, of_source]), axis=1).shape[1]
     count = len(np.unique(groups))
     if parts > count:
         raise UserError(
@@ -180,8 +191,8 @@ def _refuse_divided_groups(groups: np.ndarray, given: np.ndarray) -> None:
         )
 
 
-def _test_on_validation(given: np.ndarray, *, validates: bool) -> Splits:
-    of_each = np.where(given == VAL, TEST, given)
+def _test_on_validation(of_source: np.ndarray, *, validates: bool) -> Splits:
+    of_each = np.where(of_source == VAL, TEST, of_source)
     splits = Splits(of_each, note="no test images: the validation images are tested")
     if validates:
         splits.val = splits.test

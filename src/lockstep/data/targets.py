@@ -1,19 +1,15 @@
-"""Images in memory, and targets of any shape: a class, several labels, a number or a mask for each.
+"""Targets of any shape: a class, several labels, a number, a mask, or a dict of these.
 
-An image may also have a dict of these. In a mask −1 marks the pixels that do not count, which are
-255 in its file.
+In a mask −1 marks the pixels that do not count, which are 255 in its file.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from lockstep.data.framing import VOID
-from lockstep.data.listing import TEST, TRAIN, VAL
-from lockstep.process.errors import UserError
 
 Arrays = dict[str, np.ndarray]
 """Targets (n, …) by name: int64, float32, or uint8 for masks. A single target has the name ""."""
@@ -22,58 +18,6 @@ Arrays = dict[str, np.ndarray]
 LEAST_GREY_LEVEL = 16
 MOST_GREY_LEVELS = 32
 BINARY = {0, VOID}
-
-
-@dataclass
-class ImageSet:
-    """All images in one order: first those to train on, then validation, then test."""
-
-    images: np.ndarray  # (n, size, size, channels) uint8
-    # (n,) integers from 0 the classes, (n, C) float several labels, (n,) float a number,
-    # (n, size, size) integers the class of each pixel, −1 where it does not count, or a dict.
-    targets: Any
-    class_names: list[str]  # of each class, of each column of labels, or of each class in masks
-    num_test: int  # how many of the last images test; 0: they are drawn
-    num_val: int = 0  # how many images before those validate; 0: drawn from the training images
-
-    def arrays(self) -> Arrays:
-        """Return the targets by name.
-
-        Raises:
-            UserError: they do not fit the images or the class names.
-        """
-        targets = self.targets if isinstance(self.targets, dict) else {"": self.targets}
-        arrays = {name: self._array(name, np.asarray(each)) for name, each in targets.items()}
-        if kind_of(arrays, []) == "class":
-            self._refuse_other_classes(arrays[""])
-        return arrays
-
-    def _array(self, name: str, values: np.ndarray) -> np.ndarray:
-        if len(values) != len(self.images):
-            raise UserError(
-                f"There are {len(self.images)} images and {len(values)} labels: one of the files "
-                "is not complete."
-            )
-        if values.shape == self.images.shape[:3]:
-            return np.where(values < 0, VOID, values).astype(np.uint8)
-        is_several_labels = not name and values.ndim == 2
-        if values.dtype.kind == "f" or is_several_labels:
-            return values.astype(np.float32)
-        return values.astype(np.int64)
-
-    def _refuse_other_classes(self, labels: np.ndarray) -> None:
-        most = len(self.class_names) - 1
-        if not set(np.unique(labels)) <= set(range(most + 1)):
-            raise UserError(
-                f"A label is {labels.min()} or {labels.max()}; the classes go from 0 to {most}."
-            )
-
-    @property
-    def splits(self) -> np.ndarray:
-        """Return (n,) with 0 for train, 1 for val, 2 for test."""
-        num_train = max(len(self.images) - self.num_val - self.num_test, 0)
-        counts = [num_train, self.num_val, self.num_test]
-        return np.repeat([TRAIN, VAL, TEST], counts).astype(np.int8)
 
 
 def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:

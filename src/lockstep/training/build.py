@@ -131,7 +131,7 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, compiled: bool)
         compile_net(net, run, strategy)
 
     # The batch size of a data module of Lightning's own kind is not known.
-    if hasattr(data, "place"):
+    if hasattr(data, "attach_to_ranks"):
         if hasattr(net, "init_from_images"):
             net.init_from_images(data.sample_images(IMAGES_FOR_INITIALISATION))
         _check_batch_norm(net, data, run, strategy)

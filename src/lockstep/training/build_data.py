@@ -35,7 +35,7 @@ RETIRED = (  # options of older versions
 
 
 def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
-    """Return the data module of one rank: Lockstep's, prepared and placed, or any of Lightning's.
+    """Return the data module of one rank: Lockstep's, prepared and attached to the ranks, or any of Lightning's.
 
     Args:
         trained_on: for an evaluation, the checkpoint's facts about its training data.
@@ -47,13 +47,13 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     config = run.config
     cluster = run.cluster
     options = {**config["data"], "global_batch_size": run.batch.global_size}
-    if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "place"):
+    if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
         return build_plain_data(config["data"])
 
     data = prepared_data(config, options, "fit" if trained_on is None else "test")
     if trained_on:
         _match_training(data, trained_on, run)
-    data.place(
+    data.attach_to_ranks(
         rank=cluster.rank,
         world_size=cluster.world_size,
         accumulate_grad_batches=run.batch.accumulate,
@@ -107,7 +107,7 @@ def _report(data: Any, run: Run, *, is_training: bool) -> None:
 
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:
-    """Return a data module of Lightning's own kind, which has no rank to be placed on."""
+    """Return a data module of Lightning's own kind, which does not know of ranks."""
     data = build({key: value for key, value in node.items() if not (key in OF_ALL and value is None)})
     if not isinstance(data, pl.LightningDataModule):
         raise UserError(f"data._target_={node['_target_']} is not a LightningDataModule.")
@@ -115,7 +115,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
 
 
 def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
-    """Return the data module of a config, prepared but not placed on a rank.
+    """Return the data module of a config, prepared but not attached to the ranks.
 
     Args:
         stated: its options.
@@ -131,7 +131,7 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         task = config["task"]
         takes_model = "net" in options_of(resolve_target(task["_target_"], "task._target_"))[0] and "net" not in task
         wanted = model.wanted_images(**own) if takes_model and hasattr(model, "wanted_images") else {}
-        data.use(build(of_this_version(config["augmentation"], "augmentation")), wanted)
+        data.set_augmentation(build(of_this_version(config["augmentation"], "augmentation")), wanted)
         data.prepare()
     except UserError as error:
         sentence = str(error)
@@ -168,7 +168,7 @@ def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
 
 def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
-    if not hasattr(data, "place"):
+    if not hasattr(data, "attach_to_ranks"):
         return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
     own = ("mean", "std", "data_hash", "list_hash", "class_counts")
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *own)}

@@ -74,7 +74,7 @@ def _can_be_compiled(module: Any, data: Any, strategy: Any) -> bool:
     if not able.supports_compile or able.compiles_units:
         return False
     is_task = hasattr(module, "net") and module.automatic_optimization
-    return is_task and hasattr(data, "place")
+    return is_task and hasattr(data, "attach_to_ranks")
 
 
 def _has_gpu_compiler() -> bool:

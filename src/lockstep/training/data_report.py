@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.data import report
-from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.records.folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -34,8 +33,7 @@ class DataReport(pl.Callback):
 
     def start(self) -> None:
         """Begin, and wait for what is done at once."""
-        reads_files = type(self.data).identical_images is ListedDataModule.identical_images
-        if not reads_files:
+        if not self.data.source.reads_files:
             # Arrays are compared in memory. A Dataset of the user's may draw random numbers of
             # this process, and is not compared: a few of its images are opened for their size.
             self._make()

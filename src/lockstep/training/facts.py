@@ -23,7 +23,7 @@ def facts_of_module(run: Run, trainer: Any, module: Any) -> dict[str, Any]:
 
 def facts_of_data(run: Run, data: Any) -> dict[str, Any]:
     """Return the numbers of images, their hash and how they are preprocessed."""
-    if not hasattr(data, "place"):
+    if not hasattr(data, "attach_to_ranks"):
         # The loaders of a data module of Lightning's own kind decide the batch.
         return {"global_batch_size": None, "per_device_batch_size": None}
     return {

@@ -178,7 +178,7 @@ def load_data(
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
     data_config = {**config["data"], **options}
     data_class = resolve_target(config["data"].get("_target_"), "data._target_")
-    if hasattr(data_class, "place"):
+    if hasattr(data_class, "attach_to_ranks"):
         return prepared_data(config, data_config)
     return build_plain_data(data_config)
 

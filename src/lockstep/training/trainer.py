@@ -55,7 +55,7 @@ def build_trainer(
         raise UserError(f"trainer.log_every_n_steps={options['log_every_n_steps']}: give a whole number from 1 on.")
 
     is_gpu = run.cluster.accelerator == "gpu"
-    is_placed = hasattr(data, "place")
+    is_placed = hasattr(data, "attach_to_ranks")
     arguments = _passed_on(run)
     if is_placed:
         arguments |= _limits(run, data, trainable=trainable)

@@ -121,7 +121,7 @@ def test_targets_have_the_order_of_the_items(tmp_path):
     dataset = Photographs()
     dm = DatasetDataModule(dataset=dataset, target="any", cache_dir=tmp_path, **OPTIONS)
     dm.prepare()
-    assert list(dm._targets) == ["age", "height", "mass", "speed"]
+    assert list(dm.source.targets) == ["age", "height", "mass", "speed"]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle
+from lockstep.data.framing import BatchTransforms, Framing, resize_of, resolve_normalisation
 from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(4)
@@ -78,13 +78,13 @@ STATED = {"mean": 0.5, "std": [0.2] * 3, "crop_pct": 1.0, "interpolation": "auto
     ],
 )
 def test_values_are_stated_or_the_weights_or_the_datas(stated, wanted, used, taken):
-    found = settle(stated, OWN, wanted, 3)
+    found = resolve_normalisation(stated, OWN, wanted, 3)
     assert {key: getattr(found, key) for key in used} == used and set(found.from_weights) == taken
 
 
 def test_weights_of_colour_images_on_grey_ones():
     wanted = {"mean": [0.1, 0.2, 0.3], "std": [0.2, 0.3, 0.4]}
-    found = settle(AUTO, {"mean": (0.7,), "std": (0.8,)}, wanted, 1)
+    found = resolve_normalisation(AUTO, {"mean": (0.7,), "std": (0.8,)}, wanted, 1)
     assert found.mean == [pytest.approx(0.2)] and found.std == [pytest.approx(0.3)]
 
 

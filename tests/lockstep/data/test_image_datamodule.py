@@ -12,6 +12,7 @@ from data.synthetic import SyntheticDataModule
 from lockstep.checkpoints.resume_point import TRAINING, VALIDATION, loop_state
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
+from lockstep.data.report import identical_images
 from lockstep.process.errors import UserError
 
 OPTIONS = {
@@ -140,10 +141,10 @@ def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, res
 
 def test_mixing_ends_after_its_epochs_and_needs_pairs(make, tmp_path):
     dm = make()
-    dm.use(CropFlip(mixup_alpha=1.0, mix_epochs=1))
+    dm.set_augmentation(CropFlip(mixup_alpha=1.0, mix_epochs=1))
     assert run(tmp_path, dm, max_epochs=1).targets.shape == (32, 7)
     assert run(tmp_path, dm, max_epochs=2).targets.shape == (32,)
-    dm.place(world_size=32)
+    dm.attach_to_ranks(world_size=32)
     with pytest.raises(UserError, match="global_batch_size=32 gives each device 1 at a time"):
         dm.train_dataloader()
 
@@ -157,7 +158,7 @@ def test_sample_images_are_the_first_training_images_without_augmentation(tmp_pa
     samples = []
     for rank, world_size in ((0, 1), (1, 2)):
         dm = DigitsDataModule(cache_dir=str(tmp_path), global_batch_size=64, eval_batch_size=50)
-        dm.place(rank=rank, world_size=world_size)
+        dm.attach_to_ranks(rank=rank, world_size=world_size)
         samples.append(dm.sample_images(120))
     assert samples[0].shape == (120, 1, 8, 8) and torch.equal(samples[0], samples[1])
     assert abs(float(samples[0].mean())) < 0.1 and abs(float(samples[0].std()) - 1) < 0.1
@@ -179,7 +180,7 @@ def test_a_data_set_of_ones_own_needs_no_name_and_no_cache(tmp_path):
     assert dm.name == "own"
     run(tmp_path / "logs", dm, max_epochs=1)
     assert (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4) and not list(tmp_path.iterdir())
-    assert dm.identical_images()["2 images occur under two labels"] == ["image 0 = image 1", "image 3 = image 4"]
+    assert identical_images(dm)["2 images occur under two labels"] == ["image 0 = image 1", "image 3 = image 4"]
     alone = Own(image_size=4, global_batch_size=4)  # its loaders, without a Trainer
     assert [len(list(getattr(alone, f"{name}_dataloader")())) for name in ("train", "val", "test")] == [8, 1, 1]
 
@@ -187,10 +188,10 @@ def test_a_data_set_of_ones_own_needs_no_name_and_no_cache(tmp_path):
 def test_labels_follow_the_classes_of_a_checkpoint(make):
     dm = make()
     dm.stage = "test"
-    before = prepared(dm)._classes().copy()
+    before = prepared(dm).source.classes.copy()
     names = ["new", *reversed(dm.class_names)]
     dm.match_classes(names)
-    assert dm.class_names == names and dm.num_classes == 8 and np.array_equal(dm._classes(), 7 - before)
+    assert dm.class_names == names and dm.num_classes == 8 and np.array_equal(dm.source.classes, 7 - before)
     with pytest.raises(UserError, match="has the class pattern 6, which the checkpoint does not know; it knows new"):
         dm.match_classes(names[:1] + names[2:])
     dm.test_on_all()

@@ -80,8 +80,8 @@ def world(root, name, ranks, accumulate, path, workers):
             root=root, cache_dir=root.parent / f"{root.name}-cache", image_size=12, resize=14, crop_padding=2,
             flip=True, path=path, num_workers=workers, global_batch_size=BATCH, seed=5,
         )  # fmt: skip
-        dm.use(chosen)
-        dm.place(rank=rank, world_size=ranks, accumulate_grad_batches=accumulate)
+        dm.set_augmentation(chosen)
+        dm.attach_to_ranks(rank=rank, world_size=ranks, accumulate_grad_batches=accumulate)
         found.append(dm)
     return found
 
@@ -129,7 +129,7 @@ def test_resized_images_are_the_same_on_both_paths_and_in_an_array_nearly(small_
         assert epoch_bytes(modules) == expected and epoch_bytes(modules, done=1) == expected[1:]
     options = {"image_size": 12, "resize": 14, "crop_padding": 2, "flip": True, "global_batch_size": BATCH, "seed": 5}
     dm = InMemory(root=small_root, **options)  # resized on the device
-    dm.place()
+    dm.attach_to_ranks()
     for (images, labels), (others, truth) in zip(epoch_bytes([dm]), expected, strict=True):
         difference = np.frombuffer(images, np.float32) - np.frombuffer(others, np.float32)
         assert np.abs(difference).max() * 0.224 * 255 <= 1.01

@@ -95,7 +95,7 @@ def test_contents_and_what_the_weights_say_are_logged_and_recorded(tmp_path, cap
         cache_dir=tmp_path, image_size=8, num_images=64, num_test_images=9, global_batch_size=8, mean="auto", std=0.18,
         path="loader",
     )  # fmt: skip
-    dm.use(None, WANTED)
+    dm.set_augmentation(None, WANTED)
     dm.prepare()
     with caplog.at_level(logging.INFO):
         log_contents(dm, {}, "none")

@@ -51,8 +51,8 @@ OPTIONS = {"image_size": SIDE, "global_batch_size": 4, "mean": 0, "std": 1, "num
 
 def batches(dm, split="train", augmentation=None, epoch=0, **place):
     """All images and targets of a split."""
-    dm.use(augmentation)
-    dm.place(**place)
+    dm.set_augmentation(augmentation)
+    dm.attach_to_ranks(**place)
     loader = getattr(dm, f"{split}_dataloader")()
     if split == "train":
         loader.set_epoch(epoch)
@@ -101,7 +101,7 @@ def test_several_labels_and_their_mixtures(source, pictures, tmp_path):
         parquet.write_table(pa.table({"image": encoded(pictures), **columns}), root)
     dm = kind(root=root, **options)
     targets = joined(batches(dm))[1]
-    assert (dm.class_names, dm.num_classes, dm.target_kind, dm.target_name(1)) == (LABELS, 3, "labels", "odd, vague")
+    assert (dm.class_names, dm.num_classes, dm.target_kind, dm.source.target_name(1)) == (LABELS, 3, "labels", "odd, vague")
     assert targets.dtype == torch.float32 and targets.shape == (16, 3) and (targets[:, 2] == 0.5).all()
     assert dm.class_counts == [sum(labels_of(i)[c] > 0 for i in dm.splits.train) for c in range(3)]
     dm.match_classes(["vague", "none", "odd", "large"])
@@ -127,7 +127,7 @@ def test_numbers(source, pictures, tmp_path):
         dm = ImageFolderDataModule(root=tmp_path / "root", **options)
     images, targets = joined(batches(dm))
     assert (dm.class_names, dm.num_classes, dm.target_kind, targets.dtype) == ([], 1, "number", torch.float32)
-    assert dm.counts_per_split == {"train": [], "val": [], "test": []} and float(dm.target_name(0)) in values
+    assert dm.counts_per_split == {"train": [], "val": [], "test": []} and float(dm.source.target_name(0)) in values
     for image, target in zip((images[:, 0] > 0.5).numpy(), targets.tolist(), strict=True):
         assert any((image == BLOCKS[i]).all() for i in range(N) if values[i] == target)
 

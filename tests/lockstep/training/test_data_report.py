@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lockstep.config.compose import compose, plain
-from lockstep.data.listing import ImageList
+from lockstep.data.image_list import ImageList
 from lockstep.records.folder import RunFolder
 from lockstep.training import data_report
 from lockstep.training.build_data import prepared_data
@@ -71,13 +71,13 @@ def test_other_ranks_do_not_wait_for_the_comparison(photos, tmp_path):
 
 
 def slow_comparison():
-    from lockstep.data import listed_datamodule
+    from lockstep.data import report
 
     data_report.WAIT_AT_START_S = 0.1
-    compare = listed_datamodule.identical_images
+    compare = report.identical_images
 
     def slow_compare(*arguments):
         time.sleep(12)
         return compare(*arguments)
 
-    listed_datamodule.identical_images = slow_compare
+    report.identical_images = slow_compare

@@ -1,0 +1,152 @@
+"""List images that lie in a few large files, each of which is read once per node."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lockstep.data.image_list import ImageList
+from lockstep.data.listed_datamodule import ListedDataModule
+from lockstep.data.listing import (
+    TRAIN,
+    Item,
+    LeftOut,
+    files_below,
+    group_of,
+    local_root,
+    splits_in,
+)
+from lockstep.data.node_cache import Content, cached
+from lockstep.process.errors import UserError
+
+ReadShard = Callable[[Path, Path], Content]
+"""(file, folder of the cache) → what the file holds, as JSON values:
+
+items: for each image its name in the file, its label (text, or a list of numbers), first byte,
+    size, and group if a column says it, else None.
+left_out: names by reason.
+data: the file that it wrote into `folder` with images that cannot be read in place; else None.
+splits: those of images in a file to train on, if a column says.
+"""
+
+
+@dataclass
+class Shards:
+    """The files of one ending in a folder, or a single one.
+
+    Args:
+        module: has the options `splits` and `group`, and the cache.
+        root: data.root.
+        options: what `read` depends on, as JSON values.
+    """
+
+    module: ListedDataModule
+    root: str | Path | None
+    suffix: str
+    read: ReadShard
+    options: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        root = self.root
+        if str(root).startswith("hf://"):
+            root = from_hub(str(root), self.suffix, self.module.cache_dir / "hub")
+        self._root = local_root(root, f"a folder with {self.suffix} files")
+
+    def list_images(self, label_columns: Sequence[str] = ()) -> ImageList:
+        module = self.module
+        left_out: LeftOut = {}
+        shards = self._find(left_out)
+        folder = self._root if self._root.is_dir() else self._root.parent
+        items: list[Item] = []
+        for name, split in tqdm(shards.items(), f"Reading {len(shards)} files", disable=None):
+            items += self._items_of(folder, name, split, left_out)
+        if module.splits_option is True and all(item.split == TRAIN for item in items):
+            raise UserError(
+                f"data.splits=true, but no file in {self._root} is named as a split: rename the "
+                "files train-…, val-… and test-…, or leave data.splits out."
+            )
+        return ImageList(
+            folder,
+            items,
+            left_out=left_out,
+            target=module.target,
+            label_columns=label_columns,
+            unknown=module.unknown,
+        )
+
+    def _items_of(self, folder: Path, name: str, split: int, left_out: LeftOut) -> Iterator[Item]:
+        """Yield the images of one file."""
+        path = folder / name
+        stat = os.stat(path)
+        group_option = self.module.group
+        identity = [str(path), stat.st_size, stat.st_mtime_ns]
+        cache = self.module.cache_folder([identity, self.options])
+        shard = cached(cache, partial(self.read, path))
+        file = str(cache / shard["data"] if shard["data"] else path)
+        # Only files to train on have splits of their images.
+        splits = shard["splits"] if split == TRAIN else []
+        for i, (inner, label, start, size, group) in enumerate(shard["items"]):
+            if group_option and group is None:
+                group = group_of(group_option, inner)
+            part = splits[i] if splits else split
+            title = f"{name}: {inner}"
+            yield Item(title, label, part, size, stat.st_mtime_ns, group, file, start)
+        for reason, names in shard["left_out"].items():
+            left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
+
+    def _find(self, left_out: LeftOut) -> dict[str, int]:
+        """Return the split of each file by its path, as its name or else its folders say."""
+        root = self._root
+        if root.is_file() and root.suffix.lower() == self.suffix:
+            return {root.name: TRAIN}
+        files = files_below(root, {}, suffixes={self.suffix}) if root.is_dir() else []
+        names = [file.name for file in files]
+        if not names:
+            raise UserError(
+                f"data.root={root} holds no {self.suffix} file. Pass the folder that contains them."
+            )
+        splits: dict[str, int] = {}
+        others = []
+        for name in names:
+            parts = splits_in("/".join(reversed(Path(name).parts)))
+            if parts:
+                splits[name] = parts[0]
+            else:
+                others.append(name)
+        if self.module.splits_option is False or not splits:
+            return dict.fromkeys(names, TRAIN)
+        if others:
+            left_out[f"{self.suffix} files of no split"] = others
+        return splits
+
+
+def from_hub(address: str, suffix: str, cache: Path) -> Path:
+    """Copy the files of hf://datasets/OWNER/NAME[@REVISION][/FOLDER].
+
+    Returns:
+        The folder of the copy.
+    """
+    from huggingface_hub import snapshot_download
+
+    parts = address.removeprefix("hf://datasets/").strip("/")
+    owner, name, *inner = f"{parts}/".split("/")
+    name, _, revision = name.partition("@")
+    try:
+        copy = snapshot_download(
+            f"{owner}/{name}",
+            repo_type="dataset",
+            revision=revision or None,
+            cache_dir=cache,
+            allow_patterns="/".join([*inner[:-1], f"*{suffix}"]),
+        )
+    # The network, the hub and its authentication raise many kinds.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"data.root={address} cannot be fetched ({type(error).__name__}: {reason})."
+        ) from None
+    return Path(copy, *inner)
