@@ -26,7 +26,7 @@ from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch, OpenSample, Samples, prefetched, stream, workers_of
 from lockstep.data.report import identical_images
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.targets import VOID, Arrays, ImageSet, as_masks, kind_of
+from lockstep.data.targets import VOID, Arrays, ImageSet, as_masks, kind_of, scale_of
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
@@ -304,6 +304,13 @@ class ImageDataModule(LightningDataModule):
     def class_counts(self) -> list[int]:
         """Training images of each class, before augmentation."""
         return self.counts_per_split["train"]
+
+    @property
+    def target_scale(self) -> dict[str, float]:
+        """Return target_mean and target_std of the training images; empty if targets are no numbers."""
+        if self.target_kind != "number":
+            return {}
+        return scale_of(self._targets[""][self.splits.train])
 
     def path_taken(self) -> tuple[str, str]:
         """Return array or loader, and why; after `prepare`."""

@@ -16,7 +16,15 @@ from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 # Keys of the config that a constructor need not know.
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")
 # Facts about the data that a constructor may ask for.
-FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")
+FACTS = (
+    "num_classes",
+    "class_names",
+    "image_size",
+    "channels",
+    "class_counts",
+    "target_mean",
+    "target_std",
+)
 # Options of optimizer= that are no arguments of the optimizer's class.
 OPTIONS_OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
