@@ -130,6 +130,25 @@ class Late(Regression):
         self.more = nn.Linear(4, 4)
 
 
+class TrainsAlone(pl.LightningModule):
+    """A module that has nothing but a training step, and logs a metric of its own."""
+
+    def __init__(self, size: tuple[int, int] = (4, 1), lr: float = 0.05) -> None:
+        super().__init__()
+        assert isinstance(size, tuple)
+        self.lr = lr
+        self.layer = nn.Linear(*size)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.layer(x).squeeze(1), y)
+        self.log("fit_error", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
 class Small(pl.LightningModule):
     """A linear layer of two inputs, which learns nothing."""
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from lockstep.config import merge
 from lockstep.config.check import check
-from lockstep.config.schema import FREE_GROUPS, is_group, key_of, trainer_arguments
+from lockstep.config.schema import FREE_GROUPS, is_group, key_of, trainer_arguments, yaml_files
+from lockstep.config.schema import keys as keys_of
 from lockstep.config.suggestions import missing_option, unknown_key
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
@@ -30,6 +31,12 @@ OPTIONAL_KEYS = ("_target_", "_partial_", "monitor", "mode", "outputs")  # keys 
 READ = re.compile(
     r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
     r"|(?!(?i:true|false|nan|inf)$)[a-zA-Z/][\w/.:@-]*"
+)
+
+
+REFUSED_KEY = re.compile(
+    r"Could not (override|delete from config\.|append to config\. (?P<is_listed>An item is already at)) "
+    r"'(?P<key>[\w./-]+)'"
 )
 
 
@@ -145,14 +152,47 @@ def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> A
         try:
             return hydra_compose(config_name, words, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError) as error:
-            found = re.match(r"Could not (?:override|delete from config\.) '([\w./-]+)'", str(error))
-            if not found:
+            refused = REFUSED_KEY.match(str(error))
+            if not refused:
                 raise UserError(one_sentence(error)) from None
-            key = found[1]
-    if key.startswith("trainer.") and key.removeprefix("trainer.") in trainer_arguments():
-        return _compose(config_name, [f"++{word}" if key_of(word) == key else word for word in words], folders)
+            key = refused["key"]
+    # A plus before a key that the chosen option lists does no harm: a class of the user's has it, too.
+    if refused["is_listed"] or _is_trainer_argument(key):
+        return _compose(config_name, _set_or_add(words, key), folders)
     choices = [word for word in words if is_choice(word, folders) or word.startswith("hydra.searchpath")]
     raise UserError(unknown_key(key, unresolved(_compose(config_name, choices, folders)), folders))
+
+
+def _is_trainer_argument(key: str) -> bool:
+    group, _, name = key.partition(".")
+    return group == "trainer" and name in trainer_arguments()
+
+
+def _set_or_add(overrides: list[str], key: str) -> list[str]:
+    """Return the overrides with `++`, which sets or adds, before those of a key."""
+    return [
+        f"++{override.lstrip('+')}" if key_of(override) == key else override
+        for override in overrides
+    ]
+
+
+def for_multirun(typed: list[str]) -> list[str]:
+    """Return overrides that Hydra's own multirun takes where `compose` does."""
+    folders = _config_folders(typed)
+    listed: set[str] = set()
+    for path in yaml_files("trainer", folders):
+        listed |= {key.name for key in keys_of(path, "trainer", commented=False)}
+
+    overrides = []
+    for override in typed:
+        key = key_of(override)
+        is_new_argument = _is_trainer_argument(key) and key not in listed
+        if is_choice(override, folders):
+            override = override.lstrip("+")
+        elif override.startswith("+") or (is_new_argument and not override.startswith("~")):
+            override = f"++{override.lstrip('+')}"
+        overrides.append(override)
+    return overrides
 
 
 def _drop_options_of_another_class(cfg: Any, options: Any) -> None:

@@ -17,9 +17,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.config.compose import CONFIGS, as_typed, compose, quoted
+from lockstep.config.compose import (
+    CONFIGS,
+    CommandLine,
+    as_typed,
+    compose,
+    for_multirun,
+    is_choice,
+    one_sentence,
+    quoted,
+)
 from lockstep.config.schema import key_of
+from lockstep.config.suggestions import missing_option
 from lockstep.process.environment import environment
+from lockstep.process.errors import UserError
 from lockstep.process.output import tested_name
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
@@ -34,8 +45,10 @@ RESULTS_FOLDER = ".exit-codes"
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun, log the ranking of its jobs, and return their worst exit code."""
-    # A wrong key is refused before the first job.
+    # A wrong key or option is refused before the first job.
+    overrides = for_multirun(overrides)
     cfg = compose(config_name, _first_values(overrides))
+    refuse_missing_options(config_name, overrides)
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
     program = str(Path(sys.argv[0]).resolve())
     shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
@@ -81,10 +94,36 @@ def _ended_jobs(sweep_dir: Path) -> list[Job]:
 
 def _first_values(overrides: list[str]) -> list[str]:
     """Return the overrides of a sweep's first job."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_overrides([as_typed(override) for override in overrides])
+    parsed = _parsed(overrides)
     return [_first_value(text, override) for text, override in zip(overrides, parsed, strict=True)]
+
+
+def _parsed(overrides: list[str]) -> list[Any]:
+    """Return Hydra's objects for overrides.
+
+    Raises:
+        UserError: Hydra cannot read one.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        typed = [as_typed(override) for override in overrides]
+        return OverridesParser.create().parse_overrides(typed)
+    except HydraException as error:
+        raise UserError(one_sentence(error)) from None
+
+
+def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
+    """Raise UserError for an option of a sweep that does not exist, as in model=small_cnn,nosuch."""
+    folders = CommandLine.parse(config_name, _first_values(overrides)).folders
+    for text, override in zip(overrides, _parsed(overrides), strict=True):
+        if not override.is_discrete_sweep() or not is_choice(text, folders):
+            continue
+        for name in override.sweep_string_iterator():
+            sentence = missing_option(key_of(text), str(name), folders)
+            if sentence:
+                raise UserError(sentence)
 
 
 def _first_value(text: str, override: Any) -> str:
@@ -139,6 +178,11 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
     metrics: dict[str, Any] = {}
     if code == 0 and folder.record.exists():
         metrics = read_record(folder.record).metrics
+        if not {metric, f"{metric}_best"} & metrics.keys():
+            log.warning(
+                f"job {number} logs no {metric}. optimized_metric= takes what it logs: "
+                f"{', '.join(sorted(metrics)) or 'nothing'}."
+            )
 
     def best(name: str) -> float:
         for key in (f"{name}_best", name):
