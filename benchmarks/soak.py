@@ -48,6 +48,8 @@ STARTS_OF_A_JOB = 20
 STRATEGIES = (DDP, FSDP)
 # What a user types who has a module and a data module of the usual kind.
 JOB = (
+    "data=digits",
+    "model=small_cnn",
     "task._target_=plain_task.Configured",
     "+task.width=24",
     "task.monitor=val_loss",
@@ -298,7 +300,7 @@ def soak_job_script(campaign: Campaign) -> None:
                 campaign.chance,
                 [signal.SIGKILL, signal.SIGTERM],
                 times=min(STARTS_OF_A_JOB, campaign.count - campaign.sent),
-                within_s=seconds,
+                within_s=0.6 * seconds,
                 environment=store.environment,
             )
             campaign.sent += hits

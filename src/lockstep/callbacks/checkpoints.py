@@ -197,7 +197,7 @@ class Checkpoints(pl.Callback):
         if left_out and not self.is_checked and trainer.is_global_zero:
             arguments = ", ".join(f"{name}=…" for name in left_out)
             log.info(
-                f"The hyperparameters {', '.join(left_out)} are objects, which checkpoints leave out. "
+                f"The hyperparameters {', '.join(left_out)} are objects, which checkpoints omit. "
                 f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
             )
 
