@@ -65,10 +65,10 @@ def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]
 
 def main(argv: list[str]) -> int:
     ids = [word for word in argv if "=" not in word and not word.startswith("-")]
-    words = [word for word in argv if word not in ids]
+    options = [word for word in argv if word not in ids]
     if ids:
-        words.append(f"run={' '.join(ids)}")
-    return run_with_options(words, __doc__ or "", OPTIONS, upload)
+        options.append(f"run={' '.join(ids)}")
+    return run_with_options(options, __doc__ or "", OPTIONS, upload)
 
 
 if __name__ == "__main__":
