@@ -128,7 +128,7 @@ FASHION ?= $(wildcard /usr/share/datasets/fashion-mnist)# where Debian's package
 bench-gpu: install  ## measure one GPU in ten minutes, into benchmarks/results/gpu.json; what it measures: benchmarks/gpu.py
 	$(PY) benchmarks/gpu.py --out benchmarks/results
 
-soak: install-dev  ## kill runs at random moments and compare their weights; PIECE="kills sigterm uploads" COUNT=60 SEED=1
+soak: install-dev  ## kill runs at random moments and compare their weights; PIECE="kills jobscript" COUNT=60 SEED=1
 	$(PY) benchmarks/soak.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
 
 logbook: install  ## write the pages of the runs in logbook/ anew

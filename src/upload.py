@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.process.errors import EXIT_OK, UserError
+from lockstep.process.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import run_with_options
 from lockstep.records.folder import RunFolder, find_run, read_config
@@ -29,7 +29,7 @@ FLUSH_TIMEOUT_S = 3600.0
 
 
 def upload(options: dict[str, str]) -> int:
-    """Upload the rest; return EXIT_NOT_UPLOADED if the best checkpoint is still missing there."""
+    """Upload the rest; return EXIT_NOT_UPLOADED if something is still missing there."""
     folder = find_run(Path(options["paths.log_dir"]), options["run"])
     s3 = _bucket_config(folder, options)
     if not s3.get("uri"):
@@ -41,12 +41,15 @@ def upload(options: dict[str, str]) -> int:
 
     s3["flush_timeout_s"] = FLUSH_TIMEOUT_S
     code = finish_upload(s3, folder, EXIT_OK)
-    if code == EXIT_OK:
-        send_files(s3, folder)
-        log.info(f"{folder.run_id} is in {s3['uri']}.")
-    else:
-        log.info(f"not uploaded: {read_record(folder.record).upload.error or ''}")
-    return code
+    if code != EXIT_OK:
+        reason = read_record(folder.record).upload.error
+        log.error(f"The best checkpoint of {folder.run_id} is not in {s3['uri']}: {reason}.")
+        return code
+    if not send_files(s3, folder):
+        log.error(f"The record and the page of {folder.run_id} are not in {s3['uri']}.")
+        return EXIT_NOT_UPLOADED
+    log.info(f"{folder.run_id} is in {s3['uri']}.")
+    return EXIT_OK
 
 
 def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]:
@@ -62,10 +65,10 @@ def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]
 
 def main(argv: list[str]) -> int:
     ids = [word for word in argv if "=" not in word and not word.startswith("-")]
-    words = [word for word in argv if word not in ids]
+    options = [word for word in argv if word not in ids]
     if ids:
-        words.append(f"run={' '.join(ids)}")
-    return run_with_options(words, __doc__ or "", OPTIONS, upload)
+        options.append(f"run={' '.join(ids)}")
+    return run_with_options(options, __doc__ or "", OPTIONS, upload)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from lockstep.training.task import Task
 from models.timm import TimmModel
 from runs import succeed
 from tasks.classifier import ImageClassifier
+from tasks.regression import Regression
 
 HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
 SMALL_NET = ["data=synthetic", "data.num_images=300", "data.num_test_images=100", "trainer=cpu", "trainer.max_epochs=1"]
@@ -151,9 +152,10 @@ def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(export
 def test_the_card_of_another_task_says_what_its_outputs_mean(tmp_path, kind, says, is_silent):
     facts = {"class_names": [], "num_classes": 1, "image_size": 8, "channels": 3, "mean": [0.5] * 3, "std": [0.2] * 3,
              "resize": 8, "fit": "crop", "interpolation": "bicubic", "data_hash": "0", "target": kind}  # fmt: skip
-    config = {"model": {"_target_": "a.B"}, "data": {"name": "d"}, "task": {"mean": 15, "std": 3}}
+    config = {"model": {"_target_": "a.B"}, "data": {"name": "d"}, "task": {}}
     (tmp_path / "config.json").write_text('{"architecture": "b", "model": {"a": 1}}')
-    model = FinishedModel(torch.nn.Linear(1, 1), config, facts, tmp_path / "config.json", RunRecord())
+    module = Regression(torch.nn.Linear(1, 1), mean=15, std=3)
+    model = FinishedModel(module, config, facts, tmp_path / "config.json", RunRecord())
     text = card_text(model, tmp_path, {})
     assert says in text and is_silent not in text
 

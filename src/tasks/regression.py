@@ -5,9 +5,12 @@ python src/train.py task=regression data=csv data.root=FILE.csv data.target=numb
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.process.errors import UserError
+from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task
 
 
@@ -18,16 +21,28 @@ class Regression(Task):
 
     Args:
         net: (B, C, H, W) float → (B, 1).
-        mean, std: mean and standard deviation of the targets; the net learns (target - mean) / std.
+        mean, std: the net learns (target - mean) / std; None: target_mean and target_std.
+        target_mean, target_std: mean and standard deviation of the training images' targets.
         parts: passed to Task.
     """
 
     def __init__(
-        self, net: nn.Module, *, mean: float = 0.0, std: float = 1.0, **parts: Any
+        self,
+        net: nn.Module,
+        *,
+        mean: float | None = None,
+        std: float | None = None,
+        target_mean: float = 0.0,
+        target_std: float = 1.0,
+        **parts: Any,
     ) -> None:
         super().__init__(net, **parts)
-        self.mean = mean
-        self.std = std
+        self.mean = target_mean if mean is None else mean
+        self.std = target_std if std is None else std
+        if self.std <= 0:
+            raise UserError(
+                f"task.std={self.std} must be above 0. Leave it out to take that of the data."
+            )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
@@ -44,3 +59,20 @@ class Regression(Task):
         """Return (B,) numbers in the unit of the targets."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return self.net(images).squeeze(1) * self.std + self.mean
+
+    def fold_scale(self) -> None:
+        """Let the net itself give numbers in the unit of the targets, as an export needs it.
+
+        A net whose last layer is not linear with a bias stays as it is.
+        """
+        layers = {name.rpartition(".")[0] for name in head_names(self.net)}
+        if len(layers) != 1:
+            return
+        head = self.net.get_submodule(layers.pop())
+        if not isinstance(head, nn.Linear) or head.bias is None:
+            return
+        with torch.no_grad():
+            head.weight.mul_(self.std)
+            head.bias.mul_(self.std).add_(self.mean)
+        self.mean = 0.0
+        self.std = 1.0

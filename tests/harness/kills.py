@@ -61,14 +61,20 @@ def processes_of(parent: int) -> list[psutil.Process]:
 
 
 def disturbed_run(
-    command: Sequence[str], logs: Path, chance: random.Random, number: signal.Signals, times: int, within_s: float,
+    command: Sequence[str],
+    logs: Path,
+    chance: random.Random,
+    signals: Sequence[signal.Signals],
+    times: int,
+    within_s: float,
     environment: dict[str, str] | None = None,
-) -> tuple[Done, int]:  # fmt: skip
+) -> tuple[Done, int]:
     """Run `train` with signals at random moments until it has ended by itself.
 
     Args:
         command: overrides, with run_id.
-        number: SIGKILL goes to a random process of the run, SIGTERM to the one that was started.
+        signals: one of them is drawn each time. SIGKILL goes to a random process of the run,
+            SIGTERM to the one that was started.
         times: signals to send, at most.
         within_s: seconds after a start within which the signal comes.
 
@@ -80,6 +86,7 @@ def disturbed_run(
     """
     sent = 0
     for _ in range(times):
+        number = chance.choice(signals)
         started = start_door("train", *command, "resume=auto", logs=logs, environment=environment)
         time.sleep(chance.uniform(0, within_s))
         alive = processes_of(started.process.pid)

@@ -81,8 +81,8 @@ class NoisyRows(Dataset):
 class NoisyNumbers(Numbers):
     """Loaders with noise, in training and in validation; the training loader shuffles."""
 
-    def __init__(self, num_workers: int = 0) -> None:
-        super().__init__()
+    def __init__(self, num_workers: int = 0, rows: int = 160) -> None:
+        super().__init__(rows=rows)
         self.num_workers = num_workers
 
     def train_dataloader(self):
@@ -100,6 +100,17 @@ class NoisyRegression(Regression):
         x, y = batch
         noise = np.random.rand() + random.random()
         return nn.functional.mse_loss(self(nn.functional.dropout(x, 0.1)) + 0.01 * noise, y)
+class Configured(NoisyRegression):
+    """A module whose optimizer is that of the config, as a public template has it."""
+
+    def __init__(self, optimizer, width: int = 16) -> None:
+        super().__init__(width)
+        self.make_optimizer = optimizer
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
 class Rows(IterableDataset):
     """Ten batches of four rows on rank 1, twelve on rank 0."""
 
@@ -128,6 +139,25 @@ class Late(Regression):
 
     def configure_model(self):
         self.more = nn.Linear(4, 4)
+
+
+class TrainsAlone(pl.LightningModule):
+    """A module that has nothing but a training step, and logs a metric of its own."""
+
+    def __init__(self, size: tuple[int, int] = (4, 1), lr: float = 0.05) -> None:
+        super().__init__()
+        assert isinstance(size, tuple)
+        self.lr = lr
+        self.layer = nn.Linear(*size)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.layer(x).squeeze(1), y)
+        self.log("fit_error", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Small(pl.LightningModule):

@@ -33,6 +33,7 @@ from runs import run_door, succeed
 from tasks.distillation import Distillation
 from tasks.manual_optimization import SharpnessAware
 from tasks.multilabel import MultiLabel
+from tasks.regression import Regression
 from tasks.segmentation import Segmentation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -351,25 +352,65 @@ def test_the_table_of_the_page_is_what_is_tested_here():
         assert marks == ["✓"] * 4 + ["–" if name == "simclr" else "✓", "✓", "✓", "✓"], name
 
 
-def test_numbers_of_a_table_are_learned_and_predicted_for_files(tmp_path):
-    """data=csv data.target=number, and predict.py on the folder of images."""
-    made = shapes.pictures(60)
-    (tmp_path / "images").mkdir()
+def price_table(folder):
+    """Write images and their prices, from 200,000 to 400,000; return the table and the prices."""
+    made = shapes.pictures(240)
+    prices = (20_000 * made["number"]).round()
+    (folder / "images").mkdir()
     lines = ["path,label"]
-    for number, (image, value) in enumerate(zip(made["images"], made["number"].tolist(), strict=True)):
+    for number, image in enumerate(made["images"]):
         pixels = (100 + 50 * image[0]).clamp(0, 255).to(torch.uint8).numpy()
-        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
-        lines.append(f"images/{number}.png,{value:.3f}")
-    (tmp_path / "table.csv").write_text("\n".join(lines))
-    words = ["task=regression", "data=csv", f"data.root={tmp_path / 'table.csv'}", "data.target=number",
-             "data.image_size=16", "data.global_batch_size=8", "trainer=cpu", "trainer.max_epochs=2", "task.mean=15",
-             "task.std=3", "run_id=table"]  # fmt: skip
-    done = succeed("train", *words, logs=tmp_path)
-    assert done.record["metrics"]["val/mae_best"] < 15, done.output
+        Image.fromarray(pixels).save(folder / "images" / f"{number}.png")
+        lines.append(f"images/{number}.png,{prices[number]:.0f}")
+    (folder / "table.csv").write_text("\n".join(lines))
+    return folder / "table.csv", prices
+
+
+def test_raw_prices_are_learned_better_than_by_their_mean(tmp_path):
+    table, prices = price_table(tmp_path)
+    done = succeed(
+        "train",
+        "task=regression",
+        "data=csv",
+        f"data.root={table}",
+        "data.target=number",
+        "data.image_size=16",
+        "data.global_batch_size=16",
+        "augmentation=none",
+        "trainer=cpu",
+        "trainer.max_epochs=6",
+        "optimizer.lr=0.003",
+        "run_id=prices",
+        logs=tmp_path,
+    )
+    error_of_mean = float((prices - prices.mean()).abs().mean())
+    assert done.record["metrics"]["test/mae"] < 0.7 * error_of_mean, done.output
+    assert done.record["images"]["target_mean"] == pytest.approx(prices.mean().item(), rel=0.02)
+    assert "Targets | mean" in done.folder.page.read_text()
+
+    evaluated = succeed("eval", "ckpt_path=prices", logs=tmp_path)
+    tested = done.record["metrics"]["test/mae"]
+    assert evaluated.record["metrics"]["test/mae"] == pytest.approx(tested, rel=1e-6)
+
     out = tmp_path / "p.csv"
-    succeed("predict", "ckpt_path=table", f"images={tmp_path / 'images'}", f"out={out}", logs=tmp_path)
-    header, first, *rest = out.read_text().splitlines()
-    assert header == "file,value" and len(rest) == 59 and 0 < float(first.split(",")[1]) < 40
+    succeed(
+        "predict", "ckpt_path=prices", f"images={tmp_path / 'images'}", f"out={out}", logs=tmp_path
+    )
+    with out.open() as file:
+        values = {int(Path(row["file"]).stem): float(row["value"]) for row in csv.DictReader(file)}
+    errors = [abs(value - prices[number].item()) for number, value in values.items()]
+    assert len(errors) == 240 and sum(errors) / 240 < 0.7 * error_of_mean
+
+
+def test_an_export_of_a_regression_gives_the_targets_unit():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 1))
+    module = Regression(net, target_mean=298_588.0, target_std=100_000.0).eval()
+    images = torch.randn(5, 3, 2, 2)
+    with torch.no_grad():
+        predicted = module.predict_step(images, 0)
+        module.fold_scale()
+        torch.testing.assert_close(net(images).squeeze(1), predicted)
+        torch.testing.assert_close(module.predict_step(images, 0), predicted)
 
 
 @pytest.mark.slow

@@ -193,7 +193,13 @@ class Checkpoints(pl.Callback):
         before_validation = is_repeated or is_extra
         state = self.loader_state.state_dict(point, before_validation=before_validation)
         checkpoint["lockstep"] = {**self.contents, "point": point, **state}
-        keep_plain_hyperparameters(pl_module, checkpoint)
+        left_out = keep_plain_hyperparameters(checkpoint)
+        if left_out and not self.is_checked and trainer.is_global_zero:
+            arguments = ", ".join(f"{name}=…" for name in left_out)
+            log.info(
+                f"The hyperparameters {', '.join(left_out)} are objects, which checkpoints omit. "
+                f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
+            )
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
@@ -296,14 +302,20 @@ class AfterEpoch(pl.Callback):
         self.checkpoints.save_ended(trainer, is_last=True)
 
 
-def keep_plain_hyperparameters(pl_module: pl.LightningModule, checkpoint: Checkpoint) -> None:
-    """Remove optimizers, nets and the like from the hyperparameters, as they would not load safely."""
-    of_module = pl_module.CHECKPOINT_HYPER_PARAMS_KEY
+def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
+    """Remove optimizers, nets and the like from the hyperparameters, as they would not load safely.
+
+    Returns:
+        The names of the module's hyperparameters that were removed.
+    """
+    of_module = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
     of_data = pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
+    left_out = [name for name, value in checkpoint.get(of_module, {}).items() if not is_plain(value)]
     for key in (of_module, of_data):
         if key in checkpoint:
             values = checkpoint[key].items()
             checkpoint[key] = {name: value for name, value in values if is_plain(value)}
+    return left_out
 
 
 def is_plain(value: Any) -> bool:

@@ -36,8 +36,8 @@ class RunRecorder(pl.Callback):
     Args:
         path: run.json in the run's folder.
         on_first_step: called on rank zero after the first step of this start.
-        owns_run: begin the record when fit starts, and write how the run ended, as a plain script
-            needs; False where a launch does both.
+        owns_run: begin the record when fit or an evaluation alone starts, and write how the run
+            ended, as a plain script needs; False where a launch does both.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class RunRecorder(pl.Callback):
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
         self.monitor = "val/acc"
         self.steps = 0  # as of the last write
+        self.records_evaluation = False  # alone, without a fit before it
 
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
         """Set fields of the record; with a trainer, also those of every callback."""
@@ -103,14 +104,18 @@ class RunRecorder(pl.Callback):
         self.monitor = record.monitor
         self.fit_before_s = record.fit_seconds or 0.0
         self.fit_started_at = time.monotonic()
-        self.write(trainer, phase="start")
+        counts: dict[str, object] = {}
+        if not record.num_parameters:
+            # A plain script has no launch that counts them, and a module may make layers late.
+            counts |= parameter_counts(pl_module)
+        self.write(trainer, phase="start", **counts)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the first record of this start; one of an earlier start goes on."""
         monitors = [item.monitor for item in trainer.callbacks if hasattr(item, "best_path")]
         record = RunRecord(
             run_id=self.path.parent.name,
-            task_name="train",
+            task_name="train" if trainer.state.fn == "fit" else "eval",
             status="running",
             started_at=utc_now(),
             model=type(pl_module).__name__,
@@ -123,6 +128,22 @@ class RunRecorder(pl.Callback):
                 previous = read_record(self.path)
                 record = continued(previous, record, step=resume_step(trainer, previous))
             write_record(self.path, record)
+
+    def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin the record of trainer.test() or trainer.validate() where no fit has made one."""
+        is_fit = trainer.state.fn == "fit"
+        if is_fit or not (trainer.is_global_zero and self.owns_run) or self.path.exists():
+            return
+        self._begin(trainer, pl_module)
+        self.records_evaluation = True
+
+    def _end_evaluation(self, trainer: pl.Trainer) -> None:
+        if self.records_evaluation:
+            ended: dict[str, object] = {"status": "finished", "exit_code": EXIT_OK}
+            self.write(trainer, phase="end", finished_at=utc_now(), **ended)
+
+    on_test_start = _begin_evaluation
+    on_validation_start = _begin_evaluation
 
     def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write when the phase changes, and every few seconds."""
@@ -147,6 +168,7 @@ class RunRecorder(pl.Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             # Write it now, because a stop in the next epoch writes no metrics.
             self.write(trainer)
+        self._end_evaluation(trainer)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         confusion = getattr(pl_module, "test_confusion", None)
@@ -154,6 +176,7 @@ class RunRecorder(pl.Callback):
         if trainer.is_global_zero and confusion is not None and hasattr(data, "class_names"):
             path = self.path.with_name("confusion_matrix.csv")
             write_confusion(path, data.class_names, confusion)
+        self._end_evaluation(trainer)
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """Record a best checkpoint at once, because the process may be killed.
@@ -228,6 +251,16 @@ class RunRecorder(pl.Callback):
         if trainer.is_global_zero and self.owns_run and self.path.exists():
             # What the upload has sent at the end is known only now.
             self.write(trainer)
+
+
+def parameter_counts(module: pl.LightningModule) -> dict[str, int]:
+    """Return the numbers of parameters of a module's net, or else of the module."""
+    parameters = list(getattr(module, "net", module).parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_trained_parameters": sum(parameter.numel() for parameter in trained),
+    }
 
 
 def latest_metrics(trainer: pl.Trainer) -> dict[str, float | str]:

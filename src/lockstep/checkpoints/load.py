@@ -24,6 +24,8 @@ DATA_FACTS = {
     "channels": int,
     "mean": list,
     "std": list,
+    "target_mean": float,
+    "target_std": float,
 }
 
 

@@ -19,7 +19,8 @@ from lockstep.config.overrides import (
     is_choice,
     search_paths,
 )
-from lockstep.config.schema import is_group, key_of, trainer_arguments
+from lockstep.config.schema import is_group, key_of, trainer_arguments, yaml_files
+from lockstep.config.schema import keys as listed_keys
 from lockstep.config.suggestions import missing_option, unknown_key
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
@@ -34,6 +35,10 @@ NOT_CHOSEN = ("hydra", "fits", "resumed")
 OF_VALUES = ("experiment", "debug")
 # Keys that an option has, whatever its class.
 OPTIONAL_KEYS = {"_target_", "_partial_", "monitor", "mode", "outputs"}
+REFUSED_KEY = re.compile(
+    r"Could not (override|delete from config\.|append to config\. (?P<is_listed>An item is already at))"
+    r" '(?P<key>[\w./-]+)'"
+)
 
 
 def compose(config_name: str, overrides: list[str], stored: Config | None = None) -> Any:
@@ -113,20 +118,50 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
             TypeError,
             AttributeError,
         ) as error:
-            pattern = r"Could not (?:override|delete from config\.) '([\w./-]+)'"
-            match = re.match(pattern, str(error))
-            if not match:
+            refused = REFUSED_KEY.match(str(error))
+            if not refused:
                 raise UserError(one_sentence(error)) from None
 
-    # No yaml lists this key, but Lightning's Trainer may have it.
-    key = match[1]
-    group, _, name = key.partition(".")
-    if group == "trainer" and name in trainer_arguments():
-        added = [f"++{word}" if key_of(word) == key else word for word in overrides]
-        return _compose(config_name, added, folders)
+    key = refused["key"]
+    # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
+    # too. A key that no yaml lists may be of Lightning's Trainer.
+    if refused["is_listed"] or _is_trainer_argument(key):
+        return _compose(config_name, _set_or_add(overrides, key), folders)
     choices = [word for word in overrides if is_choice(word, folders)]
     options = _compose(config_name, [*search_paths(overrides), *choices], folders)
     raise UserError(unknown_key(key, unresolved(options), folders))
+
+
+def _is_trainer_argument(key: str) -> bool:
+    group, _, name = key.partition(".")
+    return group == "trainer" and name in trainer_arguments()
+
+
+def _set_or_add(overrides: list[str], key: str) -> list[str]:
+    """Return the overrides with `++`, which sets or adds, before those of a key."""
+    return [
+        f"++{override.lstrip('+')}" if key_of(override) == key else override
+        for override in overrides
+    ]
+
+
+def for_multirun(typed: list[str]) -> list[str]:
+    """Return overrides that Hydra's own multirun takes where `compose` does."""
+    folders = config_folders(typed, CONFIGS)
+    listed: set[str] = set()
+    for path in yaml_files("trainer", folders):
+        listed |= {key.name for key in listed_keys(path, "trainer", commented=False)}
+
+    overrides = []
+    for override in typed:
+        key = key_of(override)
+        is_new_argument = _is_trainer_argument(key) and key not in listed
+        if is_choice(override, folders):
+            override = override.lstrip("+")
+        elif override.startswith("+") or (is_new_argument and not override.startswith("~")):
+            override = f"++{override.lstrip('+')}"
+        overrides.append(override)
+    return overrides
 
 
 def _drop_options_of_another_class(cfg: Any, options: Any) -> None:

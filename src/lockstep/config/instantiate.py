@@ -5,6 +5,7 @@ this file: config/foreign.py takes no `_target_` from it.
 """
 
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,10 @@ from lockstep.config.hydra_versions import instantiate
 from lockstep.process.errors import UserError
 
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+# Keys of a node that are for hydra.utils.instantiate, not arguments.
+HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+# The beginning of an annotation that takes a tuple, as `tuple[int, int] | None`.
+TUPLE = re.compile(r"(<class '|typing\.|Optional\[|Union\[)*[Tt]uple\b")
 
 
 def resolve_target(target: Any, where: str) -> Any:
@@ -80,12 +85,18 @@ def build(
     target = node["_target_"]
     arguments = dict(values or {})
     parameters, takes_any_name = options_of(resolve_target(target, "_target_"))
-    options = node.keys() - {"_target_", "_partial_"} | arguments.keys()
+    options = node.keys() - {*HYDRA_KEYS} | arguments.keys()
     if not takes_any_name:
         _refuse_unknown(options, parameters, target)
+    options |= positional(node, parameters)
     for key in (defaults or {}).keys() & parameters.keys() - options:
         arguments[key] = (defaults or {})[key]
     return _instantiate(node, arguments, parameters)
+
+
+def positional(node: Mapping[str, Any], parameters: Mapping[str, Any]) -> set[str]:
+    """Return the parameters that the list `_args_` of a node fills."""
+    return set(list(parameters)[: len(node.get("_args_") or ())])
 
 
 def _refuse_unknown(options: Iterable[str], parameters: Mapping[str, Any], target: str) -> None:
@@ -102,7 +113,9 @@ def _instantiate(
     from hydra.errors import InstantiationException
 
     try:
-        partial = instantiate(dict(node), _partial_=True, _convert_="all")
+        convert = node.get("_convert_", "all")
+        partial = instantiate(dict(node), _partial_=True, _convert_=convert)
+        partial = _with_tuples(partial, parameters)
         if node.get("_partial_"):
             return partial
         return partial(**arguments)
@@ -117,3 +130,21 @@ def _instantiate(
             sentence = f"{node['_target_']} cannot be made: {error}; it has {names}."
             raise UserError(sentence) from error
         raise
+
+
+def _with_tuples(partial: Any, parameters: Mapping[str, inspect.Parameter]) -> Any:
+    """Return the partial with tuples where its target takes them: a yaml has lists alone."""
+    named = [*zip(parameters, partial.args, strict=False)]
+    args = [_as_taken(value, parameters[name]) for name, value in named]
+    keywords = {
+        name: _as_taken(value, parameters.get(name)) for name, value in partial.keywords.items()
+    }
+    return functools.partial(partial.func, *args, *partial.args[len(args) :], **keywords)
+
+
+def _as_taken(value: Any, parameter: inspect.Parameter | None) -> Any:
+    """Return a list as a tuple if the parameter has one as its default, or its annotation says so."""
+    if parameter is None or not isinstance(value, list):
+        return value
+    takes_tuple = isinstance(parameter.default, tuple) or TUPLE.match(str(parameter.annotation))
+    return tuple(value) if takes_tuple else value

@@ -28,7 +28,7 @@ from lockstep.data.loading import LoadedBatch
 from lockstep.data.making import BatchMaker
 from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.targets import as_masks
+from lockstep.data.targets import as_masks, scale_of
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
@@ -308,6 +308,13 @@ class ImageDataModule(LightningDataModule):
     def class_counts(self) -> list[int]:
         """Training images of each class, before augmentation."""
         return self.counts_per_split["train"]
+
+    @property
+    def target_scale(self) -> dict[str, float]:
+        """Mean and deviation of the training targets; empty if they are no numbers."""
+        if self.target_kind != "number":
+            return {}
+        return scale_of(self.source.targets[""][self.splits.train])
 
     def match_classes(self, class_names: Sequence[str]) -> None:
         """Number the labels as a checkpoint does; call it between `prepare` and `attach_to_ranks`.

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import shutil
 import signal
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -99,6 +100,17 @@ def workers_of(requested: int | str, device: torch.device) -> int:
     return max(1, min(4, available_cores()))
 
 
+def start_method(num_workers: int) -> str | None:
+    """Return how workers are started: by fork on Linux; None: as Python does by default.
+
+    Python 3.14 starts a fork server there. Each worker would import torch in every epoch, get the
+    whole list of files through a pipe, and have no signals blocked.
+    """
+    if num_workers and sys.platform == "linux":
+        return "fork"
+    return None
+
+
 def free_shared_memory() -> int:
     """Return the bytes in which worker processes can hand over tensors."""
     try:
@@ -152,6 +164,7 @@ def _start_workers(
             collate_fn=_unchanged,
             num_workers=samples.num_workers,
             pin_memory=pin_memory,
+            multiprocessing_context=start_method(samples.num_workers),
             generator=torch.Generator().manual_seed(seed),
         )
         batches = iter(loader)

@@ -95,6 +95,7 @@ def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
         "resize": data.framing.resize,
         "fit": data.framing.fit,
         "from_weights": list(data.settings.from_weights),
+        **data.target_scale,
     }
 
 
@@ -120,6 +121,9 @@ def log_classes(data: Any) -> None:
     targets = f"targets of the kind {data.target_kind}"
     if data.target_kind in NAME_OF_TARGETS:
         targets = f"{data.num_classes} {NAME_OF_TARGETS[data.target_kind]}: {names}"
+    if data.target_scale:
+        mean, std = data.target_scale.values()
+        targets = f"numbers, mean {mean:.6g} and deviation {std:.6g} of the training images"
     log.info(f"data: {targets} · {_counts(data)}")
 
 

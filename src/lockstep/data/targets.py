@@ -31,6 +31,17 @@ def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
     return "number" if targets[""].ndim == 1 else "labels"
 
 
+def scale_of(numbers: np.ndarray) -> dict[str, float]:
+    """Return mean and standard deviation of training targets (n,), by which a task standardises.
+
+    The deviation of equal numbers is 1. Without numbers there is no scale.
+    """
+    if not len(numbers):
+        return {}
+    std = float(numbers.std(dtype=np.float64))
+    return {"target_mean": float(numbers.mean(dtype=np.float64)), "target_std": std or 1.0}
+
+
 def as_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
     """Return masks that torchvision's transforms move with their image."""
     from torchvision.tv_tensors import Mask

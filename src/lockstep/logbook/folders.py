@@ -61,17 +61,17 @@ class Run:
     def borrowed(self) -> list[str]:
         """The folders beside the code that hold the run's data and weights.
 
-        They are the first parts of relative paths.
+        They are the first parts of paths in the repository.
         """
         paths = (
             self.config.get("data.root"),
             self.config.get("model.weights"),
             self.record.initial_weights,
         )
-        # Absolute paths, paths in a home and addresses are elsewhere.
+        # Other absolute paths, paths in a home and addresses are elsewhere.
         elsewhere = re.compile("/|~|[a-z0-9]+:")
-        relative = [str(path) for path in paths if path and not elsewhere.match(str(path))]
-        return sorted({path.split("/")[0] for path in relative})
+        texts = [str(path).removeprefix(f"{REPOSITORY}/") for path in paths if path]
+        return sorted({path.split("/")[0] for path in texts if not elsewhere.match(path)})
 
     @property
     def best_value(self) -> Any:

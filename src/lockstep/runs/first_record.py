@@ -16,7 +16,7 @@ from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact, redact_text
 from lockstep.ranks.find import agent_id
 from lockstep.records import provenance
-from lockstep.records.config import data_name, flatten, model_name
+from lockstep.records.config import Config, data_name, flatten, model_name
 from lockstep.records.record import RunRecord, continued, locked_record, read_record, write_record
 from lockstep.runs.run import Run
 from lockstep.storage.pointers import new_uuid, uuid_of
@@ -162,21 +162,25 @@ def _initial_weights(run: Run) -> dict[str, Any]:
 def changes_of_recipe(run: Run) -> list[list[Any]]:
     """Return [option, value in the recipe, value of this run] for what the command line changes.
 
-    The list is empty for an evaluation, and where the recipe alone cannot be composed, as without
-    data.root.
+    The default of a value is that of the chosen options: others may come with other values
+    (configs/fits). The list is empty for an evaluation, and where the recipe alone cannot be
+    composed, as without data.root.
     """
     overrides = run.config["overrides"]
     if run.config["task_name"] != "train":
         return []
+    recipe = [word for word in overrides if word.startswith(RECIPE)]
+    options = [word for word in overrides if word.startswith(RECIPE) or _chooses(word, run.choices)]
     try:
-        recipe = whole_config(
-            compose("train", [word for word in overrides if word.startswith(RECIPE)])
-        )
+        before = _flat_config(recipe)
+        default = before if options == recipe else _flat_config(options)
     except UserError:
         return []
 
     values = flatten(redact(run.effective_config()))
-    changed = differences([flatten(redact(recipe)), values], keys.is_told_of_a_run)
+    changed = differences([default, values], keys.is_told_of_a_run)
+    of_options = differences([before, values], keys.is_told_of_a_run)
+    changed |= {name: pair for name, pair in of_options.items() if _names_option(name)}
     rows = []
     for key in map(key_of, overrides):
         names = [name for name in changed if keys.is_below(name, key)]
@@ -186,3 +190,17 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
             if name in changed:
                 rows.append([name.removeprefix("choices."), *changed.pop(name)])
     return rows
+
+
+def _flat_config(overrides: list[str]) -> dict[str, Any]:
+    return flatten(redact(whole_config(compose("train", overrides))))
+
+
+def _chooses(override: str, choices: Config) -> bool:
+    """Return whether an override chooses an option of a group, or its class."""
+    key = key_of(override)
+    return not override.startswith("~") and (key in choices or _names_option(key))
+
+
+def _names_option(key: str) -> bool:
+    return key.startswith("choices.") or key.endswith("._target_")

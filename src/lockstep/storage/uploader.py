@@ -381,19 +381,23 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
     return EXIT_NOT_UPLOADED if status.error and code == EXIT_OK else code
 
 
-def send_files(s3: Mapping[str, Any] | None, folder: RunFolder, is_short: bool = False) -> None:
+def send_files(s3: Mapping[str, Any] | None, folder: RunFolder, is_short: bool = False) -> bool:
     """Upload the final record, the page and its figures, after the checkpoints.
 
     Args:
         is_short: try it for a few seconds only.
+
+    Returns:
+        Whether they are in the bucket now.
     """
     uploader = _last_uploader(s3, folder)
     if uploader is None:
-        return
+        return False
     uploader.intervals_s = {"files": 0.0}
     uploader.start()
-    uploader.flush(_timeout_s(s3, is_short))
+    is_sent = uploader.flush(_timeout_s(s3, is_short))
     uploader.stop()
+    return is_sent
 
 
 def withdraw(s3: Mapping[str, Any] | None, folder: RunFolder) -> None:

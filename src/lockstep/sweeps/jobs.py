@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.config.compose import CONFIGS, compose
+from lockstep.config.compose import CONFIGS, compose, for_multirun, one_sentence
 from lockstep.config.hydra_versions import version_base
-from lockstep.config.overrides import as_typed, quoted, search_paths
+from lockstep.config.overrides import CommandLine, as_typed, is_choice, quoted, search_paths
 from lockstep.config.schema import key_of
+from lockstep.config.suggestions import missing_option
 from lockstep.process.environment import environment
+from lockstep.process.errors import UserError
 from lockstep.process.output import tested_name
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
@@ -38,8 +40,10 @@ RESULTS_FOLDER = ".exit-codes"
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun, log the ranking of its jobs, and return their worst exit code."""
-    # A wrong key is refused before the first job.
+    # A wrong key or option is refused before the first job.
+    overrides = for_multirun(overrides)
     cfg = compose(config_name, _first_values(overrides))
+    refuse_missing_options(config_name, overrides)
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
     program = str(Path(sys.argv[0]).resolve())
     shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
@@ -87,11 +91,35 @@ def _ended_jobs(sweep_dir: Path) -> list[Job]:
 
 def _first_values(overrides: list[str]) -> list[str]:
     """Return the overrides of a sweep's first job."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    return list(map(_first_value, overrides, _parsed(overrides)))
 
-    typed = [as_typed(override) for override in overrides]
-    parsed = OverridesParser.create().parse_overrides(typed)
-    return list(map(_first_value, overrides, parsed))
+
+def _parsed(overrides: list[str]) -> list[Any]:
+    """Return Hydra's objects for overrides.
+
+    Raises:
+        UserError: Hydra cannot read one.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        typed = [as_typed(override) for override in overrides]
+        return OverridesParser.create().parse_overrides(typed)
+    except HydraException as error:
+        raise UserError(one_sentence(error)) from None
+
+
+def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
+    """Raise UserError for an option of a sweep that does not exist, as in model=small_cnn,nosuch."""
+    folders = CommandLine.parse(config_name, _first_values(overrides), CONFIGS).folders
+    for text, override in zip(overrides, _parsed(overrides), strict=True):
+        if not override.is_discrete_sweep() or not is_choice(text, folders):
+            continue
+        for name in override.sweep_string_iterator():
+            sentence = missing_option(key_of(text), str(name), folders)
+            if sentence:
+                raise UserError(sentence)
 
 
 def _first_value(text: str, override: Any) -> str:
@@ -153,6 +181,12 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
     metrics: dict[str, Any] = {}
     if code == 0 and folder.record.exists():
         metrics = read_record(folder.record).metrics
+        if not {metric, f"{metric}_best"} & metrics.keys():
+            log.warning(
+                f"job {number} logs no {metric}. optimized_metric= takes what it logs: "
+                f"{', '.join(sorted(metrics)) or 'nothing'}."
+            )
+
     # A process that a signal killed has a negative code.
     exit_code = code if code >= 0 else 128 - code
     value = _best(metrics, metric)

@@ -64,14 +64,24 @@ def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool
     common = _common_overrides(jobs)
 
     order = ", the lowest first" if minimize else ""
-    lines = [f"{len(jobs)} jobs by {metric}{order}:"]
+    title = f"{len(jobs)} jobs by {metric}{order}:"
+    if all(job.has_failed for job in jobs) and any(job.code == 0 for job in jobs):
+        title = f"{len(jobs)} jobs, of which none logs {metric}:"
+    lines = [title]
     for job in ranked:
-        result = f"{as_read(metric, job.value):<12}"
-        if job.has_failed:
-            result = f"exit code {job.code:<2}"
+        result = _result(job, metric)
         overrides = [override for override in job.overrides if override not in common]
         lines.append(f"  {result}  {' '.join(overrides)}  {sweep_name}_{job.number}")
     return [*lines, *_means(ranked, common, metric)]
+
+
+def _result(job: Job, metric: str) -> str:
+    """Return a job's value of the metric, or else how it ended."""
+    if not job.has_failed:
+        return f"{as_read(metric, job.value):<12}"
+    if job.code == 0:
+        return f"{'finished':<12}"
+    return f"exit code {job.code:<2}"
 
 
 def _common_overrides(jobs: Sequence[Job]) -> set[str]:

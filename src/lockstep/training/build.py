@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # Options of the data that a checkpoint has resolved.
 RESOLVED_BY_DATA = ("mean", "std", "crop_pct", "interpolation")
+# Facts about training images, which an evaluation takes from the checkpoint.
+OF_TRAINING_IMAGES = ("class_counts", "target_mean", "target_std")
 IMAGES_FOR_INITIALISATION = 5000
 # Of the seeds of dropout, which differ between ranks.
 RANK_SEED_STEP = 7919
@@ -55,8 +57,9 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
     strategy = build_strategy(run)
     data = build_data(run, trained_on)
     facts = data_facts(data)
-    if trained_on and "class_counts" in trained_on:
-        facts["class_counts"] = trained_on["class_counts"]
+    for name in OF_TRAINING_IMAGES:
+        if trained_on and name in trained_on:
+            facts[name] = trained_on[name]
 
     module = build_module(
         run.config,

@@ -169,10 +169,12 @@ def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
 def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "attach_to_ranks"):
-        return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
+        names = (*FACTS_OF_ANY, "target_mean", "target_std")
+        return {key: getattr(data, key) for key in names if hasattr(data, key)}
     own = ("mean", "std", "data_hash", "list_hash", "class_counts")
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *own)}
     facts["hash_method"] = getattr(data, "hash_method", None)
+    facts |= data.target_scale
     framing = {key: getattr(data.framing, key) for key in ("resize", "fit", "interpolation")}
     names, crop_pct = [str(name) for name in data.class_names], float(data.settings.crop_pct)
     return {**facts, **framing, "class_names": names, "crop_pct": crop_pct, "target": data.target_kind}

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.config.instantiate import build, options_of, positional, resolve_target
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
@@ -16,7 +16,15 @@ from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 # Keys of the config that a constructor need not know.
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")
 # Facts about the data that a constructor may ask for.
-FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")
+FACTS = (
+    "num_classes",
+    "class_names",
+    "image_size",
+    "channels",
+    "class_counts",
+    "target_mean",
+    "target_std",
+)
 # Options of optimizer= that are no arguments of the optimizer's class.
 OPTIONS_OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
@@ -69,10 +77,16 @@ def build_module(
     if trainable and not has_checkpoint:
         _refuse_unused_parts(config, parameters)
 
-    node = {key: value for key, value in config["task"].items() if key in parameters or key not in OPTIONAL_KEYS}
+    node = {
+        key: value
+        for key, value in config["task"].items()
+        if key in parameters or key not in OPTIONAL_KEYS
+    }
+    # The task itself is built whole.
+    node.pop("_partial_", None)
     outputs = config["task"].get("outputs") or facts.get("num_classes")
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
-    asked = parameters.keys() - node.keys()
+    asked = parameters.keys() - node.keys() - positional(node, parameters)
     # The net comes first: what draws random numbers after it does not change its initial weights.
     if "net" in asked:
         shape = net_shape(facts, outputs, target)

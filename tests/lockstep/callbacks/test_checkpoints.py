@@ -207,3 +207,25 @@ def test_a_module_with_two_optimizers_is_validated_where_max_steps_end_it(tmp_pa
     trainer = fit(Two(), Checkpoints(tmp_path), max_steps=3, val_loader=DataLoader(torch.ones(2, 2)))
     assert trainer.global_step == 4, "two at once"
     assert [sidecar.step for _, sidecar in complete(tmp_path, "best")] == [4]
+
+
+class WithNet(Small):
+    """A module with an object among its hyperparameters."""
+
+    def __init__(self, net, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = net
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_log_names_hyperparameters_that_a_checkpoint_leaves_out(tmp_path, caplog):
+    caplog.set_level("INFO")
+    fit(WithNet(torch.nn.Linear(2, 1), 5), Checkpoints(tmp_path, asynchronous=False), max_epochs=2)
+    told = [line for line in caplog.messages if "objects" in line]
+    assert len(told) == 1 and "WithNet.load_from_checkpoint(PATH, net=…)" in told[0]
+
+    path = newest_whole(tmp_path, "last")
+    loaded = WithNet.load_from_checkpoint(path, net=torch.nn.Linear(2, 1), weights_only=True)
+    saved = read_checkpoint(path)["state_dict"]["net.weight"]
+    assert loaded.hparams["width"] == 5 and torch.equal(loaded.net.weight.cpu(), saved)

@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
 
 from lockstep.callbacks.distribution import Distribution
 from lockstep.callbacks.hardware_stats import HardwareStats, Samples
@@ -259,3 +261,29 @@ def test_a_plain_script_that_gets_sigterm_is_interrupted(tmp_path, parts):
     script.terminate()
     script.wait(timeout=60)
     assert read_record(path).status == "interrupted"
+
+
+class WithSteps(Small):
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.layer(batch).sum())
+
+    validation_step = test_step
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["test", "validate"])
+def test_an_evaluation_alone_has_a_record(tmp_path, name):
+    path = tmp_path / "run" / "run.json"
+    path.parent.mkdir()
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[RunRecorder(path)])
+    getattr(trainer, name)(WithSteps(), DataLoader(torch.ones(4, 2)), verbose=False)
+    record = read_record(path)
+    assert (record.status, record.task_name, record.model) == ("finished", "eval", "WithSteps")
+    assert "test_loss" in record.metrics and record.steps is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plain_script_records_the_number_of_parameters(tmp_path):
+    fit(Small(), RunRecorder(tmp_path / "run.json"))
+    record = read_record(tmp_path / "run.json")
+    assert (record.num_parameters, record.num_trained_parameters) == (3, 3)

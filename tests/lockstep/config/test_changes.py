@@ -11,7 +11,7 @@ from lockstep.process.errors import UserError
 from lockstep.records.config import flatten
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord
-from lockstep.runs import start
+from lockstep.runs import resume
 
 # A resume may change these options of a group whose other options stay.
 MAY_CHANGE = {
@@ -44,9 +44,9 @@ OPTIONS = [
 
 def is_refused(monkeypatch, before, now):
     """Return whether a resume of a run with the config `before` is refused as another run."""
-    monkeypatch.setattr(start, "config_before", lambda folder: before)
+    monkeypatch.setattr(resume, "config_before", lambda folder: before)
     try:
-        start.check_resumable(RunFolder(CONFIGS / "nowhere"), now, RunRecord())
+        resume.check_resumable(RunFolder(CONFIGS / "nowhere"), now, RunRecord())
     except UserError as refusal:
         assert "resume it with the same options, or start a new run with ckpt_path=" in str(refusal)
         return True

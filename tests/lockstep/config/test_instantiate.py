@@ -1,5 +1,7 @@
 """Config → objects: what a `_target_` names, and that every experiment's nodes fit what they build."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml
 @pytest.mark.parametrize("target", ["modelsx.small_cnn.Net", "models.small_cnn.Nothing", "", "SmallCNN", "data..digits",
                                     "torch.nn", "math.pi", 7, None, ["os.system"]])  # fmt: skip
 def test_a_target_that_is_none_is_named_with_its_key(target):
-    with pytest.raises(UserError, match=r"x=.* (names no class|cannot be found|is neither a class nor a function)"):
+    with pytest.raises(
+        UserError, match=r"x=.* (names no class|cannot be found|is neither a class nor a function)"
+    ):
         resolve_target(target, "x")
 
 
@@ -37,9 +41,39 @@ def test_build_makes_partials_and_names_an_unknown_option_of_a_class_or_its_base
     with pytest.raises(UserError, match="no option 'momentun': did you mean momentum"):
         build({"_target_": "torch.optim.SGD", "_partial_": True, "momentun": 0.9})
     data = {"_target_": "data.digits.DigitsDataModule", "flip": True}
-    assert build(data).flip is True
-    with pytest.raises(UserError, match="DigitsDataModule (has no|cannot be made: .*) .*'flop'.* has .*val_fraction"):
+    assert build(data).framing.flip is True
+    with pytest.raises(
+        UserError,
+        match="DigitsDataModule (has no|cannot be made: .*) .*'flop'.* has .*val_fraction",
+    ):
         build({**data, "flop": True})
+
+
+class Shape:
+    """A class with tuples and positional parameters."""
+
+    def __init__(
+        self,
+        net,
+        size: tuple[int, int] = (1, 2),
+        pad: "tuple[int, ...] | None" = None,
+        names: Any = None,
+    ):
+        self.values = (net, size, pad, names)
+
+
+def test_a_list_becomes_a_tuple_where_the_signature_has_one():
+    node = {"_target_": f"{__name__}.Shape", "size": [3, 4], "pad": [5], "names": ["a"]}
+    assert build(node, {"net": 0}).values == (0, (3, 4), (5,), ["a"])
+
+
+def test_keys_of_hydra_in_a_node_are_no_arguments():
+    inner = {"_target_": "builtins.dict", "a": 1}
+    node = {"_target_": f"{__name__}.Shape", "_recursive_": False, "names": inner}
+    assert build(node, {"net": 0}).values[3] == inner
+    node = {"_target_": f"{__name__}.Shape", "_args_": [7, [3, 4]]}
+    assert build(node, {"net": 0}).values == (7, (3, 4), None, None)
+    assert build({**node, "_partial_": True})(pad=(1,)).values[2] == (1,)
 
 
 def nodes(config):

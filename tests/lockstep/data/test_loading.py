@@ -1,6 +1,7 @@
 """Workers that load batches, and the images that a node keeps."""
 
 import errno
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -127,3 +128,19 @@ def test_a_large_new_folder_says_what_the_cache_takes(tmp_path, monkeypatch, cap
     for _ in range(2):
         cached(tmp_path / "large", build(300_000))
     assert caplog.text.count(f"{tmp_path} holds 0.0 GB of prepared images in 2 folders") == 1
+
+
+def test_workers_share_the_list_where_python_has_a_fork_server():
+    """Python 3.14 pickles it for each worker; a function within a function cannot be pickled."""
+
+    def open_sample(position):
+        return (Image.new("L", (2, 2), position),)
+
+    selections = [Selection(np.array([i]), np.zeros((1, 1), np.int64)) for i in (3, 4)]
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        batches = loading.stream(loading.Samples(open_sample, Framing(2, 2), num_workers=1), selections)
+        assert [int(batch["pixels"][0].max()) for _, batch in batches] == [3, 4]
+    finally:
+        multiprocessing.set_start_method(before, force=True)

@@ -17,6 +17,7 @@ from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import NOTE, Run, read_run
 from lockstep.logbook.report import report_data
+from lockstep.process.project import REPOSITORY
 from lockstep.records.record import RunRecord
 
 HEADINGS = [
@@ -236,3 +237,11 @@ def test_a_share_of_counted_images_has_its_standard_error(tmp_path):
     monitored = {"monitor": "val/f1", "metrics": {"val/acc": 0.5, "val/images": 400, "val/f1": 0.4, "val/f1_best": 0.7}}
     record = summarise(write_run(tmp_path, "r", **monitored)).record
     assert record.summary["errors"] == {"val/acc": 0.024876}, "not that of F1"
+
+
+def test_the_worktree_of_a_page_borrows_data_that_a_yaml_names_by_its_whole_path(tmp_path):
+    folder = tmp_path / "r"
+    folder.mkdir()
+    text = f"data: {{root: {REPOSITORY}/photos/birds}}\nmodel: {{weights: /elsewhere/a.pth}}\n"
+    (folder / "config.yaml").write_text(text)
+    assert Run(folder, RunRecord()).borrowed == ["photos"]

@@ -16,6 +16,7 @@ from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch
 from lockstep.runs.checks import check_options
+from lockstep.runs.first_record import changes_of_recipe
 from lockstep.runs.headlines import headlines
 from lockstep.runs.place import hold_run_lock
 from lockstep.runs.resume import config_before, what_is_over
@@ -40,6 +41,16 @@ def run_of(path, *words) -> Run:
     before = {} if is_new else config_before(folder) or {}
     batch, _ = decide_batch(config, cluster, record, before, pytest.fail)
     return Run(config, cluster, folder, batch)
+
+
+@pytest.mark.parametrize("data", ["data=digits", "data._target_=plain_task.Numbers"])
+def test_a_changed_value_is_compared_with_the_default_of_the_chosen_data(tmp_path, data):
+    """The default data and model have another number of epochs, which configs/fits says."""
+    config = config_of(data, "trainer.max_epochs=3")
+    run = run_of(tmp_path / "r")
+    run = replace(run, config=config)
+    assert ["trainer.max_epochs", 10, 3] in changes_of_recipe(run)
+    assert data.partition("=")[0] in [name for name, *_ in changes_of_recipe(run)]
 
 
 def refused(*words, accelerator="cpu", **changed):

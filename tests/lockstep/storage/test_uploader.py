@@ -358,6 +358,13 @@ def test_bad_input_of_upload_py(setting, capsys, argv, status, sentence):
     assert sentence in err and err.count("\n") == 1
 
 
+def test_upload_py_does_not_say_that_files_are_there_which_were_not_sent(setting, capsys):
+    write_record(setting.folder.record, RunRecord(status="failed"))
+    assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 3
+    captured = capsys.readouterr()
+    assert "the-run is in" not in captured.out and "The record and the page of the-run are not in" in captured.err
+
+
 # On another machine
 
 

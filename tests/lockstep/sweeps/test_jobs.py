@@ -42,7 +42,9 @@ def test_hydras_options_survive_a_check_of_their_help(monkeypatch, capsys):
     assert "Defaults" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (1, 1, 75), (2, 2, 130)])
+@pytest.mark.parametrize(
+    ("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (1, 1, 75), (2, 2, 130)]
+)
 def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, times, code):
     saved, before = tmp_path / "saved", signal.getsignal(signal.SIGINT)
     words = (
@@ -76,13 +78,19 @@ def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monk
 @pytest.mark.parametrize(("restarts", "words"), [("", []), ("2", ["resume=auto"])])
 def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, words):
     asked = []
-    monkeypatch.setattr(jobs, "run_child", lambda command, environ, output: asked.extend([*command, environ]) or 0)
+    monkeypatch.setattr(
+        jobs, "run_child", lambda command, environ, output: asked.extend([*command, environ]) or 0
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     node: dict = {"sweep": {"dir": str(tmp_path / "night")}, "job": {"num": 3}}
     node["overrides"] = {"task": ["seed=1"], "hydra": []}
     config, own = OmegaConf.create({"optimized_metric": "val/acc"}), {"CUDA_VISIBLE_DEVICES": "3"}
     jobs.run_job(config, OmegaConf.create(node), "src/train.py", own)
-    assert asked.pop() == own and asked[1:3] == ["src/train.py", "seed=1"] and "run_id=night_3" in asked
+    assert (
+        asked.pop() == own
+        and asked[1:3] == ["src/train.py", "seed=1"]
+        and "run_id=night_3" in asked
+    )
     assert [word for word in asked if word.startswith("resume=")] == words
 
 
@@ -103,7 +111,9 @@ def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, m
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher = LocalJobs(n_jobs)
-    launcher.config = OmegaConf.create({"trainer": {"accelerator": "auto", "devices": "auto", **trainer}})
+    launcher.config = OmegaConf.create(
+        {"trainer": {"accelerator": "auto", "devices": "auto", **trainer}}
+    )
     assert launcher.at_once() == expected
 
 
@@ -121,7 +131,13 @@ def test_jobs_side_by_side_know_how_many_they_are(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too(tmp_path):
     words = ["-m", "experiment=quickstart", "trainer.max_epochs=1", "seed=1,2", "test=false"]
-    command = [sys.executable, "train.py", *words, "hydra.launcher.n_jobs=2", f"paths.log_dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "train.py",
+        *words,
+        "hydra.launcher.n_jobs=2",
+        f"paths.log_dir={tmp_path}",
+    ]
     both = [subprocess.Popen(command, cwd=SRC, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:
         said = process.communicate()[0]
@@ -134,19 +150,31 @@ def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too
 
 
 def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
-    words = ["experiment=quickstart", "trainer.max_epochs=1", "-m", "trainer.precision=32-true,33", "test=false"]
+    words = [
+        "experiment=quickstart",
+        "trainer.max_epochs=1",
+        "-m",
+        "trainer.precision=32-true,33",
+        "test=false",
+    ]
     done = run_door("train", *words, logs=tmp_path)
-    assert done.code == 2 and done.output.rstrip().splitlines()[-1].startswith("  exit code 2   trainer.precision=33")
+    assert done.code == 2 and done.output.rstrip().splitlines()[-1].startswith(
+        "  exit code 2   trainer.precision=33"
+    )
 
 
 def folds(rate, values):
     words = ("experiment=kfold", f"optimizer.lr={rate}")
-    return [Job(n, int(v != v), (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)]
+    return [
+        Job(n, int(v != v), (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)
+    ]
 
 
 def test_errors_are_minimized_and_other_metrics_are_not():
     for metric in ("val/mae", "test/loss", "ece", "val/acc", "val/miou", "val/image"):
-        config = OmegaConf.create({"optimized_metric": metric, "callbacks": None, "hydra": {"sweeper": {}}})
+        config = OmegaConf.create(
+            {"optimized_metric": metric, "callbacks": None, "hydra": {"sweeper": {}}}
+        )
         assert is_minimized(config) is (metric in ("val/mae", "test/loss", "ece")), metric
 
 
@@ -165,3 +193,44 @@ def test_a_sweep_ends_with_its_ranking_failed_jobs_last_and_the_mean_of_folds_an
     assert lowest[0] == "5 jobs by val/loss, the lowest first:" and lowest[1].startswith(
         "  0.5           optimizer.lr="
     )
+
+
+@pytest.mark.parametrize("value", ["small_cnn,nosuch", "choice(small_cnn,nosuch)"])
+def test_a_misspelt_option_of_a_sweep_is_refused_before_its_jobs(tmp_path, value):
+    done = run_door("train", "-m", f"model={value}", logs=tmp_path)
+    assert done.code == 2 and "There is no model=nosuch: any model of timm" in done.output
+    assert "job 0" not in done.output
+
+
+PLAIN_JOB = (
+    "data._target_=plain_task.NoisyNumbers",
+    "+data.num_workers=0",
+    "trainer=cpu",
+    "trainer.max_epochs=1",
+    "trainer.limit_val_batches=3",
+)
+
+
+def test_a_sweep_takes_arguments_that_no_yaml_lists(tmp_path):
+    done = run_door(
+        "train",
+        "-m",
+        "task._target_=plain_task.Regression",
+        "task.monitor=val_loss",
+        "task.mode=min",
+        *PLAIN_JOB,
+        "seed=1,2",
+        logs=tmp_path,
+    )
+    assert done.code == 0 and "2 jobs by val_loss, the lowest first:" in done.output, done.output
+
+
+def test_a_sweep_of_a_module_without_validation_names_no_foreign_metric(tmp_path):
+    words = ("-m", "task._target_=plain_task.TrainsAlone", *PLAIN_JOB, "+task.lr=0.01,0.1")
+    done = run_door("train", *words, logs=tmp_path)
+    assert done.code == 0 and "by val/acc" not in done.output, done.output
+    assert "2 jobs, of which none logs val/acc:" in done.output and "  finished  " in done.output
+    assert "optimized_metric= takes what it logs: fit_error" in done.output
+
+    done = run_door("train", *words, "optimized_metric=fit_error", logs=tmp_path / "own")
+    assert "2 jobs by fit_error, the lowest first:" in done.output, done.output
