@@ -27,7 +27,8 @@ def trained(tmp_path_factory):
     (root / "images" / "part").mkdir(parents=True)
     for i in range(len(held.images) - held.num_test, len(held.images)):
         folder = root / "images" / ("part" if i % 2 else ".")
-        Image.fromarray(np.asarray(held.images[i])[:, :, 0]).save(folder / f"{i:04d}_{held.targets[""][i]}.png")
+        label = held.targets[""][i]
+        Image.fromarray(np.asarray(held.images[i])[:, :, 0]).save(folder / f"{i:04d}_{label}.png")
     return done, root
 
 
