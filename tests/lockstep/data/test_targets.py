@@ -101,7 +101,8 @@ def test_several_labels_and_their_mixtures(source, pictures, tmp_path):
         parquet.write_table(pa.table({"image": encoded(pictures), **columns}), root)
     dm = kind(root=root, **options)
     targets = joined(batches(dm))[1]
-    assert (dm.class_names, dm.num_classes, dm.target_kind, dm.source.target_name(1)) == (LABELS, 3, "labels", "odd, vague")
+    assert (dm.class_names, dm.num_classes, dm.target_kind) == (LABELS, 3, "labels")
+    assert dm.source.target_name(1) == "odd, vague"
     assert targets.dtype == torch.float32 and targets.shape == (16, 3) and (targets[:, 2] == 0.5).all()
     assert dm.class_counts == [sum(labels_of(i)[c] > 0 for i in dm.splits.train) for c in range(3)]
     dm.match_classes(["vague", "none", "odd", "large"])
