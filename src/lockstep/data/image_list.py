@@ -137,9 +137,6 @@ class ImageList(Source):
             raise CorruptImage(f"{self.path(i)} is shorter than when it was listed")
         return data
 
-    def content(self, i: int) -> bytes:
-        return self.read(i)
-
     def read_mask(self, i: int) -> np.ndarray:
         """Return the grey level of each pixel, (height, width) uint8."""
         return open_mask(self.mask_path(i))

@@ -245,7 +245,7 @@ def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
     groups: dict[bytes, list[int]] = {}
     with suppress(CorruptImage):
         for i in index.tolist():
-            groups.setdefault(hashlib.blake2b(source.content(i)).digest(), []).append(i)
+            groups.setdefault(hashlib.blake2b(source.read(i)).digest(), []).append(i)
         return list(groups.values())
     return []
 

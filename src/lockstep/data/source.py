@@ -54,7 +54,7 @@ class Source:
         """Return the whole image, Pillow's RGB or L, and its masks, torchvision's Mask."""
         raise NotImplementedError
 
-    def content(self, position: int) -> bytes:
+    def read(self, position: int) -> bytes:
         """Return the bytes by which an image is compared with others of its size."""
         raise NotImplementedError
 
@@ -192,7 +192,7 @@ class ImageSet(Source):
         image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
         return image, *as_masks([mask[..., 0] for mask in masks])
 
-    def content(self, position: int) -> bytes:
+    def read(self, position: int) -> bytes:
         return self.pixels[0][position].tobytes()
 
     def hash(self) -> str:
