@@ -207,13 +207,18 @@ def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """
     if key in keys.RECOMPUTED:
         return False
-    # The choice of an option, as model=vit, types none of its values.
-    if key in typed or any("." in node and key.startswith(f"{node}.") for node in typed):
+    if _is_typed(key, typed):
         return True
     is_derived = key in keys.RESOLVED or (isinstance(default, str) and "${" in default)
     group, _, name = key.partition(".")
     may_be_new = group in CLASS_GROUPS or (group in FREE_GROUPS and name and "." not in name)
     return (is_listed or bool(may_be_new)) and not is_derived
+
+
+def _is_typed(key: str, typed: set[str]) -> bool:
+    # The choice of an option, as model=vit, types none of its values.
+    nodes = [node for node in typed if "." in node]
+    return key in typed or any(key.startswith(f"{node}.") for node in nodes)
 
 
 def _is_gone(target: Any) -> bool:
