@@ -175,7 +175,7 @@ def save_last(trainer: pl.Trainer) -> None:
         if isinstance(callback, Checkpoints):
             if callback.saved_step != trainer.global_step:
                 callback.save(trainer, "last")
-            callback.finish_together()
+            callback.finish_together(trainer)
 
 
 class MaxTime(pl.Callback):
