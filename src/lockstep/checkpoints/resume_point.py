@@ -109,11 +109,16 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> Point:
     }
 
 
+def is_ended_by_callback(trainer: pl.Trainer) -> bool:
+    """Return whether a callback ended the training, and neither its steps nor its time did."""
+    is_out_of_time = any(getattr(callback, "is_over", False) for callback in trainer.callbacks)
+    return trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time
+
+
 def point_after_epoch(trainer: pl.Trainer, epoch: int) -> Point:
     """Return the point after an epoch; `ended` holds the limits of a run that a callback ended."""
-    is_out_of_time = any(getattr(callback, "is_over", False) for callback in trainer.callbacks)
     limits = None
-    if trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time:
+    if is_ended_by_callback(trainer):
         limits = [trainer.max_epochs, trainer.max_steps]
     return {"epoch": epoch, "batches_done": 0, "phase": EPOCH_END, "ended": limits}
 

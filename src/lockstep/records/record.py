@@ -74,7 +74,8 @@ class RunRecord:
     per_device_batch_size: int | None = None
     per_device_batch_limit: int | None = None  # of the last start that set accumulate_grad_batches, else of the first
     accumulate_grad_batches: int | None = None
-    ended_by: str | None = None  # "max_time" if that ended the training before its epochs and steps did
+    # "max_time" or "early_stopping" if that ended the training before its epochs and steps did
+    ended_by: str | None = None
     monitor: str = "val/acc"  # chooses the best checkpoint by its largest or smallest value
     epochs: int | None = None
     steps: int | None = None
