@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 EXPECTED_WARNINGS = (
     # build.py logs what it means.
     ".*Using `DistributedSampler` with the dataloaders.*",
-    # The module reduces its counts before it logs them.
-    ".*recommended to use `self.log.*sync_dist=True.*",
     # Every epoch's last step is a log point too.
     ".*smaller than the logging interval.*",
     # Lightning 2.6 on torch 2.14
@@ -138,7 +136,9 @@ def joined_ranks(run: Run) -> Iterator[None]:
 @contextlib.contextmanager
 def _one_rank(run: Run) -> Iterator[None]:
     """Hold what a rank needs that is alone: its strategy may need a process group."""
-    needs_group = run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
+    needs_group = (
+        run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
+    )
     if needs_group:
         join(run.cluster, device_of(run), run.trainer_config["timeout_s"])
     try:

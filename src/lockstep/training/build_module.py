@@ -214,8 +214,8 @@ def net_shape(facts: DataFacts, outputs: Any, target: str) -> Config:
     """Return what a net gets from the data: image_size, channels and num_classes."""
     if not outputs:
         raise UserError(
-            f"{target} takes model=, which needs the number of classes: let the data module have an "
-            "attribute num_classes, or give task.outputs=NUMBER."
+            f"{target} takes model=, which needs the number of classes: let the data module have "
+            "an attribute num_classes, or give task.outputs=NUMBER."
         )
     shape = {key: facts[key] for key in ("image_size", "channels") if key in facts}
     return {**shape, "num_classes": outputs}

@@ -17,7 +17,9 @@ def facts_of_module(run: Run, trainer: Any, module: Any) -> dict[str, Any]:
         "model": model_name(run.config) if takes_model else type(module).__name__,
         "precision": str(trainer.precision),
         "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "num_trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "num_trained_parameters": sum(
+            parameter.numel() for parameter in parameters if parameter.requires_grad
+        ),
     }
 
 
