@@ -1,6 +1,7 @@
 """Classification (task=classifier): one class for each image, with any net.
 
-Evaluations count exactly. Between log points nothing here reads a value from the device: counts add up in tensors.
+Evaluations count exactly. Between log points nothing here reads a value from the device: counts add
+up in tensors.
 """
 
 import logging
@@ -21,7 +22,8 @@ from lockstep.training.task import Task
 log = logging.getLogger(__name__)
 
 TOP5_FROM_CLASSES = 6
-MOST_CONFUSED = 2000  # classes with a confusion matrix; 21,841 classes would take 3.8 GB
+# Classes with a confusion matrix: one of 21,841 classes would take 3.8 GB.
+MOST_CONFUSED = 2000
 SUSPICIOUS_FROM_IMAGES = 20  # that validate
 BINS = 15  # of confidence, equally wide (Guo et al. 2017)
 

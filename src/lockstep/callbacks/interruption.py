@@ -96,9 +96,8 @@ class Interruption(pl.Callback):
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        connector = trainer._signal_connector
-        connector.register_signal_handlers = lambda: None
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        trainer._signal_connector.register_signal_handlers = do_nothing
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = do_nothing
 
         if not self._previous:
             self._previous = signals.on_stop(self._on_signal)
@@ -167,6 +166,10 @@ class Interruption(pl.Callback):
         stop.agreed = True
         stop.elsewhere = (trainer.node_rank, True) not in asked
         raise stop
+
+
+def do_nothing() -> None:
+    """Take the place of what Lightning does at a signal."""
 
 
 def save_last(trainer: pl.Trainer) -> None:

@@ -217,7 +217,7 @@ def net_shape(facts: DataFacts, outputs: Any, target: str) -> Config:
             f"{target} takes model=, which needs the number of classes: let the data module have "
             "an attribute num_classes, or give task.outputs=NUMBER."
         )
-    shape = {key: facts[key] for key in ("image_size", "channels") if key in facts}
+    shape: Config = {key: facts[key] for key in ("image_size", "channels") if key in facts}
     return {**shape, "num_classes": outputs}
 
 
