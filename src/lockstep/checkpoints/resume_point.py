@@ -111,7 +111,8 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> Point:
 
 def is_ended_by_callback(trainer: pl.Trainer) -> bool:
     """Return whether a callback ended the training, and neither its steps nor its time did."""
-    is_out_of_time = any(getattr(callback, "is_over", False) for callback in trainer.callbacks)
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    is_out_of_time = any(getattr(callback, "is_over", False) for callback in callbacks)
     return trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time
 
 
@@ -145,9 +146,7 @@ def loop_state(fit_loop: dict[str, Any], point: Point, accumulate: int) -> dict[
         completed = micro - 1
     else:
         micro = completed = micro - point.get("lacking", 0)
-        # Version 1 stored the steps of an epoch in place of `is_last`.
-        steps = point.get("batches_per_epoch", math.inf)
-        is_last = point.get("is_last", point["batches_done"] >= steps)
+        is_last = point["is_last"]
 
     # Add the batches of earlier epochs, which check_val_every_n_epoch=null needs.
     before = fit_loop["epoch_loop.batch_progress"]

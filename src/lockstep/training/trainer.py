@@ -59,17 +59,20 @@ def build_trainer(
         )
 
     is_gpu = run.cluster.accelerator == "gpu"
-    is_placed = hasattr(data, "place")
     arguments = _passed_on(run)
-    if is_placed:
+    if hasattr(data, "place"):
         arguments |= _limits(run, data, trainable=trainable)
+        arguments["use_distributed_sampler"] = False
         interval = arguments["val_check_interval"]
         if isinstance(interval, int):
             callbacks = [ValidationInterval(interval), *callbacks]
-    elif run.cluster.is_rank_zero and run.cluster.world_size > 1:
-        log.info(
-            "Lightning's samplers spread the data: in an evaluation some samples may count twice."
-        )
+    else:
+        arguments["use_distributed_sampler"] = options.get("use_distributed_sampler", True)
+        if run.cluster.is_rank_zero and run.cluster.world_size > 1:
+            log.info(
+                "Lightning's samplers spread the data: in an evaluation some samples may count "
+                "twice."
+            )
 
     plugins: list[Any] = [StartedRanks(run.cluster), CheckpointFiles()]
     plugins += build(options.get("plugins") or [])
@@ -99,7 +102,6 @@ def build_trainer(
             enable_checkpointing=_has(callbacks, Checkpoint),
             enable_progress_bar=_has(callbacks, ProgressBar),
             enable_model_summary=_has(callbacks, ModelSummary),
-            use_distributed_sampler=not is_placed and options.get("use_distributed_sampler", True),
             **arguments,
         )
     except (MisconfigurationException, ValueError, TypeError) as error:
