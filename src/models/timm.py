@@ -1,6 +1,4 @@
-"""Any model of timm by its name.
-
-`_pos_embed` of timm's VisionTransformer is private, and has no public counterpart.
+"""Any model of timm by its name (uses `_pos_embed`, which has no public counterpart).
 
 python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained=false
 python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
