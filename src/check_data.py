@@ -32,7 +32,7 @@ NEIGHBOURS = 10
 RATIO = 0.3
 ALIKE = 0.9  # the least similarity of a pair
 SAME = 0.9995  # above it a pair counts, however many copies there are
-# Of more images, only those of validation and test meet all others.
+# Of more images, only those of validation and test are compared with all others.
 EVERY_PAIR = 100_000
 SHOWN_PAIRS = 40
 Lists = dict[str, list[str]]  # names of images by the reason why they are listed
@@ -165,12 +165,11 @@ def check(config: Config) -> int:
 
     options = {**config["data"], "global_batch_size": 1}
     if "path" in options:
-        options["path"] = "loader"  # which opens no image before it is needed
+        # It opens no image before it is needed.
+        options["path"] = "loader"
     data = prepared_data(config, options, "check")
-    names_model = any(
-        key_of(override).partition(".")[0] == "model" for override in config["overrides"]
-    )
-    lists = log_report(data, names_model=names_model)
+    groups = [key_of(override).partition(".")[0] for override in config["overrides"]]
+    lists = log_report(data, names_model="model" in groups)
     thumbnails = read_thumbnails(data)
     log_images(thumbnails, lists)
     kinds = similar_pairs(data, thumbnails.pixels)

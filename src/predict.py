@@ -312,7 +312,9 @@ def report(rows: dict[str, Row], files: dict[str, Path], outputs: Outputs, image
 
 def write_table(path: Path, rows: dict[str, Row]) -> None:
     """Write the CSV, with the errors in its last column."""
-    columns = dict.fromkeys(column for row in rows.values() for column in row)
+    columns: dict[str, None] = {}
+    for row in rows.values():
+        columns |= dict.fromkeys(row)
     ordered = sorted(columns, key=lambda column: column == "error")
 
     def write(file: Any) -> None:

@@ -86,12 +86,12 @@ class Rehearsal:
     """The training of a config on simulated GPUs.
 
     Attributes:
-        words: the user's overrides.
+        overrides: the user's.
         devices: of one node.
     """
 
     config: Any
-    words: list[str]
+    overrides: list[str]
     capability: str
     run: Run
     nullgpu: Any
@@ -136,7 +136,7 @@ class Rehearsal:
         """
         folder.mkdir()
         changes = self._changes(folder, images) | options
-        kept = [word for word in self.words if not _is_replaced(word, changes)]
+        kept = [text for text in self.overrides if not _is_replaced(text, changes)]
         overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
 
         simulated = self.nullgpu.environment(
@@ -167,12 +167,14 @@ class Rehearsal:
         return changes
 
 
-def _is_replaced(word: str, changes: Mapping[str, Any]) -> bool:
-    key = key_of(word)
+def _is_replaced(override: str, changes: Mapping[str, Any]) -> bool:
+    key = key_of(override)
     return key in changes or is_left_out_of_trials(key)
 
 
-def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run) -> Iterator[Line]:
+def lines(
+    config: Any, overrides: list[str], capability: str, folder: Path, run: Run
+) -> Iterator[Line]:
     """Run train.py twice: few images with computed results, then the whole batch for its memory.
 
     Raises:
@@ -184,7 +186,7 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
     trainer = config["trainer"]
     devices = 2 if trainer["devices"] == "auto" else trainer["devices"]
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
-    rehearsal = Rehearsal(config, words, capability, run, nullgpu, devices, num_nodes)
+    rehearsal = Rehearsal(config, overrides, capability, run, nullgpu, devices, num_nodes)
     yield (
         "",
         f"{rehearsal.per_device} images per device, {rehearsal.ranks} of {rehearsal.world_size} "

@@ -17,16 +17,23 @@ class BinaryCrossEntropy(CrossEntropy):
     """The mean over the classes; a class's probability is the sigmoid of its logit.
 
     Args:
-        target_threshold: in training, each class of a mixed image with a larger share than this counts whole; None: the
-            shares are the targets.
+        target_threshold: in training, each class of a mixed image with a larger share than this
+            counts whole; None: the shares are the targets.
     """
 
     def __init__(
-        self, num_classes: int, class_counts: Sequence[int], target_threshold: float | None = None, **options: Any
+        self,
+        num_classes: int,
+        class_counts: Sequence[int],
+        target_threshold: float | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(num_classes, class_counts, **options)
         if target_threshold is not None and not 0 <= target_threshold < 1:
-            raise UserError(f"loss.target_threshold={target_threshold}: give a number from 0 to below 1, or null.")
+            raise UserError(
+                f"loss.target_threshold={target_threshold}: give a number from 0 to below 1, or "
+                "null."
+            )
         self.target_threshold = target_threshold
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Any model of timm by its name (uses `_pos_embed` of its VisionTransformer, which has no public counterpart).
+"""Any model of timm by its name (uses `_pos_embed`, which has no public counterpart).
 
 python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained=false
 python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
@@ -24,8 +24,11 @@ from lockstep.process.errors import UserError
 
 log = logging.getLogger(__name__)
 
-HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
-PREFIXES = ("net.", "model.", "backbone.", "module.", "_orig_mod.")  # of LightningModules, DDP and torch.compile
+# The parts that VisionTransformer.forward_head uses.
+HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")
+# LightningModules, DDP and torch.compile put these before the names of weights.
+PREFIXES = ("net.", "model.", "backbone.", "module.", "_orig_mod.")
+FACTS_OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")
 
 
 class TimmModel(nn.Module):
@@ -34,13 +37,17 @@ class TimmModel(nn.Module):
     A new head on pretrained weights starts at zero, so that every class is equally likely.
 
     Args:
-        name: of timm.list_models(), with a tag for its weights or without, hf-hub:OWNER/NAME or local-dir:FOLDER.
+        name: of timm.list_models(), with a tag for its weights or without, hf-hub:OWNER/NAME or
+            local-dir:FOLDER.
         pretrained: load timm's weights, which may download them.
-        weights: a local .safetensors or .pth file in place of the download; its head is kept if it fits.
-        timm_arguments: for timm.create_model: patch_size, embed_dim, depth, num_heads, drop_path_rate, …
+        weights: a local .safetensors or .pth file in place of the download; its head is kept if it
+            fits.
+        timm_arguments: for timm.create_model: patch_size, embed_dim, depth, num_heads,
+            drop_path_rate, …
+
     Raises:
-        UserError: timm has no such model, it does not take an argument or the image size, or the weights do not fit or
-            cannot be loaded.
+        UserError: timm has no such model, it does not take an argument or the image size, or the
+            weights do not fit or cannot be loaded.
     """
 
     def __init__(
@@ -78,45 +85,67 @@ class TimmModel(nn.Module):
     def wanted_images(
         cls, name: str | None = None, pretrained: bool = True, weights: str | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Return mean, std, crop_pct and interpolation of the pretrained weights; {} without pretrained weights."""
-        config = pretrained_config(name) if pretrained or weights is not None else {}
-        found = {key: config[key] for key in ("mean", "std", "crop_pct", "interpolation") if key in config}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+        """Return what pretrained weights say of their images; {} without pretrained weights."""
+        if not pretrained and weights is None:
+            return {}
+        config = pretrained_config(name)
+        facts = {key: config[key] for key in FACTS_OF_IMAGES if key in config}
+        for key, value in facts.items():
+            if isinstance(value, tuple):
+                facts[key] = list(value)
+        return facts
 
     def shard_units(self) -> list[nn.Module]:
-        """Return the members of the outermost sequences: a ViT's blocks, a ResNet's or ConvNeXt's stages."""
-        sequences = [child for child in self.backbone.children() if isinstance(child, nn.Sequential | nn.ModuleList)]
-        units = [unit for sequence in sequences for unit in sequence]
-        return [unit for unit in units if len(list(unit.children())) > 0 and len(list(unit.parameters())) > 0]
+        """Return the members of the outermost sequences.
+
+        They are a ViT's blocks, a ResNet's or ConvNeXt's stages.
+        """
+        units = []
+        for child in self.backbone.children():
+            if isinstance(child, nn.Sequential | nn.ModuleList):
+                units += [unit for unit in child if _has_parts(unit)]
+        return units
 
     def head_names(self) -> list[str]:
         return [f"backbone.{name}" for name in _layers(self.backbone, "classifier")]
 
     def layer_numbers(self) -> dict[str, int]:
-        """Return timm's layer of each parameter; of the few families that state none, each child is a layer."""
+        """Return timm's layer of each parameter.
+
+        In the few families that state none, each child is a layer.
+        """
         from timm.models import group_parameters
 
         if hasattr(self.backbone, "group_matcher"):
-            found = group_parameters(self.backbone, self.backbone.group_matcher(coarse=False), reverse=True)
+            matcher = self.backbone.group_matcher(coarse=False)
+            numbers = group_parameters(self.backbone, matcher, reverse=True)
         else:
-            children = {name: number for number, (name, _) in enumerate(self.backbone.named_children())}
-            found = {name: children.get(name.split(".")[0], 0) for name, _ in self.backbone.named_parameters()}
-        return {f"backbone.{name}": number for name, number in found.items()}
+            children = [name for name, _ in self.backbone.named_children()]
+            numbers = {}
+            for name, _ in self.backbone.named_parameters():
+                child = name.partition(".")[0]
+                numbers[name] = children.index(child) if child in children else 0
+        return {f"backbone.{name}": number for name, number in numbers.items()}
 
     def undecayed_names(self) -> set[str]:
         """Return timm's names of parameters without weight decay."""
         return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
 
     def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state dict of this net for another image size with its position embeddings resampled by timm.
+        """Return a state dict whose position embeddings timm has resampled to this image size.
 
         It is the same dict if there is nothing to do.
         """
-        own, place, patch = self.state_dict(), "backbone.pos_embed", "backbone.patch_embed.proj.weight"
-        here, there = ({name: each[name].shape for name in (place, patch) if name in each} for each in (own, state))
-        if len(here) < 2 or len(there) < 2 or here == there or here[patch] != there[patch]:
+        embedding = "backbone.pos_embed"
+        patch = "backbone.patch_embed.proj.weight"
+        shapes = _shapes(self)
+        names = {embedding, patch}
+        if not names <= shapes.keys() or not names <= state.keys():
             return state
-        filtered = _filtered({key.removeprefix("backbone."): value for key, value in state.items()}, self.backbone)
+        if state[embedding].shape == shapes[embedding] or state[patch].shape != shapes[patch]:
+            return state
+        of_backbone = {key.removeprefix("backbone."): value for key, value in state.items()}
+        filtered = _filtered(of_backbone, self.backbone)
         return {f"backbone.{key}": value for key, value in filtered.items()}
 
     def stages(self) -> list[nn.Module]:
@@ -130,26 +159,35 @@ class TimmModel(nn.Module):
         vit: Any = self.backbone
         if type(vit).forward_features is not VisionTransformer.forward_features:
             raise UserError(
-                f"timm's {type(vit).__name__} does not name its stages: "
-                "trainer=model_parallel works with vit_* names, alexnet, alexnet_bn, small_cnn and airbench."
+                f"timm's {type(vit).__name__} does not name its stages: trainer=model_parallel "
+                "works with vit_* names, alexnet, alexnet_bn, small_cnn and airbench."
             )
 
         def embed(images: Tensor) -> Tensor:
             return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
 
-        first = [name for name, _ in vit.named_children() if name not in ("blocks", "norm", *HEAD_NAMES)]
+        later = ("blocks", "norm", *HEAD_NAMES)
+        first = [name for name, _ in vit.named_children() if name not in later]
         first += [name for name, _ in vit.named_parameters(recurse=False)]
-        return [_Part(vit, first, embed), *vit.blocks, vit.norm, _Part(vit, HEAD_NAMES, vit.forward_head)]
+        head = _Part(vit, HEAD_NAMES, vit.forward_head)
+        return [_Part(vit, first, embed), *vit.blocks, vit.norm, head]
+
+
+def _has_parts(unit: nn.Module) -> bool:
+    """Return whether a module has children and parameters."""
+    return any(True for _ in unit.children()) and any(True for _ in unit.parameters())
 
 
 class _Part(nn.Module):
-    """Children and parameters of a VisionTransformer, the same objects, so that they move to another device together.
+    """Children and parameters of a VisionTransformer, which move to another device together.
 
     Args:
         compute: the forward of this part, a method of the whole net.
     """
 
-    def __init__(self, vit: nn.Module, names: Iterable[str], compute: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, vit: nn.Module, names: Iterable[str], compute: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         for name in names:
             setattr(self, name, getattr(vit, name, None))
@@ -159,7 +197,8 @@ class _Part(nn.Module):
         return self.compute(x)
 
 
-vit_tiny_32 = partial(TimmModel, name="vit_tiny_patch16_224", pretrained=False)  # for small images, on a CPU
+# For small images, on a CPU
+vit_tiny_32 = partial(TimmModel, name="vit_tiny_patch16_224", pretrained=False)
 
 
 def pretrained_config(name: str | None) -> dict[str, Any]:
@@ -172,7 +211,9 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
     from timm.models import resolve_model_input_args
 
     if name is None:
-        raise UserError("model=timm needs model.name, e.g. model.name=resnet18: any of timm.list_models().")
+        raise UserError(
+            "model=timm needs model.name, e.g. model.name=resnet18: any of timm.list_models()."
+        )
     if ":" not in name and not timm.is_model(name.partition(".")[0]):
         close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         advice = f"closest: {', '.join(close)}" if close else "see timm.list_models()"
@@ -180,8 +221,10 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
     offline = _without_network() if name.startswith("hf") else ""
     try:
         return resolve_model_input_args(name)["pretrained_cfg"]
-    except Exception as error:  # timm's, the hub client's and its HTTP library's
-        raise UserError(f"model.name={name} cannot be used ({offline or _one_line(error)}).") from error
+    except Exception as error:
+        # The errors are timm's, the hub client's and its HTTP library's.
+        reason = offline or _one_line(error)
+        raise UserError(f"model.name={name} cannot be used ({reason}).") from error
 
 
 def _create(
@@ -205,7 +248,8 @@ def _create(
         try:
             backbone = _build(name, {**size, **arguments})
             _try(backbone, image_size, channels, settings["num_classes"])
-        except Exception as error:  # of timm, the hub's client, and assertions of any model
+        except Exception as error:
+            # The errors are timm's, the hub client's, and assertions of any model.
             if size and isinstance(error, TypeError) and "img_size" in str(error):
                 continue
             untrained = {**size, **arguments, "pretrained": False}
@@ -277,11 +321,13 @@ def _cause(
 class PatchConv(nn.Conv2d):
     """A convolution over patches that do not overlap, computed as one matrix product.
 
-    cuDNN has no fast kernel for three channels: on an H200 its two took 18 of the 108 ms of a ViT-B/32's step.
+    cuDNN has no fast kernel for three channels: on an H200 its two took 18 of the 108 ms of a
+    ViT-B/32's step.
     """
 
     def forward(self, images: Tensor) -> Tensor:
-        (batch, channels, height, width), (rows, columns) = images.shape, self.kernel_size
+        batch, channels, height, width = images.shape
+        rows, columns = self.kernel_size
         if height % rows or width % columns:
             return super().forward(images)
         patches = images.reshape(batch, channels, height // rows, rows, width // columns, columns)
@@ -291,13 +337,16 @@ class PatchConv(nn.Conv2d):
 
 def _embed_by_product(layer: nn.Module) -> None:
     """Make a plain convolution of patches a PatchConv with the same parameters."""
-    fits = type(layer) is nn.Conv2d and layer.kernel_size == layer.stride and layer.groups == 1
-    if fits and layer.padding in (0, (0, 0), "valid") and layer.dilation == (1, 1):
+    if type(layer) is not nn.Conv2d or layer.kernel_size != layer.stride or layer.groups != 1:
+        return
+    if layer.padding in (0, (0, 0), "valid") and layer.dilation == (1, 1):
         layer.__class__ = PatchConv
 
 
 def _without_network() -> str:
-    """Make the hub's client use only its cache if the hub's host name is not found: it would retry for a minute.
+    """Make the hub's client use only its cache if the hub's host name is not found.
+
+    It would retry for a minute.
 
     Returns:
         A sentence for errors; empty if the name is found, or a proxy looks for it.
@@ -315,61 +364,109 @@ def _without_network() -> str:
 
 
 def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
-    """Load a file as timm does: averaged weights first, with position embeddings and input channels adapted.
+    """Load a file as timm does: averaged weights first, with what differs adapted.
 
     Returns:
         Whether the head is new.
+
     Raises:
-        UserError: there is no such file, it has no weights, or a weight is missing, unexpected or of another shape.
+        UserError: there is no such file, it has no weights, or a weight is missing, unexpected or
+            of another shape.
     """
-    from timm.models import adapt_input_conv, load_checkpoint
-
-    if not path.is_file():
-        raise UserError(f"model.weights={path} is not a file: give a local .safetensors or .pth file.")
-    own, is_read, is_head_new = backbone.state_dict(), False, False
-
-    def fitted(state: dict[str, Tensor], _: nn.Module) -> dict[str, Tensor]:
-        nonlocal is_read, is_head_new
-        is_read = True
-        for prefix in PREFIXES * 2:  # one may lie within another
-            if any(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in own):
-                state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        state = _filtered(state, backbone)
-        for weight in (f"{layer}.weight" for layer in _layers(backbone, "first_conv")):
-            if weight in state and weight in own and state[weight].shape[1] != own[weight].shape[1]:
-                state[weight] = adapt_input_conv(channels, state[weight])
-        heads = {f"{layer}.{kind}" for layer in _layers(backbone, "classifier") for kind in ("weight", "bias")}
-        if any(key not in state or state[key].shape != own[key].shape for key in heads & own.keys()):
-            is_head_new = True
-            state = {key: value for key, value in state.items() if key not in heads}
-            state |= {key: own[key] for key in heads & own.keys()}
-        return state
-
-    if rank_zero_only.rank == 0:
-        logging.getLogger("timm").setLevel(logging.INFO)  # timm says which weights of the file it took
+    state = _read_weights(path)
     try:
-        load_checkpoint(backbone, str(path), filter_fn=fitted)
-    except Exception as error:  # of torch, safetensors and timm's filters, which index what they expect to find
-        if is_read:
-            raise UserError(f"model.weights={path} does not fit {name}: {_one_line(error)}.") from error
-        raise UserError(
-            f"model.weights={path} cannot be read as weights ({_one_line(error)}): give a .safetensors file or a .pth "
-            "file of tensors by name. If you trust the file, this converts it: torch.save(torch.load(FILE, "
-            "weights_only=False)['state_dict'], 'weights.pth'), with .state_dict() where FILE holds a whole net."
-        ) from error
+        state = _filtered(_without_prefixes(state, backbone), backbone)
+        _adapt_channels(state, backbone, channels)
+        is_head_new = _replace_head(state, backbone)
+        backbone.load_state_dict(state)
+    except Exception as error:
+        # The filters of timm index what they expect to find.
+        raise UserError(f"model.weights={path} does not fit {name}: {_one_line(error)}.") from error
     return is_head_new
 
 
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    from timm.models import load_state_dict
+
+    if not path.is_file():
+        raise UserError(
+            f"model.weights={path} is not a file: give a local .safetensors or .pth file."
+        )
+    if rank_zero_only.rank == 0:
+        # timm says which weights of the file it took.
+        logging.getLogger("timm").setLevel(logging.INFO)
+    try:
+        return load_state_dict(str(path))
+    except Exception as error:
+        # A damaged file makes torch and safetensors raise nearly anything.
+        raise UserError(
+            f"model.weights={path} cannot be read as weights ({_one_line(error)}): give a "
+            ".safetensors file or a .pth file of tensors by name. If you trust the file, this "
+            "converts it: torch.save(torch.load(FILE, weights_only=False)['state_dict'], "
+            "'weights.pth'), with .state_dict() where FILE holds a whole net."
+        ) from error
+
+
+def _without_prefixes(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
+    """Return the weights below a prefix of a LightningModule, DDP or torch.compile."""
+    names = backbone.state_dict().keys()
+    # A prefix may lie within another.
+    for prefix in PREFIXES * 2:
+        below = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+        if below and not any(name.startswith(prefix) for name in names):
+            state = below
+    return state
+
+
+def _adapt_channels(state: dict[str, Tensor], backbone: nn.Module, channels: int) -> None:
+    """Adapt the weights of first convolutions to another number of input channels."""
+    from timm.models import adapt_input_conv
+
+    shapes = _shapes(backbone)
+    for layer in _layers(backbone, "first_conv"):
+        name = f"{layer}.weight"
+        if name in state and name in shapes and state[name].shape[1] != shapes[name][1]:
+            state[name] = adapt_input_conv(channels, state[name])
+
+
+def _replace_head(state: dict[str, Tensor], backbone: nn.Module) -> bool:
+    """Take the backbone's own head, and return True, unless the one of the file fits."""
+    shapes = _shapes(backbone)
+    heads = []
+    for layer in _layers(backbone, "classifier"):
+        heads += [f"{layer}.weight", f"{layer}.bias"]
+    if all(key in state and state[key].shape == shapes[key] for key in heads if key in shapes):
+        return False
+
+    initial = backbone.state_dict()
+    for key in heads:
+        state.pop(key, None)
+        if key in initial:
+            state[key] = initial[key]
+    return True
+
+
+def _shapes(backbone: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in backbone.state_dict().items()}
+
+
 def _filtered(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict with the names and position embeddings of this model, by timm's filter for its family."""
+    """Return a state dict with this model's names and position embeddings.
+
+    timm has a filter for most families.
+    """
     adapt = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
-    return dict(adapt(state, backbone)) if adapt else dict(state)
+    if adapt:
+        state = adapt(state, backbone)
+    return dict(state)
 
 
 def _layers(backbone: nn.Module, kind: str) -> tuple[str, ...]:
     """Return the names of the layers that timm calls `classifier` or `first_conv`."""
     names = backbone.pretrained_cfg.get(kind) or ()
-    return (names,) if isinstance(names, str) else tuple(names)
+    if isinstance(names, str):
+        return (names,)
+    return tuple(names)
 
 
 def _one_line(error: Exception) -> str:

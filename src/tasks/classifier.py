@@ -1,14 +1,16 @@
-"""Classification (task=classifier): one class for each image, with any net; exact counts in evaluation.
+"""Classification (task=classifier): one class for each image, with any net.
 
-Between log points nothing here reads a value from the device: counts add up in tensors.
+Evaluations count exactly. Between log points nothing here reads a value from the device: counts add
+up in tensors.
 """
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -20,7 +22,8 @@ from lockstep.training.task import Task
 log = logging.getLogger(__name__)
 
 TOP5_FROM_CLASSES = 6
-MOST_CONFUSED = 2000  # classes with a confusion matrix; 21,841 classes would take 3.8 GB
+# Classes with a confusion matrix: one of 21,841 classes would take 3.8 GB.
+MOST_CONFUSED = 2000
 SUSPICIOUS_FROM_IMAGES = 20  # that validate
 BINS = 15  # of confidence, equally wide (Guo et al. 2017)
 
@@ -59,7 +62,8 @@ class Counts:
         self.predicted.index_add_(0, predicted, ones)
         if self.confusion is not None:
             self.confusion.index_add_(0, labels * self.num_classes + predicted, ones)
-        bins = (confidence * BINS).ceil().clamp(1, BINS)  # as torchmetrics: with its upper end
+        # A bin has its upper end, as in torchmetrics.
+        bins = (confidence * BINS).ceil().clamp(1, BINS)
         is_in = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
         self.calibration += is_in.T @ torch.stack([ones, hits, confidence], dim=1)
 
@@ -69,9 +73,11 @@ class ImageClassifier(Task):
 
     Args:
         net: (B, C, H, W) float → (B, num_classes) logits.
-        loss: (logits (B, classes), classes (B,) or shares (B, classes)) → (B,) or their mean; None: cross-entropy.
+        loss: (logits (B, classes), classes (B,) or shares (B, classes)) → (B,) or their mean; None:
+            cross-entropy.
         metrics: torchmetrics of the user's own by the name that they are logged with.
-        label_smoothing: 0 to 1, in the training loss only; of the default loss (others have their own).
+        label_smoothing: 0 to 1, in the training loss only; of the default loss (others have their
+            own).
         test_time_flip: evaluate on the mean logits of an image and its mirror image.
         optimizer, scheduler, rules: as of Task.
     """
@@ -101,9 +107,8 @@ class ImageClassifier(Task):
         self.loss = loss or nn.CrossEntropyLoss(label_smoothing=label_smoothing)
         self.metrics = averaged_here(metrics or {}, num_classes)
         self.counts: Counts | None = None
-        self.test_confusion: list[list[int]] | None = (
-            None  # [true][predicted] images of the test, over all ranks
-        )
+        # [true][predicted] images of the test, over all ranks
+        self.test_confusion: list[list[int]] | None = None
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
@@ -112,7 +117,10 @@ class ImageClassifier(Task):
         return self.loss(logits, targets).mean()
 
     def count_hits(self, logits: Tensor, targets: Tensor) -> None:
-        """Count the accuracy of a training step; of a mixed image the class with the largest share is right."""
+        """Count the accuracy of a training step.
+
+        Of a mixed image the class with the largest share is right.
+        """
         check_logits(logits, self.num_classes)
         labels = targets if targets.ndim == 1 else targets.argmax(1)
         self.count(acc=logits.argmax(1) == labels)
@@ -145,10 +153,12 @@ class ImageClassifier(Task):
     test_step = validation_step
 
     def predict_logits(self, images: Tensor) -> Tensor:
-        """Return (B, num_classes), with test_time_flip the mean over an image and its mirror image."""
+        """Return (B, num_classes), with test_time_flip the mean over an image and its mirror."""
         logits = self.net(images)
         check_logits(logits, self.num_classes)
-        return (logits + self.net(images.flip(-1))) / 2 if self.test_time_flip else logits
+        if self.test_time_flip:
+            logits = (logits + self.net(images.flip(-1))) / 2
+        return logits
 
     def predict_step(self, batch: Tensor | tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Return (B, num_classes) probabilities by the loss; with loss=bce their sum is not 1."""
@@ -158,7 +168,8 @@ class ImageClassifier(Task):
     def evaluation_values(self, stage: str) -> dict[str, float]:
         """Compute the metrics. A validation without `metrics` has one collective."""
         totals = self.totals(stage)
-        if not totals:  # limit_test_batches=0
+        if not totals:
+            # limit_test_batches=0
             return {}
         # A dry run counts no images.
         values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}
@@ -237,17 +248,16 @@ def check_logits(logits: Any, num_classes: int) -> None:
     """
     if not isinstance(logits, Tensor):
         raise UserError(
-            f"The model returns a {type(logits).__name__}: let its forward return the logits, one tensor (images, "
-            f"{num_classes}), or compute a loss from the rest in a task of your own (docs/tasks.md)."
+            f"The model returns a {type(logits).__name__}: let its forward return the logits, one "
+            f"tensor (images, {num_classes}), or compute a loss from the rest in a task of your "
+            "own (docs/tasks.md)."
         )
     if logits.ndim != 2 or logits.shape[1] != num_classes:
-        found = (
-            f"{logits.shape[1]} logits"
-            if logits.ndim == 2
-            else f"outputs of the shape {tuple(logits.shape[1:])}"
-        )
+        outputs = f"outputs of the shape {tuple(logits.shape[1:])}"
+        if logits.ndim == 2:
+            outputs = f"{logits.shape[1]} logits"
         raise UserError(
-            f"The model gives {found} for an image and the data have {num_classes} classes: "
+            f"The model gives {outputs} for an image and the data have {num_classes} classes: "
             "let its last layer have num_classes outputs; its constructor gets this number."
         )
 
@@ -255,10 +265,33 @@ def check_logits(logits: Any, num_classes: int) -> None:
 def losses_of_images(
     loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor
 ) -> Tensor:
-    """Return (B,), also of a loss that returns the mean of a batch, as torch's and timm's: by batches of one image."""
-    if (found := loss(logits, targets)).ndim == 1:
-        return found
-    return torch.func.vmap(lambda row, target: loss(row[None], target[None]))(logits, targets)
+    """Return (B,), the loss of each image.
+
+    A loss that returns the mean of a batch, as torch's and timm's, is computed for batches of one
+    image. If it cannot, because it selects by a mask, each image counts with the mean of the batch.
+    """
+    losses = loss(logits, targets)
+    if losses.ndim == 1:
+        return losses
+
+    def loss_of_image(row: Tensor, target: Tensor) -> Tensor:
+        return loss(row[None], target[None])
+
+    try:
+        return torch.func.vmap(loss_of_image)(logits, targets)
+    except RuntimeError:
+        # vmap refuses shapes and branches that depend on values.
+        _warn_of_batch_means(type(loss).__name__)
+        return losses.expand(len(logits))
+
+
+@rank_zero_only
+@cache
+def _warn_of_batch_means(name: str) -> None:
+    log.warning(
+        f"{name} has no loss of a single image, so val/loss and test/loss are means over batches: "
+        "they depend on the batch size. Let it return one value for each image to have exact ones."
+    )
 
 
 def probabilities_of(loss: object, logits: Tensor) -> Tensor:

@@ -74,6 +74,19 @@ def test_each_image_of_any_loss(loss):
     torch.testing.assert_close(losses_of_images(loss, LOGITS, LABELS), expected)
 
 
+def test_a_loss_without_single_values_counts_its_batch_mean(caplog):
+    class OfSure(nn.Module):
+        def forward(self, logits, labels):
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            return losses[losses < losses.max()].mean()
+
+    loss = OfSure()
+    expected = loss(LOGITS, LABELS).expand(len(LABELS))
+    for _ in range(2):
+        torch.testing.assert_close(losses_of_images(loss, LOGITS, LABELS), expected)
+    assert len(caplog.messages) == 1 and "OfSure" in caplog.text
+
+
 def built(**loss):
     return build_loss({"loss": loss}, {"num_classes": 3, "class_counts": COUNTS})
 

@@ -1,28 +1,28 @@
-"""The best checkpoint and the last one: each is written whole and verified before its predecessor is deleted."""
+"""Save the best checkpoint and the last one.
+
+Each is written whole and verified before its predecessor is deleted.
+"""
 
 import contextlib
 import logging
+import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from torch import Tensor
 
-from lockstep.checkpoints import files as files
+from lockstep.checkpoints import files
 from lockstep.checkpoints import resume_point as place
 from lockstep.checkpoints.files import Sidecar
-from lockstep.checkpoints.io import (
-    CheckpointFiles,
-    check_loadable,
-    on_host,
-    write_checkpoint,
-)
+from lockstep.checkpoints.io import CheckpointFiles, on_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
+from lockstep.checkpoints.writer import CheckpointWriter, Paths
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.records.config import Config
@@ -30,42 +30,71 @@ from lockstep.records.config import Config
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class EndedEpoch:
+    """An epoch that has ended, and what its end is saved as once all callbacks have seen it."""
+
+    epoch: int
+    kinds: list[str]
+    metrics: dict[str, Tensor]
+
+
 class Checkpoints(pl.Callback):
-    """Save `last` after every n-th epoch and every few minutes, and `best` when the monitored metric improves.
+    """Save `last` every n epochs and every few minutes, and `best` when the metric improves.
 
     Without validation each `last` at the end of an epoch is also the `best`.
 
     Args:
         folder: checkpoints/ of the run.
-        weights_only: leave the optimizer's state out of `best`, which then has a third of its bytes under AdamW. A run
-            resumes from `last`, which is saved with every best.
-        asynchronous: train on while a thread writes a copy in host memory ("auto": on GPUs). The next save and the end
-            of training wait for it, but an epoch's last is left out; an error in it ends training at the next step.
-        contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
+        weights_only: leave the optimizer's state out of `best`, which then has a third of its bytes
+            under AdamW. A run resumes from `last`, which is saved with every best.
+        asynchronous: train on while a thread writes a copy in host memory ("auto": on GPUs). The
+            next save and the end of training wait for it, but an epoch's last is left out. An error
+            in it ends training at the next step.
+        contents: plain values that every checkpoint carries (composed config, class names,
+            normalisation, …).
+
+    Attributes:
+        saved_step: of the newest `last`.
+        validated_step: of the latest validation.
+        ended: the epoch whose end is still to be saved.
     """
 
     def __init__(
-        self, folder: str | Path, monitor: str = "val/acc", mode: str = "max", every_n_epochs: int = 1,
-        every_minutes: float | None = 10.0, weights_only: bool = False, asynchronous: bool | str = "auto",
+        self,
+        folder: str | Path,
+        monitor: str = "val/acc",
+        mode: str = "max",
+        every_n_epochs: int = 1,
+        every_minutes: float | None = 10.0,
+        weights_only: bool = False,
+        asynchronous: bool | str = "auto",
         contents: Config | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        option = "callbacks.checkpoints"
         if mode not in ("max", "min"):
-            raise UserError(f"callbacks.checkpoints.mode={mode!r}: max or min.")
+            raise UserError(f"{option}.mode={mode!r}: max or min.")
         if mode == "max" and monitor.endswith("loss"):
-            raise UserError(f"callbacks.checkpoints.monitor={monitor}: the best is the smallest, give mode=min.")
+            raise UserError(f"{option}.monitor={monitor}: the best is the smallest, give mode=min.")
         if every_n_epochs < 1:
-            raise UserError(f"callbacks.checkpoints.every_n_epochs={every_n_epochs}: 1 or more.")
-        self.folder, self.monitor, self.mode = Path(folder), monitor, mode
-        self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
-        self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
-        self.best_value, self.best_path = None, None
-        self.loaded: dict[str, Any] | None = None  # Lockstep's part of the checkpoint that fit resumes
+            raise UserError(f"{option}.every_n_epochs={every_n_epochs}: 1 or more.")
+        self.folder = Path(folder)
+        self.monitor = monitor
+        self.mode = mode
+        self.every_n_epochs = every_n_epochs
+        self.every_minutes = every_minutes
+        self.weights_only = weights_only
+        self.asynchronous = asynchronous
+        self.contents = contents or {}
+        self.best_value: float | None = None
+        self.best_path: Path | None = None
+        self.saved_step = -1
+        self.validated_step = -1
+        self.ended: EndedEpoch | None = None
         self.loader_state = LoaderState()
-        self.saved_step, self.validated_step, self.is_checked = -1, -1, False
-        self.ended: tuple[int, list[str], dict[str, Any]] | None = None  # epoch, what to save of its end, its metrics
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._patient: Any = None  # a group whose ranks wait for a long write
-        self._writing: tuple[Future[None], pl.Trainer, dict[str, Path]] | None = None
+        self.writer = CheckpointWriter(weights_only)
+        # A group whose ranks wait for a long write
+        self._patient: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.asynchronous == "auto":
@@ -77,120 +106,167 @@ class Checkpoints(pl.Callback):
 
     def _set_up_fit(self, trainer: pl.Trainer) -> None:
         self.loader_state.attach(trainer)
-        if not any(getattr(each, "checkpoints", None) is self for each in trainer.callbacks):
-            trainer.callbacks = [AfterEpoch(self), *trainer.callbacks]
+        callbacks = trainer.callbacks
+        if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
+            trainer.callbacks = [AfterEpoch(self), *callbacks]
         if self._patient is None and trainer.world_size > 1 and dist.is_initialized():
             self._patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
 
+    # When to save
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is None:
             return
-        best = next(files.complete(self.folder, "best"), None) if trainer.is_global_zero else None
-        # Of another metric there is no best value yet, and its first one is the best; the old best stays until then.
-        known = (best[0], best[1].metric.get(self.monitor)) if best else (None, None)
-        self.best_path, self.best_value = trainer.strategy.broadcast(known, src=0)
-        if best:
-            self._announce(trainer, {"best": best[0]})  # again: a kill may have come before
+        path = None
+        value = None
+        if trainer.is_global_zero:
+            path, sidecar = next(files.complete(self.folder, "best"), (None, Sidecar(0)))
+            # If the monitored metric has changed, the first value counts as the best.
+            # The old best checkpoint stays until then.
+            value = sidecar.metric.get(self.monitor)
+        self.best_path, self.best_value = trainer.strategy.broadcast((path, value), src=0)
+        if path:
+            # A kill may have come before the callbacks were told.
+            self._announce(trainer, {"best": path})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = time.monotonic()
         self.loader_state.log_what_holds()
-        if self.loaded is not None:
-            self.saved_step = trainer.global_step
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking and self.monitor.startswith("val"):
-            self._finds_best(trainer)  # a metric that is not there is noticed before training
-        elif trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            self._check_before_training(trainer)
+        elif trainer.state.fn == "fit":
             self.validated_step = trainer.global_step
-            if not place.ends_epoch(trainer) and self._finds_best(trainer):
+            if not place.ends_epoch(trainer) and self._is_best(trainer):
                 self.save(trainer, "best")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self._writing and self._writing[0].done():
-            self.finish_writing()
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        if self.writer.is_idle:
+            self.finish_writing(trainer)
         if place.steps_are_over(trainer):
-            trainer.should_stop = True  # else Lightning would not validate a run that ends in mid-epoch
-            return
-        # Every rank looks at the clock of rank 0, and only at log points: other steps have no collective.
-        is_log_point = place.ends_step(trainer) and trainer.global_step % trainer.log_every_n_steps == 0
-        if is_log_point and self.every_minutes is not None and trainer.global_step != self.saved_step:
-            due = time.monotonic() - self.saved_at > 60 * self.every_minutes
-            if not place.ends_epoch(trainer) and trainer.strategy.broadcast(due, src=0):
-                self.save(trainer, "last")
+            # Otherwise Lightning would not validate a run that ends in mid-epoch.
+            trainer.should_stop = True
+        elif not place.ends_epoch(trainer) and self._is_time_over(trainer):
+            self.save(trainer, "last")
+
+    def _is_time_over(self, trainer: pl.Trainer) -> bool:
+        """Return whether every_minutes have passed on rank 0.
+
+        Only log points ask, because each answer is a collective.
+        """
+        if self.every_minutes is None or trainer.global_step == self.saved_step:
+            return False
+        if not place.ends_step(trainer) or trainer.global_step % trainer.log_every_n_steps:
+            return False
+        is_over = time.monotonic() - self.saved_at > 60 * self.every_minutes
+        return trainer.strategy.broadcast(is_over, src=0)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        epochs = trainer.current_epoch + 1
-        due = epochs == trainer.max_epochs or place.steps_are_over(trainer) or trainer.should_stop
-        if not due and epochs % self.every_n_epochs == 0:
-            is_idle = not self._writing or self._writing[0].done()
-            due = not self.asynchronous or trainer.strategy.broadcast(is_idle, src=0)
-        validates = place.is_validation_epoch(trainer)
-        is_best = self._finds_best(trainer) if validates else due and not trainer.enable_validation
-        kinds = [*(["best"] if is_best else []), *(["last"] if due else [])]
+        is_due = self._is_last_due(trainer)
+        if place.is_validation_epoch(trainer):
+            is_best = self._is_best(trainer)
+        else:
+            is_best = is_due and not trainer.enable_validation
+        kinds = []
+        if is_best:
+            kinds.append("best")
+        if is_due:
+            kinds.append("last")
+
         if place.ends_epoch(trainer):
-            self.ended = trainer.current_epoch, kinds, dict(trainer.callback_metrics)
+            self.ended = EndedEpoch(trainer.current_epoch, kinds, dict(trainer.callback_metrics))
         elif kinds:
             self.save(trainer, *kinds)
-        trainer.fit_loop.on_iteration_done()  # in the first epoch of a resume Lightning would skip plateau schedules
+        # Otherwise Lightning skips plateau schedules in the first epoch of a resume.
+        trainer.fit_loop.on_iteration_done()
+
+    def _is_last_due(self, trainer: pl.Trainer) -> bool:
+        """Return whether the end of this epoch is saved as last."""
+        epochs = trainer.current_epoch + 1
+        if epochs == trainer.max_epochs or place.steps_are_over(trainer) or trainer.should_stop:
+            return True
+        if epochs % self.every_n_epochs:
+            return False
+        return not self.asynchronous or trainer.strategy.broadcast(self.writer.is_idle, src=0)
 
     def save_ended(self, trainer: pl.Trainer, is_last: bool) -> None:
-        """Save what is due of the epoch that has ended, and its last state if no epoch follows."""
-        if self.ended:
-            kinds = self.ended[1]
-            kinds += ["last"] if is_last and "last" not in kinds else []
-            if kinds:
-                self.save(trainer, *kinds)
-            self.ended = None
+        """Save what is due of the epoch that has ended; also as last if no epoch follows."""
+        if self.ended is None:
+            return
+        kinds = self.ended.kinds
+        if is_last and "last" not in kinds:
+            kinds.append("last")
+        if kinds:
+            self.save(trainer, *kinds)
+        self.ended = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.finish_together()
+        self.finish_together(trainer)
         if trainer.enable_validation and self.best_path is None:
             self._warn_without_best(trainer)
+
+    # What is best
+
+    def _check_before_training(self, trainer: pl.Trainer) -> None:
+        """Notice a metric that is not logged before training, in the sanity check."""
+        if not self.monitor.startswith("val"):
+            return
+        self._check_monitor(trainer)
+        # Of several loaders Lightning has no metrics yet.
+        if len(trainer.num_sanity_val_batches) < 2:
+            self._warn_without_best(trainer)
+
+    def _check_monitor(self, trainer: pl.Trainer) -> None:
+        metrics = trainer.callback_metrics
+        validations = sorted(name for name in metrics if name.startswith("val"))
+        if validations and self.monitor not in metrics:
+            raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
 
     def _warn_without_best(self, trainer: pl.Trainer) -> None:
         """Name the metrics that the task logs if the monitored one is not among them."""
         if trainer.is_global_zero and self.monitor not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-            log.warning(f"No best checkpoint: task.monitor={self.monitor} is not logged; there is {logged}.")
+            log.warning(
+                f"No best checkpoint: task.monitor={self.monitor} is not logged; there is {logged}."
+            )
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        with contextlib.suppress(Exception):  # the exception that ends the run is the one to report
-            self.finish_writing()
-
-    def _finds_best(self, trainer: pl.Trainer) -> bool:
-        """Return whether the metric of the validation is the best so far."""
-        metrics, best = trainer.callback_metrics, self.best_value
-        validations = sorted(name for name in metrics if name.startswith("val"))
-        if validations and self.monitor not in metrics:
-            raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
-        if trainer.sanity_checking:
-            if len(trainer.num_sanity_val_batches) < 2:  # Lightning has no metrics of several loaders there
-                self._warn_without_best(trainer)
+    def _is_best(self, trainer: pl.Trainer) -> bool:
+        """Return whether the metric of the validation is the best so far, and keep it."""
+        self._check_monitor(trainer)
+        # Ranks may log values of their own.
+        local_value = float(trainer.callback_metrics.get(self.monitor, math.nan))
+        value = trainer.strategy.broadcast(local_value, src=0)
+        if math.isnan(value):
             return False
-        value = trainer.strategy.broadcast(float(metrics.get(self.monitor, "nan")), src=0)  # ranks may log their own
-        is_better = best is None or (value > best if self.mode == "max" else value < best)
-        if not is_better or value != value:
-            return False
+        if self.best_value is not None:
+            is_better = value > self.best_value if self.mode == "max" else value < self.best_value
+            if not is_better:
+                return False
         self.best_value = value
         return True
+
+    # What a checkpoint holds
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
         """Add Lockstep's part; a collective unless fit has failed."""
+        before_validation = False
         if self.ended:
-            point = place.point_after_epoch(trainer, epoch=self.ended[0])
+            point = place.point_after_epoch(trainer, epoch=self.ended.epoch)
         else:
             point = place.point_in_epoch(trainer, self.validated_step)
+            is_validated = self.validated_step == trainer.global_step
+            before_validation = is_validated and not place.is_validation_due(trainer)
         # A resume repeats this validation, or a longer run would not have it.
-        is_repeated = point["phase"] == place.VALIDATION and trainer.validating
-        is_validated = not self.ended and self.validated_step == trainer.global_step
-        is_extra = is_validated and not place.is_validation_due(trainer)
-        before_validation = is_repeated or is_extra
+        if point["phase"] == place.VALIDATION and trainer.validating:
+            before_validation = True
         state = self.loader_state.state_dict(point, before_validation=before_validation)
         checkpoint["lockstep"] = {**self.contents, "point": point, **state}
         left_out = keep_plain_hyperparameters(checkpoint)
@@ -204,34 +280,36 @@ class Checkpoints(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
-        self.loaded = checkpoint.get("lockstep")
-        if self.loaded is None:
+        stored = checkpoint.get("lockstep")
+        if stored is None:
             return
-        point = self.loaded["point"]
+        point = stored["point"]
         loops = checkpoint["loops"]
         accumulate = trainer.accumulate_grad_batches
         loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, accumulate)
-        self.loader_state.load_state_dict(point, self.loaded)
+        self.loader_state.load_state_dict(point, stored)
+        self.saved_step = checkpoint["global_step"]
         # EarlyStopping ended the run, and this start asks for no more epochs or steps.
         trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
 
+    # How it is saved
+
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
-        self.finish_together()
+        self.finish_together(trainer)
         refuse_non_finite(trainer)
-        kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
-        paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
+        if self.weights_only and "best" in kinds:
+            kinds = ("best", "last")
+        step = trainer.global_step
+        paths = {kind: files.new_path(self.folder, kind, step) for kind in kinds}
         self.best_path = paths.get("best", self.best_path)
-        epoch, _, found = self.ended or (trainer.current_epoch, (), trainer.callback_metrics)
-        found = found if "best" in paths and trainer.enable_validation else {}
-        metric = {name: float(value) for name, value in found.items() if name == self.monitor or name.startswith("val")}
-        sidecar = Sidecar(trainer.global_step, epoch=epoch, metric=metric)
+        sidecar = self._sidecar(trainer, is_best="best" in paths)
 
         def begin(checkpoint: Checkpoint, _path: Path) -> None:
             content = on_host(checkpoint, always=bool(self.asynchronous))
-            self._writing = self._thread.submit(self._write, content, paths, sidecar), trainer, paths
+            self.writer.begin(content, paths, sidecar)
 
-        # The rows up to this step are on the disk before the checkpoint is there to resume from.
+        # The rows up to this step are on the disk before the checkpoint can be resumed from.
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
                 logger.sync()
@@ -240,40 +318,43 @@ class Checkpoints(pl.Callback):
         trainer.save_checkpoint(paths[kinds[0]])
         checkpoint_io.write = None
         if not self.asynchronous:
-            self.finish_together()
+            self.finish_together(trainer)
         if "last" in paths:
-            self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
+            self.saved_step = step
+            self.saved_at = time.monotonic()
 
-    def _write(self, content: Checkpoint, paths: dict[str, Path], sidecar: Sidecar) -> None:
-        for kind, path in paths.items():
-            if kind == "last" and "best" in paths and not self.weights_only:
-                files.link(paths["best"], path)
-                continue
-            held, weights_only = content, kind == "best" and self.weights_only
-            if weights_only:  # nor the weights beside an average of weights
-                held = {**content, "optimizer_states": []}
-                held.pop("current_model_state", None)
-            if not self.is_checked:
-                check_loadable(held)
-                self.is_checked = True
-            files.mark_unfinished(path)
-            write_checkpoint(held, path)
-            files.write_sidecar(path, replace(sidecar, weights_only=weights_only))
+    def _sidecar(self, trainer: pl.Trainer, *, is_best: bool) -> Sidecar:
+        """Return the step, the epoch and, of a best checkpoint, the metrics of its validation."""
+        epoch = trainer.current_epoch
+        logged: dict[str, Any] = trainer.callback_metrics
+        if self.ended:
+            epoch = self.ended.epoch
+            logged = self.ended.metrics
+        metric = {}
+        if is_best and trainer.enable_validation:
+            for name, value in logged.items():
+                if name == self.monitor or name.startswith("val"):
+                    metric[name] = float(value)
+        return Sidecar(trainer.global_step, epoch=epoch, metric=metric)
 
-    def finish_writing(self) -> None:
+    def finish_writing(self, trainer: pl.Trainer) -> None:
         """Wait for the checkpoint that is being written; raise its error."""
-        if self._writing:
-            (job, trainer, paths), self._writing = self._writing, None
-            job.result()
-            self._announce(trainer, paths)
+        self._announce(trainer, self.writer.finish())
 
-    def finish_together(self) -> None:
-        """Wait on every rank for the checkpoint that rank 0 writes, longer than other collectives do."""
-        self.finish_writing()
+    def finish_together(self, trainer: pl.Trainer) -> None:
+        """Wait on every rank for rank 0's checkpoint, longer than other collectives do."""
+        self.finish_writing(trainer)
         if self._patient is not None:
             dist.barrier(self._patient)
 
-    def _announce(self, trainer: pl.Trainer, paths: dict[str, Path]) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        # The exception that ends the run is the one to report.
+        with contextlib.suppress(Exception):
+            self.finish_writing(trainer)
+
+    def _announce(self, trainer: pl.Trainer, paths: Paths) -> None:
         """Tell the callbacks that record it, then delete its predecessors."""
         for kind, path in paths.items():
             sidecar = files.read_sidecar(path)
@@ -286,9 +367,10 @@ class Checkpoints(pl.Callback):
 
 
 class AfterEpoch(pl.Callback):
-    """The first of all callbacks: it saves an epoch's end before anything begins the next one or ends training.
+    """The first of all callbacks, which saves an epoch's end before the next one begins.
 
-    In on_train_epoch_end EarlyStopping, plateau schedules and the module itself have not yet had their turn.
+    In on_train_epoch_end EarlyStopping, plateau schedules and the module itself have not yet had
+    their turn.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -329,7 +411,12 @@ def is_plain(value: Any) -> bool:
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:
     """Raise Diverged on every rank if a weight on any rank is nan or inf."""
-    local = (p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters())
-    if not trainer.strategy.reduce_boolean_decision(all(bool(p.isfinite().all()) for p in local), all=True):
+    is_finite = True
+    for parameter in trainer.lightning_module.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        is_finite = is_finite and bool(local.isfinite().all())
+    if not trainer.strategy.reduce_boolean_decision(is_finite, all=True):
         step = trainer.global_step
-        raise Diverged(f"weights became nan or inf by step {step}: nothing was saved; lower optimizer.lr")
+        raise Diverged(
+            f"weights became nan or inf by step {step}: nothing was saved; lower optimizer.lr"
+        )

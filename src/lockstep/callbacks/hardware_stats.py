@@ -30,7 +30,8 @@ from lockstep.ranks.collectives import gather_objects
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-MEANS = {  # by the column of metrics.csv: how the names of its readings begin and end
+# By the column of metrics.csv: how the names of its readings begin and end.
+MEANS = {
     "gpu_percent": ("gpu", "/utilisation_percent"),
     "gpu_memory_gib": ("gpu", "/memory_gib"),
     "cpu_percent": ("cpu", "/percent"),

@@ -96,9 +96,8 @@ class Interruption(pl.Callback):
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        connector = trainer._signal_connector
-        connector.register_signal_handlers = lambda: None
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        trainer._signal_connector.register_signal_handlers = do_nothing
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = do_nothing
 
         if not self._previous:
             self._previous = signals.on_stop(self._on_signal)
@@ -169,13 +168,17 @@ class Interruption(pl.Callback):
         raise stop
 
 
+def do_nothing() -> None:
+    """Take the place of what Lightning does at a signal."""
+
+
 def save_last(trainer: pl.Trainer) -> None:
     """Save a last checkpoint of this step, and wait for it, as exit code 75 promises one."""
     for callback in trainer.callbacks:
         if isinstance(callback, Checkpoints):
             if callback.saved_step != trainer.global_step:
                 callback.save(trainer, "last")
-            callback.finish_together()
+            callback.finish_together(trainer)
 
 
 class MaxTime(pl.Callback):

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import logging
 import math
 import socket
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lockstep.callbacks.early_stopping import reason_of_early_stop
 from lockstep.checkpoints.files import Sidecar, read_sidecar
 from lockstep.checkpoints.resume_point import phase_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, Interrupted
@@ -26,6 +28,8 @@ from lockstep.records.record import (
     update_record,
     write_record,
 )
+
+log = logging.getLogger(__name__)
 
 STOPS = (Interrupted, KeyboardInterrupt, SIGTERMException)
 
@@ -241,6 +245,10 @@ class RunRecorder(pl.Callback):
             "epochs": trainer.current_epoch,
             "steps": trainer.global_step,
         }
+        reason = reason_of_early_stop(trainer)
+        if reason:
+            fields["ended_by"] = "early_stopping"
+            log.info(f"Early stopping ended the training at step {trainer.global_step}: {reason}")
         if self.owns_run:
             fields |= {"status": "finished", "exit_code": EXIT_OK, "finished_at": utc_now()}
         self.write(trainer, **fields)

@@ -81,7 +81,8 @@ class S3Upload(pl.Callback):
 
     def _claim(self, uploader: Uploader) -> str | None:
         """Claim the place before training: of two new runs of one id the second is refused."""
-        for _ in range(2):  # another start may have claimed it since its pointers were read
+        # Another start may have claimed it since its pointers were read.
+        for _ in range(2):
             try:
                 uploader.claim()
             except OtherRunError as error:

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,15 +50,12 @@ def check_loadable(checkpoint: Checkpoint) -> None:
     without_tensors = apply_to_collection(checkpoint, torch.Tensor, lambda _: torch.empty(0))
     torch.save(without_tensors, file)
     file.seek(0)
-
-    try:
-        torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        class_name = re.search(r"GLOBAL (\S+)", str(error))
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if refused:
         raise UserError(
-            f"on_save_checkpoint adds {class_name[1] if class_name else 'an object'}, which is not "
-            "loaded from files (it could run code): store numbers, texts, tensors, lists and dicts."
-        ) from None
+            f"on_save_checkpoint adds {refused[0]}, which is not loaded from files (it could run "
+            "code): store numbers, texts, tensors, lists and dicts."
+        )
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:

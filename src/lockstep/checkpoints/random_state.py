@@ -25,7 +25,8 @@ def random_state(owners: Any = ()) -> State:
     Args:
         owners: objects whose attributes may be generators, such as loaders, data and modules.
     """
-    name, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
     return {
         "torch": torch.get_rng_state(),
         "cuda": _cuda_state(),

@@ -109,11 +109,17 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> Point:
     }
 
 
+def is_ended_by_callback(trainer: pl.Trainer) -> bool:
+    """Return whether a callback ended the training, and neither its steps nor its time did."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    is_out_of_time = any(getattr(callback, "is_over", False) for callback in callbacks)
+    return trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time
+
+
 def point_after_epoch(trainer: pl.Trainer, epoch: int) -> Point:
     """Return the point after an epoch; `ended` holds the limits of a run that a callback ended."""
-    is_out_of_time = any(getattr(callback, "is_over", False) for callback in trainer.callbacks)
     limits = None
-    if trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time:
+    if is_ended_by_callback(trainer):
         limits = [trainer.max_epochs, trainer.max_steps]
     return {"epoch": epoch, "batches_done": 0, "phase": EPOCH_END, "ended": limits}
 
@@ -140,9 +146,7 @@ def loop_state(fit_loop: dict[str, Any], point: Point, accumulate: int) -> dict[
         completed = micro - 1
     else:
         micro = completed = micro - point.get("lacking", 0)
-        # Version 1 stored the steps of an epoch in place of `is_last`.
-        steps = point.get("batches_per_epoch", math.inf)
-        is_last = point.get("is_last", point["batches_done"] >= steps)
+        is_last = point["is_last"]
 
     # Add the batches of earlier epochs, which check_val_every_n_epoch=null needs.
     before = fit_loop["epoch_loop.batch_progress"]

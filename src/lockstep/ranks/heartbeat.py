@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Epochs = list[list[int]]  # of a rank, its last two: number, batches at least, 1 if it is over
+# The last two epochs of a rank: number, batches at least, 1 if it is over.
+Epochs = list[list[int]]
 
 INTERVAL_S = 5.0
 LOST_AFTER_S = 40.0
@@ -77,7 +78,8 @@ class Heartbeat:
         self._count = 0
         self._reached = 0  # waits that this rank has begun
         self._passed = 0  # waits that all ranks have begun, as far as this rank knows
-        self._confirmed = 0  # waits of which rank 0 can read that this rank has passed them
+        # Waits of which rank 0 can read that this rank has passed them.
+        self._confirmed = 0
         self._all_passed = 0  # the same of all ranks, on rank 0
         self._waits_since: float | None = None
 

@@ -117,8 +117,9 @@ class RunRecord:
     per_device_batch_size: int | None = None
     per_device_batch_limit: int | None = None
     accumulate_grad_batches: int | None = None
+    # "max_time" or "early_stopping" if that ended the training before its epochs and steps did
     ended_by: str | None = None
-    monitor: str = "val/acc"
+    monitor: str = "val/acc"  # chooses the best checkpoint by its largest or smallest value
     epochs: int | None = None
     steps: int | None = None
     num_parameters: int | None = None

@@ -36,13 +36,10 @@ log = logging.getLogger(__name__)
 EXPECTED_WARNINGS = (
     # build.py logs what it means.
     ".*Using `DistributedSampler` with the dataloaders.*",
-    # The module reduces its counts before it logs them.
-    ".*recommended to use `self.log.*sync_dist=True.*",
     # Every epoch's last step is a log point too.
     ".*smaller than the logging interval.*",
     # Lightning 2.6 on torch 2.14
     ".*isinstance\\(treespec, LeafSpec\\).*",
-    ".*`broadcast_buffers` is deprecated.*",
     ".*functional.all_gather is deprecated.*",
     # Of weights with the shape (n, 1, h, w), where both layouts mean the same
     ".*Grad strides do not match bucket view strides.*",
@@ -247,13 +244,14 @@ def threads_of(trainer: Config) -> int:
     if trainer["num_threads"] != "auto":
         return int(trainer["num_threads"])
     environ = environment()
-    stated = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if not threads.isdigit() or threads == "0":
+        return cores_of_rank()
     # torchrun sets 1 for several ranks on a node where the user has set nothing.
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ and AGENT not in environ
-    is_torchruns_own = is_torchrun and stated == "1" and environ.get("LOCAL_WORLD_SIZE") != "1"
-    if stated.isdigit() and stated != "0" and not is_torchruns_own:
-        return int(stated)
-    return cores_of_rank()
+    if is_torchrun and threads == "1" and environ.get("LOCAL_WORLD_SIZE") != "1":
+        return cores_of_rank()
+    return int(threads)
 
 
 def prepare_process(run: Run) -> None:

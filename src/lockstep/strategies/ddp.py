@@ -40,7 +40,7 @@ class DDP(Ranks):
             # Gradients are views of the buckets, which saves a second copy of them.
             "gradient_as_bucket_view": True,
             # Ranks.on_validation_start broadcasts the buffers once for each evaluation.
-            "broadcast_buffers": False,
+            "forward_sync_buffers": False,
         }
         super().__init__(**{**defaults, **options})
         self.hook = HOOKS[gradient_dtype]

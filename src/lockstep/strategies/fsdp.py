@@ -237,7 +237,7 @@ def networks_of(module: nn.Module) -> list[Any]:
             networks.extend(child.children())
         else:
             networks.append(child)
-    return [net for net in networks if any(True for _ in net.parameters())]
+    return [net for net in networks if list(net.parameters())]
 
 
 def gathered(value: Any, keep: bool) -> Any:

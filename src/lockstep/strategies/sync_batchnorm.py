@@ -1,4 +1,7 @@
-"""BatchNorm over the global batch, on CPUs too, where torch's SyncBatchNorm refuses; what BatchNorm asks of a batch."""
+"""BatchNorm over the global batch, on CPUs too, and what BatchNorm asks of a batch.
+
+torch's SyncBatchNorm refuses CPUs.
+"""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +14,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce whose gradient is the all-reduce of the gradients: each rank's loss depends on each rank's input."""
+    """All-reduce whose gradient is the all-reduce of the gradients.
+
+    Each rank's loss depends on each rank's input.
+    """
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:
@@ -25,34 +31,62 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.forward(ctx, gradient)
 
 
-class SyncBatchNorm(nn.BatchNorm2d):  # not nn.SyncBatchNorm: DDP refuses that one on CPUs
-    """BatchNorm whose training statistics are those of all ranks' batches together, of unequal sizes too.
+# The base is not nn.SyncBatchNorm, which DDP refuses on CPUs.
+class SyncBatchNorm(nn.BatchNorm2d):
+    """BatchNorm with the statistics of all ranks' batches together, of unequal sizes too.
 
-    One all-reduce sums count, mean and mean square per channel in float64, so that nothing cancels in float32.
+    One all-reduce sums count, mean and mean square per channel in float64, so that nothing cancels
+    in float32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        mean, variance = self.running_mean, self.running_var
         if not self.training:
-            return F.batch_norm(input, mean, variance, self.weight, self.bias, training=mean is None, eps=self.eps)
-        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        variance, mean = (value.double() for value in torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0))
-        count = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
-        total = _SumOverRanks.apply(torch.cat([count, count * mean, count * (variance + mean * mean)]))
-        count = total[0].detach()
-        mean, square = (total[1:] / count).chunk(2)
-        variance = (square - mean * mean).clamp_min(0.0)
+            return F.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=self.running_mean is None,
+                eps=self.eps,
+            )
+        x = input
+        if input.dtype in (torch.float16, torch.bfloat16):
+            x = input.float()
+        mean, variance, count = statistics_of_all_ranks(x)
         if self.track_running_stats:
-            with torch.no_grad():
-                self.num_batches_tracked.add_(1)
-                weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-                self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
+            self._track(mean.detach(), (variance * count / (count - 1)).detach())
+
         shape = (1, -1, *(1,) * (x.dim() - 2))
-        x = (x - mean.to(x.dtype).view(shape)) * torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
+        scale = torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
+        x = (x - mean.to(x.dtype).view(shape)) * scale
         if self.affine:
             x = x * self.weight.to(x.dtype).view(shape) + self.bias.to(x.dtype).view(shape)
         return x.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running statistics."""
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+def statistics_of_all_ranks(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance per channel, and the number of values of a channel, in float64."""
+    axes = [0, *range(2, x.dim())]
+    variance, mean = torch.var_mean(x, dim=axes, correction=0)
+    variance = variance.double()
+    mean = mean.double()
+    count = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
+    sums = torch.cat([count, count * mean, count * (variance + mean * mean)])
+    total = _SumOverRanks.apply(sums)
+    count = total[0].detach()
+    mean, square = (total[1:] / count).chunk(2)
+    return mean, (square - mean * mean).clamp_min(0.0), count
 
 
 class _ThenAct:
@@ -63,7 +97,9 @@ class _ThenAct:
 
 
 def synchronise(net: nn.Module, device_type: str) -> None:
-    """Turn every BatchNorm into one over all ranks, in place: torch's layer on "cuda", ours elsewhere.
+    """Turn every BatchNorm into one over all ranks, in place.
+
+    It is torch's layer on "cuda", ours elsewhere.
 
     Raises:
         UserError: a layer has a forward of its own, which would be lost.
@@ -71,17 +107,27 @@ def synchronise(net: nn.Module, device_type: str) -> None:
     plain: type[nn.Module] = nn.SyncBatchNorm if device_type == "cuda" else SyncBatchNorm
     with_activation = type("SyncBatchNormAct", (_ThenAct, plain), {})
     for layer in net.modules():
-        if not isinstance(layer, BATCH_NORMS) or isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
+        if not isinstance(layer, BATCH_NORMS) or isinstance(layer, nn.SyncBatchNorm):
             continue
-        children = dict(layer.named_children()).keys()
-        is_timms = type(layer).__module__.startswith("timm.") and children >= {"drop", "act"}
-        if not is_timms and type(layer).forward is not nn.BatchNorm2d.forward:
+        if isinstance(layer, SyncBatchNorm):
+            continue
+        if _is_batch_norm_of_timm(layer):
+            layer.__class__ = with_activation
+        elif type(layer).forward is nn.BatchNorm2d.forward:
+            layer.__class__ = plain
+        else:
             raise UserError(
-                f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a forward of its own: "
-                "leave it out, or build the net with plain nn.BatchNorm layers."
+                f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a "
+                "forward of its own: leave it out, or build the net with plain nn.BatchNorm layers."
             )
-        layer.__class__ = with_activation if is_timms else plain
-        layer.process_group = None  # torch's attribute: all ranks
+        # torch's attribute: None is all ranks.
+        layer.process_group = None
+
+
+def _is_batch_norm_of_timm(layer: nn.Module) -> bool:
+    """Return whether a layer also drops out and activates, as timm's BatchNormAct2d."""
+    children = {name for name, _ in layer.named_children()}
+    return type(layer).__module__.startswith("timm.") and {"drop", "act"} <= children
 
 
 def check_batch_norm(

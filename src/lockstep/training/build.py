@@ -1,4 +1,4 @@
-"""Build the parts of a run: strategy, data, net, module, callbacks, loggers and Lightning's Trainer."""
+"""Build the parts of a run: strategy, data, module, callbacks, loggers and Lightning's Trainer."""
 
 import logging
 import re
@@ -92,7 +92,8 @@ def build_strategy(run: Run) -> Any:
     """Return the trainer's strategy; "auto", Lightning's, for one process on one device.
 
     Raises:
-        UserError: it cannot do what the trainer's options ask for, or this machine lacks what it needs.
+        UserError: it cannot do what the trainer's options ask for, or this machine lacks what it
+            needs.
     """
     options = run.trainer_config
     strategy: Any = "auto"
@@ -103,26 +104,31 @@ def build_strategy(run: Run) -> Any:
 
     able = capabilities(strategy)
     if options["compile"] not in (False, None, "auto") and not able.supports_compile:
-        raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
+        raise UserError(
+            "trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp."
+        )
     if options["ema_decay"] and able.no_ema:
         raise UserError(
-            f"trainer.ema_decay={options['ema_decay']} cannot average weights under {type(strategy).__name__}, where "
-            f"{able.no_ema}: leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
+            f"trainer.ema_decay={options['ema_decay']} cannot average weights under "
+            f"{type(strategy).__name__}, where {able.no_ema}: leave it out, or choose trainer=ddp "
+            "(on CPUs ddp_sim)."
         )
     return strategy
 
 
 def prepare_net(module: Any, data: Any, run: Run, strategy: Any, compiled: bool) -> None:
-    """Change the net as the trainer's options say: synchronised BatchNorm, recomputed activations, torch.compile.
+    """Synchronise BatchNorm, recompute activations and compile, as the trainer's options say.
 
     Raises:
-        UserError: the strategy spreads a net that the module does not have, or BatchNorm would get single images.
+        UserError: the strategy spreads a net that the module does not have, or BatchNorm would get
+            single images.
     """
     options = run.trainer_config
     if not hasattr(module, "net") and capabilities(strategy).spreads_net:
         raise UserError(
-            f"trainer={run.choices.get('trainer')} spreads the attribute `net` of a LightningModule, which "
-            f"{type(module).__name__} lacks: name its network self.net, or choose trainer=ddp (on CPUs ddp_sim)."
+            f"trainer={run.choices.get('trainer')} spreads the attribute `net` of a "
+            f"LightningModule, which {type(module).__name__} lacks: name its network self.net, or "
+            "choose trainer=ddp (on CPUs ddp_sim)."
         )
 
     net = getattr(module, "net", module)
@@ -141,7 +147,7 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, compiled: bool)
 
 
 def _check_batch_norm(net: Any, data: Any, run: Run, strategy: Any) -> None:
-    """Refuse BatchNorm over single images, and say over how many images it computes its statistics."""
+    """Refuse BatchNorm over single images, and say that its result depends on the ranks."""
     parts = run.batch.accumulate * capabilities(strategy).micro_batches
     images = run.batch.global_size // (run.cluster.world_size * parts) * getattr(data, "views", 1)
     note = check_batch_norm(
@@ -156,7 +162,10 @@ def _check_batch_norm(net: Any, data: Any, run: Run, strategy: Any) -> None:
 
 
 def build_loggers(run: Run) -> list[Any]:
-    """Return the loggers of the config; the first one, a module's `self.logger`, is the one that was chosen last."""
+    """Return the loggers of the config.
+
+    The first one, a module's `self.logger`, is the one that was chosen last.
+    """
     step = run.resume_step
     values = {
         "folder": str(run.folder.path),
@@ -192,7 +201,10 @@ def build_callbacks(run: Run, facts: DataFacts, *, is_training: bool) -> list[An
 
 
 def _deciding_callbacks(run: Run, *, is_training: bool) -> list[Any]:
-    """Return the callbacks that decide what others go by: the end of the time, the average, a rank that hangs."""
+    """Return the callbacks whose decisions others go by.
+
+    They are the end of the time, the average of weights and a rank that hangs.
+    """
     options = run.trainer_config
     callbacks: list[Any] = []
     if is_training and options["max_time"]:
@@ -228,7 +240,9 @@ def _chosen_callbacks(run: Run, facts: DataFacts, batch_size: int | None) -> lis
         if not isinstance(callback, pl.Callback):
             raise UserError(f"callbacks: {type(callback).__name__} is not a Lightning callback.")
         if isinstance(callback, StochasticWeightAveraging):
-            raise UserError("callbacks: StochasticWeightAveraging saves no average: use trainer.ema_decay.")
+            raise UserError(
+                "callbacks: StochasticWeightAveraging saves no average: use trainer.ema_decay."
+            )
         callbacks.append(callback)
 
     # A progress bar of the user's takes the place of the progress line.
@@ -238,11 +252,12 @@ def _chosen_callbacks(run: Run, facts: DataFacts, batch_size: int | None) -> lis
 
 
 def build_part(node: Mapping[str, Any], values: Mapping[str, Any], key: str) -> Any:
-    """Build a callback or a logger; each option `${run:NAME}` of its config is that value of the run.
+    """Build a callback or a logger; its options `${run:NAME}` are values of the run.
 
     Args:
         values: by name, as folder and id.
         key: of the part in the config, for errors.
+
     Raises:
         UserError: a run has no value of that name; it lists those that there are.
     """

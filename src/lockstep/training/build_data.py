@@ -1,11 +1,10 @@
-"""Build the data module of a run, and collect the facts about the data that a checkpoint stores."""
+"""Build the data module of a run, and collect the facts that a checkpoint stores about it."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.keys import names_images
@@ -24,18 +23,23 @@ from lockstep.training.data_report import DataReport
 
 log = logging.getLogger(__name__)
 
-DataFacts = dict[str, Any]  # what a checkpoint says of the data that it was trained on, see data_facts
+# Facts about the data that a checkpoint was trained on, see data_facts.
+DataFacts = dict[str, Any]
 
-FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
-OF_ALL = ("fold", "num_folds", "views")  # in the config of any data set, which need not have them
-RETIRED = (  # options of older versions
-    "verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib", "skip_corrupt", "stratify",
-    "download_dir", "train", "val", "test", "split_column", "ratio", "interpolation", "switch_prob",
-)  # fmt: skip
+# Attributes of any data module
+FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")
+# Of data whose targets are numbers
+FACTS_OF_TARGETS = ("target_mean", "target_std")
+FACTS_OF_IMAGES = ("mean", "std", "data_hash", "list_hash", "class_counts")
+FACTS_OF_FRAMING = ("resize", "fit", "interpolation")
+# Options in the config of any data set, which need not have them.
+OPTIONAL = ("fold", "num_folds", "views")
 
 
 def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
-    """Return the data module of one rank: Lockstep's, prepared and attached to the ranks, or any of Lightning's.
+    """Return the data module of one rank.
+
+    It is Lockstep's, prepared and attached to the ranks, or any of Lightning's.
 
     Args:
         trained_on: for an evaluation, the checkpoint's facts about its training data.
@@ -108,88 +112,110 @@ def _report(data: Any, run: Run, *, is_training: bool) -> None:
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:
     """Return a data module of Lightning's own kind, which does not know of ranks."""
-    data = build({key: value for key, value in node.items() if not (key in OF_ALL and value is None)})
+    data = build(without_unset(node))
     if not isinstance(data, pl.LightningDataModule):
         raise UserError(f"data._target_={node['_target_']} is not a LightningDataModule.")
     return data
 
 
-def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
+def without_unset(node: Config) -> Config:
+    """Return the options of data= without those that it need not have and that are null."""
+    unset = [key for key in OPTIONAL if node.get(key) is None]
+    return {key: value for key, value in node.items() if key not in unset}
+
+
+def prepared_data(config: Config, data_config: Config, stage: str = "fit") -> Any:
     """Return the data module of a config, prepared but not attached to the ranks.
 
     Args:
-        stated: its options.
+        data_config: its options.
         stage: fit, or test for an evaluation.
     """
-    options = of_this_version(stated, "data")
+    options = without_unset(data_config)
     copies = copy_from_s3(options, config["s3"])
     try:
         data = build(options, {"seed": config["seed"]})
         data.stage = stage
-        model = resolve_target(config["model"]["_target_"], "model._target_")
-        own = {key: value for key, value in config["model"].items() if key != "_target_"}
-        task = config["task"]
-        takes_model = "net" in options_of(resolve_target(task["_target_"], "task._target_"))[0] and "net" not in task
-        wanted = model.wanted_images(**own) if takes_model and hasattr(model, "wanted_images") else {}
-        data.set_augmentation(build(of_this_version(config["augmentation"], "augmentation")), wanted)
+        data.set_augmentation(build(config["augmentation"]), _settings_of_model(config))
         data.prepare()
     except UserError as error:
         sentence = str(error)
-        for copy, address in copies.items():  # the bucket is what the user can correct, and not its copy here
+        # The user can correct the bucket, and not its copy on this node.
+        for copy, address in copies.items():
             sentence = sentence.replace(copy, address)
         raise UserError(sentence) from None
     return data
 
 
-def of_this_version(node: Config, group: str) -> Config:
-    """Return a config without the options that its class lacks: of older versions, or null."""
-    known, _ = options_of(resolve_target(node.get("_target_"), f"{group}._target_"))
-    gone = [f"{group}.{key}={value}" for key, value in node.items() if key in RETIRED and key not in known and value]
-    if gone and rank_zero_only.rank == 0:
-        log.info(f"Options of an older version, which nothing uses any more: {', '.join(gone)}")
-    return {
-        key: value for key, value in node.items()
-        if not (value is None and key in OF_ALL) and (key in known or key not in RETIRED)
-    }  # fmt: skip
+def _settings_of_model(config: Config) -> Config:
+    """Return what the pretrained weights of model= say of their images, if the task takes it."""
+    task = config["task"]
+    parameters, _ = options_of(resolve_target(task["_target_"], "task._target_"))
+    options = dict(config["model"])
+    model = resolve_target(options.pop("_target_"), "model._target_")
+    if "net" not in parameters or "net" in task or not hasattr(model, "wanted_images"):
+        return {}
+    return model.wanted_images(**options)
 
 
 def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
-    """Replace s3:// addresses among the options by paths on this node; return the address of each copy."""
-    copies, cache = {}, Path(options.get("cache_dir") or "data/cache")
+    """Replace s3:// addresses among the options by paths on this node.
+
+    Returns:
+        The address of each copy.
+    """
+    copies = {}
+    cache = Path(options.get("cache_dir") or "data/cache")
     for key in ("root", "images"):
-        if is_s3(address := str(options.get(key) or "").rstrip("/")):
-            folder, _, name = address.rpartition("/")
-            if beside := name.lower().endswith((".csv", ".tsv", ".txt")) and not options.get("images"):
-                address = folder
+        address = str(options.get(key) or "").rstrip("/")
+        if not is_s3(address):
+            continue
+        folder, _, name = address.rpartition("/")
+        is_list = name.lower().endswith((".csv", ".tsv", ".txt"))
+        if is_list and not options.get("images"):
+            # The images lie beside their list.
+            copy = sync(folder, cache, s3)
+            copies[str(copy)] = folder
+            options[key] = str(copy / name)
+        else:
             copy = sync(address, cache, s3)
-            copies[str(copy)], options[key] = address, str(copy / name if beside else copy)
+            copies[str(copy)] = address
+            options[key] = str(copy)
     return copies
 
 
 def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "attach_to_ranks"):
-        names = (*FACTS_OF_ANY, "target_mean", "target_std")
+        names = (*FACTS_OF_ANY, *FACTS_OF_TARGETS)
         return {key: getattr(data, key) for key in names if hasattr(data, key)}
-    own = ("mean", "std", "data_hash", "list_hash", "class_counts")
-    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *own)}
-    facts["hash_method"] = getattr(data, "hash_method", None)
+    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *FACTS_OF_IMAGES)}
+    facts |= {key: getattr(data.framing, key) for key in FACTS_OF_FRAMING}
     facts |= data.target_scale
-    framing = {key: getattr(data.framing, key) for key in ("resize", "fit", "interpolation")}
-    names, crop_pct = [str(name) for name in data.class_names], float(data.settings.crop_pct)
-    return {**facts, **framing, "class_names": names, "crop_pct": crop_pct, "target": data.target_kind}
+    facts["hash_method"] = getattr(data, "hash_method", None)
+    facts["class_names"] = [str(name) for name in data.class_names]
+    facts["crop_pct"] = float(data.settings.crop_pct)
+    facts["target"] = data.target_kind
+    return facts
 
 
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
-    """Raise UserError on every rank that names the first with other images, as all draw positions of one list."""
+    """Refuse ranks with other images, as all draw positions of one list.
+
+    Raises:
+        UserError: on every rank; it names the first rank whose images differ from rank 0's.
+    """
     if cluster.world_size == 1:
         return
-    mine = (facts["data_hash"], data.num_train, data.num_val, data.num_test)
-    everyone = gather_objects([provenance.host(0)["host"], *mine])
-    for rank, (host, data_hash, *counts) in enumerate(everyone):
-        if [data_hash, *counts] != everyone[0][1:]:
+    host = provenance.host(0)["host"]
+    counts = (data.num_train, data.num_val, data.num_test)
+    everyone = gather_objects((host, facts["data_hash"], counts))
+    first_host, first_hash, first_counts = everyone[0]
+    for rank, (host, data_hash, counts) in enumerate(everyone):
+        if (data_hash, counts) != (first_hash, first_counts):
             raise UserError(
-                f"rank {rank} on {host} has other images than rank 0 on {everyone[0][0]}: {counts[0]} training, "
-                f"{counts[1]} validation, {counts[2]} test, hash {data_hash[:12]}, instead of {everyone[0][2]}, "
-                f"{everyone[0][3]}, {everyone[0][4]}, {everyone[0][1][:12]}: make data.root equal on all nodes."
+                f"rank {rank} on {host} has other images than rank 0 on {first_host}: "
+                f"{counts[0]} training, {counts[1]} validation, {counts[2]} test, hash "
+                f"{data_hash[:12]}, instead of {first_counts[0]}, {first_counts[1]}, "
+                f"{first_counts[2]}, {first_hash[:12]}: make data.root equal on all nodes."
             )

@@ -1,10 +1,15 @@
-"""Build the LightningModule of a run: pass the constructor of task= the arguments it declares, from config and data."""
+"""Build the LightningModule of a run.
 
+The constructor of task= gets the arguments that it declares, from the config and the data.
+"""
+
+from collections.abc import Set
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.config.instantiate import build, options_of, positional, resolve_target
 from lockstep.config.schema import key_of
@@ -12,6 +17,7 @@ from lockstep.process.errors import UserError
 from lockstep.records.config import Config
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import RULES, GroupRules, freeze
+from lockstep.training.task import Task
 
 # Keys of the config that a constructor need not know.
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")
@@ -27,7 +33,13 @@ FACTS = (
 )
 # Options of optimizer= that are no arguments of the optimizer's class.
 OPTIONS_OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
-OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
+OPTIONS_OF_LOSSES = {
+    "label_smoothing": 0.0,
+    "class_weights": None,
+    "gamma": 2.0,
+    "target_threshold": None,
+}
+OPTIONS_OF_SCHEDULES = {"warmup_epochs": 0.0, "final_share": 0.0}
 # Groups whose overrides are refused where the task does not take the part.
 PARTS_OF_TASK = ("loss", "metrics", "optimizer", "scheduler")
 
@@ -57,54 +69,78 @@ def build_module(
     has_checkpoint: bool = False,
     learning_rates: Config | None = None,
 ) -> Any:
-    """Return the LightningModule of a run; it is seeded here, so that all ranks have the same initial weights.
+    """Return the LightningModule of a run.
 
-    Parameters that the constructor declares and the yaml does not set are passed by name: net, optimizer, rules,
-    scheduler, loss, metrics and properties of the data (FACTS).
+    Parameters that the constructor declares and the yaml does not set are passed by name: net,
+    optimizer, rules, scheduler, loss, metrics and properties of the data (FACTS).
 
     Args:
         facts: properties of the data, as far as the data module defines them; see FACTS.
         trainable: build an optimizer and a scheduler.
-        has_checkpoint: a checkpoint will provide all weights, so that no pretrained weights are downloaded.
+        has_checkpoint: a checkpoint will provide all weights, so that no pretrained weights are
+            downloaded.
         learning_rates: learning-rate options that replace those of optimizer=.
+
     Raises:
-        UserError: the class is not a LightningModule, or needs something that neither the config nor the data has.
+        UserError: the class is not a LightningModule, or needs something that neither the config
+            nor the data has.
     """
+    # All ranks have the same initial weights.
     torch.manual_seed(config["seed"])
-    target = config["task"]["_target_"]
+    task = config["task"]
+    target = task["_target_"]
     parameters, _ = options_of(resolve_target(target, "task._target_"))
     check_target(target, facts)
     if trainable and not has_checkpoint:
         _refuse_unused_parts(config, parameters)
 
-    node = {
-        key: value
-        for key, value in config["task"].items()
-        if key in parameters or key not in OPTIONAL_KEYS
-    }
+    node = {}
+    for key, value in task.items():
+        if key in parameters or key not in OPTIONAL_KEYS:
+            node[key] = value
     # The task itself is built whole.
     node.pop("_partial_", None)
-    outputs = config["task"].get("outputs") or facts.get("num_classes")
-    parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
     asked = parameters.keys() - node.keys() - positional(node, parameters)
+    parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
+    outputs = task.get("outputs") or facts.get("num_classes")
     # The net comes first: what draws random numbers after it does not change its initial weights.
     if "net" in asked:
         shape = net_shape(facts, outputs, target)
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
-    if "optimizer" in asked and trainable:
-        parts["optimizer"] = _optimizer(config["optimizer"], learning_rates or {})
+    if trainable:
+        parts |= _parts_of_training(config, asked, learning_rates or {})
+    parts |= _further_parts(config, asked, facts, outputs)
+    return _finished(build(node, parts), config)
+
+
+def _parts_of_training(config: Config, asked: Set[str], learning_rates: Config) -> Config:
+    """Return optimizer and scheduler as far as the task takes them."""
+    parts = {}
+    if "optimizer" in asked:
+        parts["optimizer"] = _optimizer(config["optimizer"], learning_rates)
+    if "scheduler" in asked:
+        parts["scheduler"] = _scheduler(config)
+    return parts
+
+
+def _further_parts(config: Config, asked: Set[str], facts: DataFacts, outputs: Any) -> Config:
+    """Return rules, loss and metrics as far as the task takes them."""
+    parts: dict[str, Any] = {}
     if "rules" in asked:
         options = config["optimizer"]
         parts["rules"] = GroupRules(**{key: options[key] for key in RULES if key in options})
-    if "scheduler" in asked and trainable:
-        parts["scheduler"] = _scheduler(config.get("scheduler") or {})
     if "loss" in asked and "num_classes" in facts:
         parts["loss"] = build_loss(config, facts)
     if "metrics" in asked:
         parts["metrics"] = _metrics(config, outputs)
+    return parts
 
-    module = build(node, parts)
-    check_module(module, target)
+
+def _finished(module: Any, config: Config) -> Any:
+    """Check a module, and give it what no constructor takes."""
+    check_module(module, config["task"]["_target_"])
+    if isinstance(module, Task):
+        module.monitor = config["task"].get("monitor", module.monitor)
     if str(config["trainer"]["precision"]) in ("64-true", "64"):
         # Lightning restores weights before it converts the module, and would round them.
         module = module.double()
@@ -120,13 +156,14 @@ def check_target(target: str, facts: DataFacts) -> None:
 
 
 def check_module(module: Any, target: str) -> None:
-    """Raise UserError if what task= has built is no LightningModule, or has layers without a shape."""
+    """Raise UserError if task= is no LightningModule, or has layers without a shape."""
     if not isinstance(module, pl.LightningModule):
         raise UserError(f"task._target_={target} is not a LightningModule.")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise UserError(
-                f"{name} is of a lazy layer, without a shape yet: give its size, or run the net once before."
+                f"{name} is of a lazy layer, without a shape yet: give its size, or run the net "
+                "once before."
             )
 
 
@@ -136,20 +173,46 @@ def _refuse_unused_parts(config: Config, parameters: Any) -> None:
     for override in config.get("overrides") or ():
         group = key_of(override).partition(".")[0]
         if group in PARTS_OF_TASK and config.get(group) and group not in parameters:
-            raise UserError(f"{target} does not take {group}=: remove {override}, or add the parameter {group}.")
+            raise UserError(
+                f"{target} does not take {group}=: remove {override}, or add the parameter {group}."
+            )
 
 
 def _optimizer(options: Config, learning_rates: Config) -> Any:
     """Return a partial of optimizer=, which waits for the parameters."""
-    arguments = {key: value for key, value in options.items() if key not in OPTIONS_OF_EVERY_OPTIMIZER}
+    arguments = {
+        key: value for key, value in options.items() if key not in OPTIONS_OF_EVERY_OPTIMIZER
+    }
     return build({**arguments, **learning_rates, "_partial_": True})
 
 
-def _scheduler(options: Config) -> Any:
+def _scheduler(config: Config) -> Any:
     """Return a partial of scheduler=, which waits for the optimizer; None for scheduler=none."""
-    if "_target_" not in options:
+    node = config.get("scheduler") or {}
+    if "_target_" not in node:
         return None
+    options = without_defaults(node, OPTIONS_OF_SCHEDULES, "scheduler")
+    target = resolve_target(node["_target_"], "scheduler._target_")
+    if target is ReduceLROnPlateau:
+        options.setdefault("mode", config["task"].get("mode", "min"))
     return build({**options, "_partial_": True})
+
+
+def without_defaults(node: Config, defaults: Config, group: str) -> Config:
+    """Return the options of a part without those that its class lacks and the user left open.
+
+    A class of another library takes the place of the default one: GROUP._target_=CLASS.
+
+    Args:
+        defaults: options of the default class.
+    """
+    parameters, takes_any_name = options_of(resolve_target(node["_target_"], f"{group}._target_"))
+    options = {}
+    for key, value in node.items():
+        is_default = key in defaults and value == defaults[key] and key not in parameters
+        if not is_default or (takes_any_name and value is not None):
+            options[key] = value
+    return options
 
 
 def _metrics(config: Config, outputs: Any) -> dict[str, Any]:
@@ -158,18 +221,18 @@ def _metrics(config: Config, outputs: Any) -> dict[str, Any]:
 
 
 def net_shape(facts: DataFacts, outputs: Any, target: str) -> Config:
-    """Return the arguments of a net that follow from the data: image_size, channels and num_classes."""
+    """Return what a net gets from the data: image_size, channels and num_classes."""
     if not outputs:
         raise UserError(
-            f"{target} takes model=, which needs the number of classes: let the data module have an "
-            "attribute num_classes, or give task.outputs=NUMBER."
+            f"{target} takes model=, which needs the number of classes: let the data module have "
+            "an attribute num_classes, or give task.outputs=NUMBER."
         )
     shape: Config = {key: facts[key] for key in ("image_size", "channels") if key in facts}
     return {**shape, "num_classes": outputs}
 
 
 def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint: bool) -> nn.Module:
-    """Build the network of model=, with layers frozen by model.freeze and the format of trainer.channels_last."""
+    """Build the network of model=, with model.freeze and the format of trainer.channels_last."""
     options = dict(config["model"])
     frozen = options.pop("freeze", None)
     if not trainable or has_checkpoint:
@@ -192,9 +255,10 @@ def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint:
 
 
 def uses_channels_last(net: nn.Module, option: bool | str, on_tensor_cores: bool = False) -> bool:
-    """Return trainer.channels_last; "auto" is for depthwise convolutions, and for all on a GPU's tensor cores.
+    """Return trainer.channels_last.
 
-    EfficientNet-Lite0 at 96 px is 1.4 times as fast with it on a CPU; ResNet-18, AlexNet and ViT lose 5 %.
+    "auto" is for depthwise convolutions, and for all on a GPU's tensor cores. EfficientNet-Lite0 at
+    96 px is 1.4 times as fast with it on a CPU; ResNet-18, AlexNet and ViT lose 5 %.
     """
     if isinstance(option, bool):
         return option
@@ -210,19 +274,14 @@ def uses_channels_last(net: nn.Module, option: bool | str, on_tensor_cores: bool
 
 
 def build_loss(config: Config, facts: DataFacts) -> Any:
-    """Build loss=; its constructor may declare num_classes and class_counts (number of training images by class).
+    """Build loss=; its constructor may declare num_classes and class_counts.
 
-    If `loss._target_=` names a class without some options of the default loss, those left at their default are dropped.
+    The counts are the numbers of training images by class.
     """
     node = config.get("loss")
     if not node:
         return None
-    parameters, takes_any_name = options_of(resolve_target(node["_target_"], "loss._target_"))
-    options = {}
-    for key, value in node.items():
-        is_left_open = key in OPTIONS_OF_LOSSES and value == OPTIONS_OF_LOSSES[key] and key not in parameters
-        if not is_left_open or (takes_any_name and value is not None):
-            options[key] = value
-
     classes = facts["num_classes"]
-    return build(options, {"num_classes": classes, "class_counts": facts.get("class_counts") or [1] * classes})
+    counts = facts.get("class_counts") or [1] * classes
+    options = without_defaults(node, OPTIONS_OF_LOSSES, "loss")
+    return build(options, {"num_classes": classes, "class_counts": counts})

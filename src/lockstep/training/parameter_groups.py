@@ -6,6 +6,7 @@ Without such an option, the optimizer gets all parameters as one group.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -123,12 +124,15 @@ def layer_numbers(net: nn.Module) -> dict[str, int]:
     if hasattr(net, "layer_numbers"):
         return net.layer_numbers()
 
-    parts = net.stages() if hasattr(net, "stages") else list(net.children())
-    with_parameters = [part for part in parts if any(True for _ in part.parameters())]
-    layer_of = {}
-    for number, part in enumerate(with_parameters):
-        for parameter in part.parameters():
-            layer_of[id(parameter)] = number
+    parts = net.stages() if hasattr(net, "stages") else net.children()
+    layer_of: dict[int, int] = {}
+    number = 0
+    for part in parts:
+        parameters = list(part.parameters())
+        layer_of |= dict.fromkeys(map(id, parameters), number)
+        # A part without parameters is no layer.
+        if parameters:
+            number += 1
     return {name: layer_of.get(id(parameter), 0) for name, parameter in net.named_parameters()}
 
 
@@ -197,4 +201,9 @@ def _freeze_batch_norms(net: nn.Module, frozen: set[str]) -> None:
             if isinstance(layer, BATCH_NORMS):
                 layer.eval()
                 # Lightning, timm or an average may set the net to training. This layer stays.
-                layer.__dict__["train"] = lambda mode=True, layer=layer: layer
+                layer.__dict__["train"] = partial(_stay, layer)
+
+
+def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Take the place of a layer's method `train`."""
+    return layer

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.config.instantiate import options_of
 from lockstep.process.errors import UserError
@@ -53,6 +56,8 @@ class Task(pl.LightningModule):
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.length_of_schedule: int | None = None  # optimizer steps
+        # The metric of ReduceLROnPlateau; a run sets task.monitor.
+        self.monitor = "val/loss"
         # (2,) float64 by metric: sum and number of the values of this rank.
         self.sums: dict[str, Tensor] = {}
 
@@ -126,6 +131,10 @@ class Task(pl.LightningModule):
 
     def log_exactly(self, values: dict[str, float]) -> None:
         """Log values that are equal on all ranks, in float64."""
+        for name in values:
+            # Lightning recommends to average them over the ranks.
+            message = rf".*recommended to use `self.log\('{re.escape(name)}'.*sync_dist=True.*"
+            warnings.filterwarnings("ignore", message)
         doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
@@ -176,11 +185,13 @@ class Task(pl.LightningModule):
         schedule = self.scheduler_factory(optimizer, **arguments)
         self.length_of_schedule = arguments.get("total_steps")
         # torch's own schedules take no lengths, and count epochs.
-        interval = "step" if arguments else "epoch"
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": interval},
-        }
+        options: dict[str, Any] = {"scheduler": schedule}
+        options["interval"] = "step" if arguments else "epoch"
+        if isinstance(schedule, ReduceLROnPlateau):
+            options["monitor"] = self.monitor
+            # An epoch without a validation would count the value of an earlier one again.
+            options["frequency"] = self.trainer.check_val_every_n_epoch or 1
+        return {"optimizer": optimizer, "lr_scheduler": options}
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         factory = self.optimizer_factory
@@ -238,8 +249,8 @@ class Task(pl.LightningModule):
             if length and self.length_of_schedule and length != self.length_of_schedule:
                 raise UserError(
                     f"{type(config.scheduler).__name__} keeps the {length} steps that the run "
-                    "began with: resume it with the same trainer.max_epochs and trainer.max_steps, or "
-                    "start a new run with ckpt_path=."
+                    "began with: resume it with the same trainer.max_epochs and trainer.max_steps, "
+                    "or start a new run with ckpt_path=."
                 )
 
     def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:

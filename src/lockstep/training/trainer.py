@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 # Lightning's short names.
 PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-# Arguments of Lightning's Trainer that are derived here. What the Trainer does not know is ours or the strategy's.
+# Arguments of Lightning's Trainer that are derived here.
 DERIVED = (
     "accelerator",
     "devices",
@@ -45,33 +45,47 @@ def build_trainer(
     """Build the Trainer of one rank.
 
     Args:
-        data: placed on this rank, or a data module of Lightning's own kind.
+        data: attached to the ranks, or a data module of Lightning's own kind.
         trainable: False for an evaluation.
+
     Raises:
         UserError: an option of trainer= that the Trainer refuses, or that does not fit the data.
     """
     options = run.trainer_config
     if options["log_every_n_steps"] < 1:
-        raise UserError(f"trainer.log_every_n_steps={options['log_every_n_steps']}: give a whole number from 1 on.")
+        raise UserError(
+            f"trainer.log_every_n_steps={options['log_every_n_steps']}: give a whole number from 1 "
+            "on."
+        )
 
     is_gpu = run.cluster.accelerator == "gpu"
-    is_placed = hasattr(data, "attach_to_ranks")
     arguments = _passed_on(run)
-    if is_placed:
+    if hasattr(data, "attach_to_ranks"):
         arguments |= _limits(run, data, trainable=trainable)
+        arguments["use_distributed_sampler"] = False
         interval = arguments["val_check_interval"]
         if isinstance(interval, int):
             callbacks = [ValidationInterval(interval), *callbacks]
-    elif run.cluster.is_rank_zero and run.cluster.world_size > 1:
-        log.info("Lightning's samplers spread the data: in an evaluation some samples may count twice.")
+    else:
+        arguments["use_distributed_sampler"] = options.get("use_distributed_sampler", True)
+        if run.cluster.is_rank_zero and run.cluster.world_size > 1:
+            log.info(
+                "Lightning's samplers spread the data: in an evaluation some samples may count "
+                "twice."
+            )
 
-    plugins: list[Any] = [StartedRanks(run.cluster), CheckpointFiles(), *build(options.get("plugins") or [])]
+    plugins: list[Any] = [StartedRanks(run.cluster), CheckpointFiles()]
+    plugins += build(options.get("plugins") or [])
     able = capabilities(strategy)
-    precision = _precision(str(options["precision"]), able, is_gpu=is_gpu)
+    precision: str | None = _precision(str(options["precision"]), able, is_gpu=is_gpu)
     # Some strategies bring the precision's plugin themselves; Lightning takes it or the name.
     precision_plugin = able.precision_for(precision, "cuda" if is_gpu else "cpu")
     if precision_plugin:
         plugins.append(precision_plugin)
+        precision = None
+    deterministic = options["deterministic"]
+    if deterministic == "auto":
+        deterministic = not is_gpu
 
     try:
         return pl.Trainer(
@@ -79,16 +93,15 @@ def build_trainer(
             devices=run.cluster.devices,
             num_nodes=run.cluster.num_nodes,
             strategy=strategy,
-            precision=None if precision_plugin else precision,
+            precision=precision,
             plugins=plugins,
             callbacks=callbacks,
             logger=loggers,
-            deterministic=not is_gpu if options["deterministic"] == "auto" else options["deterministic"],
+            deterministic=deterministic,
             default_root_dir=str(run.folder.path),
             enable_checkpointing=_has(callbacks, Checkpoint),
             enable_progress_bar=_has(callbacks, ProgressBar),
             enable_model_summary=_has(callbacks, ModelSummary),
-            use_distributed_sampler=not is_placed and options.get("use_distributed_sampler", True),
             **arguments,
         )
     except (MisconfigurationException, ValueError, TypeError) as error:
@@ -96,7 +109,7 @@ def build_trainer(
 
 
 def _passed_on(run: Run) -> dict[str, Any]:
-    """Return the options that Lightning's Trainer takes as they are, and the two that the run decides."""
+    """Return the options that Lightning's Trainer takes as they are, and two of the run's."""
     names = inspect.signature(pl.Trainer).parameters.keys() - set(DERIVED)
     arguments = {key: value for key, value in run.trainer_config.items() if key in names}
     arguments["accumulate_grad_batches"] = run.batch.accumulate
@@ -109,7 +122,10 @@ def _has(callbacks: list[Any], kind: type) -> bool:
 
 
 def _precision(name: str, able: Capabilities, *, is_gpu: bool) -> Any:
-    """Return Lightning's name of a precision; auto is bf16 where the GPU has it, else fp16, and fp32 on a CPU."""
+    """Return Lightning's name of a precision.
+
+    auto is bf16 where the GPU has it, else fp16, and fp32 on a CPU.
+    """
     if name != "auto":
         return PRECISIONS.get(name, name)
     if not is_gpu:
@@ -120,7 +136,7 @@ def _precision(name: str, able: Capabilities, *, is_gpu: bool) -> Any:
 
 
 def _profiler(run: Run) -> Any:
-    """Return a profiler that writes into the run folder; Lightning's default would only log its table."""
+    """Return a profiler that writes into the run folder; Lightning's would only log its table."""
     profiler = run.trainer_config.get("profiler")
     output = {"dirpath": run.folder.path, "filename": "profile"}
     if not profiler:
@@ -133,7 +149,7 @@ def _profiler(run: Run) -> Any:
 
 
 def _limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
-    """Return limits of an epoch in whole optimizer steps, and the interval of validations in micro-batches."""
+    """Return an epoch's limits in whole steps, and the validations' interval in micro-batches."""
     limits: dict[str, Any] = {"val_check_interval": 1.0}
     if not data.num_val:
         limits["limit_val_batches"] = 0.0
@@ -148,7 +164,9 @@ def _limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
     if not isinstance(batches_of_epoch, int):
         batches_of_epoch = int(batches_of_epoch * batches)
     limits["limit_train_batches"] = limit
-    limits["val_check_interval"] = validation_interval(options["val_check_interval"], batches_of_epoch, accumulate)
+    limits["val_check_interval"] = validation_interval(
+        options["val_check_interval"], batches_of_epoch, accumulate
+    )
     return limits
 
 
@@ -165,26 +183,30 @@ def whole_steps(limit: float, batches: int, accumulate: int) -> float:
         return limit
     if allowed < accumulate:
         raise UserError(
-            f"trainer.limit_train_batches={limit} leaves {allowed} micro-batches and a step takes {accumulate}: "
-            f"give at least {accumulate}."
+            f"trainer.limit_train_batches={limit} leaves {allowed} micro-batches and a step takes "
+            f"{accumulate}: give at least {accumulate}."
         )
     return allowed - allowed % accumulate
 
 
 def validation_interval(interval: float, batches: int, accumulate: int) -> float:
-    """Return trainer.val_check_interval as Lightning counts it: in micro-batches (int); 1.0 for an epoch's end only.
+    """Return trainer.val_check_interval as Lightning counts it: in micro-batches (int).
+
+    It is 1.0 for an epoch's end only.
 
     Args:
         interval: a share of an epoch (float), or optimizer steps (int).
         batches: micro-batches of an epoch, whole steps.
+
     Raises:
         UserError: neither, or more steps than an epoch has.
     """
     steps = batches // accumulate
     if not _is_interval(interval, steps):
         raise UserError(
-            f"trainer.val_check_interval={interval}: give a share of an epoch above 0 and up to 1.0, or a whole number "
-            f"of optimizer steps from 1 to {steps}, which is an epoch (trainer.check_val_every_n_epoch for more)."
+            f"trainer.val_check_interval={interval}: give a share of an epoch above 0 and up to "
+            f"1.0, or a whole number of optimizer steps from 1 to {steps}, which is an epoch "
+            "(trainer.check_val_every_n_epoch for more)."
         )
     if isinstance(interval, float):
         # A share is rounded up; 1e-9 keeps 0.1 × 30 at 3 steps in spite of floating point.

@@ -44,9 +44,7 @@ def load_weights(module: pl.LightningModule, facts: DataFacts, run: Run) -> None
         check_resumed(module, facts, run)
         return
 
-    loaded = start_from(
-        module, run.checkpoint, model_name(run.config), run.config["data"], facts
-    )
+    loaded = start_from(module, run.checkpoint, model_name(run.config), run.config["data"], facts)
     if run.cluster.is_rank_zero:
         log.info(loaded)
 

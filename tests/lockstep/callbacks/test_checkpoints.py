@@ -53,7 +53,7 @@ def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its
     )  # fmt: skip
     callback.on_fit_start(trainer, None)
     assert callback.best_path == here and told == [(here, "best")] and here.exists()
-    assert callback._finds_best(trainer) is is_best
+    assert callback._is_best(trainer) is is_best
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -64,7 +64,7 @@ def test_a_run_that_was_stopped_in_its_test_tests_the_best_when_it_goes_on(tmp_p
     again = Checkpoints(tmp_path)
     trainer.callbacks = [again]
     trainer.fit(Small(), trainer.train_dataloader, ckpt_path=last)
-    assert again.best_path == best and again.saved_step == -1, "no step"
+    assert again.best_path == best
 
 
 def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp_path, caplog):
@@ -80,12 +80,12 @@ def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp
 
 
 def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
-    callback, job = Checkpoints(tmp_path, asynchronous=True), Future()
-    job.set_exception(FileNotFoundError())
-    callback._writing = job, None, {}
+    callback = Checkpoints(tmp_path, asynchronous=True)
+    callback.writer.job = Future()
+    callback.writer.job.set_exception(FileNotFoundError())
     with pytest.raises(FileNotFoundError):
-        callback.finish_writing()
-    callback.finish_writing()
+        callback.finish_writing(None)
+    callback.finish_writing(None)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_an_epochs_last_waits_for_no_checkpoint_but_the_last(writes_beside, epoc
         """It is always writing."""
 
         def save(self, trainer, *kinds):
-            saved.append((self.ended[0], *kinds))
+            saved.append((self.ended.epoch, *kinds))
 
-        def finish_writing(self):
+        def finish_writing(self, trainer):
             pass
 
     saved = []
     callback = Busy(tmp_path, asynchronous=writes_beside)
-    callback._writing = Future(), None, {}
+    callback.writer.job = Future()
     fit(Small(), callback, max_epochs=3)
     assert [epoch for epoch, *kinds in saved if "last" in kinds] == epochs
 

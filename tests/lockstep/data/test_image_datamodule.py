@@ -91,7 +91,7 @@ class Recorder(LightningModule):
         loader = loops["fit_loop"]["state_dict"]["combined_loader"][0]
         phase = VALIDATION if loader["global_batches"] == loader["steps_per_epoch"] else TRAINING
         point = {"epoch": loader["epoch"], "batches_done": loader["global_batches"],
-                 "batches_per_epoch": loader["steps_per_epoch"], "phase": phase}  # fmt: skip
+                 "is_last": phase == VALIDATION, "phase": phase}  # fmt: skip
         loops["fit_loop"] = loop_state(loops["fit_loop"], point, self.trainer.accumulate_grad_batches)
 
     def configure_optimizers(self):

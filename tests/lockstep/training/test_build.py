@@ -1,9 +1,12 @@
 """Data, model and checkpoint against each other, before a run trains; torch.compile; loggers over a resume."""
 
 import shutil
+import warnings
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
 
 from local_ranks import run_ranks
 from lockstep.config.compose import chosen_options, compose, plain
@@ -13,9 +16,12 @@ from lockstep.ranks.meeting import join
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.runs.batch_size import resolve_batch
+from lockstep.runs.join import EXPECTED_WARNINGS
 from lockstep.runs.run import Run
 from lockstep.training.build import build_loggers, build_strategy
-from lockstep.training.build_data import check_same_data, of_this_version, prepared_data
+from lockstep.training.build_data import check_same_data, prepared_data
+from lockstep.training.task import Task
+from plain_task import Small, fit
 from runs import run_door, succeed
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
@@ -133,9 +139,32 @@ def test_the_weights_of_a_model_that_the_task_does_not_take_say_nothing_of_its_i
     assert len(data.settings.from_weights) == from_weights
 
 
-def test_options_of_an_older_version_are_dropped_and_named(caplog):
-    caplog.set_level("INFO", logger="lockstep")
-    node = {"_target_": "data.digits.DigitsDataModule", "stratify": True, "verify": None, "fold": None, "num_val": 5}
-    assert of_this_version(node, "data").keys() == {"_target_", "num_val"}
-    [said] = caplog.messages
-    assert said.endswith(": data.stratify=True")
+class LogsPlainly(Small):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/plain", 0.5)
+
+
+class CountsExactly(Task):
+    def __init__(self):
+        super().__init__(net=torch.nn.Linear(2, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.count(exact=torch.ones(2))
+
+    configure_optimizers = Small.configure_optimizers
+
+
+@pytest.mark.parametrize(("module_class", "has_advice"), [(LogsPlainly, True), (CountsExactly, False)])
+def test_only_a_task_logs_without_the_advice_to_synchronise(module_class, has_advice, recwarn):
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        fit(module_class(), val_loader=DataLoader(torch.ones(1, 2)))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert any("sync_dist" in str(warning.message) for warning in recwarn) == has_advice

@@ -1,5 +1,6 @@
 """The module of a run, its weights, and what each rank does first."""
 
+import csv
 import os
 import random
 import re
@@ -33,6 +34,7 @@ from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
+from runs import succeed
 
 
 def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
@@ -214,3 +216,18 @@ def test_a_rank_takes_the_threads_that_are_its_own(stated, environ, threads, mon
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("lockstep.process.environment.available_cores", lambda: 12)
     assert threads_of({"num_threads": stated}) == threads
+
+
+def test_a_schedule_of_plateaus_goes_by_the_tasks_metric_over_a_resume(tmp_path):
+    """val/acc does not improve at optimizer.lr=1e-30: the rate halves after each second epoch."""
+    schedule = ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"]
+    schedule += ["+scheduler.patience=1", "+scheduler.factor=0.5", "optimizer.lr=1e-30"]
+    short = ["trainer.limit_train_batches=2", "trainer.log_every_n_steps=1", "seed=1"]
+    start = ["experiment=quickstart", "run_id=r", "trainer.max_epochs=2"]
+    succeed("train", *start, *schedule, *short, logs=tmp_path)
+    done = succeed("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
+    with done.folder.metrics.open() as file:
+        rates = [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
+    expected = [1.0] * 6 + [0.5] * 4
+    assert rates == pytest.approx([rate * 1e-30 for rate in expected])
+    assert torch.load(next(done.folder.checkpoints.glob("last*.ckpt")))["lr_schedulers"][0]["mode"] == "max"

@@ -1,0 +1,55 @@
+"""Lightning's EarlyStopping with the direction of its metric, and what it says of the run."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+
+from lockstep.checkpoints.resume_point import is_ended_by_callback
+from lockstep.process.errors import UserError
+
+# The last part of a metric's name, where smaller is better. Other metrics are scores.
+SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "ece", "perplexity")
+
+
+class EarlyStopping(callbacks.EarlyStopping):
+    """Stop when a metric no longer improves.
+
+    Args:
+        mode: min, max, or auto: as the best checkpoint if it goes by the same metric, else min for
+            losses and errors and max for scores.
+        options: of Lightning's EarlyStopping.
+    """
+
+    def __init__(
+        self, monitor: str = "val/loss", mode: str = "auto", patience: int = 3, **options: Any
+    ) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise UserError(f"callbacks.early_stopping.mode={mode}: give auto, min or max.")
+        self.options = {"patience": patience, **options}
+        self.is_auto = mode == "auto"
+        direction = direction_of(monitor) if self.is_auto else mode
+        super().__init__(monitor, mode=direction, **self.options)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for part in trainer.callbacks:
+            is_of_best = hasattr(part, "best_path") and part.monitor == self.monitor
+            if self.is_auto and is_of_best and part.mode != self.mode:
+                super().__init__(self.monitor, mode=part.mode, **self.options)
+        super().setup(trainer, pl_module, stage)
+
+
+def direction_of(metric: str) -> str:
+    """Return min for losses and errors, max for scores: val/loss, val_rmse, val/acc."""
+    last_part = metric.replace("_", "/").rpartition("/")[2]
+    return "min" if last_part in SMALLER_IS_BETTER else "max"
+
+
+def reason_of_early_stop(trainer: pl.Trainer) -> str | None:
+    """Return why EarlyStopping, also Lightning's own, has ended this fit; None if it has not."""
+    if not is_ended_by_callback(trainer):
+        return None
+    for part in trainer.callbacks:
+        if isinstance(part, callbacks.EarlyStopping) and part.stopping_reason_message:
+            return part.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+    return None
