@@ -10,20 +10,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lockstep.config.locate import locate
 from lockstep.process.errors import UserError
 
 
 def resolve_target(target: Any, where: str) -> Any:
     """Return the class or function that a `_target_` names; a UserError names the key if there is none."""
-    from hydra.utils import get_object
-
-    try:
-        found = get_object(str(target))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}={target!r} cannot be found: {' '.join(str(error).split())}.") from None
-    if not callable(found):
+    located = locate(str(target), where)
+    if not callable(located):
         raise UserError(f"{where}={target!r} is neither a class nor a function.")
-    return found
+    return located
 
 
 def options_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:

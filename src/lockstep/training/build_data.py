@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.keys import names_images
+from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
 from lockstep.data import report
 from lockstep.process.errors import UserError
@@ -110,7 +111,8 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
     """Return a data module of Lightning's own kind, which has no rank to be placed on."""
     data = build({key: value for key, value in node.items() if not (key in OF_ALL and value is None)})
     if not isinstance(data, pl.LightningDataModule):
-        raise UserError(f"data._target_={node['_target_']} is not a LightningDataModule.")
+        problem = f"data._target_={node['_target_']} is not a LightningDataModule."
+        raise UserError(foreign_import(type(data)) or problem)
     return data
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
@@ -108,7 +109,9 @@ def check_target(target: str, facts: DataFacts) -> None:
 def check_module(module: Any, target: str) -> None:
     """Raise UserError if what task= has built is no LightningModule, or has layers without a shape."""
     if not isinstance(module, pl.LightningModule):
-        raise UserError(f"task._target_={target} is not a LightningModule.")
+        raise UserError(
+            foreign_import(type(module)) or f"task._target_={target} is not a LightningModule."
+        )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise UserError(
