@@ -69,8 +69,8 @@ def test_a_module_of_the_other_package_is_told_its_line(tmp_path):
     text = "import torch\nimport pytorch_lightning as pl\n\nclass Model(pl.LightningModule): pass\n"
     (tmp_path / "theirs.py").write_text(text)
     before = partial(import_the_other_package, tmp_path)
-    words = ("task._target_=theirs.Model", "data=digits", "trainer=cpu")
-    done = run_door("train", *words, *SHORT, logs=tmp_path, before=before)
+    overrides = ("task._target_=theirs.Model", "data=digits", "trainer=cpu")
+    done = run_door("train", *overrides, *SHORT, logs=tmp_path, before=before)
     assert done.code == 2
     last_line = done.output.strip().splitlines()[-1]
     assert "`import lightning.pytorch as pl`" in last_line

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.config import merge
 from lockstep.config.check import check
+from lockstep.config.class_source import has_method
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of, trainer_arguments
 from lockstep.config.suggestions import missing_option, unknown_key
 from lockstep.process.errors import UserError
@@ -97,12 +98,28 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     if stored and _keeps_experiment(line, stored):
         cfg, before = _compose_resumed(line, stored)
     else:
-        cfg, before = _compose(config_name, [*line.words, *line.without_fits], line.folders), []
+        words = [*line.words, *line.without_fits]
+        cfg, before = _compose(config_name, words, line.folders), []
+        if _brings_loaders(cfg, line):
+            cfg = _compose(config_name, [*words, "data=none"], line.folders)
 
     cfg.hydra.overrides.task = [*before, *line.recorded]
     if line.words or stored:
         _check(cfg, line)
     return cfg
+
+
+def _brings_loaders(cfg: Any, line: CommandLine) -> bool:
+    """Return whether nobody has chosen data, and the module of task= has its own loaders."""
+    if any(key_of(word).partition(".")[0] == "data" for word in line.words):
+        return False
+    recipe = line.choices.get("experiment")
+    for folder in line.folders:
+        yaml = folder / "experiment" / f"{recipe}.yaml"
+        is_about_data = re.compile(r"^(\s*- override /?data:|data:)", re.MULTILINE)
+        if yaml.is_file() and is_about_data.search(yaml.read_text()):
+            return False
+    return has_method(str(cfg.task.get("_target_")), "train_dataloader")
 
 
 def _keeps_experiment(line: CommandLine, stored: Config) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import MaxTime
@@ -47,7 +48,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
     The callback that writes run.json becomes `run.recorder`.
 
     Returns:
-        Trainer, LightningModule and data module.
+        Trainer, LightningModule and data module; None if the module has its own loaders.
     """
     is_training = checkpoint is None
     trained_on = None if checkpoint is None else facts_of(checkpoint)
@@ -65,6 +66,8 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
         has_checkpoint=bool(run.checkpoint),
         learning_rates=run.learning_rates,
     )
+    if data is None:
+        _check_loaders(module, run)
     compiled = is_training and is_compiled(module, data, run, strategy)
     if checkpoint is None:
         prepare_net(module, data, run, strategy, compiled)
@@ -83,6 +86,18 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
     loggers = build_loggers(run) if is_training else []
     trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
     return trainer, module, data
+
+
+def _check_loaders(module: Any, run: Run) -> None:
+    """Raise UserError if there is no data module, and the module has no loaders either."""
+    name = type(module).__name__
+    if not is_overridden("train_dataloader", module):
+        raise UserError(
+            f"data=none, and {name} has no train_dataloader. Pass data=NAME, or "
+            "data._target_=package.DataModule."
+        )
+    if run.cluster.is_rank_zero:
+        log.info(f"data=none: {name} has its own loaders.")
 
 
 def build_strategy(run: Run) -> Any:

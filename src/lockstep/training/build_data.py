@@ -38,6 +38,8 @@ RETIRED = (  # options of older versions
 def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     """Return the data module of one rank: Lockstep's, prepared and placed, or any of Lightning's.
 
+    With data=none there is no data module.
+
     Args:
         trained_on: for an evaluation, the checkpoint's facts about its training data.
 
@@ -47,6 +49,8 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     """
     config = run.config
     cluster = run.cluster
+    if run.choices.get("data") == "none":
+        return None
     options = {**config["data"], "global_batch_size": run.batch.global_size}
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "place"):
         return build_plain_data(config["data"])
