@@ -3,10 +3,9 @@
 import lightning as L
 import torch
 import torch.nn.functional as F
+from projects.images import labelled_images
 from torch import nn
 from torch.utils.data import DataLoader, random_split
-
-from projects.images import labelled_images
 
 
 class Autoencoder(L.LightningModule):
@@ -29,10 +28,10 @@ class Autoencoder(L.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self._loss(batch), on_epoch=True)
+        self.log("val_loss", self._loss(batch), on_epoch=True, sync_dist=True)
 
     def test_step(self, batch, batch_idx):
-        self.log("test_loss", self._loss(batch), on_epoch=True)
+        self.log("test_loss", self._loss(batch), on_epoch=True, sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)

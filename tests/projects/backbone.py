@@ -4,10 +4,9 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BaseFinetuning
+from projects.images import CLASSES, labelled_images
 from torch import nn
 from torch.utils.data import DataLoader
-
-from projects.images import CLASSES, labelled_images
 
 
 class Unfreeze(BaseFinetuning):

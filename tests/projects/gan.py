@@ -3,10 +3,9 @@
 import lightning as L
 import torch
 import torch.nn.functional as F
+from projects.images import labelled_images
 from torch import nn
 from torch.utils.data import DataLoader
-
-from projects.images import labelled_images
 
 
 class GAN(L.LightningModule):
@@ -53,7 +52,8 @@ class GAN(L.LightningModule):
         images = self(z).view(-1, 1, 8, 8)
         for logger in self.loggers:
             logger.experiment.add_images("generated_images", images, self.current_epoch)
-            logger.experiment.add_image("first", images[0], self.current_epoch)
+            logger.experiment.add_scalar("mean_pixel", images.mean(), self.current_epoch)
+            logger.experiment.log_image("first", images[0])
 
     def configure_optimizers(self):
         lr = self.hparams.lr

@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule
+from projects.images import CLASSES, labelled_images
 from torch import nn
 from torch.utils.data import DataLoader, random_split
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification.accuracy import Accuracy
-
-from projects.images import CLASSES, labelled_images
 
 
 class SimpleDenseNet(nn.Module):

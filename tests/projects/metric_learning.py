@@ -2,12 +2,11 @@
 
 import lightning.pytorch as pl
 import torch
+from projects.images import CLASSES, labelled_images
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-
-from projects.images import CLASSES, labelled_images
 
 
 class MetricLearner(pl.LightningModule):

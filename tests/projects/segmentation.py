@@ -3,10 +3,9 @@
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from projects.images import labelled_images
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-from projects.images import labelled_images
 
 
 class Scenes(Dataset):

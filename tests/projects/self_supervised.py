@@ -5,10 +5,9 @@ import copy
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from projects.images import labelled_images
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-from projects.images import labelled_images
 
 
 class TwoViews(Dataset):

@@ -3,11 +3,10 @@
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from projects.images import labelled_images
 from pytorch_lightning.utilities import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
-
-from projects.images import labelled_images
 
 
 class VAE(pl.LightningModule):

@@ -98,10 +98,11 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     if stored and _keeps_experiment(line, stored):
         cfg, before = _compose_resumed(line, stored)
     else:
-        words = [*line.words, *line.without_fits]
-        cfg, before = _compose(config_name, words, line.folders), []
+        before = []
+        overrides_of_run = [*line.words, *line.without_fits]
+        cfg = _compose(config_name, overrides_of_run, line.folders)
         if _brings_loaders(cfg, line):
-            cfg = _compose(config_name, [*words, "data=none"], line.folders)
+            cfg = _compose(config_name, [*overrides_of_run, "data=none"], line.folders)
 
     cfg.hydra.overrides.task = [*before, *line.recorded]
     if line.words or stored:

@@ -16,7 +16,9 @@ def mlflow(run_id: str, experiment_name: str, tracking_uri: str, **options: Any)
 
         client = MlflowClient(tracking_uri)
         if experiment := client.get_experiment_by_name(experiment_name):
-            runs = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{run_id}'")
+            runs = client.search_runs(
+                [experiment.experiment_id], f"attributes.run_name = '{run_id}'"
+            )
             known = runs[0].info.run_id if runs else None
     return MLFlowLogger(experiment_name, run_id, tracking_uri, run_id=known, **options)
 
@@ -40,6 +42,11 @@ class Trackio(Logger):
         self.run: Any = None
         if rank_zero_only.rank == 0:
             self.run = self.open()
+
+    @property
+    def experiment(self) -> Any:
+        """The run of trackio; None on other ranks, and after the training."""
+        return self.run
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the run folder holds config.yaml."""

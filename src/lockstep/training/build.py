@@ -17,6 +17,7 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.config.instantiate import build as build_node
+from lockstep.loggers.experiment import skip_other_methods
 from lockstep.process.errors import UserError
 from lockstep.records.config import model_name, seconds_of
 from lockstep.runs.join import device_of
@@ -182,9 +183,11 @@ def build_loggers(run: Run) -> list[Any]:
         if not node:
             continue
         try:
-            loggers.append(build_part(node, values, f"logger.{name}"))
+            logger = build_part(node, values, f"logger.{name}")
         except ModuleNotFoundError as error:
             raise UserError(f"logger {name}: {error}") from None
+        skip_other_methods(logger, name)
+        loggers.append(logger)
     return loggers[::-1]
 
 
