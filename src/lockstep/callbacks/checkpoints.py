@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +26,7 @@ from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
+from lockstep.ranks.collectives import gather_objects
 from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Checkpoints(pl.Callback):
         self.loaded: dict[str, Any] | None = None  # Lockstep's part of the checkpoint that fit resumes
         self.loader_state = LoaderState()
         self.saved_step, self.validated_step, self.is_checked = -1, -1, False
+        self.is_unsynchronised = False  # ranks had values of their own
         self.ended: tuple[int, list[str], dict[str, Any]] | None = None  # epoch, what to save of its end, its metrics
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._patient: Any = None  # a group whose ranks wait for a long write
@@ -171,12 +174,35 @@ class Checkpoints(pl.Callback):
             if len(trainer.num_sanity_val_batches) < 2:  # Lightning has no metrics of several loaders there
                 self._warn_without_best(trainer)
             return False
-        value = trainer.strategy.broadcast(float(metrics.get(self.monitor, "nan")), src=0)  # ranks may log their own
+        value = self._mean_over_ranks(trainer)
         is_better = best is None or (value > best if self.mode == "max" else value < best)
         if not is_better or value != value:
             return False
         self.best_value = value
         return True
+
+    def _mean_over_ranks(self, trainer: pl.Trainer) -> float:
+        """Return the monitored metric: where ranks have logged their own, its mean; nan without one.
+
+        A collective.
+        """
+        value = trainer.callback_metrics.get(self.monitor)
+        of_ranks = gather_objects(None if value is None else float(value))
+        values = [value for value in of_ranks if value is not None]
+        if not values:
+            return math.nan
+        if len(set(values)) == 1:
+            return values[0]
+
+        mean = sum(values) / len(values)
+        if trainer.is_global_zero and not self.is_unsynchronised:
+            log.warning(
+                f"{self.monitor} was logged without sync_dist=True, and each rank has its own value "
+                f"({min(values):.4g} to {max(values):.4g}): the mean over the ranks chooses the "
+                "best checkpoint."
+            )
+        self.is_unsynchronised = True
+        return mean
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
@@ -219,6 +245,8 @@ class Checkpoints(pl.Callback):
         epoch, _, found = self.ended or (trainer.current_epoch, (), trainer.callback_metrics)
         found = found if "best" in paths and trainer.enable_validation else {}
         metric = {name: float(value) for name, value in found.items() if name == self.monitor or name.startswith("val")}
+        if self.monitor in metric and self.is_unsynchronised:
+            metric[self.monitor] = self.best_value
         sidecar = Sidecar(trainer.global_step, epoch=epoch, metric=metric)
 
         def begin(checkpoint: Checkpoint, _path: Path) -> None:

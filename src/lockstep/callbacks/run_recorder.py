@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.checkpoints.files import Sidecar, read_sidecar
 from lockstep.checkpoints.resume_point import phase_of
@@ -103,7 +104,11 @@ class RunRecorder(pl.Callback):
         self.monitor = record.monitor
         self.fit_before_s = record.fit_seconds or 0.0
         self.fit_started_at = time.monotonic()
-        self.write(trainer, phase="start")
+        fields: dict[str, object] = {"phase": "start"}
+        if is_overridden("configure_model", pl_module):
+            # Its layers were made after the run was described.
+            fields |= parameter_counts(pl_module)
+        self.write(trainer, **fields)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the first record of this start; one of an earlier start goes on."""
@@ -228,6 +233,16 @@ class RunRecorder(pl.Callback):
         if trainer.is_global_zero and self.owns_run and self.path.exists():
             # What the upload has sent at the end is known only now.
             self.write(trainer)
+
+
+def parameter_counts(module: Any) -> dict[str, int]:
+    """Return the fields of the record that count the parameters of a module's net."""
+    parameters = list(getattr(module, "net", module).parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_trained_parameters": sum(parameter.numel() for parameter in trained),
+    }
 
 
 def latest_metrics(trainer: pl.Trainer) -> dict[str, float | str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
 from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import Run, split_stage
+from lockstep.logbook.folders import Run
 from lockstep.logbook.render import (
     aligned,
     dollars,
@@ -19,6 +19,7 @@ from lockstep.logbook.render import (
     render,
 )
 from lockstep.process.files import write_atomically
+from lockstep.process.output import split_stage
 
 # The name of a row, and a cell for each run.
 Row = tuple[str, list[str]]

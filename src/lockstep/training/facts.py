@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lockstep.callbacks.run_recorder import parameter_counts
 from lockstep.config.instantiate import options_of
 from lockstep.data.report import settings_of
 from lockstep.records.config import model_name
@@ -10,14 +11,12 @@ from lockstep.runs.run import Run
 
 def facts_of_module(run: Run, trainer: Any, module: Any) -> dict[str, Any]:
     """Return the model's name, the precision that `auto` came to, and the numbers of parameters."""
-    parameters = list(getattr(module, "net", module).parameters())
     constructor, _ = options_of(type(module))
     takes_model = "net" in constructor and "net" not in run.config["task"]
     return {
         "model": model_name(run.config) if takes_model else type(module).__name__,
         "precision": str(trainer.precision),
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "num_trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        **parameter_counts(module),
     }
 
 
