@@ -15,7 +15,7 @@ class Unfreeze(BaseFinetuning):
         self.epoch = epoch
 
     def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.backbone)
+        self.freeze(pl_module.backbone, train_bn=False)
 
     def finetune_function(self, pl_module, epoch, optimizer):
         if epoch == self.epoch:

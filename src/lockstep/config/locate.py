@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.machinery
-import inspect
 import logging
 import sys
 import sysconfig
@@ -79,8 +78,9 @@ def foreign_import(cls: type) -> str | None:
 
     place = ""
     for base in cls.__mro__[: bases.index("pytorch_lightning")]:
-        file = inspect.getsourcefile(base)
-        for number, line in enumerate(Path(str(file)).read_text().splitlines(), 1):
+        file = getattr(sys.modules.get(base.__module__), "__file__", None)
+        lines = Path(file).read_text().splitlines() if file else []
+        for number, line in enumerate(lines, 1):
             if "pytorch_lightning" in line and "import" in line:
                 place = f" in {file}, line {number}"
     return (

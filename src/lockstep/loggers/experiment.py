@@ -4,6 +4,7 @@ Projects call `self.logger.experiment.add_image(…)`, or do so in a loop over `
 methods are those of the one tracker that the project was written for, and a run has others too.
 """
 
+import contextlib
 import functools
 import logging
 import re
@@ -62,5 +63,7 @@ def _tolerant_experiment(experiment: Any, name: str) -> Any:
     # Such a class answers to any method itself, as Lightning's of other ranks does.
     if not hasattr(cls, "__getattr__"):
         attributes = {"skips_for": name, "__module__": cls.__module__}
-        experiment.__class__ = type(cls.__name__, (cls, Skipping), attributes)
+        # A class written in C stays as it is.
+        with contextlib.suppress(TypeError):
+            experiment.__class__ = type(cls.__name__, (cls, Skipping), attributes)
     return experiment
