@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,7 @@ class SameModules(MetaPathFinder, Loader):
 
 
 def _log_once() -> None:
-    from lightning.pytorch.utilities import rank_zero_only
-
-    if rank_zero_only.rank == 0:
+    if environment().get("RANK", "0") == "0":
         log.info(
             "`import pytorch_lightning` gives lightning.pytorch here, whose classes are the same."
         )

@@ -43,7 +43,7 @@ class MetricsCsv(Logger):
 
     @property
     def experiment(self) -> "Scalars":
-        """What a module writes to beside `self.log`, as Lightning's loggers have it."""
+        """Return the object to which a module gives scalars itself, without `self.log`."""
         return Scalars(self)
 
     @rank_zero_only

@@ -45,7 +45,7 @@ class Trackio(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The run of trackio; None on other ranks, and after the training."""
+        """Return the run of trackio; None on other ranks, and after the training."""
         return self.run
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
