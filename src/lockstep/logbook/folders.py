@@ -115,14 +115,14 @@ class Run:
         )
 
     @property
-    def training_results(self) -> dict[str, float]:
+    def training_results(self) -> dict[str, Any]:
         """The last training metrics of a run that has validated nothing.
 
         They are those of the record, or of metrics.csv if it ended before the record had any.
         """
         if any(validated for _, validated, _ in self.results):
             return {}
-        metrics = self.record.metrics
+        metrics: dict[str, Any] = dict(self.record.metrics)
         if not metrics:
             last = {name: float(values[-1]) for name, (_, values) in self.metrics.items()}
             metrics = {name: value for name, value in last.items() if not NO_METRIC.match(name)}

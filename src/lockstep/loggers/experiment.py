@@ -29,9 +29,9 @@ class Skipping:
         return functools.partial(_skip, self.skips_for, name)
 
 
+@rank_zero_only
 def _skip(logger: str, method: str, *_args: Any, **_kwargs: Any) -> None:
-    if rank_zero_only.rank == 0:
-        _log_once(logger, method)
+    _log_once(logger, method)
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def skip_other_methods(logger: Any, name: str) -> None:
     cls = type(logger)
 
     def experiment(self: Any) -> Any:
-        inner = super(tolerant, self).experiment if hasattr(cls, "experiment") else None
+        inner = cls.experiment.__get__(self, cls) if hasattr(cls, "experiment") else None
         return _tolerant_experiment(inner, name)
 
     tolerant = type(cls.__name__, (cls,), {"experiment": property(experiment)})
