@@ -85,7 +85,9 @@ def main(argv: list[str]) -> int:
 def check_testable(module: Any, data: Any) -> None:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
+    # Without a data module the module has its own loaders.
+    loaders = data or module
+    if not is_overridden("test_step", module) or not is_overridden("test_dataloader", loaders):
         raise UserError(
             "There is nothing to test: the task has no test_step, or the data no test_dataloader."
         )

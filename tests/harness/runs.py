@@ -186,9 +186,13 @@ SMALL = {"data": "digits", "model": "small_cnn"}  # where a test says neither: t
 
 
 def small(door: str, argv: tuple[str, ...]) -> list[str]:
-    """The words of a training with SMALL for what they leave open; an experiment or a run leaves nothing open."""
+    """The words of a training with SMALL for what they leave open.
+
+    An experiment, a run and a project of tests/projects leave nothing open.
+    """
     named = {word.partition("=")[0] for word in argv}
-    if door not in ("train", "find_batch_size") or named & {"experiment", "resume"}:
+    is_project = any(word.startswith("task._target_=projects.") for word in argv)
+    if door not in ("train", "find_batch_size") or named & {"experiment", "resume"} or is_project:
         return list(argv)
     return [*(f"{group}={option}" for group, option in SMALL.items() if group not in named), *argv]
 

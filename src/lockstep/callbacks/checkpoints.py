@@ -25,6 +25,7 @@ from lockstep.checkpoints.loader_state import LoaderState
 from lockstep.checkpoints.writer import CheckpointWriter, Paths
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
+from lockstep.ranks.collectives import gather_objects
 from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class Checkpoints(pl.Callback):
         self.saved_step = -1
         self.validated_step = -1
         self.ended: EndedEpoch | None = None
+        # Whether ranks have logged values of their own
+        self.is_unsynchronised = False
         self.loader_state = LoaderState()
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write
@@ -239,9 +242,7 @@ class Checkpoints(pl.Callback):
     def _is_best(self, trainer: pl.Trainer) -> bool:
         """Return whether the metric of the validation is the best so far, and keep it."""
         self._check_monitor(trainer)
-        # Ranks may log values of their own.
-        local_value = float(trainer.callback_metrics.get(self.monitor, math.nan))
-        value = trainer.strategy.broadcast(local_value, src=0)
+        value = self._mean_over_ranks(trainer)
         if math.isnan(value):
             return False
         if self.best_value is not None:
@@ -250,6 +251,29 @@ class Checkpoints(pl.Callback):
                 return False
         self.best_value = value
         return True
+
+    def _mean_over_ranks(self, trainer: pl.Trainer) -> float:
+        """Return the monitored metric: where ranks have logged their own, its mean; nan without one.
+
+        A collective.
+        """
+        value = trainer.callback_metrics.get(self.monitor)
+        of_ranks = gather_objects(None if value is None else float(value))
+        values = [value for value in of_ranks if value is not None]
+        if not values:
+            return math.nan
+        if len(set(values)) == 1:
+            return values[0]
+
+        mean = sum(values) / len(values)
+        if trainer.is_global_zero and not self.is_unsynchronised:
+            log.warning(
+                f"{self.monitor} was logged without sync_dist=True, and each rank has its own value "
+                f"({min(values):.4g} to {max(values):.4g}): the mean over the ranks chooses the "
+                "best checkpoint."
+            )
+        self.is_unsynchronised = True
+        return mean
 
     # What a checkpoint holds
 
@@ -270,7 +294,7 @@ class Checkpoints(pl.Callback):
         state = self.loader_state.state_dict(point, before_validation=before_validation)
         checkpoint["lockstep"] = {**self.contents, "point": point, **state}
         left_out = keep_plain_hyperparameters(checkpoint)
-        if left_out and not self.is_checked and trainer.is_global_zero:
+        if left_out and not self.writer.is_checked and trainer.is_global_zero:
             arguments = ", ".join(f"{name}=…" for name in left_out)
             log.info(
                 f"The hyperparameters {', '.join(left_out)} are objects, which checkpoints omit. "
@@ -335,6 +359,8 @@ class Checkpoints(pl.Callback):
             for name, value in logged.items():
                 if name == self.monitor or name.startswith("val"):
                     metric[name] = float(value)
+        if self.monitor in metric and self.is_unsynchronised:
+            metric[self.monitor] = self.best_value
         return Sidecar(trainer.global_step, epoch=epoch, metric=metric)
 
     def finish_writing(self, trainer: pl.Trainer) -> None:

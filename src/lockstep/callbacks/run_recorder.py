@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.callbacks.early_stopping import reason_of_early_stop
 from lockstep.checkpoints.files import Sidecar, read_sidecar
@@ -109,8 +110,9 @@ class RunRecorder(pl.Callback):
         self.fit_before_s = record.fit_seconds or 0.0
         self.fit_started_at = time.monotonic()
         counts: dict[str, object] = {}
-        if not record.num_parameters:
-            # A plain script has no launch that counts them, and a module may make layers late.
+        is_made_late = is_overridden("configure_model", pl_module)
+        if is_made_late or not record.num_parameters:
+            # A plain script has no launch that counts them, and such a module makes layers late.
             counts |= parameter_counts(pl_module)
         self.write(trainer, phase="start", **counts)
 
@@ -261,8 +263,8 @@ class RunRecorder(pl.Callback):
             self.write(trainer)
 
 
-def parameter_counts(module: pl.LightningModule) -> dict[str, int]:
-    """Return the numbers of parameters of a module's net, or else of the module."""
+def parameter_counts(module: Any) -> dict[str, int]:
+    """Return the fields of the record that count the parameters of a module's net."""
     parameters = list(getattr(module, "net", module).parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
@@ -192,6 +193,9 @@ class TrainingLog(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         save_loggers(trainer)
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        log_hyperparameters(trainer, self.step)
+
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the results of a test at the step where training has ended."""
         values = metrics_of(trainer, "test")
@@ -232,6 +236,26 @@ def without_modules(values: Metrics, trainer: pl.Trainer) -> Metrics:
     """Return the values whose names the module does not send to the loggers itself."""
     of_module = trainer.logged_metrics
     return {name: value for name, value in values.items() if name not in of_module}
+
+
+def log_hyperparameters(trainer: pl.Trainer, step: int) -> None:
+    """Show what the module has saved by save_hyperparameters in TensorBoard's HPARAMS tab.
+
+    TensorBoard lists a run there beside a metric only: the best value of the monitored one.
+    """
+    metrics: Metrics = {}
+    for callback in trainer.callbacks:
+        value = getattr(callback, "best_value", None)
+        monitor = getattr(callback, "monitor", None)
+        if value is not None and monitor:
+            metrics[f"{monitor}_best"] = value
+    if not metrics:
+        losses = {name: value for name, value in trainer.callback_metrics.items() if "loss" in name}
+        metrics = {f"{name}_last": float(value) for name, value in losses.items()}
+
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger.hparams:
+            logger.log_hyperparams(logger.hparams, metrics, step)
 
 
 def latest_means(trainer: pl.Trainer) -> Metrics:

@@ -1,50 +1,93 @@
 """Read from the source what a class can do: the process that starts ranks imports no torch."""
 
 import ast
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2]
+# Their classes have every method of a module or a data module, as a default.
+LIBRARIES = ("lightning", "pytorch_lightning", "torch")
 
 
 def has_method(target: str, method: str) -> bool:
-    """Return whether a class below src/, or a base of it that lies there, defines a method.
+    """Return whether a class, or a base of it that no library brings, defines a method.
 
     Args:
-        target: dotted name of the class. The answer for a class of another package is False.
+        target: dotted name of the class. The answer is False if its file cannot be found.
     """
     module, _, name = target.rpartition(".")
-    file = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
-    if not module or not file.is_file():
+    file = _file_of(module)
+    if file is None:
         return False
 
     tree = ast.parse(file.read_text())
-    origins = imported_names(tree)
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    origins = imported_names(tree, package)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name in origins:
         return has_method(origins[name], method)
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            if any(getattr(part, "name", None) == method for part in node.body):
-                return True
-            bases = [_origin(ast.unparse(base), module, origins) for base in node.bases]
-            return any(has_method(base, method) for base in bases)
+    if name not in classes:
+        return False
+
+    methods = [getattr(node, "name", None) for node in classes[name].body]
+    if method in methods:
+        return True
+    for base in classes[name].bases:
+        first, _, rest = ast.unparse(base).partition(".")
+        origin = origins.get(first, f"{module}.{first}")
+        if has_method(f"{origin}.{rest}".rstrip("."), method):
+            return True
     return False
 
 
-def _origin(base: str, module: str, origins: dict[str, str]) -> str:
-    """Return the dotted name of a base, which is written as the file imports it."""
-    first, _, rest = base.partition(".")
-    return f"{origins.get(first, f'{module}.{first}')}.{rest}".rstrip(".")
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module, and import neither it nor its packages."""
+    if module.partition(".")[0] in LIBRARIES:
+        return None
+    for folder in (str(SOURCE), *sys.path):
+        file = _file_below(folder, module)
+        if file is not None:
+            return file
+    return None
 
 
-def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Return the dotted name that each imported name of a file stands for."""
+def _file_below(folder: str, module: str) -> Path | None:
+    folders = [folder]
+    spec = None
+    for name in module.split("."):
+        spec = PathFinder.find_spec(name, folders) if name else None
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or ())
+    if spec is None or not str(spec.origin).endswith(".py"):
+        return None
+    return Path(str(spec.origin))
+
+
+def imported_names(tree: ast.Module, package: str) -> dict[str, str]:
+    """Return the dotted name that each imported name of a file stands for.
+
+    Args:
+        package: of the file, from which relative imports start.
+    """
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
+            source = _source_of(node, package)
             for alias in node.names:
-                origins[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                origins[alias.asname or alias.name] = f"{source}.{alias.name}"
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.asname or alias.name.partition(".")[0]
                 origins[name] = alias.name if alias.asname else name
     return origins
+
+
+def _source_of(node: ast.ImportFrom, package: str) -> str:
+    """Return the absolute name of the module from which a statement imports."""
+    if not node.level:
+        return str(node.module)
+    parents = package.split(".")
+    base = parents[: len(parents) + 1 - node.level]
+    return ".".join([*base, *([node.module] if node.module else [])])

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.config import merge
 from lockstep.config.check import check
+from lockstep.config.class_source import has_method
 from lockstep.config.hydra_versions import register_resolver, version_base
 from lockstep.config.overrides import (
     SEARCH_PATH,
@@ -61,13 +62,29 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
         cfg = _compose_resumed(line, stored)
         overrides_before = merge.overrides_of(stored, line.overrides, line.choices)
     else:
-        cfg = _compose(config_name, [*line.overrides, *line.without_fits], line.folders)
         overrides_before = []
+        overrides_of_run = [*line.overrides, *line.without_fits]
+        cfg = _compose(config_name, overrides_of_run, line.folders)
+        if _brings_loaders(cfg, line):
+            cfg = _compose(config_name, [*overrides_of_run, "data=none"], line.folders)
 
     cfg.hydra.overrides.task = [*overrides_before, *line.recorded]
     if line.overrides or stored:
         _check(cfg, line)
     return cfg
+
+
+def _brings_loaders(cfg: Any, line: CommandLine) -> bool:
+    """Return whether nobody has chosen data, and the module of task= has its own loaders."""
+    if any(key_of(word).partition(".")[0] == "data" for word in line.overrides):
+        return False
+    recipe = line.choices.get("experiment")
+    for folder in line.folders:
+        yaml = folder / "experiment" / f"{recipe}.yaml"
+        is_about_data = re.compile(r"^(\s*- override /?data:|data:)", re.MULTILINE)
+        if yaml.is_file() and is_about_data.search(yaml.read_text()):
+            return False
+    return has_method(str(cfg.task.get("_target_")), "train_dataloader")
 
 
 def _keeps_experiment(line: CommandLine, stored: Config) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.config.hydra_versions import instantiate
+from lockstep.config.locate import locate
 from lockstep.process.errors import UserError
 
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -22,21 +23,11 @@ TUPLE = re.compile(r"(<class '|typing\.|Optional\[|Union\[)*[Tt]uple\b")
 
 
 def resolve_target(target: Any, where: str) -> Any:
-    """Return the class or function that a `_target_` names.
-
-    Args:
-        where: the key for the UserError if there is none.
-    """
-    from hydra.utils import get_object
-
-    try:
-        resolved = get_object(str(target))
-    except (ImportError, AttributeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where}={target!r} cannot be found: {reason}.") from None
-    if not callable(resolved):
+    """Return the class or function that a `_target_` names; a UserError names the key if there is none."""
+    located = locate(str(target), where)
+    if not callable(located):
         raise UserError(f"{where}={target!r} is neither a class nor a function.")
-    return resolved
+    return located
 
 
 def options_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:

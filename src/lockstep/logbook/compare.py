@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
 from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import NOTE, Run, heading_of, note_of, split_stage, text_of
+from lockstep.logbook.folders import NOTE, Run, heading_of, note_of, text_of
 from lockstep.logbook.render import (
     aligned,
     dollars,
@@ -21,6 +21,7 @@ from lockstep.logbook.render import (
     render,
 )
 from lockstep.process.files import write_atomically
+from lockstep.process.output import split_stage
 
 SHA256_DIGITS = 16
 # The name of a row, and a cell for each run.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.logbook.folders import Curve, Run
+from lockstep.process.output import split_stage
 
 STYLE = Path(__file__).parent / "static" / "figures.mplstyle"
 MAX_POINTS = 120  # of a line
@@ -35,8 +36,9 @@ class Panel(NamedTuple):
 def run_panels(run: Run) -> list[Panel]:
     """Return loss, monitored metric, learning rate and use of the devices."""
     accuracies = dict.fromkeys((run.record.monitor, "val/acc", "train/acc"))
+    losses = dict.fromkeys(("train/loss", "val/loss", *filter(_is_loss, run.metrics)))
     names_of_panel = {
-        "Loss": ["train/loss", "val/loss", "val_loss"],
+        "Loss": list(losses),
         "Validation": [name for name in accuracies if "loss" not in name],
         "Learning rate": [name for name in run.metrics if _is_learning_rate(name)],
         "Utilisation in %": ["hardware/gpu_percent", "hardware/cpu_percent"],
@@ -46,6 +48,10 @@ def run_panels(run: Run) -> list[Panel]:
         lines = {name: run.metrics[name] for name in names if name in run.metrics}
         panels.append(Panel(title, "step", lines))
     return panels
+
+
+def _is_loss(name: str) -> bool:
+    return name.endswith("loss") and split_stage(name)[0] != "test"
 
 
 def _is_learning_rate(name: str) -> bool:

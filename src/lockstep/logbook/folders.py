@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.process.errors import UserError
+from lockstep.process.output import split_stage
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import flatten
 from lockstep.records.folder import no_such_run, read_config, run_folders
 from lockstep.records.record import RunRecord, read_record, status_of
 
 STAGES = ("val", "test")
+# Columns of metrics.csv that no training step has computed.
+NO_METRIC = re.compile("(epoch|time_s|lr|images_per_s)$|hardware/|lr-")
 # An error lists at most this many runs.
 SHOWN_RUNS = 5
 # Steps and values of a metric.
@@ -80,7 +83,7 @@ class Run:
     @property
     def test_value(self) -> Any:
         """The monitored metric in the test."""
-        monitor = re.sub("^val[/_]", "", self.record.monitor)
+        monitor = split_stage(self.record.monitor)[1]
         for metric, _, test_name in self.results:
             if metric == monitor:
                 return self.record.metrics.get(test_name)
@@ -93,10 +96,11 @@ class Run:
         The monitored one stands first, then accuracy and loss.
         """
         monitor = self.record.monitor
+        best = self.record.summary.get("best", {})
         names: dict[str, dict[str, str]] = {}
-        for name in [*self.record.summary.get("best", {}), *self.record.metrics]:
+        for name in [*best, *self.record.metrics]:
             stage, metric = split_stage(name)
-            if name == monitor and stage not in STAGES:
+            if name == monitor and stage not in STAGES and name in best:
                 stage = "val"
                 metric = name
             if stage in STAGES and _is_result(metric):
@@ -107,6 +111,24 @@ class Run:
             rows,
             key=lambda row: (monitor not in row, row[0] != "acc", row[0] != "loss", row[0]),
         )
+
+    @property
+    def training_results(self) -> dict[str, Any]:
+        """The last training metrics of a run that has validated nothing.
+
+        They are those of the record, or of metrics.csv if it ended before the record had any.
+        """
+        if any(validated for _, validated, _ in self.results):
+            return {}
+        metrics: dict[str, Any] = dict(self.record.metrics)
+        if not metrics:
+            last = {name: float(values[-1]) for name, (_, values) in self.metrics.items()}
+            metrics = {name: value for name, value in last.items() if not NO_METRIC.match(name)}
+        return {
+            name: value
+            for name, value in sorted(metrics.items())
+            if split_stage(name)[0] not in STAGES and not name.endswith("_best")
+        }
 
     @property
     def status(self) -> str:
@@ -200,14 +222,6 @@ def _number(cell: str) -> float:
         return float(cell)
     except ValueError:
         return np.nan
-
-
-def split_stage(name: str) -> tuple[str, str]:
-    """Return the stage and the metric of `val/acc` or `val_acc`; no stage if the name has none."""
-    match = re.match("(train|val|test)[/_]", name)
-    if not match:
-        return "", name
-    return match[1], name[match.end() :]
 
 
 def read_run(folder: Path) -> Run:

@@ -100,7 +100,7 @@ def metric(value: Any, name: str) -> str:
 
 
 def is_share(name: str) -> bool:
-    return re.sub("^(train|val|test)[/_]", "", name) in SHARES
+    return output.split_stage(name)[1] in SHARES
 
 
 def percent(share: float | None, digits: int = 2) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
 from lockstep.process.files import write_atomically
 
@@ -39,6 +40,11 @@ class MetricsCsv(Logger):
         self.path = Path(path)
         self.table: Table | None = None  # until the first value of this start
         self.has_training_log = False
+
+    @property
+    def experiment(self) -> "Scalars":
+        """Return the object to which a module gives scalars itself, without `self.log`."""
+        return Scalars(self)
 
     @rank_zero_only
     def begin_at(self, step: int, *, replaces_loss: bool = False) -> None:
@@ -130,6 +136,20 @@ class MetricsCsv(Logger):
 
     def finalize(self, status: str) -> None:
         self.sync()
+
+
+class Scalars:
+    """Take scalars that a module gives a logger itself, as TensorBoard's writer does."""
+
+    def __init__(self, logger: MetricsCsv) -> None:
+        self.logger = logger
+
+    def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
+        """Add the value to the row of the present step; before the first step there is none."""
+        if isinstance(scalar_value, Tensor):
+            scalar_value = scalar_value.item()
+        if self.logger.table is not None:
+            self.logger.log_metrics({tag: float(scalar_value)}, self.logger.table.step)
 
 
 class Table:

@@ -52,6 +52,11 @@ class Trackio(Logger):
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.run = self.open()
 
+    @property
+    def experiment(self) -> Any:
+        """Return the run of trackio; None on other ranks, and after the training."""
+        return self.run
+
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the run folder holds config.yaml."""
 

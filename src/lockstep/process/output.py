@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 from lockstep.process.project import REPOSITORY
@@ -16,6 +17,8 @@ PLAIN = "\033[0m"
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
+# The stage at the head of a metric's name, as projects write it.
+STAGE = re.compile("(train(?:ing)?|val(?:id(?:ation)?)?|test(?:ing)?)([/_])")
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -101,8 +104,28 @@ def as_read(name: str, value: float) -> str:
     return f"{value:.4g}"
 
 
-def tested_name(monitor: str) -> str:
-    """Return the test metric of a monitored one: test/mae of val/mae, test/acc of train/loss."""
-    if monitor.startswith("val"):
-        return monitor.replace("val", "test", 1)
+def split_stage(name: str) -> tuple[str, str]:
+    """Return the stage and the metric of `val/acc` or `validation_acc`; no stage if it has none.
+
+    The stage is train, val or test.
+    """
+    match = STAGE.match(name)
+    if not match:
+        return "", name
+    stage = next(stage for stage in ("train", "val", "test") if match[1].startswith(stage))
+    return stage, name[match.end() :]
+
+
+def tested_name(monitor: str, metrics: Iterable[str] = ()) -> str:
+    """Return the test metric that corresponds to a monitored one: test/mae for val/mae; test/acc for train/loss.
+
+    Args:
+        metrics: names that were logged; one of the same metric in the test comes first.
+    """
+    stage, metric = split_stage(monitor)
+    for name in metrics:
+        if split_stage(name) == ("test", metric):
+            return name
+    if stage == "val":
+        return STAGE.sub(lambda match: f"test{match[2]}", monitor, count=1)
     return "test/acc"

@@ -93,6 +93,8 @@ def _check_decay(decay: Any) -> None:
 
 def _check_training_on_cpu(config: Config) -> None:
     """Refuse the default recipe, which takes days without a GPU, unless it is meant."""
+    if config["choices"].get("data") == "none":
+        return
     if any(key_of(override) in CHOSEN for override in config["overrides"]):
         return
     raise UserError(

@@ -118,10 +118,14 @@ def _write_pages(config: Config, folder: RunFolder) -> list[Path]:
 
 
 def _shown_metrics(record: RunRecord) -> list[str]:
-    """Return the best monitored metric and the tested one, as the terminal shows them."""
-    shown = []
-    for name in (f"{record.monitor}_best", tested_name(record.monitor)):
-        value = record.metrics.get(name)
-        if isinstance(value, float):
-            shown.append(f"{name} {as_read(name, value)}")
-    return shown
+    """Return the best monitored metric and the tested one, as the terminal shows them.
+
+    Without either it is the monitored one, or the loss, as the training has left it.
+    """
+    metrics = record.metrics
+    names = [f"{record.monitor}_best", tested_name(record.monitor, metrics)]
+    names = [name for name in names if isinstance(metrics.get(name), float)]
+    if not names:
+        in_training = [name for name in (record.monitor, "train/loss") if name in metrics]
+        names = in_training[:1]
+    return [f"{name} {as_read(name, float(metrics[name]))}" for name in names]

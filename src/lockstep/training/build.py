@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import MaxTime
@@ -16,6 +17,7 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.config.instantiate import build as build_node
+from lockstep.loggers.experiment import skip_other_methods
 from lockstep.process.errors import UserError
 from lockstep.records.config import model_name, seconds_of
 from lockstep.runs.join import device_of
@@ -49,7 +51,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
     The callback that writes run.json becomes `run.recorder`.
 
     Returns:
-        Trainer, LightningModule and data module.
+        Trainer, LightningModule and data module; None if the module has its own loaders.
     """
     is_training = checkpoint is None
     trained_on = None if checkpoint is None else facts_of(checkpoint)
@@ -68,6 +70,8 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
         has_checkpoint=bool(run.checkpoint),
         learning_rates=run.learning_rates,
     )
+    if data is None:
+        _check_loaders(module, run)
     compiled = is_training and is_compiled(module, data, run, strategy)
     if checkpoint is None:
         prepare_net(module, data, run, strategy, compiled)
@@ -86,6 +90,18 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
     loggers = build_loggers(run) if is_training else []
     trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
     return trainer, module, data
+
+
+def _check_loaders(module: Any, run: Run) -> None:
+    """Raise UserError if there is no data module, and the module has no loaders either."""
+    name = type(module).__name__
+    if not is_overridden("train_dataloader", module):
+        raise UserError(
+            f"data=none, and {name} has no train_dataloader. Pass data=NAME, or "
+            "data._target_=package.DataModule."
+        )
+    if run.cluster.is_rank_zero:
+        log.info(f"data=none: {name} has its own loaders.")
 
 
 def build_strategy(run: Run) -> Any:
@@ -179,9 +195,11 @@ def build_loggers(run: Run) -> list[Any]:
         if not node:
             continue
         try:
-            loggers.append(build_part(node, values, f"logger.{name}"))
+            logger = build_part(node, values, f"logger.{name}")
         except ModuleNotFoundError as error:
             raise UserError(f"logger {name}: {error}") from None
+        skip_other_methods(logger, name)
+        loggers.append(logger)
     return loggers[::-1]
 
 

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.keys import names_images
+from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
 from lockstep.data import report
 from lockstep.process.errors import UserError
@@ -41,6 +42,8 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
 
     It is Lockstep's, prepared and attached to the ranks, or any of Lightning's.
 
+    With data=none there is no data module.
+
     Args:
         trained_on: for an evaluation, the checkpoint's facts about its training data.
 
@@ -50,6 +53,8 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     """
     config = run.config
     cluster = run.cluster
+    if run.choices.get("data") == "none":
+        return None
     options = {**config["data"], "global_batch_size": run.batch.global_size}
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
         return build_plain_data(config["data"])
@@ -114,7 +119,8 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
     """Return a data module of Lightning's own kind, which does not know of ranks."""
     data = build(without_unset(node))
     if not isinstance(data, pl.LightningDataModule):
-        raise UserError(f"data._target_={node['_target_']} is not a LightningDataModule.")
+        problem = f"data._target_={node['_target_']} is not a LightningDataModule."
+        raise UserError(foreign_import(type(data)) or problem)
     return data
 
 

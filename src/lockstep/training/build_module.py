@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.config.instantiate import build, options_of, positional, resolve_target
+from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
@@ -158,7 +159,9 @@ def check_target(target: str, facts: DataFacts) -> None:
 def check_module(module: Any, target: str) -> None:
     """Raise UserError if task= is no LightningModule, or has layers without a shape."""
     if not isinstance(module, pl.LightningModule):
-        raise UserError(f"task._target_={target} is not a LightningModule.")
+        raise UserError(
+            foreign_import(type(module)) or f"task._target_={target} is not a LightningModule."
+        )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise UserError(

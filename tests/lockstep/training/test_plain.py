@@ -46,7 +46,7 @@ def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer
 def test_a_module_whose_hooks_make_layers_goes_on_and_is_evaluated(tmp_path):
     words = ["task._target_=plain_task.Late", "trainer=cpu", "trainer.accumulate_grad_batches=3"]
     done = succeed("train", *PLAIN, *words, "+data.rows=320", logs=tmp_path)
-    assert done.record["num_parameters"] == 4 * 16 + 16 + 16 + 1 and done.record["steps"] == 3 * 7
+    assert done.record["num_parameters"] == 4 * 16 + 16 + 16 + 1 + 4 * 4 + 4 and done.record["steps"] == 3 * 7
 
     again = succeed("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path).record
     assert again["steps"] == 5 * 7

@@ -1,0 +1,70 @@
+"""A module writes into the experiment of each logger."""
+
+import logging
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from torch.utils.tensorboard import SummaryWriter
+
+from lockstep.loggers.experiment import skip_other_methods
+from lockstep.loggers.metrics_csv import MetricsCsv, rows_of
+
+
+class Plain(Logger):
+    """A logger of the user's that has no experiment."""
+
+    name = "plain"
+    version = ""
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def loggers_of(folder):
+    csv = MetricsCsv(folder / "metrics.csv")
+    csv.begin_at(0)
+    csv.write_row({"epoch": 0}, 5)
+    loggers = {"csv": csv, "tensorboard": TensorBoardLogger(folder), "plain": Plain()}
+    for name, logger in loggers.items():
+        skip_other_methods(logger, name)
+    return loggers
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_method_that_a_logger_lacks_is_skipped_with_one_line(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    loggers = loggers_of(tmp_path)
+    for _ in range(2):
+        for logger in loggers.values():
+            logger.experiment.add_image("image", torch.zeros(3, 2, 2), 0)
+            logger.experiment.add_scalar("brightness", torch.tensor(0.5), 0)
+            logger.experiment.log_image(key="image", images=[])
+        loggers["csv"].experiment.add_figure("figure", None)
+    lines = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert sorted(lines) == [
+        "logger.csv has no add_figure",
+        "logger.csv has no add_image",
+        "logger.csv has no log_image",
+        "logger.plain has no add_image",
+        "logger.plain has no add_scalar",
+        "logger.plain has no log_image",
+        "logger.tensorboard has no log_image",
+    ]
+    loggers["csv"].save()
+    assert next(rows_of(tmp_path / "metrics.csv"))["brightness"] == "0.5"
+
+
+def test_loggers_and_experiments_stay_of_their_classes(tmp_path):
+    loggers = loggers_of(tmp_path)
+    assert isinstance(loggers["csv"], MetricsCsv)
+    assert isinstance(loggers["tensorboard"], TensorBoardLogger)
+    experiment = loggers["tensorboard"].experiment
+    assert isinstance(experiment, SummaryWriter)
+    assert experiment is loggers["tensorboard"].experiment
+    with pytest.raises(AttributeError, match="no attribute 'summary'"):
+        experiment.summary  # noqa: B018

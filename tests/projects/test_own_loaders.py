@@ -1,0 +1,74 @@
+"""A module that brings its own loaders needs no data module."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import class_source
+from lockstep.config.compose import chosen_options, compose
+from runs import run_door, succeed
+
+MODULE = "task._target_=projects.segmentation.SegModel"
+SHORT = ("task.monitor=valid_loss", "task.mode=min", "trainer=cpu", "run_id=r")
+
+
+def make_importable(folder):
+    sys.path.insert(0, str(folder))
+
+
+PROJECTS = partial(make_importable, Path(__file__).parents[1])
+
+
+def test_a_module_with_loaders_trains_resumes_and_is_evaluated(tmp_path):
+    first = succeed("train", MODULE, *SHORT, "trainer.max_epochs=1", logs=tmp_path, before=PROJECTS)
+    assert "SegModel has its own loaders" in first.output
+    assert (first.record["steps"], first.record["data"]) == (8, "its own loaders")
+
+    again = succeed("train", "resume=r", "trainer.max_epochs=2", logs=tmp_path, before=PROJECTS)
+    assert again.record["steps"] == 16
+    assert again.record["restarts"][0]["resumed_step"] == 8
+    tested = succeed("eval", "ckpt_path=r", logs=tmp_path, before=PROJECTS)
+    expected = again.record["metrics"]["test_loss"]
+    assert tested.record["metrics"]["test_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "option"),
+    [
+        ([MODULE], "none"),
+        ([MODULE, "data=digits"], "digits"),
+        ([MODULE, "data._target_=projects.vae.Images"], "Images"),
+        ([MODULE, "experiment=mnist"], "mnist"),
+        (["task._target_=projects.vae.VAE"], "cifar10"),
+        (["task=classifier"], "cifar10"),
+        (["data=none"], "none"),
+    ],
+)
+def test_data_that_was_chosen_stays(overrides, option):
+    assert chosen_options(compose("train", overrides))["data"] == option
+
+
+def test_a_module_without_loaders_is_told_so(tmp_path):
+    overrides = ("task._target_=projects.vae.VAE", "data=none", *SHORT)
+    done = run_door("train", *overrides, logs=tmp_path, before=PROJECTS)
+    assert done.code == 2
+    assert "VAE has no train_dataloader. Pass data=" in done.output.splitlines()[-1]
+
+
+def test_a_method_is_read_through_packages_without_an_import(tmp_path, monkeypatch):
+    files = {
+        "__init__.py": "from .nets.model import Model as Net\nraise RuntimeError",
+        "nets/__init__.py": "",
+        "nets/model.py": "from ..base import Base\nclass Model(Base): pass",
+        "base.py": "import lightning\nclass Base(lightning.LightningModule):\n  def extra(self): pass",
+    }
+    for name, text in files.items():
+        path = tmp_path / "theirs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert class_source.has_method("theirs.Net", "extra")
+    # LightningModule itself has it, which says nothing.
+    assert not class_source.has_method("theirs.Net", "train_dataloader")
