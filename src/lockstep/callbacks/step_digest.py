@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -94,9 +95,9 @@ class StepDigest(pl.Callback):
         strategy.process_dataloader = partial(self._process_loader, trainer, original)
         if self.replay:
             # The batches were recorded after these hooks.
-            for owner in filter(None, (pl_module, trainer.datamodule)):
-                owner.on_before_batch_transfer = lambda batch, _: batch
-                owner.on_after_batch_transfer = lambda batch, _: batch
+            owner = trainer.datamodule or pl_module
+            owner.on_before_batch_transfer = _same_batch
+            owner.on_after_batch_transfer = _same_batch
 
     def _process_loader(
         self, trainer: pl.Trainer, original: Callable[[Any], Any], loader: Any
@@ -297,7 +298,10 @@ def samples_of(batch: Any) -> list[list[str]]:
     tensors = [to_numpy(tensor) for tensor in leaves(batch)]
     size = size_of(batch)
     rows = [tensor for tensor in tensors if len(tensor) == size]
-    return [[hash_of(tensor[number]) for tensor in rows] for number in range(size)]
+    samples = []
+    for number in range(size):
+        samples.append([hash_of(tensor[number]) for tensor in rows])
+    return samples
 
 
 def hash_of(array: Any) -> str:
@@ -367,6 +371,10 @@ def turn_dropout_off(pl_module: pl.LightningModule) -> None:
                     setattr(layer, name, 0.0)
 
 
+def _same_batch(batch: Any, _: int) -> Any:
+    return batch
+
+
 def _keep_all(input: Tensor, *_: Any, **__: Any) -> Tensor:
     return input
 
@@ -386,42 +394,39 @@ def name_of_stream(loader: Any) -> str:
 
 
 def random_calls(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
-    """Return file:line of calls of random number generators in the data's code.
+    """Return file:line of calls of random number generators in the classes of data and module.
 
     Those that no seed reaches come first.
     """
-    objects: list[Any] = [trainer.datamodule, pl_module]
+    objects: list[Any] = []
     for loader in loaders_in(trainer.train_dataloader):
-        objects += [loader, getattr(loader, "dataset", None)]
-        objects += [
-            getattr(objects[-1], name, None) for name in ("dataset", "datasets", "transform")
-        ]
-    calls = []
-    for path in dict.fromkeys(map(source_of, objects)):
-        if path:
-            calls += calls_in(path)
+        dataset = getattr(loader, "dataset", None)
+        objects += [dataset, getattr(dataset, "dataset", None), getattr(dataset, "transform", None)]
+        objects.append(loader)
+    calls: list[tuple[bool, str]] = []
+    for value in (*objects, trainer.datamodule, pl_module):
+        for cls in type(value).__mro__:
+            calls += calls_in(cls)
     return [place for _, place in sorted(calls, key=lambda call: not call[0])]
 
 
-def source_of(value: Any) -> str | None:
-    """Return the file of an object's class, if it is the user's code."""
+def calls_in(cls: type) -> list[tuple[bool, str]]:
+    """Return (whether no seed reaches it, file:line) of each call of a generator in a class."""
     try:
-        path = inspect.getsourcefile(type(value))
-    except TypeError:
-        return None
-    is_installed = path is None or any(part in path for part in INSTALLED)
-    return None if is_installed else path
+        path = str(inspect.getsourcefile(cls))
+        lines, first = inspect.getsourcelines(cls)
+    except (TypeError, OSError):
+        return []
+    if any(part in path for part in INSTALLED):
+        return []
 
-
-def calls_in(path: str) -> list[tuple[bool, str]]:
-    """Return (whether no seed reaches it, file:line) of each call of a generator in a file."""
     calls = []
-    for node in ast.walk(ast.parse(Path(path).read_text())):
+    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        last = name.rpartition(".")[2]
-        is_unseeded = last in UNSEEDED and not node.args and not node.keywords
-        if is_unseeded or name == "os.urandom" or name.startswith(RANDOM_MODULES):
-            calls.append((is_unseeded or name == "os.urandom", f"{path}:{node.lineno}"))
+        is_unseeded = name.rpartition(".")[2] in UNSEEDED and not node.args and not node.keywords
+        is_unseeded = is_unseeded or name == "os.urandom"
+        if is_unseeded or name.startswith(RANDOM_MODULES):
+            calls.append((is_unseeded, f"{path}:{first + node.lineno - 1}"))
     return calls
