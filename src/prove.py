@@ -9,75 +9,45 @@ ddp, fsdp, workers, metric, eval. Needs no GPU. The table is written as prove.md
 logs/prove/<id>/. Exit code 0: nothing differs; 1: something does; 2: wrong options.
 """
 
-import json
 import logging
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from lockstep.commands.command_line import read_command
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UserError
-from lockstep.process.files import write_atomically
 from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
 from lockstep.runs.batch_search import TRAIN, run_train
-from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof
+from lockstep.runs.proof import DIGEST, Failed, Proof, Run, test_metrics
+from lockstep.runs.proof_causes import (
+    cause_of_metric,
+    cause_of_parts,
+    cause_of_resume,
+    cause_of_unused,
+    first_call,
+    has_same_targets,
+    unseeded,
+)
+from lockstep.runs.proof_table import CHECKS, Result, differs, nothing, write_table
 from lockstep.runs.recording import (
     Difference,
     Recording,
     first_difference,
     metric_difference,
     other_attributes,
-    state_difference,
 )
 
 log = logging.getLogger(__name__)
 
-CHECKS = {
-    "repeat": "two runs of the same command",
-    "resume_step": "stopped within an epoch, resumed",
-    "resume_epoch": "killed between epochs, resumed",
-    "accumulate": "two micro-batches in place of one batch",
-    "ddp": "two ranks by DDP",
-    "fsdp": "two ranks by FSDP",
-    "workers": "two more loader workers",
-    "metric": "the metric of the best checkpoint on two ranks",
-    "eval": "eval.py of the best checkpoint",
-}
-MARKS = {True: "equal", False: "DIFFERS", None: "–"}
 STEPS = 24
 TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class Result:
-    """A line of the table; `equal` is None where the two cannot be equal."""
-
-    check: str
-    equal: bool | None
-    first_step: int | None = None
-    difference: str | None = None
-    cause: str | None = None
-
-    def __str__(self) -> str:
-        place = None if self.first_step is None else f"step {self.first_step}"
-        notes = filter(None, (place, self.difference, self.cause))
-        return f"{MARKS[self.equal]:8} {CHECKS[self.check]:48} {' · '.join(notes)}".rstrip()
-
-
-def nothing(check: str, why: str) -> Result:
-    """Return the line of a check that is not counted."""
-    return Result(check, None, cause=why)
-
-
-def differs(check: str, difference: Difference, cause: str) -> Result:
-    return Result(check, False, difference.step, str(difference), cause)
 
 
 def check_repeat(proof: Proof) -> Result:
@@ -92,21 +62,8 @@ def check_repeat(proof: Proof) -> Result:
     return differs("repeat", difference, cause)
 
 
-def unseeded(reference: Recording) -> str:
-    return (
-        f"a generator that no seed reaches: {first_call(reference)}; draw from torch.rand, or "
-        "from numpy.random and random without a generator of its own"
-    )
-
-
-def first_call(reference: Recording) -> str:
-    calls = reference.facts.get("random_calls") or ["in the data"]
-    return str(calls[0])
-
-
 def check_resume_step(proof: Proof) -> Result:
-    steps = len(proof.reference.steps)
-    stop = steps * 3 // 4
+    stop = len(proof.reference.steps) * 3 // 4
     return check_resumed(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
 
 
@@ -131,33 +88,8 @@ def check_resumed(
     return differs(check, difference, cause_of_resume(run, reference, difference))
 
 
-def cause_of_resume(run: Recording, reference: Recording, difference: Difference) -> str:
-    """Return why a resumed run goes on in another way."""
-    if difference.kind == "images":
-        loaders = ", ".join(reference.facts.get("without_state", [])) or "the training loader"
-        return (
-            f"{loaders} keeps its place without a state: give the loader state_dict and "
-            "load_state_dict, as torchdata's StatefulDataLoader has them"
-        )
-    start = run.starts[-1]
-    before = reference.steps.get(start["step"])
-    if before is None:
-        return "state that is not in the checkpoint"
-    restored = state_difference(start, before, 0.0)
-    if restored:
-        return (
-            f"state that is not in the checkpoint: {restored}; leave it in on_save_checkpoint, "
-            "on_load_checkpoint and state_dict"
-        )
-    attributes = ", ".join(f"self.{name}" for name in other_attributes(start, before))
-    return (
-        f"state that is not in the checkpoint: {attributes or 'of the module'}; use "
-        "register_buffer, or on_save_checkpoint and on_load_checkpoint"
-    )
-
-
 def check_accumulate(proof: Proof) -> Result:
-    reason = why_not_parts(proof)
+    reason = proof.why_not_in_parts()
     norms = proof.reference.facts.get("batch_norms")
     if norms:
         reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
@@ -173,36 +105,13 @@ def check_accumulate(proof: Proof) -> Result:
     return result
 
 
-def why_not_parts(proof: Proof) -> str:
-    """Return why batches in parts cannot give the same, or ""."""
-    reference = proof.reference
-    images = len(next(iter(reference.steps.values()))["images"])
-    if reference.draws:
-        return "the step draws random numbers, which differ between ranks and micro-batches"
-    if not proof.is_lockstep and reference.facts.get("loaders", 1) > 1:
-        return "there are several training loaders"
-    if images == 0:
-        return "the batch holds no tensors, and cannot be cut in two"
-    if images % RANKS:
-        return f"a batch of {images} images cannot be cut in two: give an even batch size"
-    return ""
-
-
 def check_ranks(proof: Proof, check: str) -> Result:
-    reason = why_not_parts(proof)
+    reason = proof.why_not_in_parts()
     if not reason and proof.one_process == "gpu":
         reason = "trainer=gpu computes on one GPU: leave trainer=gpu out"
     if reason:
         return nothing(check, reason)
     return result_of_parts(proof, check, proof.two_ranks(check))
-
-
-def check_ddp(proof: Proof) -> Result:
-    return check_ranks(proof, "ddp")
-
-
-def check_fsdp(proof: Proof) -> Result:
-    return check_ranks(proof, "fsdp")
 
 
 def result_of_parts(proof: Proof, check: str, run: Recording) -> Result:
@@ -223,30 +132,8 @@ def result_of_parts(proof: Proof, check: str, run: Recording) -> Result:
     return differs(check, difference, cause_of_parts(difference, reference, run))
 
 
-def cause_of_parts(difference: Difference, reference: Recording, run: Recording) -> str:
-    """Return why a batch in parts gives another training."""
-    if difference.kind == "loss" and difference.ratio and abs(difference.ratio - RANKS) < 1e-3:
-        return "a loss that is a sum over the batch: take its mean"
-    norms = reference.facts.get("batch_norms")
-    if norms:
-        return f"BatchNorm ({norms[0]}) over a part of the batch: trainer.sync_batchnorm=true"
-    if run.unused:
-        return cause_of_unused(run.unused)
-    if difference.kind == "loss" and difference.step == 1:
-        return "the loss of a batch is not the mean of its images' losses, or depends on the rank"
-    return "the module computes something that depends on the rank"
-
-
-def cause_of_unused(unused: Mapping[str, str]) -> str:
-    name, line = next(iter(unused.items()))
-    return (
-        f"parameters without a gradient: {name} ({line}); use them, or trainer=ddp "
-        "+trainer.strategy.find_unused_parameters=true"
-    )
-
-
 def check_workers(proof: Proof) -> Result:
-    options: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
+    options: dict[str, object] = {f"+{DIGEST}.more_workers": 2}
     if proof.is_lockstep:
         options = {"data.num_workers": 2}
         if "path" in proof.config["data"]:
@@ -290,16 +177,10 @@ def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> R
     return differs("workers", difference, "the order of the images depends on the workers")
 
 
-def has_same_targets(run: Recording, reference: Recording, step: int) -> bool:
-    """Return whether some tensor of every image of a step is the same, as its class is."""
-    pairs = zip(run.steps[step]["images"], reference.steps[step]["images"], strict=False)
-    return all(set(hashes) & set(others) for hashes, others in pairs)
-
-
 def check_metric(proof: Proof) -> Result:
     monitor = str(proof.config["task"].get("monitor"))
     reference = proof.reference
-    reason = why_not_parts(proof) if not proof.is_lockstep else ""
+    reason = proof.why_not_in_parts() if not proof.is_lockstep else ""
     if not any(monitor in ranks[0] for ranks in reference.metrics.values()):
         reason = f"task.monitor={monitor} is no metric of a validation"
     if reason or proof.one_process == "gpu":
@@ -320,26 +201,14 @@ def check_metric(proof: Proof) -> Result:
     return differs("metric", difference, cause_of_metric(run, monitor))
 
 
-def cause_of_metric(run: Recording, monitor: str) -> str:
-    values = [ranks for ranks in run.metrics.values() if monitor in ranks[0]]
-    if any(rank.get(monitor) != ranks[0][monitor] for ranks in values for rank in ranks):
-        return f"logged without sync_dist: self.log({monitor!r}, …, sync_dist=True)"
-    return (
-        "the mean of the ranks' values is not the value over all images: log a torchmetrics metric"
-    )
-
-
 def check_eval(proof: Proof) -> Result:
     reference = proof.reference
     expected = test_metrics(proof.run_folder("reference"))
     if not expected:
         return nothing("eval", "the task has no test_step, or the data no test_dataloader")
-    words = [
-        "ckpt_path=reference",
-        "run_id=evaluated",
-        f"trainer.limit_test_batches={proof.epoch_steps}",
-    ]
-    code, line = proof.start("eval", "evaluated", words)
+    limit = f"trainer.limit_test_batches={proof.epoch_steps}"
+    overrides = ["ckpt_path=reference", "run_id=evaluated", limit]
+    code, line = proof.start("eval", "evaluated", overrides)
     if code != EXIT_OK:
         return Result("eval", False, None, "eval.py fails", line)
     values = test_metrics(proof.folder / "eval" / "runs" / "evaluated")
@@ -356,19 +225,13 @@ def check_eval(proof: Proof) -> Result:
     return differs("eval", difference, cause)
 
 
-def test_metrics(folder: Path) -> dict[str, float]:
-    """Return the metrics of a run's record whose names begin with test."""
-    metrics = json.loads((folder / "run.json").read_text())["metrics"]
-    return {name: float(value) for name, value in metrics.items() if name.startswith("test")}
-
-
 FUNCTIONS: dict[str, Callable[[Proof], Result]] = {
     "repeat": check_repeat,
     "resume_step": check_resume_step,
     "resume_epoch": check_resume_epoch,
     "accumulate": check_accumulate,
-    "ddp": check_ddp,
-    "fsdp": check_fsdp,
+    "ddp": partial(check_ranks, check="ddp"),
+    "fsdp": partial(check_ranks, check="fsdp"),
     "workers": check_workers,
     "metric": check_metric,
     "eval": check_eval,
@@ -394,31 +257,9 @@ def prove(proof: Proof, checks: list[str]) -> list[Result]:
         result = FUNCTIONS[check](proof)
         log.info(f"{result}")
         results.append(result)
-    write_table(proof, results, where)
+    write_table(proof.folder, proof.overrides, results, where)
     proof.remove_batches()
     return results
-
-
-def write_table(proof: Proof, results: list[Result], where: str) -> None:
-    rows = [asdict(result) for result in results]
-    write_atomically(proof.folder / "prove.json", lambda file: json.dump(rows, file, indent=1))
-    lines = [
-        "# Is the training the same?",
-        "",
-        f"`python src/prove.py {' '.join(proof.overrides)}`",
-        "",
-        where,
-        "",
-        "| check | result | first step | difference | cause |",
-        "|---|---|---|---|---|",
-    ]
-    for result in results:
-        step = "" if result.first_step is None else result.first_step
-        mark = MARKS[result.equal] if result.equal is not False else "**differs**"
-        cells = [CHECKS[result.check], mark, step, result.difference or "", result.cause or ""]
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-    text = "\n".join(lines) + "\n"
-    write_atomically(proof.folder / "prove.md", lambda file: file.write(text))
 
 
 @dataclass
@@ -472,12 +313,12 @@ def number_of(word: str, value: str, smallest: float) -> float:
     return number
 
 
-def run_child(name: str, words: list[str], output: Path) -> int:
+def run_child(name: str, overrides: list[str], output: Path) -> int:
     """Run train.py or eval.py; return its exit code."""
-    return run_train(words, environment(), output, TRAIN.with_name(f"{name}.py"))
+    return run_train(overrides, environment(), output, TRAIN.with_name(f"{name}.py"))
 
 
-def proof_of(config: Config, options: Options, run: Callable[..., int] = run_child) -> Proof:
+def proof_of(config: Config, options: Options, run: Run = run_child) -> Proof:
     """Return a proof, in a new folder.
 
     Raises:
@@ -487,14 +328,8 @@ def proof_of(config: Config, options: Options, run: Callable[..., int] = run_chi
         raise UserError("A proof resumes from checkpoints: leave '~callbacks.checkpoints' out.")
     folder = Path(config["paths"]["log_dir"]) / "prove" / new_run_id()
     folder.mkdir(parents=True)
-    return Proof(
-        config,
-        config["overrides"],
-        folder,
-        run,
-        epoch_steps=options.steps // 2,
-        tolerance=options.tolerance,
-    )
+    overrides = config["overrides"]
+    return Proof(config, overrides, folder, run, options.steps // 2, options.tolerance)
 
 
 @script

@@ -1,5 +1,6 @@
 """prove.py finds the fault of a training and names its cause, and finds none in sound ones."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import broken_modules
 import prove
 from lockstep.config.compose import compose, whole_config
+from lockstep.runs.proof_table import Result, write_table
 from runs import run_door, small
 
 BROKEN = Path(broken_modules.__file__)
@@ -32,8 +34,7 @@ def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16)
         output.write_text(done.output)
         return done.code
 
-    words = small("train", (*overrides, f"paths.log_dir={folder}"))
-    config = whole_config(compose("train", words))
+    config = whole_config(compose("train", small("train", (*overrides, f"paths.log_dir={folder}"))))
     options = prove.Options(prove.chosen_checks(checks) if checks else list(prove.CHECKS), steps)
     return prove.prove(prove.proof_of(config, options, forked), options.checks)
 
@@ -42,7 +43,8 @@ def plain_overrides(task: str = "Sound", data: str = "Points") -> list[str]:
     return [word.format(task=task, data=data) for word in PLAIN]
 
 
-CAUSES = {  # the classes of task and data: (checks that fail, not counted, words of the cause)
+# The classes of task and data: checks that fail, checks that are not counted, words of the cause.
+CAUSES = {
     ("Sound", "Points"): ((), (), ()),
     ("Normalised", "Points"): (("ddp", "fsdp"), ("accumulate",), ("trainer.sync_batchnorm=true",)),
     ("LogsItsShare", "Points"): (("metric",), (), ("sync_dist=True",)),
@@ -73,3 +75,45 @@ def test_it_names_the_cause_of_a_fault(parts, tmp_path):
     if failing:
         causes = "\n".join(str(result.cause) for result in results if result.equal is False)
         assert [part for part in cause if part not in causes] == [], lines
+
+
+def test_resume_names_both_of_its_kind():
+    assert prove.chosen_checks("ddp,resume") == ["resume_step", "resume_epoch", "ddp"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "word"),
+    [("--checks=dpp", "take repeat"), ("--steps=two", "--steps=two"), ("--tolerance=-1", "from 0")],
+)
+def test_a_wrong_option_ends_with_code_2(argument, word, capfd):
+    assert prove.main(["experiment=quickstart", argument]) == 2
+    assert word in "".join(capfd.readouterr())
+
+
+def test_a_training_without_checkpoints_is_refused(capfd):
+    assert prove.main(["experiment=quickstart", "~callbacks.checkpoints"]) == 2
+    assert "checkpoints" in "".join(capfd.readouterr())
+
+
+def test_the_table_is_written_as_json_and_markdown(tmp_path):
+    results = [
+        Result("ddp", False, 1, "loss by 1.0e+00", "a loss that is a sum"),
+        Result("eval", None, cause="no test"),
+    ]
+    write_table(tmp_path, ["experiment=mine"], results, "24 steps")
+    rows = json.loads((tmp_path / "prove.json").read_text())
+    assert rows[0] == {
+        "check": "ddp",
+        "equal": False,
+        "first_step": 1,
+        "difference": "loss by 1.0e+00",
+        "cause": "a loss that is a sum",
+    }
+    assert rows[1]["equal"] is None
+    assert "| **differs** | 1 | loss by 1.0e+00 |" in (tmp_path / "prove.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_quickstart_net_is_the_same_everywhere(tmp_path):
+    results = results_of("experiment=quickstart", folder=tmp_path)
+    assert [str(result) for result in results if result.equal is not True] == []

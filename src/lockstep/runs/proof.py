@@ -1,5 +1,6 @@
 """The runs of src/prove.py: the same training again and again, each time with one thing changed."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ FIXED = {
     f"+{DIGEST}._target_": "lockstep.callbacks.step_digest.StepDigest",
     f"+{DIGEST}.folder": "${run:folder}",
 }
-# A function that starts a script with words and returns its exit code; the path gets its output.
+# A function that starts a script with overrides and returns its exit code; the path gets its output.
 Run = Callable[[str, list[str], Path], int]
 
 
@@ -74,10 +75,10 @@ class Proof:
     def run_folder(self, name: str) -> Path:
         return self.folder / "train" / "runs" / name
 
-    def start(self, script_name: str, name: str, words: list[str]) -> tuple[int, str]:
+    def start(self, script_name: str, name: str, overrides: list[str]) -> tuple[int, str]:
         """Run a script; return its exit code and its last line."""
         output = self.folder / f"{name}.txt"
-        code = self.run(script_name, [*words, f"paths.log_dir={self.folder}"], output)
+        code = self.run(script_name, [*overrides, f"paths.log_dir={self.folder}"], output)
         text = output.read_text().strip()
         return code, text.rpartition("\n")[2].removeprefix("error: ")
 
@@ -86,13 +87,13 @@ class Proof:
         trainer = trainer or self.one_process
         changes = {**FIXED, **self._sizes(), "trainer": trainer, "run_id": name, **options}
         keys = {key_of(key) for key in changes}
-        words = [
-            word
-            for word in self.overrides
-            if key_of(word) not in keys and self._is_kept(key_of(word), trainer)
-        ]
-        words += [f"{key}={value}" for key, value in changes.items()]
-        return self.start("train", name, words)
+        overrides = []
+        for override in self.overrides:
+            key = key_of(override)
+            if key not in keys and self._is_kept(key, trainer):
+                overrides.append(override)
+        overrides += [f"{key}={value}" for key, value in changes.items()]
+        return self.start("train", name, overrides)
 
     @property
     def one_process(self) -> str:
@@ -188,3 +189,23 @@ class Proof:
 
     def two_ranks(self, name: str) -> Recording:
         return self.parts(name, f"{name}_sim")
+
+    def why_not_in_parts(self) -> str:
+        """Return why batches in parts cannot give the same, or ""."""
+        reference = self.reference
+        images = len(next(iter(reference.steps.values()))["images"])
+        if reference.draws:
+            return "the step draws random numbers, which differ between ranks and micro-batches"
+        if not self.is_lockstep and reference.facts.get("loaders", 1) > 1:
+            return "there are several training loaders"
+        if images == 0:
+            return "the batch holds no tensors, and cannot be cut in two"
+        if images % RANKS:
+            return f"a batch of {images} images cannot be cut in two: give an even batch size"
+        return ""
+
+
+def test_metrics(folder: Path) -> dict[str, float]:
+    """Return the metrics of a run's record whose names begin with test."""
+    metrics = json.loads((folder / "run.json").read_text())["metrics"]
+    return {name: float(value) for name, value in metrics.items() if name.startswith("test")}
