@@ -254,9 +254,8 @@ def prove(proof: Proof, checks: list[str]) -> list[Result]:
 
     results = []
     for check in checks:
-        result = FUNCTIONS[check](proof)
-        log.info(f"{result}")
-        results.append(result)
+        results.append(FUNCTIONS[check](proof))
+        log.info(f"{results[-1]}")
     write_table(proof.folder, proof.overrides, results, where)
     proof.remove_batches()
     return results
@@ -264,7 +263,7 @@ def prove(proof: Proof, checks: list[str]) -> list[Result]:
 
 @dataclass
 class Options:
-    """What prove.py itself is asked for."""
+    """The options of prove.py itself."""
 
     checks: list[str]
     steps: int = STEPS

@@ -1,4 +1,4 @@
-"""Why two runs of a proof differ, and the option to type, from what they have recorded."""
+"""Name the cause of a difference between two runs of a proof, and the option to type."""
 
 from collections.abc import Mapping
 

@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass
 class Recording:
-    """What all ranks of a run have recorded.
+    """The recordings of all ranks of a run.
 
     Attributes:
         steps: by optimizer step; `images` of all ranks, `loss` their mean.
@@ -52,7 +52,7 @@ class Recording:
 
     @property
     def draws(self) -> bool:
-        """Whether the step draws random numbers."""
+        """True if the step draws random numbers."""
         return any(step["draws"] for step in self.steps.values())
 
     @property

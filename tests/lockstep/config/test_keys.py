@@ -65,6 +65,7 @@ ELSEWHERE = {
     ("lockstep/config/schema.py", "SYNONYMS"): "names from other programs",
     ("lockstep/config/schema.py", "dotted"): "keys that nobody gives",
     ("lockstep/runs/plan.py", "CHOSEN"): "what makes a training on a CPU a choice",
+    ("lockstep/runs/proof.py", "FIXED"): "the overrides of a proof",
     ("lockstep/records/folder.py", "GROUPS"): "the nodes of a config that is read",
     ("rehearse.py", "FIXED"): "the overrides of a dry run",
     ("rehearse.py", "changes"): "the overrides of a dry run",
