@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from lockstep.commands.command_line import read_command
 from lockstep.process.environment import environment
@@ -133,7 +134,7 @@ def result_of_parts(proof: Proof, check: str, run: Recording) -> Result:
 
 
 def check_workers(proof: Proof) -> Result:
-    options: dict[str, object] = {f"+{DIGEST}.more_workers": 2}
+    options: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
     if proof.is_lockstep:
         options = {"data.num_workers": 2}
         if "path" in proof.config["data"]:
@@ -327,8 +328,8 @@ def proof_of(config: Config, options: Options, run: Run = run_child) -> Proof:
         raise UserError("A proof resumes from checkpoints: leave '~callbacks.checkpoints' out.")
     folder = Path(config["paths"]["log_dir"]) / "prove" / new_run_id()
     folder.mkdir(parents=True)
-    overrides = config["overrides"]
-    return Proof(config, overrides, folder, run, options.steps // 2, options.tolerance)
+    steps = options.steps // 2
+    return Proof(config, config["overrides"], folder, run, steps, options.tolerance)
 
 
 @script

@@ -328,7 +328,7 @@ def digest(tensor: Tensor) -> list[Any]:
 def state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
     """Return digests of weights, buffers and the optimizer's state, and plain attributes."""
     weights = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
-    names = {parameter: name for name, parameter in pl_module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
     moments = {}
     for optimizer in trainer.optimizers:
         for parameter, state in optimizer.state.items():

@@ -122,7 +122,7 @@ class Proof:
         Raises:
             UserError: it does not train.
         """
-        options = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
+        options: dict[str, Any] = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
         code, line = self.train("reference", **options)
         if code == EXIT_FAILED:
             # The module makes float32 tensors itself.
@@ -165,7 +165,8 @@ class Proof:
         Raises:
             Failed: the stop or the resume did not work.
         """
-        code, line = self.train(name, **{f"+{DIGEST}.{stop}": at})
+        options: dict[str, Any] = {f"+{DIGEST}.{stop}": at}
+        code, line = self.train(name, **options)
         if code not in expected:
             raise Failed(f"the stop ended with exit code {code}: {line}")
         code, line = self.start(
