@@ -243,9 +243,9 @@ def prove(proof: Proof, checks: list[str]) -> list[Result]:
     """Run the checks, log each line as it is known, and write prove.md and prove.json."""
     reference = proof.reference
     losses = [loss for loss in reference.losses if loss is not None]
-    precision = "float64" if proof.precision.startswith("64") else "float32"
     where = (
-        f"{len(reference.steps)} steps in two epochs, {precision}, tolerance {proof.tolerance:g}, "
+        f"{len(reference.steps)} steps in two epochs, float{proof.precision[:2]}, "
+        f"tolerance {proof.tolerance:g}, "
         f"without dropout, on {platform.machine()} ({proof.one_process}), "
         f"torch {version('torch')}, lightning {version('lightning')}"
     )
