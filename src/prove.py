@@ -123,9 +123,9 @@ def result_of_parts(proof: Proof, check: str, run: Recording) -> Result:
     if difference is None and failure is None:
         return Result(check, True)
     unused = {**run.unused, **reference.unused}
+    step = difference.step if difference else None
     if failure is not None:
         cause = cause_of_unused(unused) if unused else failure
-        step = difference.step if difference else None
         return Result(check, False, step, "the run fails", cause)
     assert difference is not None
     if difference.kind == "images" and proof.is_lockstep:
@@ -252,7 +252,6 @@ def prove(proof: Proof, checks: list[str]) -> list[Result]:
     log.info(where)
     if len(set(losses)) == 1:
         log.warning("The loss is the same in every step: this training learns nothing.")
-
     results = []
     for check in checks:
         results.append(FUNCTIONS[check](proof))

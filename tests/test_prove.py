@@ -52,7 +52,7 @@ CAUSES = {
     ("Summed", "Points"): (("accumulate", "ddp", "fsdp"), (), ("a sum",)),
     ("Unused", "Points"): (("ddp",), (), ("find_unused_parameters=true", line_of("UNUSED"))),
     ("CountsEpochs", "Points"): (("resume_step", "resume_epoch"), (), ("self.epochs_seen",)),
-    ("ForgetsMoments", "Points"): (("resume_step", "resume_epoch"), (), ("exp_avg",)),
+    ("ForgetsMoments", "Points"): (("resume_step", "resume_epoch"), (), ("optimizer net.0",)),
     ("KnowsItsRank", "Points"): (("ddp", "fsdp"), (), ("rank",)),
     ("CountsTests", "Points"): (("eval",), (), ("self.seen",)),
     ("Sound", "NoisyPoints"): (

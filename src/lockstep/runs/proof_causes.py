@@ -60,7 +60,7 @@ def cause_of_parts(difference: Difference, reference: Recording, run: Recording)
 def cause_of_unused(unused: Mapping[str, str]) -> str:
     name, line = next(iter(unused.items()))
     return (
-        f"parameters without a gradient: {name} ({line}); use them, or trainer=ddp "
+        f"parameters without a gradient: {name} ({line}); use them, or trainer=ddp_sim "
         "+trainer.strategy.find_unused_parameters=true"
     )
 
