@@ -112,6 +112,9 @@ audit: install  ## ask the package index's advisories about every pinned version
 	$(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off \
 	  -r requirements.txt -r requirements-hivemind.txt
 
+prove: install  ## is a training the same after a kill and on two ranks? ARGS="experiment=mine --checks=resume,ddp"
+	$(PY) src/prove.py $(or $(ARGS),experiment=quickstart)
+
 parity: install-dev  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py
 

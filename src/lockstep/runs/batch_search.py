@@ -260,8 +260,13 @@ def _overrides(
     return overrides
 
 
-def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) -> int:
+def run_train(
+    overrides: list[str], environ: Mapping[str, str], output: Path, script: Path = TRAIN
+) -> int:
     """Run train.py without a launcher's variables, until it or this process ends.
+
+    Args:
+        script: another one to run in its place.
 
     Returns:
         Its exit code.
@@ -269,7 +274,7 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
     variables = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
     # While the child starts, a signal is only noted: a child that nobody knows would go on.
     previous = signals.on_stop(signals.note)
-    command = [sys.executable, str(TRAIN), *overrides]
+    command = [sys.executable, str(script), *overrides]
     with output.open("w") as file:
         child = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
     try:

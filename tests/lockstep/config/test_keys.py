@@ -60,6 +60,7 @@ ELSEWHERE = {
     ("lockstep/config/foreign.py", "NAMES"): "the boundary says itself what it lets in",
     ("lockstep/config/foreign.py", "OF_RUN"): "the boundary says itself what it lets in",
     ("lockstep/config/suggestions.py", "NAMES_ELSEWHERE"): "names from other programs",
+    ("lockstep/runs/proof.py", "FIXED"): "the overrides of a proof",
     ("lockstep/records/folder.py", "GROUPS"): "the nodes of a config that is read",
     ("lockstep/runs/checks.py", "CHOSEN"): "what makes a training on a CPU a choice",
     ("lockstep/runs/first_record.py", "_identity"): "fields of the record",

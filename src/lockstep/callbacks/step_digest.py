@@ -1,0 +1,432 @@
+"""Record what each step of a run computes, so that src/prove.py can compare runs.
+
+A recording is `steps-rank<n>.jsonl` in the run's folder. Tensors are recorded as a hash, their norm
+and a projection, so that a large net needs no more room than a small one.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+import os
+import random
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
+
+from lockstep.callbacks.unused_parameters import made_at
+from lockstep.checkpoints.loader_state import has_state, loaders_in
+from lockstep.checkpoints.random_state import generators_of
+from lockstep.checkpoints.resume_point import ends_step
+from lockstep.strategies.sync_batchnorm import BATCH_NORMS, SyncBatchNorm
+
+BATCHES = "batches"
+DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
+# Modules whose calls in a dataset draw numbers, and calls that no seed reaches.
+RANDOM_MODULES = ("random.", "np.random.", "numpy.random.", "secrets.", "uuid.")
+UNSEEDED = ("default_rng", "RandomState", "Random", "SystemRandom", "urandom", "uuid4", "time_ns")
+INSTALLED = ("site-packages", "dist-packages", "/lib/python3")
+
+
+class StepDigest(pl.Callback):
+    """Write a line for each optimizer step and each validation of this rank.
+
+    Args:
+        folder: of the run.
+        keeps_batches: write the batches too, for a run that replays them.
+        replay: folder of a run whose batches are read in place of the loader's. A batch is cut into
+            equal parts, one for each rank and micro-batch.
+        stops_at: the optimizer step after which this process gets SIGTERM; None: it gets none.
+        dies_in: the epoch at whose begin this process gets SIGKILL; None: it gets none.
+        more_workers: loader processes beyond those of the run.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        keeps_batches: bool = False,
+        replay: str | None = None,
+        stops_at: int | None = None,
+        dies_in: int | None = None,
+        more_workers: int = 0,
+    ) -> None:
+        self.folder = Path(folder)
+        self.keeps_batches = keeps_batches
+        self.replay = Path(replay) if replay else None
+        self.stops_at = stops_at
+        self.dies_in = dies_in
+        self.more_workers = more_workers
+        self.losses: list[float] = []
+        self.samples: list[list[str]] = []
+        self.learning_rates: list[float] = []
+        self.random_before: Any = None
+        self.draws = False
+        self.has_looked = False
+        self.loaders = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        turn_dropout_off(pl_module)
+        if stage != "fit":
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / f"steps-rank{trainer.global_rank}.jsonl"
+        if self.keeps_batches:
+            (self.folder / BATCHES).mkdir(exist_ok=True)
+
+        strategy = trainer.strategy
+        original = strategy.process_dataloader
+        strategy.process_dataloader = partial(self._process_loader, trainer, original)
+        if self.replay:
+            # The batches were recorded after these hooks.
+            owner = trainer.datamodule or pl_module
+            owner.on_before_batch_transfer = _same_batch
+            owner.on_after_batch_transfer = _same_batch
+
+    def _process_loader(
+        self, trainer: pl.Trainer, original: Callable[[Any], Any], loader: Any
+    ) -> Any:
+        if self.replay:
+            stage = "train" if trainer.training else "val"
+            return Replay(self.replay / BATCHES, stage, trainer)
+        if trainer.training and self.more_workers and isinstance(loader, DataLoader):
+            loader.num_workers += self.more_workers
+            loader.prefetch_factor = loader.prefetch_factor or 2
+        return original(loader)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write("start", step=trainer.global_step, **state_of(trainer, pl_module))
+        loaders = loaders_in(trainer.train_dataloader)
+        norms = [
+            name
+            for name, layer in pl_module.named_modules()
+            if isinstance(layer, BATCH_NORMS)
+            and not isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm)
+        ]
+        self._write(
+            "facts",
+            loaders=len(loaders),
+            without_state=[type(each).__name__ for each in loaders if not has_state(each)],
+            streams=[name_of_stream(each) for each in loaders if is_stream(each)],
+            generators=sorted(generators_of([getattr(each, "dataset", None) for each in loaders])),
+            random_calls=random_calls(trainer, pl_module),
+            batch_norms=norms,
+        )
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # The checkpoint of the epoch's end is complete: the callback that saves it comes first.
+        if trainer.current_epoch == self.dies_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.random_before = random_numbers()
+        self.learning_rates = []
+        for optimizer in trainer.optimizers:
+            self.learning_rates += [float(group["lr"]) for group in optimizer.param_groups]
+        self.samples += samples_of(batch)
+        self._keep("train", trainer, batch, batch_idx)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.has_looked:
+            return
+        self.has_looked = True
+        for name, parameter in pl_module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                self._write("unused", name=name, line=made_at(pl_module, name))
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self.draws |= self.random_before != random_numbers()
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.losses.append(float(loss.detach()) * factor)
+        if not ends_step(trainer):
+            return
+
+        self._write(
+            "step",
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            images=self.samples,
+            draws=self.draws,
+            loss=self.losses,
+            learning_rates=self.learning_rates,
+            **state_of(trainer, pl_module),
+        )
+        self.losses = []
+        self.samples = []
+        if trainer.global_step == self.stops_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if trainer.sanity_checking or trainer.state.fn == "fit":
+            self._keep(f"val{dataloader_idx}", trainer, batch, batch_idx)
+
+    def _keep(self, stage: str, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        if self.keeps_batches:
+            torch.save(batch, batch_path(self.folder / BATCHES, stage, trainer, batch_idx))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            stage = "sanity" if trainer.sanity_checking else "validation"
+            self._write_metrics(stage, trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write_metrics("epoch", trainer)
+
+    def _write_metrics(self, stage: str, trainer: pl.Trainer) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._write("metrics", stage=stage, step=trainer.global_step, values=values)
+
+
+class Replay:
+    """A loader of recorded batches, of which this rank reads its parts.
+
+    Args:
+        folder: of the batches.
+        stage: train or val.
+    """
+
+    def __init__(self, folder: Path, stage: str, trainer: pl.Trainer) -> None:
+        self.folder = folder
+        self.trainer = trainer
+        self.rank = trainer.global_rank
+        self.world_size = trainer.world_size
+        self.micro_batches = trainer.accumulate_grad_batches if stage == "train" else 1
+        self.stage = stage if stage == "train" else "val0"
+
+    def _path(self, batch: int) -> Path:
+        return batch_path(self.folder, self.stage, self.trainer, batch)
+
+    def __len__(self) -> int:
+        number = 0
+        while self._path(number).exists():
+            number += 1
+        return number * self.micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        parts = self.micro_batches * self.world_size
+        for number in range(len(self) // self.micro_batches):
+            batch = torch.load(self._path(number), weights_only=False)
+            for micro_batch in range(self.micro_batches):
+                yield part_of(batch, micro_batch * self.world_size + self.rank, parts)
+
+
+def batch_path(folder: Path, stage: str, trainer: pl.Trainer, batch: int) -> Path:
+    epoch = "sanity" if trainer.sanity_checking else trainer.current_epoch
+    return folder / f"{stage}-{epoch}-{batch}.pt"
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors with at least one dimension in a batch."""
+    if isinstance(tree, Tensor):
+        return [tree] if tree.ndim else []
+    items: list[Any] = []
+    if isinstance(tree, dict):
+        items = list(tree.values())
+    elif isinstance(tree, list | tuple):
+        items = list(tree)
+    tensors = []
+    for item in items:
+        tensors += leaves(item)
+    return tensors
+
+
+def size_of(batch: Any) -> int:
+    tensors = leaves(batch)
+    return len(tensors[0]) if tensors else 0
+
+
+def part_of(batch: Any, part: int, parts: int) -> Any:
+    """Return one of several parts of a batch; they are equal if its size can be divided."""
+    size = size_of(batch)
+    cut = slice(part * size // parts, (part + 1) * size // parts)
+
+    def cut_tree(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return tree[cut] if tree.ndim and len(tree) == size else tree
+        if isinstance(tree, dict):
+            return {name: cut_tree(item) for name, item in tree.items()}
+        if isinstance(tree, list | tuple) and leaves(tree):
+            items = [cut_tree(item) for item in tree]
+            return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        if isinstance(tree, list | tuple) and len(tree) == size:
+            return tree[cut]
+        return tree
+
+    return cut_tree(batch)
+
+
+def samples_of(batch: Any) -> list[list[str]]:
+    """Return the hashes of each sample of a batch, one for each of its tensors."""
+    tensors = [to_numpy(tensor) for tensor in leaves(batch)]
+    size = size_of(batch)
+    rows = [tensor for tensor in tensors if len(tensor) == size]
+    samples = []
+    for number in range(size):
+        samples.append([hash_of(tensor[number]) for tensor in rows])
+    return samples
+
+
+def hash_of(array: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:8]
+
+
+def to_numpy(tensor: Tensor) -> Any:
+    """Return a tensor as an array; numbers with a point become float64."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    tensor = tensor.cpu()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+
+def digest(tensor: Tensor) -> list[Any]:
+    """Return a tensor's hash, norm and projection on a fixed direction."""
+    array = to_numpy(tensor)
+    flat = np.abs(array.ravel()) if np.iscomplexobj(array) else array.ravel().astype(np.float64)
+    direction = np.cos(np.arange(flat.size, dtype=np.float64))
+    return [hash_of(array), float(np.linalg.norm(flat)), float(flat @ direction)]
+
+
+def state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    """Return digests of weights, buffers and the optimizer's state, and plain attributes."""
+    weights = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
+    moments = {}
+    for optimizer in trainer.optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    moments[f"{names.get(parameter, '?')}/{key}"] = digest(value)
+    return {
+        "weights": {name: digest(value) for name, value in weights.items()},
+        "optimizer": moments,
+        "attributes": attributes_of(pl_module),
+    }
+
+
+def attributes_of(pl_module: pl.LightningModule) -> dict[str, Any]:
+    """Return the numbers and tensors that a module and its layers hold beside their state."""
+    values = {}
+    for name, layer in pl_module.named_modules():
+        if isinstance(layer, Metric):
+            continue
+        for key, value in vars(layer).items():
+            if key.startswith("_") or key == "training":
+                continue
+            if isinstance(value, Tensor):
+                values[f"{name}.{key}".lstrip(".")] = digest(value)
+            elif isinstance(value, int | float):
+                values[f"{name}.{key}".lstrip(".")] = value
+    return values
+
+
+def turn_dropout_off(pl_module: pl.LightningModule) -> None:
+    """Make dropout do nothing in this process: its numbers differ between ranks."""
+    for name in DROPOUTS:
+        setattr(nn.functional, name, _keep_all)
+    for layer in pl_module.modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            layer.dropout = 0.0
+        if "drop" in type(layer).__name__.lower():
+            for name in ("p", "drop_prob"):
+                if isinstance(getattr(layer, name, None), float):
+                    setattr(layer, name, 0.0)
+
+
+def _same_batch(batch: Any, _: int) -> Any:
+    return batch
+
+
+def _keep_all(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return input
+
+
+def random_numbers() -> Any:
+    """Return what changes where a random number is drawn in this process."""
+    name, keys, *rest = np.random.get_state()
+    return hash_of(torch.get_rng_state().numpy()), hash_of(keys), rest, random.getstate()
+
+
+def is_stream(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def name_of_stream(loader: Any) -> str:
+    return type(loader.dataset).__name__
+
+
+def random_calls(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
+    """Return file:line of calls of random number generators in the classes of data and module.
+
+    Those that no seed reaches come first.
+    """
+    objects: list[Any] = []
+    for loader in loaders_in(trainer.train_dataloader):
+        dataset = getattr(loader, "dataset", None)
+        objects += [dataset, getattr(dataset, "dataset", None), getattr(dataset, "transform", None)]
+        objects.append(loader)
+    calls: list[tuple[bool, str]] = []
+    for value in (*objects, trainer.datamodule, pl_module):
+        for cls in type(value).__mro__:
+            calls += calls_in(cls)
+    return [place for _, place in sorted(calls, key=lambda call: not call[0])]
+
+
+def calls_in(cls: type) -> list[tuple[bool, str]]:
+    """Return (whether no seed reaches it, file:line) of each call of a generator in a class."""
+    try:
+        path = str(inspect.getsourcefile(cls))
+        lines, first = inspect.getsourcelines(cls)
+    except (TypeError, OSError):
+        return []
+    if any(part in path for part in INSTALLED):
+        return []
+
+    calls = []
+    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        is_unseeded = name.rpartition(".")[2] in UNSEEDED and not node.args and not node.keywords
+        is_unseeded = is_unseeded or name == "os.urandom"
+        if is_unseeded or name.startswith(RANDOM_MODULES):
+            calls.append((is_unseeded, f"{path}:{first + node.lineno - 1}"))
+    return calls

@@ -1,0 +1,212 @@
+"""The runs of src/prove.py: the same training again and again, each time with one thing changed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.keys import is_left_out_of_trials, is_placement
+from lockstep.config.schema import key_of
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.records.config import Config
+from lockstep.runs.batch_size import is_lockstep_data
+from lockstep.runs.recording import Difference, Recording, first_difference, read_recording
+
+# Images of an optimizer step.
+BATCH = 16
+RANKS = 2
+# float32 rounds the sums of another order.
+TOLERANCE_32 = 1e-4
+DIGEST = "callbacks.prove"
+FIXED = {
+    "trainer.max_epochs": 2,
+    "trainer.max_steps": -1,
+    "trainer.max_time": "null",
+    "trainer.compile": False,
+    "trainer.accumulate_grad_batches": 1,
+    "trainer.num_sanity_val_steps": -1,
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.val_check_interval": 1.0,
+    "trainer.log_every_n_steps": 1,
+    "trainer.num_threads": 1,
+    "trainer.timeout_s": 60,
+    "test": False,
+    "logbook": "null",
+    "s3.uri": "null",
+    "callbacks.checkpoints.asynchronous": False,
+    "++callbacks.hardware": "null",
+    f"+{DIGEST}._target_": "lockstep.callbacks.step_digest.StepDigest",
+    f"+{DIGEST}.folder": "${run:folder}",
+}
+# A function that starts a script with overrides and returns its exit code; the path gets its output.
+Run = Callable[[str, list[str], Path], int]
+
+
+class Failed(Exception):
+    """A run that should have trained has failed; the message is its last line."""
+
+
+@dataclass
+class Proof:
+    """The runs of a proof, each started when a check first asks for it.
+
+    Attributes:
+        overrides: of the user.
+        folder: of the runs.
+        epoch_steps: optimizer steps of each of the two epochs.
+    """
+
+    config: Config
+    overrides: list[str]
+    folder: Path
+    run: Run
+    epoch_steps: int
+    tolerance: float
+    precision: str = "64-true"
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_lockstep(self) -> bool:
+        return is_lockstep_data(self.config)
+
+    def run_folder(self, name: str) -> Path:
+        return self.folder / "train" / "runs" / name
+
+    def start(self, script_name: str, name: str, overrides: list[str]) -> tuple[int, str]:
+        """Run a script; return its exit code and its last line."""
+        output = self.folder / f"{name}.txt"
+        code = self.run(script_name, [*overrides, f"paths.log_dir={self.folder}"], output)
+        text = output.read_text().strip()
+        return code, text.rpartition("\n")[2].removeprefix("error: ")
+
+    def train(self, name: str, trainer: str = "", **options: Any) -> tuple[int, str]:
+        """Run train.py as the user does, with the changes that every run of a proof has."""
+        trainer = trainer or self.one_process
+        changes = {**FIXED, **self._sizes(), "trainer": trainer, "run_id": name, **options}
+        keys = {key_of(key) for key in changes}
+        overrides = []
+        for override in self.overrides:
+            key = key_of(override)
+            if key not in keys and self._is_kept(key, trainer):
+                overrides.append(override)
+        overrides += [f"{key}={value}" for key, value in changes.items()]
+        return self.start("train", name, overrides)
+
+    @property
+    def one_process(self) -> str:
+        return "gpu" if self.config["choices"].get("trainer") == "gpu" else "cpu"
+
+    def _is_kept(self, key: str, trainer: str) -> bool:
+        if key.startswith("trainer.strategy."):
+            return trainer == "ddp_sim"
+        return not is_left_out_of_trials(key) and not is_placement(key)
+
+    def _sizes(self) -> dict[str, Any]:
+        sizes: dict[str, Any] = {"trainer.precision": self.precision}
+        for stage in ("train", "val", "test"):
+            sizes[f"trainer.limit_{stage}_batches"] = self.epoch_steps
+        if self.is_lockstep:
+            batch = self.config["data"].get("global_batch_size", BATCH)
+            sizes["data.global_batch_size"] = BATCH if batch == "max" else min(BATCH, batch)
+        if "pretrained" in self.config["model"]:
+            sizes["model.pretrained"] = False
+        return sizes
+
+    @cached_property
+    def reference(self) -> Recording:
+        """The run that all others are compared with.
+
+        Raises:
+            UserError: it does not train.
+        """
+        options: dict[str, Any] = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
+        code, line = self.train("reference", **options)
+        if code == EXIT_FAILED:
+            # The module makes float32 tensors itself.
+            self.precision = "32-true"
+            self.tolerance = max(self.tolerance, TOLERANCE_32)
+            shutil.rmtree(self.run_folder("reference"), ignore_errors=True)
+            code, line = self.train("reference", **options)
+        if code != EXIT_OK:
+            raise UserError(f"This training fails by itself: {line}")
+        recording = read_recording(self.run_folder("reference"))
+
+        whole = recording.whole_batches
+        if whole:
+            # The last batch of an epoch is smaller, and may have no equal parts.
+            self.epoch_steps = whole
+            shutil.rmtree(self.run_folder("reference"))
+            self.train("reference", **options)
+            recording = read_recording(self.run_folder("reference"))
+        return recording
+
+    def remove_batches(self) -> None:
+        """Remove the batches of the reference, which may be large."""
+        shutil.rmtree(self.run_folder("reference") / "batches", ignore_errors=True)
+
+    def recording(self, name: str, trainer: str = "", **options: Any) -> Recording:
+        """Return the recording of a run, which may have failed on its way; its failure is kept."""
+        folder = self.run_folder(name)
+        if not folder.exists() and name not in self.failures:
+            code, line = self.train(name, trainer, **options)
+            if code != EXIT_OK:
+                self.failures[name] = line
+        return read_recording(folder)
+
+    def repeated(self) -> Difference | None:
+        return first_difference(self.recording("repeat"), self.reference, 0.0)
+
+    def resumed(self, name: str, stop: str, expected: tuple[int, ...], at: int) -> Recording:
+        """Return the recording of a run that was stopped by `stop` and resumed.
+
+        Raises:
+            Failed: the stop or the resume did not work.
+        """
+        options: dict[str, Any] = {f"+{DIGEST}.{stop}": at}
+        code, line = self.train(name, **options)
+        if code not in expected:
+            raise Failed(f"the stop ended with exit code {code}: {line}")
+        code, line = self.start(
+            "train", f"{name}-resumed", [f"resume={name}", f"++{DIGEST}.{stop}=null"]
+        )
+        if code != EXIT_OK:
+            raise Failed(line)
+        return read_recording(self.run_folder(name))
+
+    def parts(self, name: str, trainer: str = "", micro_batches: int = 1) -> Recording:
+        """Return the recording of a run that computes the reference's batches in parts."""
+        options: dict[str, Any] = {}
+        if micro_batches > 1:
+            options["trainer.accumulate_grad_batches"] = micro_batches
+            options["trainer.limit_train_batches"] = self.epoch_steps * micro_batches
+        if trainer:
+            options["trainer.devices"] = RANKS
+        if not self.is_lockstep:
+            options[f"+{DIGEST}.replay"] = self.run_folder("reference")
+        return self.recording(name, trainer, **options)
+
+    def two_ranks(self, name: str) -> Recording:
+        return self.parts(name, f"{name}_sim")
+
+    def why_not_in_parts(self) -> str:
+        """Return why batches in parts cannot give the same, or ""."""
+        reference = self.reference
+        images = len(next(iter(reference.steps.values()))["images"])
+        if reference.draws:
+            return "the step draws random numbers, which differ between ranks and micro-batches"
+        if not self.is_lockstep and reference.facts.get("loaders", 1) > 1:
+            return "there are several training loaders"
+        if images == 0:
+            return "the batch holds no tensors, and cannot be cut in two"
+        if images % RANKS:
+            return f"a batch of {images} images cannot be cut in two: give an even batch size"
+        return ""
+
+
+def test_metrics(folder: Path) -> dict[str, float]:
+    """Return the metrics of a run's record whose names begin with test."""
+    metrics = json.loads((folder / "run.json").read_text())["metrics"]
+    return {name: float(value) for name, value in metrics.items() if name.startswith("test")}

@@ -1,0 +1,82 @@
+"""Name the cause of a difference between two runs of a proof, and the option to type."""
+
+from collections.abc import Mapping
+
+from lockstep.runs.proof import RANKS
+from lockstep.runs.recording import Difference, Recording, other_attributes, state_difference
+
+
+def unseeded(reference: Recording) -> str:
+    return (
+        f"a generator that no seed reaches: {first_call(reference)}; draw from torch.rand, or "
+        "from numpy.random and random without a generator of its own"
+    )
+
+
+def first_call(reference: Recording) -> str:
+    calls = reference.facts.get("random_calls") or ["in the data"]
+    return str(calls[0])
+
+
+def cause_of_resume(run: Recording, reference: Recording, difference: Difference) -> str:
+    """Return why a resumed run goes on in another way."""
+    if difference.kind == "images":
+        loaders = ", ".join(reference.facts.get("without_state", [])) or "the training loader"
+        return (
+            f"{loaders} keeps its place without a state: give the loader state_dict and "
+            "load_state_dict, as torchdata's StatefulDataLoader has them"
+        )
+    start = run.starts[-1]
+    before = reference.steps.get(start["step"])
+    if before is None:
+        return "state that is not in the checkpoint"
+    restored = state_difference(start, before, 0.0)
+    if restored:
+        return (
+            f"state that is not in the checkpoint: {restored}; leave it in on_save_checkpoint, "
+            "on_load_checkpoint and state_dict"
+        )
+    attributes = ", ".join(f"self.{name}" for name in other_attributes(start, before))
+    return (
+        f"state that is not in the checkpoint: {attributes or 'of the module'}; use "
+        "register_buffer, or on_save_checkpoint and on_load_checkpoint"
+    )
+
+
+def cause_of_parts(difference: Difference, reference: Recording, run: Recording) -> str:
+    """Return why a batch in parts gives another training."""
+    if difference.kind == "loss" and difference.ratio and abs(difference.ratio - RANKS) < 1e-3:
+        return "a loss that is a sum over the batch: take its mean"
+    norms = reference.facts.get("batch_norms")
+    if norms:
+        return f"BatchNorm ({norms[0]}) over a part of the batch: trainer.sync_batchnorm=true"
+    if run.unused:
+        return cause_of_unused(run.unused)
+    if difference.kind == "loss" and difference.step == 1:
+        return "the loss of a batch is not the mean of its images' losses, or depends on the rank"
+    return "the module computes something that depends on the rank"
+
+
+def cause_of_unused(unused: Mapping[str, str]) -> str:
+    name, line = next(iter(unused.items()))
+    return (
+        f"parameters without a gradient: {name} ({line}); use them, or trainer=ddp_sim "
+        "+trainer.strategy.find_unused_parameters=true"
+    )
+
+
+def has_same_targets(run: Recording, reference: Recording, step: int) -> bool:
+    """Return whether some tensor of every image of a step is the same, as its class is."""
+    pairs = zip(run.steps[step]["images"], reference.steps[step]["images"], strict=False)
+    return all(set(hashes) & set(others) for hashes, others in pairs)
+
+
+def cause_of_metric(run: Recording, monitor: str) -> str:
+    values_differ = False
+    for ranks in run.metrics.values():
+        values_differ |= len({values.get(monitor) for values in ranks}) > 1
+    if values_differ:
+        return f"logged without sync_dist: self.log({monitor!r}, …, sync_dist=True)"
+    return (
+        "the mean of the ranks' values is not the value over all images: log a torchmetrics metric"
+    )

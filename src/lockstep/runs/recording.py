@@ -1,0 +1,228 @@
+"""Read the recordings of `lockstep.callbacks.step_digest`, and compare two. Imports no torch."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Digests are compared relative to the largest norm of their kind.
+DIGESTS = ("weights", "optimizer")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of a run from its reference.
+
+    Args:
+        kind: images, start, loss, weights, optimizer, learning rates or steps; or metrics.
+        name: of the tensor, the metric or the image.
+        amount: relative to the reference; None where there is no number.
+        ratio: of the reference's value to the run's, where both are numbers.
+    """
+
+    kind: str
+    step: int
+    name: str = ""
+    amount: float | None = None
+    ratio: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.kind} {self.name}".strip()
+        return text if self.amount is None else f"{text} by {self.amount:.1e}"
+
+
+@dataclass
+class Recording:
+    """The recordings of all ranks of a run.
+
+    Attributes:
+        steps: by optimizer step; `images` of all ranks, `loss` their mean.
+        metrics: by stage and step, of each rank.
+        facts: of rank 0.
+        unused: parameters without a gradient in the first step, with the line that makes them.
+        starts: the state at each start, with its step.
+    """
+
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    metrics: dict[tuple[str, int], list[dict[str, float]]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def draws(self) -> bool:
+        """True if the step draws random numbers."""
+        return any(step["draws"] for step in self.steps.values())
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps.values()]
+
+    @property
+    def whole_batches(self) -> int:
+        """The steps of an epoch before its first smaller batch; 0 if all are equally large."""
+        sizes = [len(step["images"]) for step in self.steps.values() if step["epoch"] == 0]
+        smaller = [number for number, size in enumerate(sizes) if size < sizes[0]]
+        return smaller[0] if smaller else 0
+
+
+def read_recording(folder: Path) -> Recording:
+    """Return the recording of a run's folder; a step that was done again counts as it was last."""
+    recording = Recording()
+    for rank, path in enumerate(sorted(folder.glob("steps-rank*.jsonl"))):
+        for line in path.read_text().splitlines():
+            _add(recording, json.loads(line), rank)
+    for step in recording.steps.values():
+        losses = step["loss"]
+        step["loss"] = math.fsum(losses) / len(losses) if losses else None
+    return recording
+
+
+def _add(recording: Recording, row: dict[str, Any], rank: int) -> None:
+    kind = row["kind"]
+    if kind == "unused":
+        recording.unused[row["name"]] = row["line"]
+    elif kind == "metrics":
+        values = recording.metrics.setdefault((row["stage"], row["step"]), [])
+        # Ranks are read in order, so a repeated row of a rank replaces its first one.
+        del values[rank:]
+        values.append(row["values"])
+    elif kind == "step" and rank > 0:
+        step = recording.steps.get(row["step"])
+        if step is not None:
+            step["images"] += row["images"]
+            step["loss"] += row["loss"]
+    elif kind == "step":
+        recording.steps[row["step"]] = row
+    elif kind == "facts" and rank == 0:
+        recording.facts = row
+    elif kind == "start" and rank == 0:
+        recording.starts.append(row)
+
+
+def first_difference(
+    run: Recording, reference: Recording, tolerance: float, *, compares_metrics: bool = True
+) -> Difference | None:
+    """Return where a run first differs from its reference.
+
+    Args:
+        tolerance: the largest relative difference; 0: equal to the bit.
+        compares_metrics: also what the module logs.
+    """
+    for step, expected in reference.steps.items():
+        if step not in run.steps:
+            return Difference("steps", step, f"end at {max(run.steps, default=0)}")
+        difference = step_difference(run.steps[step], expected, tolerance)
+        if difference:
+            return difference
+    if compares_metrics:
+        return metric_difference(run, reference, tolerance)
+    return None
+
+
+def step_difference(
+    row: dict[str, Any], expected: dict[str, Any], tolerance: float
+) -> Difference | None:
+    """Return the first difference of a step: what it read, then its loss, then what it changed."""
+    step = expected["step"]
+    number = _first_other(row["images"], expected["images"])
+    if number is not None:
+        return Difference("images", step, f"number {number} of the batch")
+    rates = zip(row["learning_rates"], expected["learning_rates"], strict=False)
+    for number, (value, wanted_rate) in enumerate(rates):
+        if distance(value, wanted_rate) > tolerance:
+            amount = distance(value, wanted_rate)
+            return Difference("learning rate", step, f"of group {number}", amount)
+    amount = distance(row["loss"], expected["loss"])
+    if amount > tolerance:
+        ratio = expected["loss"] / row["loss"] if row["loss"] and expected["loss"] else None
+        return Difference("loss", step, "", amount, ratio)
+    return state_difference(row, expected, tolerance)
+
+
+def state_difference(
+    row: dict[str, Any], expected: dict[str, Any], tolerance: float
+) -> Difference | None:
+    """Return the tensor that differs most among the weights, else in the optimizer's state."""
+    for kind in DIGESTS:
+        name, amount = _largest(row[kind], expected[kind], tolerance)
+        if name:
+            return Difference(kind, expected["step"], name, amount)
+    return None
+
+
+def _first_other(items: list[Any], expected: list[Any]) -> int | None:
+    """Return the position of the first item that differs."""
+    if items == expected:
+        return None
+    for number, (item, other) in enumerate(zip(items, expected, strict=False)):
+        if item != other:
+            return number
+    return min(len(items), len(expected))
+
+
+def _largest(
+    digests: dict[str, list[Any]], expected: dict[str, list[Any]], tolerance: float
+) -> tuple[str, float | None]:
+    """Return the name and the amount of the largest difference above the tolerance; "" if none."""
+    norms: dict[str, float] = {}
+    for name, (_, norm, _) in expected.items():
+        kind = name.rpartition("/")[2] if "/" in name else ""
+        norms[kind] = max(norms.get(kind, 0.0), norm)
+    worst_name = ""
+    worst = tolerance
+    for name, (code, norm, projection) in expected.items():
+        if name not in digests:
+            return f"{name} (is missing)", None
+        if digests[name][0] == code:
+            continue
+        kind = name.rpartition("/")[2] if "/" in name else ""
+        _, other_norm, other_projection = digests[name]
+        change = max(abs(other_norm - norm), abs(other_projection - projection))
+        amount = change / (norms[kind] or 1.0)
+        # A difference that neither number shows is still one to the bit.
+        if amount > worst or (tolerance == 0 and not worst_name) or amount != amount:
+            worst_name = name
+            worst = amount
+    return worst_name, worst if worst_name else None
+
+
+def distance(value: float | None, expected: float | None) -> float:
+    """Return the relative difference of two numbers; 0 if both are missing or nan."""
+    if value is None or expected is None:
+        return 0.0 if value is expected else math.inf
+    if value == expected or (value != value and expected != expected):
+        return 0.0
+    difference = abs(value - expected) / max(abs(expected), 1e-12)
+    return math.inf if difference != difference else difference
+
+
+def metric_difference(
+    run: Recording, reference: Recording, tolerance: float, names: list[str] | None = None
+) -> Difference | None:
+    """Return the first metric of a validation or an epoch that differs, by the values of rank 0.
+
+    A validation that only one of the two has is left out: a resume has no sanity check.
+
+    Args:
+        names: of the metrics; None: all.
+    """
+    for (stage, step), ranks in reference.metrics.items():
+        if (stage, step) not in run.metrics:
+            continue
+        values = run.metrics[stage, step][0]
+        for name, expected in ranks[0].items():
+            if (names is not None and name not in names) or name not in values:
+                continue
+            amount = distance(values[name], expected)
+            if amount > tolerance:
+                ratio = expected / values[name] if values[name] else None
+                return Difference("metric", step, name, amount, ratio)
+    return None
+
+
+def other_attributes(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the plain attributes of the module that differ between two states."""
+    attributes = row["attributes"]
+    return [name for name, value in expected["attributes"].items() if attributes.get(name) != value]

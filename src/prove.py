@@ -1,0 +1,350 @@
+"""Check that your training is the same after a kill, and on any number of ranks.
+
+    python src/prove.py <overrides of train.py> [--checks=resume,ddp] [--steps=24] [--tolerance=1e-9]
+
+It trains a few steps again and again with train.py (small batch, no dropout, float64 where the module
+can), each time with one thing changed, and compares every step with those of a reference run: images,
+loss, weights, optimizer, metrics. Checks: repeat, resume (resume_step, resume_epoch), accumulate,
+ddp, fsdp, workers, metric, eval. Needs no GPU. The table is written as prove.md and prove.json into
+logs/prove/<id>/. Exit code 0: nothing differs; 1: something does; 2: wrong options.
+"""
+
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lockstep.commands.command_line import read_command
+from lockstep.process.environment import environment
+from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UserError
+from lockstep.process.script import script
+from lockstep.records.config import Config
+from lockstep.records.folder import new_run_id
+from lockstep.runs.batch_search import TRAIN, run_train
+from lockstep.runs.proof import DIGEST, Failed, Proof, Run, test_metrics
+from lockstep.runs.proof_causes import (
+    cause_of_metric,
+    cause_of_parts,
+    cause_of_resume,
+    cause_of_unused,
+    first_call,
+    has_same_targets,
+    unseeded,
+)
+from lockstep.runs.proof_table import CHECKS, Result, differs, nothing, write_table
+from lockstep.runs.recording import (
+    Difference,
+    Recording,
+    first_difference,
+    metric_difference,
+    other_attributes,
+)
+
+log = logging.getLogger(__name__)
+
+STEPS = 24
+TOLERANCE = 1e-9
+
+
+def check_repeat(proof: Proof) -> Result:
+    difference = proof.repeated()
+    if difference is None:
+        return Result("repeat", True)
+    cause = "the order of the sums on this device differs: trainer.deterministic=true"
+    if difference.kind == "images":
+        cause = unseeded(proof.reference)
+    elif proof.reference.draws:
+        cause = f"a generator that no seed reaches: {first_call(proof.reference)}"
+    return differs("repeat", difference, cause)
+
+
+def check_resume_step(proof: Proof) -> Result:
+    stop = len(proof.reference.steps) * 3 // 4
+    return check_resumed(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
+
+
+def check_resume_epoch(proof: Proof) -> Result:
+    # A shell reports a kill as 137, Python as -9.
+    return check_resumed(proof, "resume_epoch", "dies_in", (-9, 137), 1)
+
+
+def check_resumed(
+    proof: Proof, check: str, stop: str, expected: tuple[int, ...], at: int
+) -> Result:
+    reference = proof.reference
+    try:
+        run = proof.resumed(check, stop, expected, at)
+    except Failed as error:
+        return Result(check, False, difference="the run fails", cause=str(error))
+    difference = first_difference(run, reference, 0.0)
+    if difference is None:
+        return Result(check, True)
+    if proof.repeated():
+        return nothing(check, "two runs of the same command differ already")
+    return differs(check, difference, cause_of_resume(run, reference, difference))
+
+
+def check_accumulate(proof: Proof) -> Result:
+    reason = proof.why_not_in_parts()
+    norms = proof.reference.facts.get("batch_norms")
+    if norms:
+        reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
+    if reason:
+        return nothing("accumulate", reason)
+    run = proof.parts("accumulate", micro_batches=2)
+    if "manual optimization" in proof.failures.get("accumulate", ""):
+        return nothing("accumulate", "the module calls its optimizers itself")
+    result = result_of_parts(proof, "accumulate", run)
+    is_of_batch = result.first_step == 1 and str(result.difference).startswith("loss")
+    if result.equal is False and is_of_batch and not str(result.cause).startswith("a loss that"):
+        return nothing("accumulate", "the loss of a batch is not the mean of its images' losses")
+    return result
+
+
+def check_ranks(proof: Proof, check: str) -> Result:
+    reason = proof.why_not_in_parts()
+    if not reason and proof.one_process == "gpu":
+        reason = "trainer=gpu computes on one GPU: leave trainer=gpu out"
+    if reason:
+        return nothing(check, reason)
+    return result_of_parts(proof, check, proof.two_ranks(check))
+
+
+def result_of_parts(proof: Proof, check: str, run: Recording) -> Result:
+    """Compare losses, weights and optimizer of a run that computes batches in parts."""
+    reference = proof.reference
+    difference = first_difference(run, reference, proof.tolerance, compares_metrics=False)
+    failure = proof.failures.get(check)
+    if difference is None and failure is None:
+        return Result(check, True)
+    unused = {**run.unused, **reference.unused}
+    step = difference.step if difference else None
+    if failure is not None:
+        cause = cause_of_unused(unused) if unused else failure
+        return Result(check, False, step, "the run fails", cause)
+    assert difference is not None
+    if difference.kind == "images" and proof.is_lockstep:
+        return differs(check, difference, "the ranks read other images")
+    return differs(check, difference, cause_of_parts(difference, reference, run))
+
+
+def check_workers(proof: Proof) -> Result:
+    options: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
+    if proof.is_lockstep:
+        options = {"data.num_workers": 2}
+        if "path" in proof.config["data"]:
+            options["data.path"] = "loader"
+    run = proof.recording("workers", **options)
+    if "workers" in proof.failures:
+        return Result("workers", False, None, "the run fails", proof.failures["workers"])
+    reference = proof.reference
+    difference = first_difference(run, reference, 0.0, compares_metrics=False)
+    if difference is None:
+        return Result("workers", True)
+    if difference.kind == "images":
+        return result_of_workers(proof, run, difference)
+    tolerated = first_difference(run, reference, proof.tolerance, compares_metrics=False)
+    if tolerated is None:
+        return Result("workers", True)
+    return differs("workers", tolerated, "the step depends on the number of workers")
+
+
+def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> Result:
+    """Tell streams and copied generators from transforms that PyTorch seeds for each worker."""
+    if proof.repeated():
+        return nothing("workers", "two runs of the same command differ already")
+    facts = proof.reference.facts
+    if facts.get("streams"):
+        cause = (
+            f"{facts['streams'][0]} is read by every worker as a whole: take a share by "
+            "torch.utils.data.get_worker_info()"
+        )
+        return differs("workers", difference, cause)
+    if facts.get("generators"):
+        cause = (
+            f"a generator of the dataset ({first_call(proof.reference)}) is copied into each "
+            "worker: draw from torch.rand, which each worker seeds"
+        )
+        return differs("workers", difference, cause)
+    if has_same_targets(run, proof.reference, difference.step):
+        return nothing(
+            "workers", "the data draw random numbers, which PyTorch seeds for each worker"
+        )
+    return differs("workers", difference, "the order of the images depends on the workers")
+
+
+def check_metric(proof: Proof) -> Result:
+    monitor = str(proof.config["task"].get("monitor"))
+    reference = proof.reference
+    reason = proof.why_not_in_parts() if not proof.is_lockstep else ""
+    if not any(monitor in ranks[0] for ranks in reference.metrics.values()):
+        reason = f"task.monitor={monitor} is no metric of a validation"
+    if reason or proof.one_process == "gpu":
+        return nothing("metric", reason or "trainer=gpu computes on one GPU: leave trainer=gpu out")
+    run = proof.two_ranks("ddp")
+    if not run.metrics:
+        return nothing("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
+
+    # Metrics are compared as long as the weights are equal: the sanity check is before any step.
+    training = first_difference(run, reference, proof.tolerance, compares_metrics=False)
+    last = training.step - 1 if training else len(reference.steps)
+    compared = Recording(
+        metrics={key: ranks for key, ranks in reference.metrics.items() if key[1] <= last}
+    )
+    difference = metric_difference(run, compared, proof.tolerance, [monitor])
+    if difference is None:
+        return Result("metric", True)
+    return differs("metric", difference, cause_of_metric(run, monitor))
+
+
+def check_eval(proof: Proof) -> Result:
+    reference = proof.reference
+    expected = test_metrics(proof.run_folder("reference"))
+    if not expected:
+        return nothing("eval", "the task has no test_step, or the data no test_dataloader")
+    limit = f"trainer.limit_test_batches={proof.epoch_steps}"
+    overrides = ["ckpt_path=reference", "run_id=evaluated", limit]
+    code, line = proof.start("eval", "evaluated", overrides)
+    if code != EXIT_OK:
+        return Result("eval", False, None, "eval.py fails", line)
+    values = test_metrics(proof.folder / "eval" / "runs" / "evaluated")
+    steps = list(reference.steps.values())
+    when = ("test", len(steps))
+    difference = metric_difference(
+        Recording(metrics={when: [values]}), Recording(metrics={when: [expected]}), proof.tolerance
+    )
+    if difference is None:
+        return Result("eval", True)
+    changed = other_attributes(reference.starts[0], steps[-1])
+    names = ", ".join(f"self.{name}" for name in changed) or "of the module"
+    cause = f"state that is not in the checkpoint ({names}), or random numbers in test_step"
+    return differs("eval", difference, cause)
+
+
+FUNCTIONS: dict[str, Callable[[Proof], Result]] = {
+    "repeat": check_repeat,
+    "resume_step": check_resume_step,
+    "resume_epoch": check_resume_epoch,
+    "accumulate": check_accumulate,
+    "ddp": partial(check_ranks, check="ddp"),
+    "fsdp": partial(check_ranks, check="fsdp"),
+    "workers": check_workers,
+    "metric": check_metric,
+    "eval": check_eval,
+}
+
+
+def prove(proof: Proof, checks: list[str]) -> list[Result]:
+    """Run the checks, log each line as it is known, and write prove.md and prove.json."""
+    reference = proof.reference
+    losses = [loss for loss in reference.losses if loss is not None]
+    where = (
+        f"{len(reference.steps)} steps in two epochs, float{proof.precision[:2]}, "
+        f"tolerance {proof.tolerance:g}, "
+        f"without dropout, on {platform.machine()} ({proof.one_process}), "
+        f"torch {version('torch')}, lightning {version('lightning')}"
+    )
+    log.info(where)
+    if len(set(losses)) == 1:
+        log.warning("The loss is the same in every step: this training learns nothing.")
+    results = []
+    for check in checks:
+        results.append(FUNCTIONS[check](proof))
+        log.info(f"{results[-1]}")
+    write_table(proof.folder, proof.overrides, results, where)
+    proof.remove_batches()
+    return results
+
+
+@dataclass
+class Options:
+    """The options of prove.py itself."""
+
+    checks: list[str]
+    steps: int = STEPS
+    tolerance: float = TOLERANCE
+
+
+def read_options(argv: list[str]) -> tuple[list[str], Options]:
+    """Return the overrides and the options.
+
+    Raises:
+        UserError: an option has a wrong value.
+    """
+    overrides = []
+    options = Options(list(CHECKS))
+    for word in argv:
+        key, _, value = word.partition("=")
+        if key == "--checks":
+            options.checks = chosen_checks(value)
+        elif key == "--steps":
+            options.steps = int(number_of(word, value, smallest=4))
+        elif key == "--tolerance":
+            options.tolerance = number_of(word, value, smallest=0.0)
+        else:
+            overrides.append(word)
+    return overrides, options
+
+
+def chosen_checks(names: str) -> list[str]:
+    """Return the checks that a list names; `resume` names both of its kind."""
+    chosen = []
+    for name in names.split(","):
+        matches = [check for check in CHECKS if check == name or check.startswith(f"{name}_")]
+        if not matches:
+            raise UserError(f"--checks={names}: there is no {name!r}; take {', '.join(CHECKS)}.")
+        chosen += matches
+    return [check for check in CHECKS if check in chosen]
+
+
+def number_of(word: str, value: str, smallest: float) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not smallest <= number < float("inf"):
+        raise UserError(f"{word}: give a number from {smallest:g} on.")
+    return number
+
+
+def run_child(name: str, overrides: list[str], output: Path) -> int:
+    """Run train.py or eval.py; return its exit code."""
+    return run_train(overrides, environment(), output, TRAIN.with_name(f"{name}.py"))
+
+
+def proof_of(config: Config, options: Options, run: Run = run_child) -> Proof:
+    """Return a proof, in a new folder.
+
+    Raises:
+        UserError: the runs would save no checkpoints.
+    """
+    if not (config["callbacks"] or {}).get("checkpoints"):
+        raise UserError("A proof resumes from checkpoints: leave '~callbacks.checkpoints' out.")
+    folder = Path(config["paths"]["log_dir"]) / "prove" / new_run_id()
+    folder.mkdir(parents=True)
+    steps = options.steps // 2
+    return Proof(config, config["overrides"], folder, run, steps, options.tolerance)
+
+
+@script
+def main(argv: list[str]) -> int:
+    """Train again and again, log the table, and return the exit code."""
+    overrides, options = read_options(argv)
+    config = read_command("train", overrides, __doc__ or "").compose()
+    proof = proof_of(config, options)
+    results = prove(proof, options.checks)
+    log.info(f"{proof.folder / 'prove.md'}")
+    failed = [result.check for result in results if result.equal is False]
+    if failed:
+        log.info(f"Not the same: {', '.join(failed)}")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

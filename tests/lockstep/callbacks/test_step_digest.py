@@ -1,0 +1,62 @@
+"""The recording of a step: parts of batches, hashes of samples, calls of generators."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import broken_modules
+from lockstep.callbacks.step_digest import (
+    DROPOUTS,
+    StepDigest,
+    calls_in,
+    digest,
+    part_of,
+    samples_of,
+)
+from plain_task import Small, fit
+
+
+def test_a_batch_is_cut_through_all_its_tensors():
+    batch = {"x": torch.arange(4), "rest": (torch.arange(8).view(4, 2), ["a", "b", "c", "d"], 7)}
+    part = part_of(batch, 1, 2)
+    assert part["x"].tolist() == [2, 3]
+    assert part["rest"][0].tolist() == [[4, 5], [6, 7]]
+    assert part["rest"][1:] == (["c", "d"], 7)
+
+
+def test_equal_samples_have_equal_hashes():
+    first, second, third = samples_of([torch.tensor([1.0, 1.0, 2.0]), torch.tensor([0, 1, 0])])
+    assert first[0] == second[0] != third[0]
+    assert first[1] == third[1] != second[1]
+
+
+def test_a_digest_is_that_of_float64():
+    tensor = torch.tensor([3.0, 4.0])
+    assert digest(tensor) == digest(tensor.double())
+    assert digest(tensor)[1] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("cls", "is_unseeded"),
+    [(broken_modules.NoisyRows, True), (broken_modules.CopiedRows, False)],
+)
+def test_calls_of_generators_are_named_by_line(cls, is_unseeded):
+    calls = calls_in(cls)
+    assert any(unseeded for unseeded, _ in calls) is is_unseeded
+    assert "broken_modules.py:" in calls[0][1]
+
+
+def test_a_fit_leaves_a_line_for_each_step(tmp_path, monkeypatch):
+    for name in DROPOUTS:
+        # The callback turns them off in its process.
+        monkeypatch.setattr(nn.functional, name, getattr(nn.functional, name))
+    fit(Small(), StepDigest(tmp_path), batches=3, logger=False)
+    rows = [json.loads(line) for line in (tmp_path / "steps-rank0.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert steps[0]["loss"] != steps[1]["loss"]
+    assert steps[0]["learning_rates"] == [0.25]
+    assert set(steps[0]["weights"]) == {"layer.weight", "layer.bias"}
+    assert not steps[0]["draws"]

@@ -1,0 +1,119 @@
+"""prove.py finds the fault of a training and names its cause, and finds none in sound ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import broken_modules
+import prove
+from lockstep.config.compose import compose, whole_config
+from lockstep.runs.proof_table import Result, write_table
+from runs import run_door, small
+
+BROKEN = Path(broken_modules.__file__)
+PLAIN = (
+    "task._target_=broken_modules.{task}",
+    "data._target_=broken_modules.{data}",
+    "task.monitor=val_loss",
+    "task.mode=min",
+    "trainer=cpu",
+)
+
+
+def line_of(mark: str) -> str:
+    before = BROKEN.read_text().partition(f"# {mark}")[0]
+    return f"{BROKEN.name}:{before.count(chr(10)) + 1}"
+
+
+def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16):
+    """The lines of prove.py, whose runs are forked from a server."""
+
+    def forked(name, overrides, output):
+        done = run_door(name, *overrides, logs=output.parent)
+        output.write_text(done.output)
+        return done.code
+
+    config = whole_config(compose("train", small("train", (*overrides, f"paths.log_dir={folder}"))))
+    options = prove.Options(prove.chosen_checks(checks) if checks else list(prove.CHECKS), steps)
+    return prove.prove(prove.proof_of(config, options, forked), options.checks)
+
+
+def plain_overrides(task: str = "Sound", data: str = "Points") -> list[str]:
+    return [word.format(task=task, data=data) for word in PLAIN]
+
+
+# The classes of task and data: checks that fail, checks that are not counted, words of the cause.
+CAUSES = {
+    ("Sound", "Points"): ((), (), ()),
+    ("Normalised", "Points"): (("ddp", "fsdp"), ("accumulate",), ("trainer.sync_batchnorm=true",)),
+    ("LogsItsShare", "Points"): (("metric",), (), ("sync_dist=True",)),
+    ("MeanOfMeans", "Points"): (("metric",), (), ("mean of the ranks",)),
+    ("Summed", "Points"): (("accumulate", "ddp", "fsdp"), (), ("a sum",)),
+    ("Unused", "Points"): (("ddp",), (), ("find_unused_parameters=true", line_of("UNUSED"))),
+    ("CountsEpochs", "Points"): (("resume_step", "resume_epoch"), (), ("self.epochs_seen",)),
+    ("ForgetsMoments", "Points"): (("resume_step", "resume_epoch"), (), ("optimizer net.0",)),
+    ("KnowsItsRank", "Points"): (("ddp", "fsdp"), (), ("rank",)),
+    ("CountsTests", "Points"): (("eval",), (), ("self.seen",)),
+    ("Sound", "NoisyPoints"): (
+        ("repeat",), ("resume_step", "resume_epoch", "workers"), (line_of("UNSEEDED"),),
+    ),
+    ("Sound", "CopiedPoints"): (("workers",), (), (line_of("COPIED"),)),
+    ("Sound", "StreamPoints"): (("workers",), (), ("get_worker_info",)),
+    ("Sound", "EndlessPoints"): (("resume_step", "resume_epoch"), (), ("Endless", "state_dict")),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", CAUSES, ids="-".join)
+def test_it_names_the_cause_of_a_fault(parts, tmp_path):
+    failing, uncounted, cause = CAUSES[parts]
+    results = results_of(*plain_overrides(*parts), folder=tmp_path)
+    lines = "\n".join(map(str, results))
+    assert {result.check for result in results if result.equal is False} == set(failing), lines
+    assert {result.check for result in results if result.equal is None} == set(uncounted), lines
+    if failing:
+        causes = "\n".join(str(result.cause) for result in results if result.equal is False)
+        assert [part for part in cause if part not in causes] == [], lines
+
+
+def test_resume_names_both_of_its_kind():
+    assert prove.chosen_checks("ddp,resume") == ["resume_step", "resume_epoch", "ddp"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "word"),
+    [("--checks=dpp", "take repeat"), ("--steps=two", "--steps=two"), ("--tolerance=-1", "from 0")],
+)
+def test_a_wrong_option_ends_with_code_2(argument, word, capfd):
+    assert prove.main(["experiment=quickstart", argument]) == 2
+    assert word in "".join(capfd.readouterr())
+
+
+def test_a_training_without_checkpoints_is_refused(capfd):
+    assert prove.main(["experiment=quickstart", "~callbacks.checkpoints"]) == 2
+    assert "checkpoints" in "".join(capfd.readouterr())
+
+
+def test_the_table_is_written_as_json_and_markdown(tmp_path):
+    results = [
+        Result("ddp", False, 1, "loss by 1.0e+00", "a loss that is a sum"),
+        Result("eval", None, cause="no test"),
+    ]
+    write_table(tmp_path, ["experiment=mine"], results, "24 steps")
+    rows = json.loads((tmp_path / "prove.json").read_text())
+    assert rows[0] == {
+        "check": "ddp",
+        "equal": False,
+        "first_step": 1,
+        "difference": "loss by 1.0e+00",
+        "cause": "a loss that is a sum",
+    }
+    assert rows[1]["equal"] is None
+    assert "| **differs** | 1 | loss by 1.0e+00 |" in (tmp_path / "prove.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_quickstart_net_is_the_same_everywhere(tmp_path):
+    results = results_of("experiment=quickstart", folder=tmp_path)
+    assert [str(result) for result in results if result.equal is not True] == []
