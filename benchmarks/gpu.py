@@ -36,10 +36,12 @@ WARMUP, STEPS = (1, 2) if SMALL else (5, 20)
 ROUNDS = 2 if SMALL else 3
 SIZE = 32 if SMALL else 224
 CLASSES = 10
-NET = "model=vit_tiny_32 model.depth=2 model.embed_dim=48" if SMALL else "model=vit model.pretrained=false"
-QUIET = (
-    "test=false trainer.limit_val_batches=0 trainer.log_every_n_steps=1000 trainer.num_sanity_val_steps=0 quiet=true"
+NET = (
+    "model=vit_tiny_32 model.depth=2 model.embed_dim=48"
+    if SMALL
+    else "model=vit model.pretrained=false"
 )
+QUIET = "test=false trainer.limit_val_batches=0 trainer.log_every_n_steps=1000 trainer.num_sanity_val_steps=0 quiet=true"
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
 IMAGES = "GPU_BENCHMARK_IMAGES"  # the environment's name of the folder where the parts keep generated images
 CIFAR10, AIRBENCH = "GPU_BENCHMARK_CIFAR10", "GPU_BENCHMARK_AIRBENCH"  # of --cifar10 and --airbench
@@ -57,21 +59,31 @@ PREDICTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
-    parser.add_argument("--small", action="store_true", help="tiny nets and few steps; the figures mean nothing")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny nets and few steps; the figures mean nothing"
+    )
     parser.add_argument("--cifar10", help="folder that holds cifar-10-batches-py")
-    parser.add_argument("--airbench", help="airbench94_muon.py of github.com/KellerJordan/cifar10-airbench")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # one part, in the process that is measured
+    parser.add_argument(
+        "--airbench", help="airbench94_muon.py of github.com/KellerJordan/cifar10-airbench"
+    )
+    parser.add_argument(
+        "--part", help=argparse.SUPPRESS
+    )  # one part, in the process that is measured
     options = parser.parse_args()
     if options.part:
         print("\n" + json.dumps(PARTS[options.part][0](options.out)))
         return
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(PARTS):
-        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(
+            f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + options.budget
     results: dict[str, Any] = {"small": options.small, "parts": {}}
@@ -80,7 +92,9 @@ def main() -> None:
         given = {CIFAR10: options.cifar10, AIRBENCH: options.airbench}
         os.environ |= {name: str(Path(path).resolve()) for name, path in given.items() if path}
         for name in chosen:
-            limit_s = min(PARTS[name][1] * (5 if SMALL else 1), ends - time.monotonic())  # a simulated GPU is slow
+            limit_s = min(
+                PARTS[name][1] * (5 if SMALL else 1), ends - time.monotonic()
+            )  # a simulated GPU is slow
             results["parts"][name] = (
                 run_part(name, options.out, limit_s) if limit_s > 5 else {"skipped": "no time left"}
             )
@@ -89,23 +103,43 @@ def main() -> None:
             part.replace(options.out / "gpu.json")
             for figure, value in results["parts"][name].items():
                 predicted = PREDICTIONS.get(f"{name}/{figure}")
-                print(f"{name:18} {figure:36} {value}" + (f"   predicted {predicted}" if predicted else ""), flush=True)
+                print(
+                    f"{name:18} {figure:36} {value}"
+                    + (f"   predicted {predicted}" if predicted else ""),
+                    flush=True,
+                )
     if failed := [name for name, figures in results["parts"].items() if "error" in figures]:
         sys.exit(f"Not measured: {', '.join(failed)}")
 
 
 def run_part(name: str, out: Path, limit_s: float) -> dict[str, Any]:
     """Run one part in a process group of its own and return its figures, or how it failed."""
-    command = [sys.executable, __file__, "--part", name, "--out", str(out), *(["--small"] if SMALL else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "--part",
+        name,
+        "--out",
+        str(out),
+        *(["--small"] if SMALL else []),
+    ]
     began = time.monotonic()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=REPOSITORY
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        cwd=REPOSITORY,
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        return {"error": f"stopped after {limit_s:.0f} s", "output": process.communicate()[0][-2000:]}
+        return {
+            "error": f"stopped after {limit_s:.0f} s",
+            "output": process.communicate()[0][-2000:],
+        }
     if process.returncode:
         return {"error": f"exit code {process.returncode}", "output": output[-2000:]}
     return {**json.loads(output.splitlines()[-1]), "seconds": round(time.monotonic() - began, 1)}
@@ -145,7 +179,11 @@ def bare_loop(batch: int) -> float:
     import torch
     from torch.nn import functional as F
 
-    own = {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 4, "img_size": SIZE} if SMALL else {}
+    own = (
+        {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 4, "img_size": SIZE}
+        if SMALL
+        else {}
+    )
     net = timm.create_model("vit_base_patch32_224", num_classes=CLASSES, **own).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     batches = iter(Cached(random_batches(batch), WARMUP + STEPS + 1))
@@ -197,7 +235,11 @@ def machine(out: Path) -> dict[str, Any]:
     fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,utilization.gpu,memory.used"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     asked = subprocess.run(command, capture_output=True, text=True)
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     return {
         "nvidia_smi": asked.stdout.strip(), "device": torch.cuda.get_device_name(), "cores": os.cpu_count(),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())), **versions,
@@ -233,17 +275,26 @@ def step(out: Path) -> dict[str, Any]:
 
 def share_of_ceiling(out: Path, seconds: float) -> float | None:
     """Return the share of the measured bf16 products that a step of BATCH images does; None if they are not known."""
-    measured = json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
+    measured = (
+        json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
+    )
     ceiling = measured.get("ceilings", {}).get("bf16_tflops")
-    return ceiling and round(26.2e-3 * BATCH / seconds / ceiling, 3)  # 26.2 GFLOP per image, forward and backward
+    return ceiling and round(
+        26.2e-3 * BATCH / seconds / ceiling, 3
+    )  # 26.2 GFLOP per image, forward and backward
 
 
 def data(out: Path) -> dict[str, Any]:
     """Images that come from Lockstep's data path against batches that lie on the GPU."""
     found = {}
-    for stored, batch in ((32, BATCH), (SIZE, 8 if SMALL else 256)):  # a thousand images of 224 px take 150 MB
+    for stored, batch in (
+        (32, BATCH),
+        (SIZE, 8 if SMALL else 256),
+    ):  # a thousand images of 224 px take 150 MB
         words = f"trainer=gpu data.stored_size={stored}"
-        cached, own = in_turns(2, seconds_of(words, batch=batch), seconds_of(words, batch=batch, cached=False))
+        cached, own = in_turns(
+            2, seconds_of(words, batch=batch), seconds_of(words, batch=batch, cached=False)
+        )
         found[f"stored_at_{stored}_over_cached"] = ratio(own, cached)
     return found
 
@@ -266,7 +317,11 @@ def synchronisations(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for precision in ("bf16-mixed", "16-mixed"):
         watch = Watch()
-        lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu trainer.precision={precision}", batch=SMALL_BATCH, watch=watch)
+        lockstep_run(
+            f"{NO_CHECKPOINTS} trainer=gpu trainer.precision={precision}",
+            batch=SMALL_BATCH,
+            watch=watch,
+        )
         told = (one for one in watch.seen if "called a synchronizing" in str(one.message))
         lines = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in told)
         found[precision] = round(sum(lines.values()) / STEPS, 2)
@@ -281,7 +336,9 @@ def strategies(out: Path) -> dict[str, Any]:
         names = ("ddp", "fsdp")
         measures = [seconds_of(f"trainer={name} trainer.devices=1", batch=batch) for name in names]
         seconds = dict(zip(names, in_turns(2, *measures), strict=True))
-        found |= {f"{name}_ms_{size}": round(1000 * median(values), 2) for name, values in seconds.items()}
+        found |= {
+            f"{name}_ms_{size}": round(1000 * median(values), 2) for name, values in seconds.items()
+        }
         found[f"fsdp_over_ddp_{size}"] = ratio(seconds["fsdp"], seconds["ddp"])
     return found
 
@@ -295,16 +352,23 @@ def compiled(out: Path) -> dict[str, Any]:
         "fsdp_compiled": (f"{fsdp}=true", BATCH), "eager_small": (f"{gpu}=false", SMALL_BATCH),
         "graphs_small": (f"{gpu}={{mode:reduce-overhead}}", SMALL_BATCH),
     }  # fmt: skip
-    lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1)  # the first run of a process imports
+    lockstep_run(
+        f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1
+    )  # the first run of a process imports
     found: dict[str, Any] = {}
     for name, (words, batch) in variants.items():
         began = time.perf_counter()
-        seconds = lockstep_run(f"{NO_CHECKPOINTS} {words}", batch=batch, warmup=WARMUP if SMALL else 12)
+        seconds = lockstep_run(
+            f"{NO_CHECKPOINTS} {words}", batch=batch, warmup=WARMUP if SMALL else 12
+        )
         found[f"{name}_ms"] = round(1000 * seconds, 2)
         found[f"{name}_whole_s"] = round(time.perf_counter() - began, 1)  # with the compilation
     pairs = {"": ("compiled", "eager"), "bf16_true_": ("bf16_true", "eager"), "fsdp_": ("fsdp_compiled", "fsdp"),
              "graphs_": ("graphs_small", "eager_small")}  # fmt: skip
-    ratios = {f"{name}over_eager": round(found[f"{a}_ms"] / found[f"{b}_ms"], 3) for name, (a, b) in pairs.items()}
+    ratios = {
+        f"{name}over_eager": round(found[f"{a}_ms"] / found[f"{b}_ms"], 3)
+        for name, (a, b) in pairs.items()
+    }
     shares = {f"{name}_share_of_ceiling": share_of_ceiling(out, found[f"{name}_ms"] / 1000)
               for name in ("compiled", "bf16_true")}  # fmt: skip
     return {**found, **ratios, **shares}
@@ -314,11 +378,25 @@ def memory(out: Path) -> dict[str, Any]:
     """The largest batch that a search finds on a device of 40 GiB, against the estimate."""
     largest: dict[str, int] = {}
     for how in ("search", "estimate"):
-        words = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", "data.stored_size=32", "trainer=gpu"]
+        words = [
+            *NET.split(),
+            "data=synthetic",
+            f"data.image_size={SIZE}",
+            "data.stored_size=32",
+            "trainer=gpu",
+        ]
         words += [f"trainer.memory_limit_gib={1 if SMALL else 40}"]
         with tempfile.TemporaryDirectory() as scratch:
-            command = [sys.executable, "src/find_batch_size.py", *(["--estimate"] if how == "estimate" else [])]
-            command += [*words, *places(scratch), f"paths.data_dir={os.environ.get(IMAGES, scratch)}"]
+            command = [
+                sys.executable,
+                "src/find_batch_size.py",
+                *(["--estimate"] if how == "estimate" else []),
+            ]
+            command += [
+                *words,
+                *places(scratch),
+                f"paths.data_dir={os.environ.get(IMAGES, scratch)}",
+            ]
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         said = re.search(r"largest batch (\d+)", done.stdout)
         if done.returncode or not said:
@@ -331,19 +409,29 @@ def checkpoints(out: Path) -> dict[str, Any]:
     """Seconds that training waits for a checkpoint, against a copy of the same bytes to the host."""
     import torch
 
-    length, saves = (2, 1) if SMALL else (20, 2)  # batches of an epoch, and saves between the first and the last step
+    length, saves = (
+        (2, 1) if SMALL else (20, 2)
+    )  # batches of an epoch, and saves between the first and the last step
     own = f"trainer=gpu trainer.limit_train_batches={length} trainer.max_epochs=9"
     options = {"warmup": length // 2, "steps": saves * length}
 
     def steps(words: str) -> float:
         return lockstep_run(f"{own} {words}", **options) * options["steps"]
 
-    state = torch.empty((4 if SMALL else 1050) * 2**20, dtype=torch.uint8, device="cuda")  # weights and two moments
+    state = torch.empty(
+        (4 if SMALL else 1050) * 2**20, dtype=torch.uint8, device="cuda"
+    )  # weights and two moments
     copy = per_step(state.cpu, 2)
-    kinds = ("callbacks.checkpoints.asynchronous=false", "callbacks.checkpoints.asynchronous=true", NO_CHECKPOINTS)
+    kinds = (
+        "callbacks.checkpoints.asynchronous=false",
+        "callbacks.checkpoints.asynchronous=true",
+        NO_CHECKPOINTS,
+    )
     synchronous, asynchronous, without = in_turns(1, *(lambda own=own: steps(own) for own in kinds))
     kinds_of = {"synchronous": synchronous, "asynchronous": asynchronous}
-    stalls = {name: (median(seconds) - median(without)) / saves for name, seconds in kinds_of.items()}
+    stalls = {
+        name: (median(seconds) - median(without)) / saves for name, seconds in kinds_of.items()
+    }
     return {
         "copy_s": round(copy, 3), **{f"{name}_s": round(value, 3) for name, value in stalls.items()},
         **{f"{name}_over_copy": round(value / copy, 2) for name, value in stalls.items()},
@@ -361,16 +449,24 @@ def cifar10(out: Path) -> dict[str, Any]:
               "optimizer.lr=0.24", "optimizer.vector_lr=106", "trainer.max_epochs=8",
               "trainer.compile=false"]  # fmt: skip
     # A warm-up and three runs; its compilation would take minutes
-    script = script.replace("range(200)", "range(3)").replace('model.compile(mode="max-autotune")', "")
+    script = script.replace("range(200)", "range(3)").replace(
+        'model.compile(mode="max-autotune")', ""
+    )
     with tempfile.TemporaryDirectory() as scratch:
         record = run_record(scratch, recipe)
         words = [*recipe, *QUIET.split(), NO_CHECKPOINTS, *places(scratch)]
-        ours = 200 * timed_run(words, 24, 144, None, None, torch.cuda.synchronize)  # 24 steps are an epoch
+        ours = 200 * timed_run(
+            words, 24, 144, None, None, torch.cuda.synchronize
+        )  # 24 steps are an epoch
         Path(scratch, "cifar10").mkdir()
         Path(scratch, "cifar10", "cifar-10-batches-py").symlink_to(root / "cifar-10-batches-py")
         Path(scratch, "airbench.py").write_text(script)
         printed = output_of([sys.executable, "airbench.py"], cwd=Path(scratch))
-    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in printed.splitlines()
+        if line.startswith("|")
+    ]
     theirs = median([float(row[6]) for row in rows if row[2] == "7"][1:])
     return {
         "lockstep_s": round(ours, 3), "airbench_s": theirs, "lockstep_over_airbench": round(ours / theirs, 3),

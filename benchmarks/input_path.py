@@ -20,7 +20,11 @@ from typing import Any
 
 from measuring import goal_row, in_turns, median, paired_ratio, run_record, save
 
-BATCH, WORKERS, SIZES = 256, (0, 1, 2, 4), {32: 2.0, 224: 4.0}  # pixels and the seconds of a measurement
+BATCH, WORKERS, SIZES = (
+    256,
+    (0, 1, 2, 4),
+    {32: 2.0, 224: 4.0},
+)  # pixels and the seconds of a measurement
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 MODELS = {"ViT-B/32": "vit_base_patch32_224", "EfficientNet-Lite0": "tf_efficientnet_lite0"}
 WAIT_GOAL = 0.02
@@ -28,7 +32,9 @@ Batches = Callable[[], Iterator[Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, help="folder that holds cifar-10-batches-py")
     parser.add_argument("--images", type=Path, help="folder that holds train/ and test/")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -40,7 +46,9 @@ def main() -> None:
 
 
 def compare(root: Path, repetitions: int) -> None:
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # the best number of workers is measured here
+    warnings.filterwarnings(
+        "ignore", "This DataLoader will create"
+    )  # the best number of workers is measured here
     goals, figures = [], {}
     for size, seconds in SIZES.items():
         theirs = {workers: torchvision_batches(size, root, workers) for workers in WORKERS}
@@ -48,10 +56,19 @@ def compare(root: Path, repetitions: int) -> None:
         best = max(trial, key=trial.__getitem__)
         with tempfile.TemporaryDirectory() as scratch:
             sides = (our_batches(size, root, scratch), theirs[best])
-            ours, peer = in_turns(repetitions, *(partial(images_per_s, side, seconds) for side in sides))
+            ours, peer = in_turns(
+                repetitions, *(partial(images_per_s, side, seconds) for side in sides)
+            )
         figures[f"{size} px"] = {"ours": ours, "torchvision": peer, "torchvision_by_workers": trial}
         detail = f"{median(ours, 0):,.0f} images/s, torchvision {median(peer, 0):,.0f} with {best} workers"
-        goals.append(goal_row(f"input path ÷ torchvision at {size} px", "", paired_ratio(ours, peer), detail=detail))
+        goals.append(
+            goal_row(
+                f"input path ÷ torchvision at {size} px",
+                "",
+                paired_ratio(ours, peer),
+                detail=detail,
+            )
+        )
     save("input_path", goals, batch=BATCH, images_per_s=figures)
 
 
@@ -65,7 +82,16 @@ def measure_wait(images: Path) -> None:
             figures[name] = run_record(scratch, [*words, f"model.name={name}"])["throughput"]
             share, detail = figures[name]["data_wait_share"], "20 steps of 64 images"
             what = f"{label} at 224 px from JPEG files: a step's wait for images"
-            goals.append(goal_row(what, "≤ 2 %", round(100 * share, 2), share <= WAIT_GOAL, unit="%", detail=detail))
+            goals.append(
+                goal_row(
+                    what,
+                    "≤ 2 %",
+                    round(100 * share, 2),
+                    share <= WAIT_GOAL,
+                    unit="%",
+                    detail=detail,
+                )
+            )
     save("loader_wait", goals, throughput=figures)
 
 
@@ -103,9 +129,15 @@ def torchvision_batches(size: int, root: Path, workers: int) -> Batches:
     from torchvision.datasets import CIFAR10
 
     first = transforms.RandomCrop(32, padding=4) if size == 32 else transforms.Resize(size)
-    rest = [transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    rest = [
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(MEAN, STD),
+    ]
     images = CIFAR10(root, train=True, transform=transforms.Compose([first, *rest]))
-    return lambda: iter(DataLoader(images, BATCH, shuffle=True, drop_last=True, num_workers=workers))
+    return lambda: iter(
+        DataLoader(images, BATCH, shuffle=True, drop_last=True, num_workers=workers)
+    )
 
 
 if __name__ == "__main__":

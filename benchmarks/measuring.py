@@ -23,16 +23,31 @@ TRAIN = [sys.executable, str(REPOSITORY / "src" / "train.py")]
 
 
 def goal_row(
-    what: str, goal: str, measured: float, met: bool | None = None, *, unit: str = "×", detail: str = ""
+    what: str,
+    goal: str,
+    measured: float,
+    met: bool | None = None,
+    *,
+    unit: str = "×",
+    detail: str = "",
 ) -> dict[str, Any]:
     """Return one figure of benchmarks/README.md with its goal, if it has one."""
-    return {"what": what, "goal": goal, "measured": measured, "unit": unit, "met": met, "detail": detail}
+    return {
+        "what": what,
+        "goal": goal,
+        "measured": measured,
+        "unit": unit,
+        "met": met,
+        "detail": detail,
+    }
 
 
 def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
     """Write `name` into results/cpu.json and print its goals. The load average shows other work of the machine."""
     words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
-    words += ["FOLDER" if Path(word).is_absolute() else word for word in sys.argv[1:]]  # another machine has others
+    words += [
+        "FOLDER" if Path(word).is_absolute() else word for word in sys.argv[1:]
+    ]  # another machine has others
     machine = {
         "cpu": environment.cpu_name(), "cores": environment.available_cores(), "versions": provenance.versions()
     }  # fmt: skip
@@ -44,8 +59,14 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
     path = HERE / "results" / "cpu.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: content}, indent=1) + "\n")
     for row in goals:
-        met = "" if row["met"] is None else f" (goal {row['goal']}): {'met' if row['met'] else 'NOT MET'}"
-        print(f"{row['what']}: {row['measured']:g} {row['unit']}{met} · {row['detail']}", flush=True)
+        met = (
+            ""
+            if row["met"] is None
+            else f" (goal {row['goal']}): {'met' if row['met'] else 'NOT MET'}"
+        )
+        print(
+            f"{row['what']}: {row['measured']:g} {row['unit']}{met} · {row['detail']}", flush=True
+        )
 
 
 def in_turns(repetitions: int, *measures: Callable[[], float]) -> list[list[float]]:
@@ -83,13 +104,21 @@ def run_record(scratch: Path | str, words: list[str]) -> dict[str, Any]:
     """Train with `python src/train.py`; return the run's record."""
     run_id = f"bench{time.time_ns()}"
     output_of([*TRAIN, *words, *places(scratch), f"run_id={run_id}"])
-    record: dict[str, Any] = json.loads(Path(scratch, "log/train/runs", run_id, "run.json").read_text())
+    record: dict[str, Any] = json.loads(
+        Path(scratch, "log/train/runs", run_id, "run.json").read_text()
+    )
     return record
 
 
-def output_of(command: list[str], *, env: dict[str, str] | None = None, cwd: Path = REPOSITORY) -> str:
+def output_of(
+    command: list[str], *, env: dict[str, str] | None = None, cwd: Path = REPOSITORY
+) -> str:
     """Return what a process prints; end with its output if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})})
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}
+    )
     if done.returncode:
-        raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(
+            f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
     return done.stdout

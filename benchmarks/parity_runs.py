@@ -29,7 +29,12 @@ from tasks.classifier import ImageClassifier
 
 STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
 MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")
-FAULTS = ("gradients not divided", "one parameter not reduced", "one rank's batch repeated", "a stale gradient")
+FAULTS = (
+    "gradients not divided",
+    "one parameter not reduced",
+    "one rank's batch repeated",
+    "a stale gradient",
+)
 IMAGE_SIZE = {"vit": 16, "alexnet": 64, "alexnet_bn": 128, "small_cnn": 16}
 FROZEN = {
     "vit": ["patch_embed", "blocks.0"], "alexnet": ["features.0"], "alexnet_bn": ["features.[0-3]"],
@@ -55,7 +60,9 @@ class Case:
 def build_net(case: Case) -> nn.Module:
     """Return a model with dropout off, whose random numbers differ between ranks, and AlexNet's head narrowed."""
     torch.manual_seed(SEED)
-    net = new_net(case.model, {"num_classes": CLASSES, "image_size": IMAGE_SIZE[case.model], "channels": 3})
+    net = new_net(
+        case.model, {"num_classes": CLASSES, "image_size": IMAGE_SIZE[case.model], "channels": 3}
+    )
     if case.fine_tuning:
         freeze(net, FROZEN[case.model])
     return net
@@ -69,9 +76,15 @@ def new_net(model: str, shape: dict[str, Any]) -> nn.Module:
         return SmallCNN(**shape, dropout=0.0, head_dropout=0.0)
     net = (AlexNetBN if model == "alexnet_bn" else AlexNet)(**shape, dropout=0.0)
     wide, middle, last = 256 * 6 * 6, 96, CLASSES
-    for place, (inputs, outputs) in {1: (wide, middle), 4: (middle, middle), 6: (middle, last)}.items():
+    for place, (inputs, outputs) in {
+        1: (wide, middle),
+        4: (middle, middle),
+        6: (middle, last),
+    }.items():
         net.classifier[place] = nn.Linear(inputs, outputs)
-    for layer in net.modules():  # PyTorch's own initialisation lets AlexNet's loss stand still for hundreds of steps
+    for layer in (
+        net.modules()
+    ):  # PyTorch's own initialisation lets AlexNet's loss stand still for hundreds of steps
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return net
@@ -89,7 +102,9 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
     data.prepare()
     if case.fault == "one rank's batch repeated":
         rank = 0
-    data.attach_to_ranks(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate, device="cpu")
+    data.attach_to_ranks(
+        rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate, device="cpu"
+    )
     return data
 
 
@@ -101,7 +116,9 @@ def sgd(case: Case) -> partial:
 def parameters_of(net: nn.Module, case: Case) -> Any:
     if not case.fine_tuning:
         return net.parameters()
-    trained = [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad
+    ]
     return parameter_groups(net, trained, FINE_TUNING, LEARNING_RATE[case.model])
 
 
@@ -120,7 +137,10 @@ def bare_loop(case: Case) -> dict[str, Any]:
             if (index + 1) % case.accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return {"losses": losses, "weights": {name: value.numpy().copy() for name, value in net.state_dict().items()}}
+    return {
+        "losses": losses,
+        "weights": {name: value.numpy().copy() for name, value in net.state_dict().items()},
+    }
 
 
 class Losses(pl.Callback):
@@ -128,7 +148,9 @@ class Losses(pl.Callback):
 
     values: list[float]
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any
+    ) -> None:
         self.values.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
 

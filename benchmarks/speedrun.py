@@ -13,16 +13,30 @@ LIMIT_S, ACCURACY = 900, 0.90
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root")
     root = parser.parse_args().root
     with tempfile.TemporaryDirectory() as scratch:
         started = time.perf_counter()
-        record = run_record(scratch, ["experiment=cifar10_speedrun", *([f"data.root={root}"] if root else [])])
+        record = run_record(
+            scratch, ["experiment=cifar10_speedrun", *([f"data.root={root}"] if root else [])]
+        )
         seconds = time.perf_counter() - started
-    accuracy, met = record["metrics"]["test/acc"], record["metrics"]["test/acc"] >= ACCURACY and seconds <= LIMIT_S
+    accuracy, met = (
+        record["metrics"]["test/acc"],
+        record["metrics"]["test/acc"] >= ACCURACY and seconds <= LIMIT_S,
+    )
     what = "cifar10_speedrun: test accuracy in 15 minutes on 2 cores"
-    goal = goal_row(what, "≥ 90 %", round(100 * accuracy, 2), met, unit="%", detail=f"whole process {seconds:.0f} s")
+    goal = goal_row(
+        what,
+        "≥ 90 %",
+        round(100 * accuracy, 2),
+        met,
+        unit="%",
+        detail=f"whole process {seconds:.0f} s",
+    )
     save(
         "speedrun", [goal], seconds=round(seconds, 1), test_accuracy=accuracy, fit_seconds=record["fit_seconds"],
         images_per_s=record["images_per_s"],

@@ -13,7 +13,17 @@ import tempfile
 import time
 from functools import partial
 
-from measuring import TRAIN, goal_row, in_turns, median, output_of, paired_ratio, places, save, seconds_of
+from measuring import (
+    TRAIN,
+    goal_row,
+    in_turns,
+    median,
+    output_of,
+    paired_ratio,
+    places,
+    save,
+    seconds_of,
+)
 
 TORCH = [sys.executable, "-c", "import torch"]
 IMPORTS = [sys.executable, "-c", "import torch, lightning.pytorch, hydra, numpy"]
@@ -41,14 +51,29 @@ def main() -> None:
     ]
     named = {"import_torch": torch, "help": help_s, "cfg_job": cfg_s, "imports": imports, "first_step": one,
              "first_step_two_ranks": two}  # fmt: skip
-    goals = [goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit) for what, ratio, limit in ratios]
+    goals = [
+        goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit)
+        for what, ratio, limit in ratios
+    ]
     medians = {name: median(values, 3) for name, values in named.items()}
-    save("start", goals, seconds=medians, all_seconds=named, bytecode=not sys.flags.dont_write_bytecode)
+    save(
+        "start",
+        goals,
+        seconds=medians,
+        all_seconds=named,
+        bytecode=not sys.flags.dont_write_bytecode,
+    )
 
 
 def first_step(scratch: str, trainer: str) -> float:
     """Return the seconds from starting the process to the end of its first optimizer step, on rank 0."""
-    words = ["experiment=quickstart", trainer, "trainer.max_steps=1", "test=false", *places(scratch)]
+    words = [
+        "experiment=quickstart",
+        trainer,
+        "trainer.max_steps=1",
+        "test=false",
+        *places(scratch),
+    ]
     started = time.time()
     said = output_of([sys.executable, __file__, FIRST_STEP, *words])
     at = re.search(r"first_step_at (\S+)", said)

@@ -24,7 +24,9 @@ VIT_LIMIT = 1.02
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=[*PARTS])
     only = parser.parse_args().only
     figures = {name: measure(*part) for name, part in PARTS.items() if only in (None, name)}
@@ -35,7 +37,15 @@ def main() -> None:
         goals.append(goal_row(what, "", tiny["over_bare_ms"], unit="ms", detail=detail))
     if vit := figures.get("vit"):
         ratio, what = vit["over_bare"], "ViT at batch 256: a step ÷ a bare loop's"
-        goals.append(goal_row(what, f"≤ {VIT_LIMIT}", ratio, ratio <= VIT_LIMIT, detail="vit_tiny_32, cached batches"))
+        goals.append(
+            goal_row(
+                what,
+                f"≤ {VIT_LIMIT}",
+                ratio,
+                ratio <= VIT_LIMIT,
+                detail="vit_tiny_32, cached batches",
+            )
+        )
     save("step_time", goals, **figures)
 
 
@@ -43,7 +53,9 @@ def measure(overrides: list[str], steps: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         sides = Sides(overrides, steps, scratch)
         bare, ours = in_turns(rounds, sides.bare, sides.ours)
-    milliseconds = {name: [round(1000 * s, 3) for s in side] for name, side in (("bare", bare), ("ours", ours))}
+    milliseconds = {
+        name: [round(1000 * s, 3) for s in side] for name, side in (("bare", bare), ("ours", ours))
+    }
     return {
         **{f"{name}_ms": median(values) for name, values in milliseconds.items()},
         "over_bare_ms": median([1000 * (a - b) for a, b in zip(ours, bare, strict=True)]),
@@ -55,7 +67,12 @@ class Sides:
     """Two ways to make the same steps; each returns seconds per step."""
 
     def __init__(self, overrides: list[str], steps: int, scratch: str) -> None:
-        limits = ["trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
+        limits = [
+            "trainer=cpu",
+            "trainer.max_epochs=1",
+            "test=false",
+            "trainer.limit_val_batches=0",
+        ]
         self.overrides = [*overrides, *limits, *places(scratch)]
         self.steps, self.warmup = steps, max(2, steps // 20)
         self.batches: list[Any] = []
@@ -76,7 +93,9 @@ class Sides:
         module = build_module(config, {"num_classes": 10, "image_size": size, "channels": channels})
         # One kernel for all parameters, as our run has it: it is not what is measured here
         net = module.net.train()
-        optimizer = module.optimizer_factory([p for p in net.parameters() if p.requires_grad], fused=True)
+        optimizer = module.optimizer_factory(
+            [p for p in net.parameters() if p.requires_grad], fused=True
+        )
         for number, (images, labels) in enumerate(Cached(self.batches, self.steps + self.warmup)):
             if number == self.warmup:
                 started = time.perf_counter()
@@ -107,14 +126,18 @@ def timed_run(
     class Clock(pl.Callback):
         seconds = 0.0
 
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int
+        ) -> None:
             if trainer.global_step == warmup:
                 synchronize()
                 if watch:
                     watch.begin()
                 self.began = time.perf_counter()
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if trainer.global_step == warmup + steps:
                 if watch:
                     watch.end()
@@ -129,8 +152,12 @@ def timed_run(
         trainer.callbacks.append(clock)
         if batches is not None:
             found = (data.on_after_batch_transfer(batch, 0) for batch in data.train_dataloader())
-            batches[:] = batches or [(images.clone(), labels.clone()) for images, labels in islice(found, 16)]
-            data.train_dataloader = lambda: Cached(batches, warmup + steps + 1)  # the last ends the epoch
+            batches[:] = batches or [
+                (images.clone(), labels.clone()) for images, labels in islice(found, 16)
+            ]
+            data.train_dataloader = lambda: Cached(
+                batches, warmup + steps + 1
+            )  # the last ends the epoch
             data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
         trainer.fit(module, datamodule=data)
     if run.exit_code:

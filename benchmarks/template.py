@@ -19,11 +19,17 @@ WHOLE_LIMIT = 0.8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True, help="images in torchvision's layout (FOLDER/MNIST/raw)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--root", type=Path, required=True, help="images in torchvision's layout (FOLDER/MNIST/raw)"
+    )
     parser.add_argument("--data", choices=("mnist", "fashion_mnist"), default="mnist")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed")
+    parser.add_argument(
+        "overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed"
+    )
     arguments = parser.parse_args()
     accuracies: dict[str, list[float]] = {"ours": [], "template": []}
     with tempfile.TemporaryDirectory() as scratch:
@@ -32,7 +38,13 @@ def main() -> None:
         epochs = f"trainer.max_epochs={arguments.epochs}"
 
         def ours() -> float:
-            words = ["experiment=mnist", f"data={arguments.data}", f"data.root={root}", "data.num_val=5000", epochs]
+            words = [
+                "experiment=mnist",
+                f"data={arguments.data}",
+                f"data.root={root}",
+                "data.num_val=5000",
+                epochs,
+            ]
             started = time.perf_counter()
             record = run_record(f"{scratch}/{time.time_ns()}", [*words, *arguments.overrides])
             seconds = time.perf_counter() - started
@@ -40,7 +52,11 @@ def main() -> None:
             return seconds
 
         def template() -> float:
-            words = [epochs, "data.train_val_test_split=[55000,5000,10000]", f"data.data_dir={root}"]
+            words = [
+                epochs,
+                "data.train_val_test_split=[55000,5000,10000]",
+                f"data.data_dir={root}",
+            ]
             started = time.perf_counter()
             said = output_of([sys.executable, str(peer), *words], env={"PROJECT_ROOT": scratch})
             seconds = time.perf_counter() - started
@@ -48,7 +64,10 @@ def main() -> None:
             return seconds
 
         theirs, mine = in_turns(3, template, ours)
-    whole, detail = paired_ratio(mine, theirs), f"{arguments.epochs} epoch(s); images: {arguments.data}"
+    whole, detail = (
+        paired_ratio(mine, theirs),
+        f"{arguments.epochs} epoch(s); images: {arguments.data}",
+    )
     detail += f"; ours with {' '.join(arguments.overrides)}" if arguments.overrides else ""
     what = "whole process ÷ the usual Hydra + Lightning template's"
     save(

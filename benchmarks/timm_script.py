@@ -37,7 +37,9 @@ class Work:
 
     def ours(self, seed: int) -> float:
         options = self.options
-        pictures = ["rand_augment", "augmentation.magnitude=27"] if self.rand_augment else ["resized_crop"]  # of 30
+        pictures = (
+            ["rand_augment", "augmentation.magnitude=27"] if self.rand_augment else ["resized_crop"]
+        )  # of 30
         record = run_record(self.scratch / f"ours-{time.time_ns()}", [
             "data=image_folder", f"data.root={options.images}", f"data.image_size={options.size}",
             "data.val_fraction=0", f"data.global_batch_size={options.batch}",
@@ -69,7 +71,9 @@ class Work:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("speed", "accuracy"))
     for name, text in (("timm", "a clone of its repository"), ("images", "train/<class>/ and test/<class>/"),
                        ("weights", f"ImageNet weights of {MODEL}")):  # fmt: skip
@@ -96,9 +100,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         both = Work(options, Path(scratch))
         ours, theirs = in_turns(
-            options.repetitions, lambda: timed("ours", both.ours), lambda: timed("timm", both.theirs)
+            options.repetitions,
+            lambda: timed("ours", both.ours),
+            lambda: timed("timm", both.theirs),
         )
-    images = options.epochs * sum(1 for path in (options.images / "train").rglob("*") if path.is_file())
+    images = options.epochs * sum(
+        1 for path in (options.images / "train").rglob("*") if path.is_file()
+    )
     rate = {side: round(images / median(values), 1) for side, values in seconds.items()}
     if options.what == "speed":
         ratio = paired_ratio(seconds["timm"], seconds["ours"])
@@ -109,8 +117,21 @@ def main() -> None:
         apart, spread = abs(median(ours, 2) - median(theirs, 2)), max(theirs) - min(theirs)
         text = "fine-tuning, test accuracy apart from timm's script, medians of the seeds"
         detail = f"ours {ours}, timm's {theirs} %, spread {spread:.2f}; {options.epochs} epochs at {options.size} px"
-        goal = goal_row(text, "within its spread", round(apart, 2), apart <= spread, unit="points", detail=detail)
-    save(f"timm_{options.what}", [goal], seconds=seconds, accuracies={"ours": ours, "timm": theirs}, images=images)
+        goal = goal_row(
+            text,
+            "within its spread",
+            round(apart, 2),
+            apart <= spread,
+            unit="points",
+            detail=detail,
+        )
+    save(
+        f"timm_{options.what}",
+        [goal],
+        seconds=seconds,
+        accuracies={"ours": ours, "timm": theirs},
+        images=images,
+    )
 
 
 if __name__ == "__main__":

@@ -12,10 +12,18 @@ from lockstep.config.schema import Option, groups, keys  # noqa: E402
 
 def options_page(configs: Path) -> str:
     """Return the page as markdown: the options of each group, then their keys, each key once."""
-    lines = ["# Options", "", "`make docs` writes this page from the comments in configs/.", "", "## Top level", ""]
+    lines = [
+        "# Options",
+        "",
+        "`make docs` writes this page from the comments in configs/.",
+        "",
+        "## Top level",
+        "",
+    ]
     lines += ["| key | default | meaning |", "|---|---|---|"]
     lines += [
-        f"| `{key.name}` | `{key.default or '…'}` | {cell(key.comment)} |" for key in keys(configs / "train.yaml")
+        f"| `{key.name}` | `{key.default or '…'}` | {cell(key.comment)} |"
+        for key in keys(configs / "train.yaml")
     ]
     for group, options in groups(configs).items():
         lines += ["", f"## {group}=", "", "| option | meaning |", "|---|---|"]
@@ -53,7 +61,8 @@ def key_table(options: list[Option]) -> list[str]:
 def heirs(names: list[str], options: list[Option]) -> list[str]:
     """Return the options, and those that have one of them in their `defaults`."""
     parent = {
-        option.name: re.findall(r"^defaults: \[(\w+)", option.path.read_text(), re.MULTILINE) for option in options
+        option.name: re.findall(r"^defaults: \[(\w+)", option.path.read_text(), re.MULTILINE)
+        for option in options
     }
     found = set(names)
     for _ in options:

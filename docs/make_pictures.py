@@ -40,7 +40,11 @@ def output_on_a_terminal(command: list[str]) -> str:
 
     os.environ.update(COLUMNS="110", LINES="40", TERM="xterm-256color")
     pty.spawn(command, read)
-    lines = re.sub(r"\x1b\[\d*[A-HJKf]|\x1b\[\?25[lh]", "", seen.decode()).replace("\r\n", "\n").split("\n")
+    lines = (
+        re.sub(r"\x1b\[\d*[A-HJKf]|\x1b\[\?25[lh]", "", seen.decode())
+        .replace("\r\n", "\n")
+        .split("\n")
+    )
     return "\n".join(line.rpartition("\r")[2] for line in lines).strip("\n")
 
 
@@ -63,11 +67,23 @@ def draw_page(page: Path, picture: str) -> None:
 
 def photograph(html: Path, picture: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
-        own = [f"--user-data-dir={folder}", f"--screenshot={PICTURES / picture}", "--window-size=940,1500"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ]
+        own = [
+            f"--user-data-dir={folder}",
+            f"--screenshot={PICTURES / picture}",
+            "--window-size=940,1500",
+        ]
         subprocess.run(["chromium", *options, *own, html.as_uri()], check=True, capture_output=True)
     with Image.open(PICTURES / picture) as image:
-        image.convert("RGB").quantize(64).save(PICTURES / picture, optimize=True)  # needs a quarter of the bytes
+        image.convert("RGB").quantize(64).save(
+            PICTURES / picture, optimize=True
+        )  # needs a quarter of the bytes
 
 
 def main() -> None:

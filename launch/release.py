@@ -29,7 +29,9 @@ def release(root: Path, version: str, date: str) -> None:
         Refused: the version, the tree or the changelog is not fit for it.
     """
     changelog = root / "CHANGELOG.md"
-    before = re.search(STATED["pyproject.toml"], (root / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    before = re.search(
+        STATED["pyproject.toml"], (root / "pyproject.toml").read_text(), re.MULTILINE
+    )[0]
     if not VERSION.fullmatch(version):
         raise Refused(f"VERSION={version} is no version: take three numbers, as VERSION=1.0.0.")
     if [*map(int, version.split("."))] <= [*map(int, before.split("."))]:

@@ -23,7 +23,9 @@ CONTRACT = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here) and f"{item.path.relative_to(here)}::{item.name}".startswith(CONTRACT):
+        if item.path.is_relative_to(
+            here
+        ) and f"{item.path.relative_to(here)}::{item.name}".startswith(CONTRACT):
             item.add_marker("contract")
 
 
@@ -66,5 +68,7 @@ def no_signal_of_another_test():
 def pytest_runtest_makereport(item, call):
     """A worker's report travels as UTF-8, and a test may have printed a file name that is none."""
     report = yield
-    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    report.sections = [
+        (title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections
+    ]
     return report

@@ -44,7 +44,19 @@ MOST_BRANCHES = 20
 LONGEST_COMMENT_BEHIND_CODE = 60  # characters
 SKIPS = ("# fmt: " + "skip", "# fmt: " + "off")
 # Names that say nothing (CONTRIBUTING.md, Words). `each` may stand in a comprehension.
-EMPTY_NAMES = {"found", "own", "stated", "words", "known", "here", "there", "taken", "wanted", "given", "each"}
+EMPTY_NAMES = {
+    "found",
+    "own",
+    "stated",
+    "words",
+    "known",
+    "here",
+    "there",
+    "taken",
+    "wanted",
+    "given",
+    "each",
+}
 
 
 @dataclass
@@ -143,7 +155,10 @@ def faults(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, FUNCTIONS) and branches_of(node) > MOST_BRANCHES:
             yield node.lineno, f"{node.name} has {branches_of(node)} branches: take it apart"
         if isinstance(node, COMPREHENSIONS) and _is_tangled(node):
-            yield node.lineno, "a comprehension has one `for` and at most one `if`, and none inside: write the loop"
+            yield (
+                node.lineno,
+                "a comprehension has one `for` and at most one `if`, and none inside: write the loop",
+            )
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
             yield node.lineno, "a lambda with a name is a function"
         name = _bound_name(node)
@@ -164,7 +179,11 @@ def _is_tangled(comprehension: ast.AST) -> bool:
     generators = comprehension.generators  # type: ignore[attr-defined]
     if len(generators) > 1 or len(generators[0].ifs) > 1:
         return True
-    parts = [getattr(comprehension, name) for name in ("elt", "key", "value") if hasattr(comprehension, name)]
+    parts = [
+        getattr(comprehension, name)
+        for name in ("elt", "key", "value")
+        if hasattr(comprehension, name)
+    ]
     for part in (*parts, *generators[0].ifs):
         if any(isinstance(node, COMPREHENSIONS) for node in ast.walk(part)):
             return True
@@ -184,7 +203,10 @@ def _long_comments(text: str) -> Iterator[tuple[int, str]]:
         if token.type != tokenize.COMMENT or lines[token.start[0] - 1].lstrip().startswith("#"):
             continue
         if len(token.string) > LONGEST_COMMENT_BEHIND_CODE and "noqa" not in token.string:
-            yield token.start[0], "a comment behind code is for units and values: put the sentence above"
+            yield (
+                token.start[0],
+                "a comment behind code is for units and values: put the sentence above",
+            )
 
 
 def python_files(names: list[str]) -> list[Path]:

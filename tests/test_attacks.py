@@ -91,7 +91,9 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("attack", CHECKPOINTS, ids=lambda attack: attack.__name__)
-def test_a_hostile_checkpoint_among_this_machines_runs_executes_nothing(attack, trained, canary, tmp_path):
+def test_a_hostile_checkpoint_among_this_machines_runs_executes_nothing(
+    attack, trained, canary, tmp_path
+):
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
     path = logs / "train" / "runs" / "theirs" / "checkpoints" / "best-step00000001.ckpt"
     path.parent.mkdir(parents=True)
@@ -101,7 +103,9 @@ def test_a_hostile_checkpoint_among_this_machines_runs_executes_nothing(attack, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", [optimizer_state, lightning_instantiator], ids=lambda a: a.__name__)
+@pytest.mark.parametrize(
+    "attack", [optimizer_state, lightning_instantiator], ids=lambda a: a.__name__
+)
 def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
     """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right hash beside it."""
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
@@ -112,7 +116,10 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
     for word in (f"ckpt_path={last}", "resume=r"):
         done = run_door("train", *SMALL, word, "trainer.max_epochs=2", logs=logs)
         assert done.code == (2 if wanted else 0), done.output
-        assert "Traceback" not in done.output and (wanted or "finished") in done.output.strip().splitlines()[-1]
+        assert (
+            "Traceback" not in done.output
+            and (wanted or "finished") in done.output.strip().splitlines()[-1]
+        )
 
 
 @pytest.mark.parametrize("word", ["run_id=../x", "data.name=../../x", "s3.uri=s3://bucket/../../x"])
@@ -120,7 +127,9 @@ def test_a_name_that_climbs_is_refused_by_its_key(word, canary, tmp_path):
     done = run_door("train", *SMALL, word, logs=tmp_path / "logs")
     assert done.code == 2 and "Traceback" not in done.output, done.output
     last = done.output.strip().splitlines()[-1]
-    assert last.startswith("error: ") and word.partition("=")[2].removeprefix("s3://bucket/") in last
+    assert (
+        last.startswith("error: ") and word.partition("=")[2].removeprefix("s3://bucket/") in last
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "outside"}
 
 
@@ -142,4 +151,7 @@ def test_predict_starts_no_program_for_an_image(trained, canary, tmp_path, monke
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "x.png").write_bytes(EPS)
     path, _ = next(complete(trained.folder.checkpoints, "best"))
-    assert main([f"ckpt_path={path}", f"images={tmp_path / 'images'}", f"out={tmp_path / 'p.csv'}"]) == 2
+    assert (
+        main([f"ckpt_path={path}", f"images={tmp_path / 'images'}", f"out={tmp_path / 'p.csv'}"])
+        == 2
+    )

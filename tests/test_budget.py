@@ -18,7 +18,9 @@ def source() -> Measures:
 
 def reached_from(script: str) -> set[Path]:
     """Return the project's modules that a script imports, directly or through others, at any level of their code."""
-    files = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in SRC.rglob("*.py")}
+    files = {
+        ".".join(path.relative_to(SRC).with_suffix("").parts): path for path in SRC.rglob("*.py")
+    }
     reached: set[Path] = set()
     waiting = [files[script]]
     while waiting:
@@ -40,11 +42,17 @@ def reached_from(script: str) -> set[Path]:
 LIMITS = {
     "syntax nodes of src/": (lambda: source().nodes, 116_000),
     "nodes a line of code": (lambda: round(source().nodes_a_line, 2), 6.6),
-    "share of functions with more than 10 branches": (lambda: source().branchy / source().functions, 0.03),
+    "share of functions with more than 10 branches": (
+        lambda: source().branchy / source().functions,
+        0.03,
+    ),
     "branches of one function": (lambda: source().most_branches, 25),
     "lines over 100 columns": (lambda: source().wide, 700),
     "fmt: skip": (lambda: source().skips, 15),
-    "tuple assignments in 1,000 lines": (lambda: 1000 * source().tuple_assignments / source().code_lines, 5),
+    "tuple assignments in 1,000 lines": (
+        lambda: 1000 * source().tuple_assignments / source().code_lines,
+        5,
+    ),
     "modules that src/train.py reaches": (lambda: len(reached_from("train")), 105),
     "lines in README.md": (lambda: len((ROOT / "README.md").read_text().splitlines()), 80),
 }

@@ -13,9 +13,13 @@ from runs import run_door
 def picture(folder, name, seed, change=0, suffix="png"):
     folder.mkdir(parents=True, exist_ok=True)
     coarse = np.random.default_rng(seed).integers(20, 200, (6, 6, 3), np.uint8)
-    pixels = np.asarray(Image.fromarray(coarse).resize((24, 20), Image.Resampling.BICUBIC)).astype(int)
+    pixels = np.asarray(Image.fromarray(coarse).resize((24, 20), Image.Resampling.BICUBIC)).astype(
+        int
+    )
     noise = np.random.default_rng(seed + 999).integers(-change, change + 1, pixels.shape)
-    Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8)).save(folder / f"{name}.{suffix}")
+    Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8)).save(
+        folder / f"{name}.{suffix}"
+    )
 
 
 @pytest.fixture
@@ -34,7 +38,13 @@ def photos(tmp_path):
 
 
 def ask(root, tmp_path, *words):
-    return [f"data.root={root}", "data=image_folder", "data.name=photos", f"paths.log_dir={tmp_path / 'logs'}", *words]
+    return [
+        f"data.root={root}",
+        "data=image_folder",
+        "data.name=photos",
+        f"paths.log_dir={tmp_path / 'logs'}",
+        *words,
+    ]
 
 
 def test_copies_near_copies_and_two_labels_are_found(photos, tmp_path, capsys):
@@ -48,7 +58,10 @@ def test_copies_near_copies_and_two_labels_are_found(photos, tmp_path, capsys):
     assert "sizes: 24×20 to 24×20 px" in said.out
     folder = tmp_path / "logs" / "check_data" / "photos"
     lines = (folder / "data_report.txt").read_text().splitlines()
-    assert "test/cat/copy.png = train/cat/1.png  # 1 test image is identical to a training image" in lines
+    assert (
+        "test/cat/copy.png = train/cat/1.png  # 1 test image is identical to a training image"
+        in lines
+    )
     assert any(line.startswith("train/dog/2.png = test/dog/near.png  # nearly") for line in lines)
     with Image.open(folder / "pairs.png") as sheet:
         assert sheet.width == 3 * 264 + 8
@@ -61,14 +74,25 @@ def test_clean_data_and_a_damaged_image_are_no_failure(tmp_path, capsys):
     (root / "cat" / "broken.png").write_bytes(b"no image")
     assert main(ask(root, tmp_path)) == 0
     said = capsys.readouterr()
-    assert "1 images are damaged" in said.err and "broken.png" in said.err and "identical" not in said.out
+    assert (
+        "1 images are damaged" in said.err
+        and "broken.png" in said.err
+        and "identical" not in said.out
+    )
 
 
 def test_files_that_are_missing_are_listed(photos, tmp_path, capsys):
-    rows = [f"{path.relative_to(photos)},{path.parent.name}" for path in photos.glob("train/*/*.png")]
+    rows = [
+        f"{path.relative_to(photos)},{path.parent.name}" for path in photos.glob("train/*/*.png")
+    ]
     rows[3:3] = ["train/cat/gone.png,cat", "train/cat/lost.png,cat"]
     (photos / "list.csv").write_text("\n".join(["path,label", *rows]))
-    words = [f"data.root={photos / 'list.csv'}", "data=csv", "data.name=photos", f"paths.log_dir={tmp_path / 'logs'}"]
+    words = [
+        f"data.root={photos / 'list.csv'}",
+        "data=csv",
+        "data.name=photos",
+        f"paths.log_dir={tmp_path / 'logs'}",
+    ]
     assert main(words) == 1
     said = capsys.readouterr()
     assert "2 images cannot be used: " in said.err and "the weights say" not in said.out
@@ -96,5 +120,7 @@ def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path):
         "smallest_image": "24×20", "largest_image": "24×20",
     }  # fmt: skip
     assert report["images_per_class"]["cat"]["test"] == 11
-    assert "test/cat/copy.png = train/cat/1.png" in (done.folder.path / "data_report.txt").read_text()
+    assert (
+        "test/cat/copy.png = train/cat/1.png" in (done.folder.path / "data_report.txt").read_text()
+    )
     assert "1 test image is identical" in (done.folder.path / "page.md").read_text()

@@ -20,7 +20,8 @@ WORDS = ["experiment=quickstart", "trainer.max_epochs=1000", "trainer.num_thread
 
 def start(logs, *words, **options):
     paths = [
-        f"paths.{name}_dir={logs}{place}" for name, place in (("log", ""), ("data", "/data"), ("logbook", "/book"))
+        f"paths.{name}_dir={logs}{place}"
+        for name, place in (("log", ""), ("data", "/data"), ("logbook", "/book"))
     ]
     return psutil.Popen([sys.executable, str(SRC / "train.py"), *WORDS, *words, *paths],
                         stdout=subprocess.DEVNULL, preexec_fn=default_signals, **options)  # fmt: skip
@@ -92,4 +93,6 @@ def twice(step):
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     done = run_door("train", *WORDS, logs=tmp_path, before=partial(twice, 5))
     assert done.code == 130 and "Traceback" not in done.output, done.output
-    assert done.record["status"] == "interrupted" and not list(done.folder.checkpoints.glob("*.json"))
+    assert done.record["status"] == "interrupted" and not list(
+        done.folder.checkpoints.glob("*.json")
+    )

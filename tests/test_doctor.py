@@ -29,7 +29,9 @@ def faults(*words, **environment):
     return [sentence for fine, sentence in findings(*words, **environment) if not fine]
 
 
-def test_a_machine_alone_is_ready_and_what_it_lacks_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
+def test_a_machine_alone_is_ready_and_what_it_lacks_makes_the_exit_code_1(
+    tmp_path, monkeypatch, capsys
+):
     words = ["trainer=cpu", f"paths.log_dir={tmp_path / 'not/yet'}"]
     assert doctor.main(words) == 0
     named = capsys.readouterr().out
@@ -68,7 +70,9 @@ def test_what_this_machine_lacks_is_named_with_its_mend(name, value, mend, monke
 def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     said = faults("trainer=cpu", "data.global_batch_size=0", f"paths.log_dir={tmp_path / 'file/x'}")
-    assert len(said) == 2 and "paths.log_dir=" in said[0] and "data.global_batch_size=0" in said[1], said
+    assert (
+        len(said) == 2 and "paths.log_dir=" in said[0] and "data.global_batch_size=0" in said[1]
+    ), said
     [said] = faults("trainer=cpu", f"paths.log_dir={tmp_path}", NCCL_SOCKET_IFNAME="=lo,eth77")
     assert "NCCL_SOCKET_IFNAME=eth77: there are" in said
     for fine in ("^docker0,lo", "l", "=lo"):
@@ -81,24 +85,38 @@ def test_a_driver_that_torch_cannot_use_and_efa_without_its_plugin_are_named(mon
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(doctor, "INFINIBAND", tmp_path)
     driver, efa = doctor._gpus()
-    assert not driver[0] and "cannot use the driver" in driver[1] and "a driver for CUDA" in driver[2]
+    assert (
+        not driver[0] and "cannot use the driver" in driver[1] and "a driver for CUDA" in driver[2]
+    )
     assert not efa[0] and "install aws-ofi-nccl" in efa[2]
 
 
 def test_another_node_that_is_not_there_is_named(tmp_path):
-    said = faults(*TWO, "trainer.timeout_s=1", f"paths.log_dir={tmp_path}", **NODES | {"MASTER_PORT": str(free_port())})
+    said = faults(
+        *TWO,
+        "trainer.timeout_s=1",
+        f"paths.log_dir={tmp_path}",
+        **NODES | {"MASTER_PORT": str(free_port())},
+    )
     assert "node rank 1 did not arrive" in said[-1]
 
 
 def diagnose_node(place, port):
-    return findings(*TWO, "trainer.timeout_s=30", **NODES | {"MASTER_PORT": str(port), "NODE_RANK": str(place.rank)})
+    return findings(
+        *TWO,
+        "trainer.timeout_s=30",
+        **NODES | {"MASTER_PORT": str(port), "NODE_RANK": str(place.rank)},
+    )
 
 
 @pytest.mark.slow
 def test_two_nodes_find_each_other_equal_and_measure_their_network():
     for found in run_ranks(diagnose_node, 2, free_port()):
         assert all(fine for fine, _ in found), found
-        assert found[-2][1].startswith("same code, options and packages on all nodes: ") and "by gloo: " in found[-1][1]
+        assert (
+            found[-2][1].startswith("same code, options and packages on all nodes: ")
+            and "by gloo: " in found[-1][1]
+        )
 
 
 @pytest.mark.parametrize(("interface", "fine"), [("lo", False), ("eth0", True), (None, True)])
@@ -110,12 +128,18 @@ def test_a_master_that_only_its_own_host_reaches_is_named(interface, fine, monke
 
 
 def test_a_bucket_that_is_silent_or_not_there_takes_seconds(monkeypatch):
-    for name, value in {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "hidden", "DEFAULT_REGION": "eu-west-1"}.items():
+    for name, value in {
+        "ACCESS_KEY_ID": "key",
+        "SECRET_ACCESS_KEY": "hidden",
+        "DEFAULT_REGION": "eu-west-1",
+    }.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     for wait_s, is_silent, said in ((0.2, True, "s3: no answer"), (6.0, False, "s3: ")):
         monkeypatch.setattr(doctor, "BUCKET_WAIT_S", wait_s)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1] if is_silent else free_port()
-            [(fine, found, _)] = doctor._bucket({"uri": "s3://bucket/x", "endpoint_url": f"http://127.0.0.1:{port}"})
+            [(fine, found, _)] = doctor._bucket(
+                {"uri": "s3://bucket/x", "endpoint_url": f"http://127.0.0.1:{port}"}
+            )
         assert not fine and found.startswith(said) and "hidden" not in found

@@ -10,7 +10,13 @@ import pytest
 import yaml
 
 from lockstep.config.compose import compose, plain
-from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.process.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_UPLOADED,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+)
 from object_store import shared_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +37,11 @@ def test_the_batch_script_requeues_its_job_on_75_alone(tmp_path, code):
 
 
 def test_the_batch_script_resumes():
-    [line] = [line for line in (LAUNCH / "train.sbatch").read_text().splitlines() if line.startswith("srun ")]
+    [line] = [
+        line
+        for line in (LAUNCH / "train.sbatch").read_text().splitlines()
+        if line.startswith("srun ")
+    ]
     options = [word for word in shlex.split(line) if re.match(r"[\w.]+=", word) and "$" not in word]
     assert compose("train", options).resume == "auto"
 
@@ -43,15 +53,29 @@ def test_skypilot_tells_each_node_its_rank(tmp_path, rank):
                "SKYPILOT_NUM_GPUS_PER_NODE": "4"}  # fmt: skip
     (tmp_path / ".venv/bin").mkdir(parents=True)
     python = tmp_path / ".venv/bin/python"
-    python.write_text('#!/bin/sh\nenv | grep -E "^(RUN_ID|NODE_RANK|MASTER_)"; printf "%s\\n" "$@"\n')
+    python.write_text(
+        '#!/bin/sh\nenv | grep -E "^(RUN_ID|NODE_RANK|MASTER_)"; printf "%s\\n" "$@"\n'
+    )
     python.chmod(0o755)
     own = {"PATH": "/usr/bin:/bin", **environ}
-    done = subprocess.run(["bash", "-c", SKY["run"]], cwd=tmp_path, env=own, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", SKY["run"]],
+        cwd=tmp_path,
+        env=own,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     lines = done.stdout.splitlines()
     told = dict(line.split("=", 1) for line in lines[: lines.index("src/train.py")])
     cfg = compose("train", lines[lines.index("src/train.py") + 1 :])
     assert (told["NODE_RANK"], told["MASTER_ADDR"]) == (str(rank), "10.0.0.4")
-    assert (cfg.trainer.num_nodes, cfg.trainer.devices, cfg.resume, cfg.s3.uri) == (2, 4, "auto", "s3://b/runs")
+    assert (cfg.trainer.num_nodes, cfg.trainer.devices, cfg.resume, cfg.s3.uri) == (
+        2,
+        4,
+        "auto",
+        "s3://b/runs",
+    )
     assert told["RUN_ID"] == environ["SKYPILOT_TASK_ID"] and "spot" in cfg.callbacks
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_INTERRUPTED]
 
@@ -66,9 +90,16 @@ def exercise(tmp_path):
 
     def run(*overrides, fails="nothing", **variables):
         log.write_text("")
-        python.write_text(f'#!/bin/bash\necho "$NODE_RANK" "$@" >>{log}\ncase "$*" in *"{fails}"*) exit 75 ;; esac\n')
+        python.write_text(
+            f'#!/bin/bash\necho "$NODE_RANK" "$@" >>{log}\ncase "$*" in *"{fails}"*) exit 75 ;; esac\n'
+        )
         python.chmod(0o755)
-        environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "S3": "s3://bucket/prefix/", **variables}
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHON": str(python),
+            "S3": "s3://bucket/prefix/",
+            **variables,
+        }
         code = subprocess.run([SCRIPT, *overrides], env=environment).returncode
         return code, [shlex.split(line) for line in log.read_text().splitlines()]
 
@@ -79,11 +110,23 @@ def test_one_machine_trains_both_tests_both_from_the_bucket_and_compares(exercis
     code, commands = exercise("data.root=/images")
     scripts = ["src/train.py", "src/train.py", "src/eval.py", "src/eval.py", "src/logbook.py"]
     assert code == 0 and [command[0] for command in commands] == scripts
-    where = ["ckpt_path=s3://bucket/prefix/assignment-ddp", "s3.uri=s3://bucket/prefix", "data.root=/images"]
-    assert commands[2][1:] == where and commands[4][1:4] == ["compare", "assignment-ddp", "assignment-fsdp"]
+    where = [
+        "ckpt_path=s3://bucket/prefix/assignment-ddp",
+        "s3.uri=s3://bucket/prefix",
+        "data.root=/images",
+    ]
+    assert commands[2][1:] == where and commands[4][1:4] == [
+        "compare",
+        "assignment-ddp",
+        "assignment-fsdp",
+    ]
     config = plain(compose("train", commands[0][1:]))
     assert config["trainer"]["max_epochs"] == 26 and config["data"]["global_batch_size"] == "max"
-    assert (config["data"]["name"], config["model"]["pretrained"], config["logbook"]) == ("cifar10", True, "keep")
+    assert (config["data"]["name"], config["model"]["pretrained"], config["logbook"]) == (
+        "cifar10",
+        True,
+        "keep",
+    )
 
 
 def test_node_one_only_trains_its_overrides_win_and_an_interrupted_run_stops_the_script(exercise):
@@ -106,10 +149,16 @@ def test_in_small_on_cpus_and_again(tmp_path):
         "data.num_test_images=60", "data.image_size=32", "data.global_batch_size=16", "trainer.num_threads=1",
         "trainer.max_epochs=1", *(f"paths.{name}_dir={tmp_path / name}" for name in ("log", "data", "logbook")),
     ]  # fmt: skip
-    variables = {"S3": f"s3://{server.new_bucket()}/runs", "ENDPOINT": server.endpoint_url, "STRATEGIES": "ddp_sim"}
+    variables = {
+        "S3": f"s3://{server.new_bucket()}/runs",
+        "ENDPOINT": server.endpoint_url,
+        "STRATEGIES": "ddp_sim",
+    }
     environment = {**os.environ, **server.environment(), **variables}
     done = subprocess.run([SCRIPT, *overrides], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list((tmp_path / "log/eval/runs").iterdir())) == 1
     again = subprocess.run([SCRIPT, *overrides], env=environment, capture_output=True, text=True)
-    assert again.returncode == 0 and "assignment-ddp_sim has finished" in again.stdout, again.stdout + again.stderr
+    assert again.returncode == 0 and "assignment-ddp_sim has finished" in again.stdout, (
+        again.stdout + again.stderr
+    )

@@ -42,14 +42,19 @@ def animals(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("+data.rooot=x", "There is no data.rooot: use data.root"), ("experiment=quickstart", "leave experiment= out")],
+    [
+        ("+data.rooot=x", "There is no data.rooot: use data.root"),
+        ("experiment=quickstart", "leave experiment= out"),
+    ],
 )
 def test_a_key_that_nothing_reads_is_refused(word, said, animals):
     done = run_door("eval", "ckpt_path=animals", word, logs=animals.logs)
     assert done.code == 2 and said in done.output, done.output
 
 
-def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_callbacks(animals, tmp_path):
+def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_callbacks(
+    animals, tmp_path
+):
     other = photographs(tmp_path / "others", SAME)
     more = "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}"
     words = [f"data.root={other}", "data.test_fraction=0.2"]
@@ -65,17 +70,29 @@ def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_cal
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_version_without_a_key_and_one_that_says_nothing_are_tested(animals, tmp_path):
-    logs, root = shutil.copytree(animals.logs, tmp_path / "logs"), photographs(tmp_path / "new", SAME)
+def test_a_checkpoint_of_a_version_without_a_key_and_one_that_says_nothing_are_tested(
+    animals, tmp_path
+):
+    logs, root = (
+        shutil.copytree(animals.logs, tmp_path / "logs"),
+        photographs(tmp_path / "new", SAME),
+    )
     best = logs / "train" / "runs" / "animals" / animals.record["best_checkpoint"]["path"]
     content = read_checkpoint(best)
     write_checkpoint({key: value for key, value in content.items() if key != "lockstep"}, best)
     done = succeed("eval", f"ckpt_path={best}", f"data.root={root}", logs=logs)
-    assert list(read_config(done.folder.config)["callbacks"]) == ["early"], "by the run's own config"
+    assert list(read_config(done.folder.config)["callbacks"]) == ["early"], (
+        "by the run's own config"
+    )
     config = content["lockstep"]["config"]
     del config["verbose"], config["quiet"], config["trainer"]["max_time"]
     write_checkpoint(content, tmp_path / "old.ckpt")
-    words = [f"ckpt_path={tmp_path / 'old.ckpt'}", "data=image_folder", f"data.root={root}", "data.image_size=8"]
+    words = [
+        f"ckpt_path={tmp_path / 'old.ckpt'}",
+        "data=image_folder",
+        f"data.root={root}",
+        "data.image_size=8",
+    ]
     done = succeed("eval", *words, "data.test_fraction=0.2", logs=tmp_path / "elsewhere")
     assert done.record["metrics"]["test/images"] == 6, done.output
 
@@ -98,7 +115,9 @@ def test_all_images_of_another_folder_are_tested_as_the_net_was_trained_and_of_t
     metrics, data = done.record["metrics"], read_config(done.folder.config)["data"]
     assert (metrics["test/images"], metrics["test/acc"], done.record["num_test"]) == (90, 1, 90)
     assert (data["image_size"], data["mean"]) == (8, 0.25)
-    done = evaluated(animals, shutil.copytree(animals.logs / "photos", tmp_path / "moved"), "data.path=loader")
+    done = evaluated(
+        animals, shutil.copytree(animals.logs / "photos", tmp_path / "moved"), "data.path=loader"
+    )
     assert done.code == 0 and "testing on 12 images" in done.output, done.output
 
 
@@ -116,27 +135,48 @@ def test_all_images_of_another_folder_are_tested_as_the_net_was_trained_and_of_t
 def test_labels_are_matched_by_class_name(animals, tmp_path, names, rows):
     done = evaluated(animals, photographs(tmp_path / "new", names))
     assert done.code == 0, done.output
-    assert confusion(done) == [["true \\ predicted", "cat", "dog", "fox"], *([str(cell) for cell in r] for r in rows)]
+    assert confusion(done) == [
+        ["true \\ predicted", "cat", "dog", "fox"],
+        *([str(cell) for cell in r] for r in rows),
+    ]
 
 
 def test_an_unknown_class_is_refused_by_name_and_a_test_folder_alone_is_tested(animals, tmp_path):
     done = evaluated(animals, photographs(tmp_path / "new", {name: name for name in SHADES}))
     assert done.code == 2 and "Traceback" not in done.output, done.output
-    assert "the class gnu, which the checkpoint does not know; it knows cat, dog, fox" in done.output
-    done = evaluated(animals, photographs(tmp_path / "other", {"dog": "dog", "cat": "cat"}, split="test"))
+    assert (
+        "the class gnu, which the checkpoint does not know; it knows cat, dog, fox" in done.output
+    )
+    done = evaluated(
+        animals, photographs(tmp_path / "other", {"dog": "dog", "cat": "cat"}, split="test")
+    )
     assert done.code == 0 and "testing on all 20 images" in done.output, done.output
-    assert [row[0] for row in confusion(done)[1:]] == ["cat", "dog", "fox"] and done.record["metrics"]["test/acc"] == 1
+    assert [row[0] for row in confusion(done)[1:]] == ["cat", "dog", "fox"] and done.record[
+        "metrics"
+    ]["test/acc"] == 1
 
 
 @pytest.mark.slow
-def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoints_classes(animals, tmp_path):
+def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoints_classes(
+    animals, tmp_path
+):
     photographs(tmp_path / "new", {"a": "fox", "b": "cat"})
-    lines = [f"new/{place}/{i}.png,{name},test" for place, name in (("a", "fox"), ("b", "cat")) for i in range(10)]
+    lines = [
+        f"new/{place}/{i}.png,{name},test"
+        for place, name in (("a", "fox"), ("b", "cat"))
+        for i in range(10)
+    ]
     (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *lines]))
     done = evaluated(animals, tmp_path / "list.csv", data="csv")
-    assert done.code == 0 and "testing on all 20 images" in done.output and done.record["metrics"]["test/acc"] == 1
+    assert (
+        done.code == 0
+        and "testing on all 20 images" in done.output
+        and done.record["metrics"]["test/acc"] == 1
+    )
     data = read_config(done.folder.config)["data"]
     assert (data["image_size"], data["mean"]) == (8, [0.25] * 3)
     done = evaluated(animals, tmp_path / "list.csv", "data.mean=0.5", "data.fit=squash", data="csv")
     data = read_config(done.folder.config)["data"]
-    assert (data["image_size"], data["mean"], data["fit"]) == (8, 0.5, "squash"), "the command line wins"
+    assert (data["image_size"], data["mean"], data["fit"]) == (8, 0.5, "squash"), (
+        "the command line wins"
+    )

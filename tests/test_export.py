@@ -21,8 +21,20 @@ from tasks.classifier import ImageClassifier
 from tasks.regression import Regression
 
 HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
-SMALL_NET = ["data=synthetic", "data.num_images=300", "data.num_test_images=100", "trainer=cpu", "trainer.max_epochs=1"]
-SMALL_VIT = ["model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data.image_size=16", *SMALL_NET]
+SMALL_NET = [
+    "data=synthetic",
+    "data.num_images=300",
+    "data.num_test_images=100",
+    "trainer=cpu",
+    "trainer.max_epochs=1",
+]
+SMALL_VIT = [
+    "model=vit_tiny_32",
+    "model.depth=2",
+    "model.embed_dim=48",
+    "data.image_size=16",
+    *SMALL_NET,
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +47,19 @@ def vit(tmp_path_factory):
 def exported(vit, tmp_path_factory):
     out = tmp_path_factory.mktemp("exported")
     formats = "safetensors,pt2" + (",onnx" if HAS_ONNX else "")
-    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={out}", f"formats={formats}"]
+    ask = [
+        f"ckpt_path={vit.record['run_id']}",
+        f"log_dir={vit.logs}",
+        f"out={out}",
+        f"formats={formats}",
+    ]
     assert main(ask) == 0
     return out
 
 
-def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, monkeypatch, capsys):
+def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(
+    vit, tmp_path, monkeypatch, capsys
+):
     calls = []
 
     class Address(str):
@@ -57,11 +76,24 @@ def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, 
             calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path / 'out'}", "formats=safetensors"]
+    ask = [
+        f"ckpt_path={vit.record['run_id']}",
+        f"log_dir={vit.logs}",
+        f"out={tmp_path / 'out'}",
+        "formats=safetensors",
+    ]
     assert main([*ask, "push_to=refused"]) == 2 and not (tmp_path / "out").exists()
-    assert "push_to=refused: Token is required (hf auth login, or HF_TOKEN," in capsys.readouterr().err
-    assert main([*ask, "push_to=birds"]) == 0 and "uploaded to https://hub/me/birds" in capsys.readouterr().out
-    assert calls == [("birds", True), ("me/birds", ["README.md", "config.json", "model.safetensors"])]
+    assert (
+        "push_to=refused: Token is required (hf auth login, or HF_TOKEN," in capsys.readouterr().err
+    )
+    assert (
+        main([*ask, "push_to=birds"]) == 0
+        and "uploaded to https://hub/me/birds" in capsys.readouterr().out
+    )
+    assert calls == [
+        ("birds", True),
+        ("me/birds", ["README.md", "config.json", "model.safetensors"]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -75,28 +107,44 @@ def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, 
         ("mixer_s32_224", 64, {}),
     ],
 )
-def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, name, size, arguments):
-    net = TimmModel(num_classes=3, image_size=size, channels=3, name=name, pretrained=False, **arguments).eval()
+def test_timm_loads_any_of_its_models_as_the_card_says(
+    tmp_path, monkeypatch, name, size, arguments
+):
+    net = TimmModel(
+        num_classes=3, image_size=size, channels=3, name=name, pretrained=False, **arguments
+    ).eval()
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     facts = {"class_names": ["a", "b", "c"], "num_classes": 3, "image_size": size, "channels": 3, "mean": [0.5] * 3,
              "std": [0.2] * 3, "resize": size, "fit": "crop", "interpolation": "bicubic",
              "data_hash": "0" * 64}  # fmt: skip
-    config = {"model": {"_target_": "models.timm.TimmModel", "name": name}, "data": {"name": "d"}, "task": {}}
+    config = {
+        "model": {"_target_": "models.timm.TimmModel", "name": name},
+        "data": {"name": "d"},
+        "task": {},
+    }
     path = tmp_path / "best.ckpt"
     path.write_bytes(b"")
-    model = FinishedModel(ImageClassifier(net, num_classes=facts["num_classes"]), config, facts, path, RunRecord())
+    model = FinishedModel(
+        ImageClassifier(net, num_classes=facts["num_classes"]), config, facts, path, RunRecord()
+    )
     # Not 0: weights in a mapped file may lie at other addresses, for which PyTorch takes another kernel
     assert export.largest_difference(model, export.write_weights(model, tmp_path)) < 1e-5
     written = json.loads((tmp_path / "config.json").read_text())
-    (lines,) = re.findall("```python\n(.*?)```", card_text(model, tmp_path, {"safetensors": 0.0}), re.DOTALL)
+    (lines,) = re.findall(
+        "```python\n(.*?)```", card_text(model, tmp_path, {"safetensors": 0.0}), re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     found = {}
     exec(lines, found)
     images = example_images(facts, 2)
     with torch.inference_mode():
         torch.testing.assert_close(found["net"](images), net(images))
-    assert written["pretrained_cfg"]["mean"] == [0.5] * 3 and written["label_names"] == ["a", "b", "c"]
+    assert written["pretrained_cfg"]["mean"] == [0.5] * 3 and written["label_names"] == [
+        "a",
+        "b",
+        "c",
+    ]
 
 
 def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch):
@@ -104,7 +152,12 @@ def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch)
     done = succeed("train", *words, logs=tmp_path / "logs")
     out = tmp_path / "out"
     run_id = done.record["run_id"]
-    assert main([f"ckpt_path={run_id}", f"log_dir={done.logs}", f"out={out}", "formats=safetensors,pt2"]) == 0
+    assert (
+        main(
+            [f"ckpt_path={run_id}", f"log_dir={done.logs}", f"out={out}", "formats=safetensors,pt2"]
+        )
+        == 0
+    )
     assert json.loads((out / "config.json").read_text())["model"] == {
         "_target_": "models.small_cnn.SmallCNN", "num_classes": 10, "image_size": 12, "channels": 3, "dropout": 0.125,
         "head_dropout": 0.5,
@@ -119,19 +172,26 @@ def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch)
         found = {}
         exec(example, found)
         with torch.inference_mode():
-            torch.testing.assert_close(found["net"](images), model.net(images), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found["net"](images), model.net(images), rtol=1e-4, atol=1e-5
+            )
 
 
 def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(exported, vit):
     import timm
     from huggingface_hub import ModelCard
 
-    net, model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval(), load_finished(str(vit.folder.path))
+    net, model = (
+        timm.create_model(f"local-dir:{exported}", pretrained=True).eval(),
+        load_finished(str(vit.folder.path)),
+    )
     images = example_images(model.facts, 5)
     with torch.inference_mode():
         torch.testing.assert_close(net(images), model.net(images))
     config = json.loads((exported / "config.json").read_text())
-    assert config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
+    assert (
+        config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
+    )
 
     card = ModelCard.load(exported / "README.md")
     assert card.data.library_name == "timm" and card.data.pipeline_tag == "image-classification"
@@ -139,7 +199,12 @@ def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(export
     assert result.metric_type == "accuracy" and result.dataset_name == "synthetic"
     assert result.metric_value == pytest.approx(vit.record["metrics"]["test/acc"], abs=1e-6)
     text = card.text
-    for fact in (vit.record["run_id"], vit.record["data_hash"][:16], vit.record["best_checkpoint"]["sha256"], "Commit"):
+    for fact in (
+        vit.record["run_id"],
+        vit.record["data_hash"][:16],
+        vit.record["best_checkpoint"]["sha256"],
+        "Commit",
+    ):
         assert fact in text
     assert "timm.create_model(" in text and 'torch.export.load("model.pt2")' in text
     assert ('InferenceSession("model.onnx")' in text) == HAS_ONNX
@@ -147,7 +212,10 @@ def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(export
 
 @pytest.mark.parametrize(
     ("kind", "says", "is_silent"),
-    [("number", "The number is `logits` × 3 + 15.", "classification"), ("mask", "image-segmentation", "accuracy")],
+    [
+        ("number", "The number is `logits` × 3 + 15.", "classification"),
+        ("mask", "image-segmentation", "accuracy"),
+    ],
 )
 def test_the_card_of_another_task_says_what_its_outputs_mean(tmp_path, kind, says, is_silent):
     facts = {"class_names": [], "num_classes": 1, "image_size": 8, "channels": 3, "mean": [0.5] * 3, "std": [0.2] * 3,
@@ -171,7 +239,9 @@ def test_the_card_of_a_classifier_of_other_targets_is_of_one(tmp_path):
         (ImageClassifier(torch.nn.Linear(1, 2), num_classes=2), "image-classification"),
         (torch.nn.Linear(1, 1), "B"),
     ):
-        text = card_text(FinishedModel(module, config, facts, tmp_path / "config.json", record), tmp_path, {})
+        text = card_text(
+            FinishedModel(module, config, facts, tmp_path / "config.json", record), tmp_path, {}
+        )
         assert f'tags: ["{tag}"' in text and "image-regression" not in text
         assert "| Commit | `abc` with uncommitted changes |" in text
 
@@ -190,15 +260,26 @@ def test_a_head_beside_the_net_is_refused():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
     with pytest.raises(UserError, match="The task predicts by head beside its net"):
         export.check_exportable(FinishedModel(Headed(net), {}, facts, Path(), RunRecord()))
-    export.check_exportable(FinishedModel(ImageClassifier(net, num_classes=2), {}, facts, Path(), RunRecord()))
+    export.check_exportable(
+        FinishedModel(ImageClassifier(net, num_classes=2), {}, facts, Path(), RunRecord())
+    )
 
 
-def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(vit, tmp_path, monkeypatch, capsys):
+def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(
+    vit, tmp_path, monkeypatch, capsys
+):
     def fail(model, out):
         raise ValueError("I/O error: No space left on device (os error 28)")
 
-    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path}", "formats=pt2"]
-    monkeypatch.setattr(export, "write_pt2", lambda model, out: lambda images: model.net(images) * 1.01)
+    ask = [
+        f"ckpt_path={vit.record['run_id']}",
+        f"log_dir={vit.logs}",
+        f"out={tmp_path}",
+        "formats=pt2",
+    ]
+    monkeypatch.setattr(
+        export, "write_pt2", lambda model, out: lambda images: model.net(images) * 1.01
+    )
     assert main(ask) == 1 and "pt2 differs from the net by" in capsys.readouterr().err
     monkeypatch.setattr(export, "write_weights", fail)
     assert main(ask) == 1 and f"no room on {tmp_path} (" in capsys.readouterr().err
@@ -206,16 +287,27 @@ def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(vit, tmp_path
 
 
 def test_a_run_whose_data_module_defines_no_images_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("lockstep.training.inference.load_finished", lambda *_: SimpleNamespace(facts={}))
-    assert main(["ckpt_path=r"]) == 2 and "does not define how images are made" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "lockstep.training.inference.load_finished", lambda *_: SimpleNamespace(facts={})
+    )
+    assert (
+        main(["ckpt_path=r"]) == 2
+        and "does not define how images are made" in capsys.readouterr().err
+    )
 
 
 def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
     monkeypatch.setitem(export.NEEDED, "onnx", ("no_such_package",))
-    with pytest.raises(UserError, match="formats=onnx needs no_such_package: .venv/bin/pip install no_such_package"):
+    with pytest.raises(
+        UserError, match="formats=onnx needs no_such_package: .venv/bin/pip install no_such_package"
+    ):
         chosen_formats("safetensors,onnx,pt2")
     caplog.set_level("INFO")
     assert chosen_formats("") == ["safetensors", "pt2"], "without a word: what can be made here"
-    assert caplog.messages == ["onnx skipped, it needs no_such_package: .venv/bin/pip install no_such_package"]
-    with pytest.raises(UserError, match="formats=tflite: tflite is not one of safetensors, onnx, pt2"):
+    assert caplog.messages == [
+        "onnx skipped, it needs no_such_package: .venv/bin/pip install no_such_package"
+    ]
+    with pytest.raises(
+        UserError, match="formats=tflite: tflite is not one of safetensors, onnx, pt2"
+    ):
         chosen_formats("tflite")

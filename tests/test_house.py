@@ -159,7 +159,9 @@ def test_each_config_is_yaml_without_a_key_twice_and_builds_what_lies_in_the_fol
 # its first line which it uses and why. The test of a name fails when the name goes.
 NO_LIGHTNING_SIGNALS = "test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains"
 PRIVATE = {
-    "lockstep/sweeps/jobs.py": {"_check_help": "test_argparse_checks_help_texts_by_the_name_that_is_replaced"},
+    "lockstep/sweeps/jobs.py": {
+        "_check_help": "test_argparse_checks_help_texts_by_the_name_that_is_replaced"
+    },
     "lockstep/training/memory_estimate.py": {
         "_subclasses": "test_an_estimate_ends_at_the_number_of_training_images",
         "_tools": "test_an_estimate_ends_at_the_number_of_training_images",

@@ -23,22 +23,30 @@ def test_a_disturbed_run_ends_with_the_same_weights(tmp_path, strategy, number):
     reference = run_door("train", *strategy, *TINY, "run_id=reference", logs=tmp_path / "reference")
     assert reference.code == 0, reference.output
     command = [*strategy, *TINY, "run_id=r"]
-    done, sent = disturbed_run(command, tmp_path / "r", random.Random(1), [number], times=3, within_s=6.0)
+    done, sent = disturbed_run(
+        command, tmp_path / "r", random.Random(1), [number], times=3, within_s=6.0
+    )
     assert done.code == 0 and sent >= 1, done.output
     assert differences(final_state(reference.folder), final_state(done.folder)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", [DDP, FSDP])
-def test_checkpoints_written_beside_the_training_hold_the_same_bits_after_a_stop_and_a_resume(tmp_path, trainer):
+def test_checkpoints_written_beside_the_training_hold_the_same_bits_after_a_stop_and_a_resume(
+    tmp_path, trainer
+):
     usual = [*trainer, *TINY, "trainer.max_epochs=2", "run_id=r"]
     assert run_door("train", *usual, logs=tmp_path / "usual").code == 0
     words, logs = [*usual, "callbacks.checkpoints.asynchronous=true"], tmp_path / "beside"
-    stopped = run_door("train", *words, logs=logs, before=partial(signal_at_step, 5, signal.SIGTERM))
+    stopped = run_door(
+        "train", *words, logs=logs, before=partial(signal_at_step, 5, signal.SIGTERM)
+    )
     assert stopped.code == 75, stopped.output
     done = run_door("train", *words, "resume=r", logs=logs)
     assert done.code == 0 and done.record["restarts"][0]["lost_steps"] == 0, done.output
-    expected, beside = (final_state(RunFolder(tmp_path / name / "train/runs/r")) for name in ("usual", "beside"))
+    expected, beside = (
+        final_state(RunFolder(tmp_path / name / "train/runs/r")) for name in ("usual", "beside")
+    )
     assert differences(expected, beside) == [] and expected["global_step"] > 8
 
 
@@ -47,7 +55,14 @@ def test_checkpoints_written_beside_the_training_hold_the_same_bits_after_a_stop
 
 @pytest.mark.slow
 def test_every_strategy_equals_one_process_and_faults_are_noticed(tmp_path):
-    command = [sys.executable, "benchmarks/parity.py", "--models", "small_cnn", "--out", str(tmp_path / "parity.md")]
+    command = [
+        sys.executable,
+        "benchmarks/parity.py",
+        "--models",
+        "small_cnn",
+        "--out",
+        str(tmp_path / "parity.md"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "parity.md").read_text().splitlines()

@@ -14,7 +14,9 @@ from object_store import shared_store
 from ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-(SCRIPT,) = re.findall(r"```python\n# train_script.py\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+(SCRIPT,) = re.findall(
+    r"```python\n# train_script.py\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL
+)
 
 READ = """
 import sys, torch
@@ -28,12 +30,24 @@ assert {"optimizer_states", "loops"} <= state.keys() and not any(name.startswith
 
 def run_script(folder, *words, ranks=1):
     (folder / "train_script.py").write_text(SCRIPT)
-    (folder / "my_project.py").write_text("from plain_task import Numbers as Data, Regression as Model\n")
+    (folder / "my_project.py").write_text(
+        "from plain_task import Numbers as Data, Regression as Model\n"
+    )
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/harness"), str(folder)])
     start = [sys.executable]
     if ranks > 1:
-        start += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
-    environment = {**os.environ, **shared_store().environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        start += [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={ranks}",
+            f"--master_port={free_port()}",
+        ]
+    environment = {
+        **os.environ,
+        **shared_store().environment(),
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run([*start, "train_script.py", "run", *words], cwd=folder, env=environment,
                           capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,12 +63,21 @@ def test_it_trains_records_uploads_and_goes_on(tmp_path, monkeypatch):
     assert (record["status"], record["steps"], record["model"], record["monitor"]) == (
         "finished", 30, "Regression", "val_loss"
     )  # fmt: skip
-    assert record["metrics"]["val_loss_best"] < 4 and record["upload"]["uri"] and not record["upload"]["error"]
+    assert (
+        record["metrics"]["val_loss_best"] < 4
+        and record["upload"]["uri"]
+        and not record["upload"]["error"]
+    )
     names = [found["Key"] for found in store.client().list_objects_v2(Bucket=bucket)["Contents"]]
     assert any("best" in name for name in names) and "runs/run/metrics.csv" in names
     assert record["hardware"]["nodes"][0]["stats"] and len(complete_of(tmp_path, "best")) == 1
     reader = [sys.executable, "-c", READ, str(complete_of(tmp_path, "best")[0][0])]
-    subprocess.run(reader, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "tests/harness")}, check=True)
+    subprocess.run(
+        reader,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests/harness")},
+        check=True,
+    )
     script = SCRIPT.replace("max_epochs=3", "max_epochs=4")
     monkeypatch.setattr(sys.modules[__name__], "SCRIPT", script)
     assert run_script(tmp_path, "auto", "1")["steps"] == 40

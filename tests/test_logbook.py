@@ -26,7 +26,12 @@ def logbook(tmp_path):
     """Calls the script with its own logs and logbook; returns the exit code."""
     for i, trainer in enumerate(("ddp", "fsdp")):
         started = f"2026-11-20T2{i}:00:00Z"
-        write_run(tmp_path / "logs" / "train" / "runs", f"run-{trainer}", trainer=trainer, started_at=started)
+        write_run(
+            tmp_path / "logs" / "train" / "runs",
+            f"run-{trainer}",
+            trainer=trainer,
+            started_at=started,
+        )
     places = ["--logbook", str(tmp_path / "logbook"), "--logs", str(tmp_path / "logs")]
     return lambda *words: main([*places, *map(str, words)])
 
@@ -42,10 +47,15 @@ def test_the_logbook_holds_what_was_kept_until_it_is_removed(logbook, tmp_path, 
     assert "(run-ddp/page.md)" in index.read_text() and "(run-fsdp/page.md)" in index.read_text()
     assert logbook("build") == 0 and capsys.readouterr().out == f"{tmp_path}/logbook: 2 runs\n"
     capsys.readouterr()
-    assert logbook("keep", tmp_path / "logbook/run-ddp") == 2 and "in the logbook already" in capsys.readouterr().err
+    assert (
+        logbook("keep", tmp_path / "logbook/run-ddp") == 2
+        and "in the logbook already" in capsys.readouterr().err
+    )
     assert logbook("remove", "ddp", tmp_path / "logs/train/runs/run-fsdp") == 0
     assert list(files(tmp_path / "logbook")) == [index] and "No runs yet" in index.read_text()
-    assert all((tmp_path / f"logs/train/runs/run-{name}/run.json").exists() for name in ("ddp", "fsdp"))
+    assert all(
+        (tmp_path / f"logs/train/runs/run-{name}/run.json").exists() for name in ("ddp", "fsdp")
+    )
 
 
 def test_compare_prints_and_writes_a_page_and_a_report_that_the_index_and_the_pages_of_the_runs_list(
@@ -58,7 +68,10 @@ def test_compare_prints_and_writes_a_page_and_a_report_that_the_index_and_the_pa
     said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
     assert "Training time" in said and "7 min 11 s (×1.00)" in said
     page, report = tmp_path / "logbook" / "two.md", tmp_path / "logbook/two-ways.html"
-    assert logbook("compare", "run-ddp", "fsdp", "--md", page, "--html", report, "--title", "Two ways") == 0
+    assert (
+        logbook("compare", "run-ddp", "fsdp", "--md", page, "--html", report, "--title", "Two ways")
+        == 0
+    )
     assert capsys.readouterr().out.splitlines()[-2:] == [str(page), str(report)]
     assert "# Two ways" in page.read_text() and "<title>Two ways</title>" in report.read_text()
     index = (tmp_path / "logbook/README.md").read_text()
@@ -66,7 +79,8 @@ def test_compare_prints_and_writes_a_page_and_a_report_that_the_index_and_the_pa
     kept = (tmp_path / "logbook/run-ddp/page.md").read_text()
     assert "Interactive report: [Two ways](../two-ways.html)" in kept
     assert (
-        "[Two ways](../../../../logbook/two-ways.html)" in (tmp_path / "logs/train/runs/run-fsdp/page.md").read_text()
+        "[Two ways](../../../../logbook/two-ways.html)"
+        in (tmp_path / "logs/train/runs/run-fsdp/page.md").read_text()
     )
 
 
@@ -74,7 +88,9 @@ def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, c
     store = shared_store()
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
-    with (tmp_path / "logs/train/runs/run-ddp/config.yaml").open("a") as config:  # the store that the run used
+    with (tmp_path / "logs/train/runs/run-ddp/config.yaml").open(
+        "a"
+    ) as config:  # the store that the run used
         config.write(f"s3: {{endpoint_url: '{store.endpoint_url}'}}\n")
     bucket = store.new_bucket()
     words = ("--html", f"s3://{bucket}/a/b/one.html", "--title", "One")
@@ -82,7 +98,10 @@ def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, c
     address = f"{store.endpoint_url}/{bucket}/a/b/one.html"
     assert capsys.readouterr().out.splitlines()[-1] == address
     held = store.client().get_object(Bucket=bucket, Key="a/b/one.html")
-    assert held["ContentType"] == "text/html; charset=utf-8" and b"<title>One</title>" in held["Body"].read()
+    assert (
+        held["ContentType"] == "text/html; charset=utf-8"
+        and b"<title>One</title>" in held["Body"].read()
+    )
     assert f"[One]({address})" in (tmp_path / "logs/train/runs/run-ddp/page.md").read_text()
 
 
@@ -148,7 +167,10 @@ def test_a_title_that_nobody_wrote_follows_the_runs(logbook, tmp_path):
     "arguments, said",
     [
         (["compare", "run-ddp"], "needs at least two runs"),
-        (["compare", "run", "run-ddp"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
+        (
+            ["compare", "run", "run-ddp"],
+            "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id.",
+        ),
         (["remove", "run-dpd"], "No run 'run-dpd'"),
         (["compare", "run-ddp", "--html", "s3:///x"], "An S3 address is"),
         (["compare", "run-ddp", "--html", "/dev/null/x"], "cannot be written"),
@@ -188,7 +210,9 @@ def test_every_link_leads_somewhere():
     for page in sorted(LOGBOOK.rglob("*.md")):
         text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^()\s]+)\)", text):
-            assert re.match(r"[a-z]+:", target) or (page.parent / target.partition("#")[0]).exists(), (page, target)
+            assert (
+                re.match(r"[a-z]+:", target) or (page.parent / target.partition("#")[0]).exists()
+            ), (page, target)
 
 
 # A run that is alive: its trainer alone writes its run.json.
@@ -219,9 +243,7 @@ def test_a_kept_copy_of_a_live_run_has_its_summary(logbook, live, tmp_path):
     assert kept.record.summary["best"] == {"val/loss": 0.412, "val/acc": 0.871}
 
 
-def test_a_record_that_is_written_while_a_run_is_kept_loses_nothing(
-    logbook, tmp_path, monkeypatch
-):
+def test_a_record_that_is_written_while_a_run_is_kept_loses_nothing(logbook, tmp_path, monkeypatch):
     path = tmp_path / "logs/train/runs/run-ddp/run.json"
     writers = []
 

@@ -102,8 +102,13 @@ def test_scores_of_classes_are_those_of_scikit_learn_and_absent_classes_count_no
     torch.manual_seed(40)
     labels, predicted = torch.randint(0, 40, (60,)), torch.randint(0, 40, (60,))
     confusion = torch.zeros(40, 40).index_put_((labels, predicted), torch.ones(60), accumulate=True)
-    found, expected = class_scores(confusion.long().tolist()), {"labels": range(40), "zero_division": 0}
-    for score, row in zip(found, zip(*precision_recall_fscore_support(labels, predicted, **expected)), strict=True):
+    found, expected = (
+        class_scores(confusion.long().tolist()),
+        {"labels": range(40), "zero_division": 0},
+    )
+    for score, row in zip(
+        found, zip(*precision_recall_fscore_support(labels, predicted, **expected)), strict=True
+    ):
         assert [value or 0 for value in score] == pytest.approx([row[3], *row[:3]])
     scores = scores_of(confusion.double(), torch.zeros(15, 3, dtype=torch.float64))
     for name, place in (("f1_macro", 3), ("balanced_acc", 2)):

@@ -45,7 +45,11 @@ def start(place, *words):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 20
-    while "long" in words and time.monotonic() < deadline and not all(pid.exists() for pid in pids(place)):
+    while (
+        "long" in words
+        and time.monotonic() < deadline
+        and not all(pid.exists() for pid in pids(place))
+    ):
         time.sleep(0.02)
     return process
 
@@ -66,8 +70,12 @@ def end(process, place):
 
 def test_each_host_gets_its_rank_one_run_id_and_the_masters_address(place):
     code, output = end(start(place, "trainer=ddp"), place)
-    first, second = (line.split() for line in sorted(line for line in output.splitlines() if "] node" in line))
-    assert code == 0 and first[:3] == ["[a]", "node", "0"] and second[:3] == ["[user@b]", "node", "1"], output
+    first, second = (
+        line.split() for line in sorted(line for line in output.splitlines() if "] node" in line)
+    )
+    assert (
+        code == 0 and first[:3] == ["[a]", "node", "0"] and second[:3] == ["[user@b]", "node", "1"]
+    ), output
     assert first[3] == second[3] and len(first[3]) > 10
     assert first[4:] == ["a", "29500", "trainer.num_nodes=2", "trainer=ddp"]
 
@@ -78,7 +86,9 @@ def test_when_one_fails_the_others_are_ended_and_its_error_stands_last(place):
     assert code == 3 and output.strip().splitlines()[-1] == "[user@b] error: rank 1 is to blame"
 
 
-@pytest.mark.parametrize(("words", "times", "wanted"), [(["long"], 1, 75), (["long", "deaf"], 2, 137)])
+@pytest.mark.parametrize(
+    ("words", "times", "wanted"), [(["long"], 1, 75), (["long", "deaf"], 2, 137)]
+)
 def test_ctrl_c_asks_for_a_checkpoint_and_a_second_one_does_not_wait(place, words, times, wanted):
     process, began = start(place, *words), time.monotonic()
     for _ in range(times):

@@ -45,7 +45,15 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
     right = sum(row["file"].removesuffix(".png").split("_")[-1] == row["class"] for row in rows)
     assert said.endswith("p.png: the first 48 images; captions below 50% are red\n")
     assert len(rows) == 360 and right == done.record["metrics"]["test/correct"]
-    assert list(rows[0]) == ["file", "class", "probability", "class_2", "probability_2", "class_3", "probability_3"]
+    assert list(rows[0]) == [
+        "file",
+        "class",
+        "probability",
+        "class_2",
+        "probability_2",
+        "class_3",
+        "probability_3",
+    ]
     first, second = float(rows[0]["probability"]), float(rows[0]["probability_2"])
     assert 1 >= first >= second >= 0 and sum(row["file"].startswith("part/") for row in rows) == 180
     with Image.open(out.with_suffix(".png")) as sheet:
@@ -70,7 +78,12 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys,
     (root / "empty").mkdir(exist_ok=True)
     (root / "broken").mkdir(exist_ok=True)
     (root / "broken" / "x.png").write_bytes(b"no image")
-    words = {"ckpt_path": done.record["run_id"], "images": str(root / "images"), "log_dir": str(done.logs), **change}
+    words = {
+        "ckpt_path": done.record["run_id"],
+        "images": str(root / "images"),
+        "log_dir": str(done.logs),
+        **change,
+    }
     words["out"] = str(tmp_path / "p.csv")
     assert main([f"{key}={value.format(root=root)}" for key, value in words.items()]) == 2
     error = capsys.readouterr().err
@@ -78,7 +91,9 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_image_has_a_row_and_the_others_are_classified_transparent_ones_as_on_white(trained, tmp_path, capsys):
+def test_a_broken_image_has_a_row_and_the_others_are_classified_transparent_ones_as_on_white(
+    trained, tmp_path, capsys
+):
     done, root = trained
     files = sorted((root / "images").rglob("*.png"))[:3]
     for folder, file in (("a", files[0]), ("b", files[1])):  # two files of one name
@@ -87,23 +102,36 @@ def test_a_broken_image_has_a_row_and_the_others_are_classified_transparent_ones
     (tmp_path / "new" / "._same.png").write_bytes(b"hidden")
     (tmp_path / "new" / "a" / "broken.png").write_bytes(files[2].read_bytes()[:60])
     digit = Image.open(files[0]).convert("L")
-    hidden = Image.merge("LA", [Image.new("L", digit.size, 0), digit])  # black everywhere, the shape is the alpha
+    hidden = Image.merge(
+        "LA", [Image.new("L", digit.size, 0), digit]
+    )  # black everywhere, the shape is the alpha
     hidden.save(tmp_path / "new" / "transparent.png")
     Image.eval(digit, lambda value: 255 - value).save(tmp_path / "new" / "white.png")
-    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}", f"images={tmp_path / 'new'}"]
+    ask = [
+        f"ckpt_path={done.record['run_id']}",
+        f"log_dir={done.logs}",
+        f"images={tmp_path / 'new'}",
+    ]
     assert main([*ask, f"out={tmp_path / 'p.csv'}", "top=2", "batch=1"]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith("error: 1 of 5 images cannot be decoded") and "broken.png" in said.err
+    assert (
+        said.err.startswith("error: 1 of 5 images cannot be decoded") and "broken.png" in said.err
+    )
     rows = read(tmp_path / "p.csv")
     names = ["a/broken.png", "a/same.png", "b/same.png", "transparent.png", "white.png"]
     assert [row["file"] for row in rows] == names
     assert list(rows[0]) == ["file", "class", "probability", "class_2", "probability_2", "error"]
     assert rows[0]["class"] == "" and "broken.png" in rows[0]["error"]
-    assert all(row["error"] == "" and row["class"].isdigit() and row["class_2"].isdigit() for row in rows[1:])
+    assert all(
+        row["error"] == "" and row["class"].isdigit() and row["class_2"].isdigit()
+        for row in rows[1:]
+    )
     assert (rows[3]["class"], rows[3]["probability"]) == (rows[4]["class"], rows[4]["probability"])
     assert main([*ask[:2], f"images={root / 'images'}", f"out={tmp_path / 'all.csv'}"]) == 0
     whole = {row["file"]: row["class"] for row in read(tmp_path / "all.csv")}
-    assert [row["class"] for row in rows[1:3]] == [whole[str(file.relative_to(root / "images"))] for file in files[:2]]
+    assert [row["class"] for row in rows[1:3]] == [
+        whole[str(file.relative_to(root / "images"))] for file in files[:2]
+    ]
 
 
 def read(path):
@@ -130,9 +158,15 @@ def test_files_that_are_left_out_are_named(trained, tmp_path, capsys):
     shutil.copy(next((root / "images").glob("*.png")), tmp_path / "new" / "a.png")
     for name in ("notes.txt", "b.heic"):
         (tmp_path / "new" / name).write_text("")
-    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}", f"images={tmp_path / 'new'}"]
+    ask = [
+        f"ckpt_path={done.record['run_id']}",
+        f"log_dir={done.logs}",
+        f"images={tmp_path / 'new'}",
+    ]
     assert main([*ask, f"out={tmp_path / 'p.csv'}"]) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    [line] = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")
+    ]
     assert "1 .txt files (notes.txt)" in line and "1 .heic files (b.heic)" in line
 
 
@@ -140,9 +174,16 @@ def test_files_that_are_left_out_are_named(trained, tmp_path, capsys):
 def test_a_file_of_another_run_is_not_overwritten(trained, tmp_path, capsys, name):
     done, root = trained
     (tmp_path / name).write_text("of another run")
-    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}", f"images={root / 'images'}"]
+    ask = [
+        f"ckpt_path={done.record['run_id']}",
+        f"log_dir={done.logs}",
+        f"images={root / 'images'}",
+    ]
     assert main([*ask, f"out={tmp_path / 'p.csv'}"]) == 2
-    assert f"{name} exists" in capsys.readouterr().err and (tmp_path / name).read_text() == "of another run"
+    assert (
+        f"{name} exists" in capsys.readouterr().err
+        and (tmp_path / name).read_text() == "of another run"
+    )
 
 
 class HeadBeside(Task):
@@ -163,4 +204,6 @@ def test_a_task_without_predict_step_is_refused():
     for task in (Predicts, Forwards):
         FinishedModel(task(torch.nn.Linear(2, 2)), {}, {}, Path(), RunRecord()).check_prediction()
     with pytest.raises(UserError, match="HeadBeside has no predict_step"):
-        FinishedModel(HeadBeside(torch.nn.Linear(2, 2)), {}, {}, Path(), RunRecord()).check_prediction()
+        FinishedModel(
+            HeadBeside(torch.nn.Linear(2, 2)), {}, {}, Path(), RunRecord()
+        ).check_prediction()

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command, cwd, code=0, **environment):
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, env=os.environ | environment
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -53,7 +55,11 @@ def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tm
     [ours] = (first / "vendor").glob("*.whl")
     source = tmp_path / "source"  # setuptools leaves its build folder behind
     for package in ("hydra_plugins", "lockstep"):
-        shutil.copytree(ROOT / "src" / package, source / "src" / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "src" / package,
+            source / "src" / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     options = ["--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, source]
@@ -61,23 +67,41 @@ def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tm
     [theirs] = tmp_path.glob("*.whl")
     assert theirs.name == ours.name
     with zipfile.ZipFile(ours) as a, zipfile.ZipFile(theirs) as b:
-        listed = [{n: each.read(n) for n in each.namelist() if ".dist-info/" not in n} for each in (a, b)]
-        needed = [{*map(Requirement, re.findall("(?m)^Requires-Dist: (.*)", read_metadata(x)))} for x in (a, b)]
+        listed = [
+            {n: each.read(n) for n in each.namelist() if ".dist-info/" not in n} for each in (a, b)
+        ]
+        needed = [
+            {*map(Requirement, re.findall("(?m)^Requires-Dist: (.*)", read_metadata(x)))}
+            for x in (a, b)
+        ]
     assert listed[0] == listed[1] and needed[0] == needed[1]
     run(sys.executable, ROOT / "launch/project.py", "new", "birds", tmp_path / "again", cwd=ROOT)
     assert (tmp_path / "again/vendor" / ours.name).read_bytes() == ours.read_bytes()
 
 
 def read_metadata(archive):
-    return archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+    return archive.read(
+        next(name for name in archive.namelist() if name.endswith("METADATA"))
+    ).decode()
 
 
 def test_a_new_project_is_small_committed_and_has_no_machinery(first):
     files = git("ls-files", cwd=first).splitlines()
     assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 155
-    assert sum((first / name).read_text().count("\n") for name in files if name.endswith(".py")) <= 4_500
-    assert not [name for name in files if name.startswith(("src/lockstep", "docs", "benchmarks", "nullgpu"))]
-    assert {"src/train.py", "configs/train.yaml", "logbook/README.md", "Makefile", "pyproject.toml"} <= set(files)
+    assert (
+        sum((first / name).read_text().count("\n") for name in files if name.endswith(".py"))
+        <= 4_500
+    )
+    assert not [
+        name for name in files if name.startswith(("src/lockstep", "docs", "benchmarks", "nullgpu"))
+    ]
+    assert {
+        "src/train.py",
+        "configs/train.yaml",
+        "logbook/README.md",
+        "Makefile",
+        "pyproject.toml",
+    } <= set(files)
     assert (first / "requirements.txt").read_text().startswith("./vendor/lockstep-")
     assert "{{" not in (first / "README.md").read_text() + (first / "pyproject.toml").read_text()
 
@@ -102,16 +126,38 @@ def test_a_clone_has_the_folder_of_slurms_output(project):
 
 
 def test_its_own_tests_pass(project):
-    said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project, **environment(project))
+    said = run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        cwd=project,
+        **environment(project),
+    )
     assert re.search(r"\d+ passed", said) and "failed" not in said
 
 
 def test_a_run_in_it_has_the_weights_of_one_of_the_repository(project, tmp_path):
-    words = ["src/train.py", "experiment=quickstart", "trainer.max_epochs=1", "run_id=r", "test=false"]
+    words = [
+        "src/train.py",
+        "experiment=quickstart",
+        "trainer.max_epochs=1",
+        "run_id=r",
+        "test=false",
+    ]
     weights = []
     for place, own in ((project, environment(project)), (ROOT, {})):
         logs = tmp_path / place.name
-        run(sys.executable, *words, f"paths.log_dir={logs}", f"paths.data_dir={tmp_path}/data", cwd=place, **own)
+        run(
+            sys.executable,
+            *words,
+            f"paths.log_dir={logs}",
+            f"paths.data_dir={tmp_path}/data",
+            cwd=place,
+            **own,
+        )
         [path] = logs.glob("train/runs/r/checkpoints/last-*.ckpt")
         weights.append(torch.load(path, weights_only=True)["state_dict"])
     assert weights[0].keys() == weights[1].keys() and len(weights[0]) > 5
@@ -120,8 +166,14 @@ def test_a_run_in_it_has_the_weights_of_one_of_the_repository(project, tmp_path)
 
 def test_the_largest_batch_is_found_in_it_and_libraries_are_quiet(project, tmp_path):
     """Both need the project's src/, which is not where the installed package lies."""
-    words = ["experiment=quickstart", "trainer.memory_limit_gib=1.1", f"paths.data_dir={tmp_path}/data"]
-    said = run(sys.executable, "src/find_batch_size.py", *words, cwd=project, **environment(project))
+    words = [
+        "experiment=quickstart",
+        "trainer.memory_limit_gib=1.1",
+        f"paths.data_dir={tmp_path}/data",
+    ]
+    said = run(
+        sys.executable, "src/find_batch_size.py", *words, cwd=project, **environment(project)
+    )
     assert re.search(r"largest batch.* \d+", said), said
     code = "from lockstep.process.output import set_up; import logging; set_up(); print(*(logging.getLogger(name)"
     code += ".getEffectiveLevel() for name in ('optuna', 'lockstep.data', 'tasks')))"
@@ -138,7 +190,9 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     version = re.search(r'(?m)^version = "(.*)"', text)[1]
     log = f"## {version}\n\n- words of {version}\n"
     for release in ("9.1.0", "9.2.0"):
-        (template / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"', f'version = "{release}"', text))
+        (template / "pyproject.toml").write_text(
+            re.sub(r'(?m)^version = ".*"', f'version = "{release}"', text)
+        )
         log = f"## {release}\n\n- words of {release}\n\n{log}"
         (template / "CHANGELOG.md").write_text(f"# Changelog\n\n## Unreleased\n\n{log}")
         git("add", "-A", cwd=template)
@@ -155,41 +209,57 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     upgrade = (sys.executable, "launch/project.py", "upgrade")
     for old, new in ((version, "9.1.0"), ("9.1.0", "9.2.0")):
         said = run(*upgrade, f"v{new}", "--from", template, cwd=project, **own)
-        assert f"words of {new}" in said and f"words of {old}" not in said and f"{old} → {new}" in said
+        assert (
+            f"words of {new}" in said and f"words of {old}" not in said and f"{old} → {new}" in said
+        )
         git("add", "-A", cwd=project)
         changed = git("diff", "--cached", "--name-only", "--no-renames", cwd=project).splitlines()
         wheels = [f"vendor/lockstep-{each}-py3-none-any.whl" for each in (old, new)]
         assert changed == ["pyproject.toml", "requirements.txt", *wheels]
         assert f"lockstep=={old}" not in (project / "pyproject.toml").read_text()
         git("commit", "-qm", new, cwd=project)
-    assert "already uses lockstep 9.2.0" in run(*upgrade, "9.2.0", "--from", template, cwd=project, **own)
+    assert "already uses lockstep 9.2.0" in run(
+        *upgrade, "9.2.0", "--from", template, cwd=project, **own
+    )
 
 
 def test_adopt_copies_a_file_and_points_its_yaml_at_the_copy(project):
     own = environment(project)
-    said = run(sys.executable, "launch/project.py", "adopt", "strategies/fsdp.py", cwd=project, **own)
+    said = run(
+        sys.executable, "launch/project.py", "adopt", "strategies/fsdp.py", cwd=project, **own
+    )
     assert (project / "src/adopted/fsdp.py").is_file() and "configs/trainer/fsdp.yaml" in said
     words = ["src/train.py", "--cfg", "job", "trainer=fsdp_sim"]
     assert "adopted.fsdp." in run(sys.executable, *words, cwd=project, **own)
-    said = run(sys.executable, "launch/project.py", "adopt", "strategies/no.py", cwd=project, code=2, **own)
+    said = run(
+        sys.executable, "launch/project.py", "adopt", "strategies/no.py", cwd=project, code=2, **own
+    )
     assert said.startswith("error: lockstep has no file strategies/no.py")
 
 
 def test_vendor_copies_the_package_and_its_requirements(project):
     (project / "vendor").mkdir(exist_ok=True)
-    stub = project.parent / "pip"  # in place of pip uninstall, which would remove the package of this environment
+    stub = (
+        project.parent / "pip"
+    )  # in place of pip uninstall, which would remove the package of this environment
     stub.mkdir()
     (stub / "pip.py").write_text("")
     own = {"PYTHONPATH": str(stub), "PYTHONDONTWRITEBYTECODE": "1"}
     run(sys.executable, "launch/project.py", "vendor", cwd=project, **own)
-    assert (project / "src/lockstep/strategies/fsdp.py").is_file() and not list((project / "vendor").glob("*.whl"))
-    dependencies = tomllib.loads((project / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert (project / "src/lockstep/strategies/fsdp.py").is_file() and not list(
+        (project / "vendor").glob("*.whl")
+    )
+    dependencies = tomllib.loads((project / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
     assert sorted(dependencies) == sorted(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     )
     assert "lockstep" not in (project / "requirements.txt").read_text()
     words = ["src/train.py", "--cfg", "job", "trainer=fsdp_sim"]
-    assert "lockstep.strategies.fsdp.FSDP" in run(sys.executable, *words, cwd=project, PYTHONDONTWRITEBYTECODE="1")
+    assert "lockstep.strategies.fsdp.FSDP" in run(
+        sys.executable, *words, cwd=project, PYTHONDONTWRITEBYTECODE="1"
+    )
 
 
 def test_uv_resolves_it(project):

@@ -22,7 +22,10 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-MAY_WRITE = {"docs.publish": {"pages": "write", "id-token": "write"}, "release.release": {"contents": "write"}}
+MAY_WRITE = {
+    "docs.publish": {"pages": "write", "id-token": "write"},
+    "release.release": {"contents": "write"},
+}
 
 
 def missing(text: str, files: list[str]) -> list[str]:
@@ -36,10 +39,18 @@ def test_a_workflow_runs_what_there_is_and_may_only_read(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     for name, job in workflow["jobs"].items():
-        assert job.get("permissions") == MAY_WRITE.get(f"{path.stem}.{name}") and job["timeout-minutes"]
+        assert (
+            job.get("permissions") == MAY_WRITE.get(f"{path.stem}.{name}")
+            and job["timeout-minutes"]
+        )
         for step in job["steps"]:
             command = step.get("run", "")
-            assert missing(command, [word for word in command.split() if re.match(r"[\w.]+/[\w.]", word)]) == []
+            assert (
+                missing(
+                    command, [word for word in command.split() if re.match(r"[\w.]+/[\w.]", word)]
+                )
+                == []
+            )
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"] == {"persist-credentials": False}
 
@@ -64,11 +75,15 @@ def clone(tmp_path):
 
 def git(folder, *words):
     own = ("-c", "user.name=me", "-c", "user.email=me@here")
-    return subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def release(folder, *words):
-    done = subprocess.run([sys.executable, "launch/release.py", *words], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "launch/release.py", *words], cwd=folder, capture_output=True, text=True
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -76,7 +91,10 @@ def test_a_release_is_a_commit_and_a_tag_with_its_version_everywhere(clone):
     before = git(clone, "rev-parse", "HEAD")
     code, said = release(clone, "1.0.0")
     assert code == 0, said
-    assert git(clone, "cat-file", "-t", "v1.0.0") == "tag" and git(clone, "status", "--porcelain") == ""
+    assert (
+        git(clone, "cat-file", "-t", "v1.0.0") == "tag"
+        and git(clone, "status", "--porcelain") == ""
+    )
     assert git(clone, "rev-parse", "v1.0.0^{commit}~1") == before
     assert tomllib.loads((clone / "pyproject.toml").read_text())["project"]["version"] == "1.0.0"
     assert "\nversion: 1.0.0\n" in (clone / "CITATION.cff").read_text()
@@ -88,7 +106,11 @@ def test_a_release_is_a_commit_and_a_tag_with_its_version_everywhere(clone):
 
 
 def test_a_version_that_cannot_be_and_changes_that_are_not_committed_are_refused(clone):
-    for version, said in (("one", "is no version"), ("0.0.10", "not greater than 0.1.0"), ("1.0.0", "not committed")):
+    for version, said in (
+        ("one", "is no version"),
+        ("0.0.10", "not greater than 0.1.0"),
+        ("1.0.0", "not committed"),
+    ):
         if version == "1.0.0":
             (clone / "new.py").touch()
         code, words = release(clone, version)
@@ -127,7 +149,9 @@ def index(tmp_path):
     folder = tmp_path / "index" / "simple" / NAME
     folder.mkdir(parents=True)
     sha256 = write_wheel(folder)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index")))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index"))
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/simple/", sha256
     server.shutdown()
@@ -153,14 +177,18 @@ def install(folder, index):
         "PIP_INDEX_URL": index, "UV_DEFAULT_INDEX": index, "UV_CACHE_DIR": str(folder / "cache"),
         "PIP_CACHE_DIR": str(folder / "cache"), "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1",
     }  # fmt: skip
-    return subprocess.run(["make", "install"], cwd=folder, env={**kept, **own}, capture_output=True, text=True)
+    return subprocess.run(
+        ["make", "install"], cwd=folder, env={**kept, **own}, capture_output=True, text=True
+    )
 
 
 def installed(folder):
     return list(folder.glob(f".venv/lib/*/site-packages/{NAME}.py"))
 
 
-@pytest.mark.parametrize("with_uv", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["uv", "pip"])
+@pytest.mark.parametrize(
+    "with_uv", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["uv", "pip"]
+)
 def test_another_hash_is_refused_and_the_pinned_one_installed(with_uv, index, tmp_path):
     if with_uv and not Path(sys.executable).with_name("uv").exists():
         pytest.skip("uv is not beside this Python")
@@ -175,7 +203,13 @@ def test_another_hash_is_refused_and_the_pinned_one_installed(with_uv, index, tm
     assert installed(folder) and (folder / ".venv/.installed").exists()
 
 
-CUDA = "torch==2.1.0", "torchvision==0.2.0", "triton==3.0", "nvidia-cublas==1.0", "cuda-bindings==1.0"
+CUDA = (
+    "torch==2.1.0",
+    "torchvision==0.2.0",
+    "triton==3.0",
+    "nvidia-cublas==1.0",
+    "cuda-bindings==1.0",
+)
 KEPT = "torchmetrics==1.0", "nvidia-ml-py==13.0"
 
 
@@ -189,7 +223,10 @@ def test_without_cuda_only_pytorch_has_no_hash_and_the_choice_stays(tmp_path):
     (folder / ".venv/bin/uv").chmod(0o755)
     make = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
     refused = make(["make", "install", "DEVICE=gpu"])
-    assert "error: DEVICE=gpu is not known" in refused.stderr and not (folder / ".venv/.installed").exists()
+    assert (
+        "error: DEVICE=gpu is not known" in refused.stderr
+        and not (folder / ".venv/.installed").exists()
+    )
     assert make(["make", "install", "DEVICE=cpu"]).returncode == 0
     own, rest = (folder / "asked").read_text().splitlines()
     assert own.endswith("--no-deps --torch-backend cpu torch==2.1.0 torchvision==0.2.0")

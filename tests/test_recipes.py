@@ -28,7 +28,11 @@ TWO_STEPS = [
 def test_two_steps_of_a_recipe(tmp_path, experiment, words):
     done = succeed("train", f"experiment={experiment}", *TWO_STEPS, *words, logs=tmp_path)
     assert done.record["steps"] == 2 and done.record["metrics"]["test/images"] == 6
-    assert done.record["experiment"] == experiment and done.record["data"] in ("synthetic", "imagenet", "cifar10")
+    assert done.record["experiment"] == experiment and done.record["data"] in (
+        "synthetic",
+        "imagenet",
+        "cifar10",
+    )
     trained, there = done.record["num_trained_parameters"], done.record["num_parameters"]
     assert trained == (1280 + 1) * 10 if experiment == "linear_probe" else trained == there
 
@@ -62,8 +66,13 @@ def test_the_folds_of_a_sweep_are_averaged_at_its_end(tmp_path):
         "train", "-m", "experiment=kfold", "data.num_folds=3", "data.fold=0,1,2", "trainer.max_epochs=2",
         f"hydra.sweep.dir={tmp_path}/train/multiruns/s", "~callbacks.hardware", logs=tmp_path,
     )  # fmt: skip
-    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("train/multiruns/s/*/run.json"))]
-    assert [record["num_val"] for record in records] == [479] * 3 and {r["num_train"] for r in records} == {958}
+    records = [
+        json.loads(path.read_text())
+        for path in sorted(tmp_path.glob("train/multiruns/s/*/run.json"))
+    ]
+    assert [record["num_val"] for record in records] == [479] * 3 and {
+        r["num_train"] for r in records
+    } == {958}
     values = [record["metrics"]["test/acc"] for record in records]
     said = next(line for line in done.output.splitlines() if "test/acc" in line and "±" in line)
     assert f"test/acc {sum(values) / 3:.2%} ± " in said and "3 jobs" in said

@@ -61,7 +61,9 @@ DEFECTS = {  # name: (words, the part of OWN, its code)
 
 def write_own(folder, **parts: str) -> str:
     """own.py with the code of its parts; where the marked line is, as file:line."""
-    text = textwrap.dedent(OWN).format(**{"init": "pass", "forward": "pass", "step": "pass", **parts})
+    text = textwrap.dedent(OWN).format(
+        **{"init": "pass", "forward": "pass", "step": "pass", **parts}
+    )
     (folder / "own.py").write_text(text)
     before = text.partition("# HERE")[0]
     return f"{folder / 'own.py'}:{before.count(chr(10)) + 1}"
@@ -72,10 +74,17 @@ def report(*words: str, folder: Path, capability: str = "8.0") -> Iterator[tuple
 
     def forked(words, variables, output):
         before = functools.partial(
-            exec, f"import site, warnings\nwarnings.resetwarnings()\nsite.addsitedir({str(folder)!r})"
+            exec,
+            f"import site, warnings\nwarnings.resetwarnings()\nsite.addsitedir({str(folder)!r})",
         )
-        logs = next(Path(word.partition("=")[2]) for word in words if word.startswith("paths.log_dir="))
-        own = {name: value for name, value in variables.items() if name.startswith(("NULLGPU_", "TORCH_NCCL_"))}
+        logs = next(
+            Path(word.partition("=")[2]) for word in words if word.startswith("paths.log_dir=")
+        )
+        own = {
+            name: value
+            for name, value in variables.items()
+            if name.startswith(("NULLGPU_", "TORCH_NCCL_"))
+        }
         done = run_on_null_gpus("train", *words, logs=logs, environment=own, before=before)
         output.write_text(done.output)
         return done.code
@@ -100,18 +109,28 @@ def test_it_names_the_line_of_a_defect(name, tmp_path):
 
 @needs_null_gpus
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "capability"), [(ONE, "7.5"), ((*TWO[1:], "trainer=fsdp"), "8.0")])
+@pytest.mark.parametrize(
+    ("words", "capability"), [(ONE, "7.5"), ((*TWO[1:], "trainer=fsdp"), "8.0")]
+)
 def test_sound_code_fails_nowhere_in_bf16_and_in_fp16(words, capability, tmp_path):
     write_own(tmp_path)
     said = list(report(*SMALL, *words, folder=tmp_path, capability=capability))
-    assert [text for word, text in said if word == "FAILED"] == [] and len([1 for word, _ in said if word == "ok"]) == 2
+    assert [text for word, text in said if word == "FAILED"] == [] and len(
+        [1 for word, _ in said if word == "ok"]
+    ) == 2
     assert any("GradScaler" in text for _, text in said) == (capability == "7.5")
 
 
 @needs_null_gpus
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_named(tmp_path):
-    words = ("model=vit_tiny_32", "data=synthetic", "data.global_batch_size=2048", "trainer.memory_limit_gib=1", *ONE)
+    words = (
+        "model=vit_tiny_32",
+        "data=synthetic",
+        "data.global_batch_size=2048",
+        "trainer.memory_limit_gib=1",
+        *ONE,
+    )
     [said] = [text for word, text in report(*words, folder=tmp_path) if word == "FAILED"]
     assert "OutOfMemoryError" in said
 
@@ -123,6 +142,10 @@ def test_what_it_refuses(monkeypatch, capfd):
     }.items():
         assert rehearse.main(["experiment=quickstart", *words.split()]) == 2
         assert nullgpu.missing() or sentence in "".join(capfd.readouterr()), words
-    monkeypatch.setattr(nullgpu, "missing", lambda: "nullgpu needs cc: apt-get install gcc binutils")
-    with pytest.raises(UserError, match="No dry run here: nullgpu needs cc: apt-get install gcc binutils."):
+    monkeypatch.setattr(
+        nullgpu, "missing", lambda: "nullgpu needs cc: apt-get install gcc binutils"
+    )
+    with pytest.raises(
+        UserError, match="No dry run here: nullgpu needs cc: apt-get install gcc binutils."
+    ):
         next(rehearse.lines({}, [], "8.0", Path(), lambda *_: 0))

@@ -20,7 +20,10 @@ def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
     text = done.folder.page.read_text()
     assert text.startswith("# r\n") and "trainer.max_steps=2" in text and "Confusion matrix" in text
     assert re.search(rf"\| kappa \| \S+ \| {done.record['metrics']['test/kappa']:.4g} \|", text)
-    assert done.record["summary"]["changed"][:2] == [["trainer.max_steps", -1, 2], ["optimizer", "adamw", "sgd"]]
+    assert done.record["summary"]["changed"][:2] == [
+        ["trainer.max_steps", -1, 2],
+        ["optimizer", "adamw", "sgd"],
+    ]
     assert not (tmp_path / "logbook").exists()
 
 
@@ -29,7 +32,10 @@ def test_a_run_that_is_to_be_kept_has_its_row_and_debugging_or_evaluating_has_no
     assert done.code == 0 and done.output.strip().endswith("logbook/r/page.md"), done.output
     assert "| ✅ [r](r/page.md) | digits |" in (tmp_path / "logbook" / "README.md").read_text()
     debugging = ("experiment=quickstart", "debug=fast_dev_run", "run_id=d", "logbook=keep")
-    for done in (run_door("train", *debugging, logs=tmp_path), run_door("eval", "ckpt_path=r", logs=tmp_path)):
+    for done in (
+        run_door("train", *debugging, logs=tmp_path),
+        run_door("eval", "ckpt_path=r", logs=tmp_path),
+    ):
         assert done.code == 0 and done.folder.page.exists(), done.output
     assert len(list((tmp_path / "logbook").glob("*/page.md"))) == 1
 
@@ -58,9 +64,17 @@ def test_f41_a_log_folder_without_hard_links_whose_files_are_all_0777_trains_and
     words = ("resume=r", "trainer.max_steps=4", "trainer.limit_val_batches=1")
     again = run_door("train", *words, logs=tmp_path, before=poor_disk)
     assert again.code == 0 and again.record["steps"] == 4, again.output
-    refused = run_door("train", *words, "callbacks.checkpoints.monitor=val/f1", "trainer.max_steps=6", logs=tmp_path)
+    refused = run_door(
+        "train",
+        *words,
+        "callbacks.checkpoints.monitor=val/f1",
+        "trainer.max_steps=6",
+        logs=tmp_path,
+    )
     assert refused.code == 2, "a resumed run whose input is refused keeps its folder"
-    assert any(first.folder.checkpoints.iterdir()) and refused.folder.record.exists(), refused.output
+    assert any(first.folder.checkpoints.iterdir()) and refused.folder.record.exists(), (
+        refused.output
+    )
 
 
 def without_roots_rights() -> None:
@@ -85,11 +99,16 @@ def test_f45_two_users_share_a_log_folder_and_their_runs_stay_their_own(tmp_path
         path.chmod(path.stat().st_mode & ~0o022)
     for path in (logs, logs / "train", logs / "train/runs"):
         path.chmod(0o1777)
-    before = {path: path.stat().st_mtime_ns for path in everything if not path.stat().st_mode & 0o1000}
+    before = {
+        path: path.stat().st_mtime_ns for path in everything if not path.stat().st_mode & 0o1000
+    }
     mine = run_door("train", *words, "run_id=mine", logs=logs, before=without_roots_rights)
     assert mine.code == 0 and mine.folder.record.stat().st_mode & 0o777 == 0o600, mine.output
-    refused = run_door("train", "resume=theirs", "trainer.max_steps=4", logs=logs, before=without_roots_rights)
-    assert refused.code == 2 and f"{theirs.folder.path} cannot be written" in refused.output, refused.output
+    refused = run_door(
+        "train", "resume=theirs", "trainer.max_steps=4", logs=logs, before=without_roots_rights
+    )
+    assert refused.code == 2 and "cannot be written" in refused.output, refused.output
+    assert str(theirs.folder.path) in refused.output
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 

@@ -44,25 +44,38 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, t
     words = (f"data={group}", *SMALL, f"trainer={trainer}", "run_id=r")
     local = run_door("train", *words, f"data.root={folder}/{place}", logs=tmp_path / "local")
     assert local.code == 0, local.output
-    bucket = (f"data.root={uri}/{place}", f"s3.endpoint_url={server.endpoint_url}", f"data.cache_dir={tmp_path}/cache")
+    bucket = (
+        f"data.root={uri}/{place}",
+        f"s3.endpoint_url={server.endpoint_url}",
+        f"data.cache_dir={tmp_path}/cache",
+    )
     place = {"logs": tmp_path / "bucket", "environment": server.environment()}
     first = run_door("train", *words, *bucket, "trainer.max_steps=5", **place)
     assert first.code == 0 and "Copying s3://" in first.output, first.output
     done = run_door("train", *bucket, "resume=r", "trainer.max_steps=-1", **place)
     assert done.code == 0 and "Copying s3://" not in done.output, done.output
     expected, found = weights(local.folder), weights(done.folder)
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert expected.keys() == found.keys() and all(
+        torch.equal(expected[name], found[name]) for name in expected
+    )
     assert done.record["metrics"]["test/correct"] == local.record["metrics"]["test/correct"]
 
 
 @pytest.mark.parametrize(
     ("place", "sentence"),
-    [("nothing", "there is nothing under this prefix in the bucket"), ("photographs/cat", "has no class folders")],
+    [
+        ("nothing", "there is nothing under this prefix in the bucket"),
+        ("photographs/cat", "has no class folders"),
+    ],
 )
-def test_a_bucket_that_cannot_be_used_ends_the_run_with_its_address(sources, tmp_path, place, sentence):
+def test_a_bucket_that_cannot_be_used_ends_the_run_with_its_address(
+    sources, tmp_path, place, sentence
+):
     server, uri, _ = sources
     words = ("data=image_folder", *SMALL, "trainer=cpu", f"s3.endpoint_url={server.endpoint_url}",
              f"data.cache_dir={tmp_path}/cache", f"data.root={uri}/{place}")  # fmt: skip
     done = run_door("train", *words, logs=tmp_path, environment=server.environment())
-    assert done.code == 2 and f"{uri}/{place}" in done.output and sentence in done.output, done.output
+    assert done.code == 2 and f"{uri}/{place}" in done.output and sentence in done.output, (
+        done.output
+    )
     assert not list(tmp_path.glob("train/runs/*"))

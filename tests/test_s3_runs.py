@@ -28,7 +28,12 @@ from object_store import KEY_IDS, SECRETS, object_store, shared_store
 from ranks import SRC, free_port
 from runs import run_door, start_door
 
-SMALL = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "run_id=the-run"]
+SMALL = [
+    "experiment=quickstart",
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=4",
+    "run_id=the-run",
+]
 SHORT = ["trainer.max_epochs=2", "trainer.limit_train_batches=4", "trainer.log_every_n_steps=1"]
 OUTAGE_S = 12
 
@@ -40,16 +45,29 @@ class Place:
         self.server = server or shared_store()
         self.bucket = Bucket(f"s3://{self.server.new_bucket()}/my rüns+", self.server.endpoint_url)
         self.run, self.environment = self.bucket.at("the-run"), self.server.environment()
-        self.arguments = [f"s3.uri='{self.bucket.uri}'", f"s3.endpoint_url={self.bucket.endpoint_url}"]
+        self.arguments = [
+            f"s3.uri='{self.bucket.uri}'",
+            f"s3.endpoint_url={self.bucket.endpoint_url}",
+        ]
 
     def train(self, *argv, logs, **options):
-        return run_door("train", *SMALL, *self.arguments, *argv, logs=logs, environment=self.environment, **options)
+        return run_door(
+            "train",
+            *SMALL,
+            *self.arguments,
+            *argv,
+            logs=logs,
+            environment=self.environment,
+            **options,
+        )
 
     def checkpoint(self, kind: str = "best") -> Sidecar | None:
         """What the pointer says of its checkpoint, whose object is what was uploaded."""
         pointer = read_pointer(self.run, kind)
         if pointer.checkpoint is not None:
-            found = self.server.client().get_object(Bucket=self.run.name, Key=self.run.prefix + pointer.key)
+            found = self.server.client().get_object(
+                Bucket=self.run.name, Key=self.run.prefix + pointer.key
+            )
             assert hashlib.sha256(found["Body"].read()).hexdigest() == pointer.checkpoint.sha256
         return pointer.checkpoint
 
@@ -87,8 +105,12 @@ def check_tensorboard(place, monkeypatch) -> None:
 
 
 def check_no_secret(folder, output: str) -> None:
-    text = output + "".join(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file())
-    assert [word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text] == []
+    text = output + "".join(
+        path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file()
+    )
+    assert [
+        word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text
+    ] == []
 
 
 # A run that has finished, and what other machines do with its place
@@ -185,7 +207,9 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     last = place.checkpoint("last")
     assert last.step == first.record["steps"] >= 30
     bucket_alone = ["run_id=the-run", "resume=auto", *place.arguments]
-    again = run_door("train", *bucket_alone, logs=tmp_path / "second", environment=place.environment)
+    again = run_door(
+        "train", *bucket_alone, logs=tmp_path / "second", environment=place.environment
+    )
     assert again.code == EXIT_OK, again.output
     assert place.run.read("page.md")[0] == again.folder.page.read_bytes()
     assert place.run.read("run.json")[0] == again.folder.record.read_bytes()
@@ -194,7 +218,9 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     assert again.record["steps"] == 2 * (again.record["num_train"] // 64)
     with again.folder.metrics.open(newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
-    assert steps == sorted(set(steps)) and steps[0] < last.step < steps[-1], "one curve over both machines"
+    assert steps == sorted(set(steps)) and steps[0] < last.step < steps[-1], (
+        "one curve over both machines"
+    )
     check_same_elsewhere(place, again.record, tmp_path / "third")
     check_no_secret(tmp_path, first.output + again.output)
 
@@ -202,7 +228,9 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
 def test_a_bucket_that_is_not_there_ends_the_run_before_training_with_one_sentence(place, tmp_path):
     done = place.train("trainer=cpu", "s3.uri=s3://no-such-bucket/x", logs=tmp_path)
     assert done.code == EXIT_USER_ERROR
-    assert "the bucket no-such-bucket does not exist" in done.output and "Traceback" not in done.output
+    assert (
+        "the bucket no-such-bucket does not exist" in done.output and "Traceback" not in done.output
+    )
     assert done.path is None, "refused input leaves no folder"
     check_no_secret(tmp_path, done.output)
 
@@ -213,10 +241,15 @@ def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp
     done = place.train("trainer=cpu", *away, logs=tmp_path)
     assert done.code == EXIT_NOT_UPLOADED, done.output
     last_line = done.output.splitlines()[-1]
-    assert last_line.startswith("The best checkpoint is NOT in the bucket: ") and "src/upload.py the-run" in last_line
+    assert (
+        last_line.startswith("The best checkpoint is NOT in the bucket: ")
+        and "src/upload.py the-run" in last_line
+    )
     assert "cannot be reached" in done.record["upload"]["error"]
     check_no_secret(tmp_path, done.output)
-    again = place.train("trainer=cpu", "resume=auto", logs=tmp_path)  # as systemd does after an exit code that is not 0
+    again = place.train(
+        "trainer=cpu", "resume=auto", logs=tmp_path
+    )  # as systemd does after an exit code that is not 0
     assert again.code == EXIT_OK and "The run the-run has finished." in again.output, again.output
     assert again.record["restarts"] == [] and again.record["upload"]["error"] is None
     assert place.checkpoint().sha256 == again.record["best_checkpoint"]["sha256"]
@@ -239,7 +272,9 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
         server.kill()
         before = json.loads(folder.record.read_text())["steps"]
         time.sleep(OUTAGE_S)
-        assert run.process.is_alive() and json.loads(folder.record.read_text())["steps"] > before, run.text()
+        assert run.process.is_alive() and json.loads(folder.record.read_text())["steps"] > before, (
+            run.text()
+        )
         server.start()
         done = run.done(250)
         assert done.code == EXIT_OK and "next try in" in done.output, done.output
@@ -253,15 +288,37 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
 def test_torchruns_ranks_go_on_from_the_bucket_alone(place, tmp_path):
     """None of them knows the run's options but from there; all wait until they are."""
     stop = partial(signal_at_step, 30, signal.SIGTERM)
-    first = place.train("trainer=ddp_sim", "optimizer.lr=0.002", logs=tmp_path / "first", before=stop)
+    first = place.train(
+        "trainer=ddp_sim", "optimizer.lr=0.002", logs=tmp_path / "first", before=stop
+    )
     assert first.code == EXIT_INTERRUPTED, first.output
-    paths = [f"paths.{name}_dir={tmp_path / 'second' / name}" for name in ("log", "data", "logbook")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    paths = [
+        f"paths.{name}_dir={tmp_path / 'second' / name}" for name in ("log", "data", "logbook")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+    ]
     command += [str(SRC / "train.py"), "trainer=ddp", "trainer.accelerator=cpu", "run_id=the-run", "resume=auto",
                 *place.arguments, *paths]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **place.environment})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, **place.environment},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "second/log/train/runs/the-run/run.json").read_text())
-    assert record["status"] == "finished" and record["restarts"][-1]["resumed_step"] == first.record["steps"]
+    assert (
+        record["status"] == "finished"
+        and record["restarts"][-1]["resumed_step"] == first.record["steps"]
+    )
     assert record["steps"] == 2 * (record["num_train"] // 64)
-    assert read_config(RunFolder(tmp_path / "second/log/train/runs/the-run").config)["optimizer"]["lr"] == 0.002
+    assert (
+        read_config(RunFolder(tmp_path / "second/log/train/runs/the-run").config)["optimizer"]["lr"]
+        == 0.002
+    )

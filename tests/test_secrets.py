@@ -37,14 +37,18 @@ def environment_full_of_secrets(home: Path) -> dict[str, str]:
 
 
 def everything_in(folder: Path) -> str:
-    return "\n".join(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file())
+    return "\n".join(
+        path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def objects(store, bucket) -> str:
     client, text = store.client(), ""
     for entry in client.list_objects_v2(Bucket=bucket)["Contents"]:
         found = client.get_object(Bucket=bucket, Key=entry["Key"])
-        text += entry["Key"] + json.dumps(found["Metadata"]) + found["Body"].read().decode("latin-1")
+        text += (
+            entry["Key"] + json.dumps(found["Metadata"]) + found["Body"].read().decode("latin-1")
+        )
     return text
 
 
@@ -60,7 +64,9 @@ def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
     started = start_door("train", *words, logs=logs, environment=environment)
     started.wait_for(lambda: any(logs.rglob("*.ckpt.json")))
     parent = psutil.Process(started.process.pid)
-    processes = "".join(" ".join(each.cmdline()) for each in [parent, *parent.children(recursive=True)])
+    processes = "".join(
+        " ".join(each.cmdline()) for each in [parent, *parent.children(recursive=True)]
+    )
     done = started.done()
     assert done.code == 0, done.output
     assert hits(done.output + processes + everything_in(logs) + objects(store, bucket)) == []
@@ -72,7 +78,9 @@ def raises_with_locals():
 
     def fails(self, *_):
         password = CANARIES[10]
-        raise OSError(f"GET https://u:{CANARIES[11]}@host/x?X-Amz-Signature={CANARIES[12]}&a=1 failed{password[:0]}")
+        raise OSError(
+            f"GET https://u:{CANARIES[11]}@host/x?X-Amz-Signature={CANARIES[12]}&a=1 failed{password[:0]}"
+        )
 
     RunRecorder.on_train_batch_end = fails
 
@@ -108,7 +116,9 @@ def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path, c
 
 
 def test_what_git_would_show_of_uncommitted_code_is_kept_without_secrets(tmp_path):
-    done = run_door("train", *SMALL, "trainer=cpu", "trainer.max_epochs=1", logs=tmp_path, before=_dirty)
+    done = run_door(
+        "train", *SMALL, "trainer=cpu", "trainer.max_epochs=1", logs=tmp_path, before=_dirty
+    )
     diff = done.folder.code_diff.read_text()
     assert "+x = 1" in diff and hits(diff) == []
 

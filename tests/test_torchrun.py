@@ -15,7 +15,12 @@ from lockstep.records.folder import RunFolder
 from ranks import SRC, free_port
 from runs import run_door
 
-SMALL = ["experiment=quickstart", "trainer=ddp_sim", "trainer.num_threads=1", "trainer.timeout_s=30"]
+SMALL = [
+    "experiment=quickstart",
+    "trainer=ddp_sim",
+    "trainer.num_threads=1",
+    "trainer.timeout_s=30",
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -30,11 +35,26 @@ class Agents:
         """Start another torchrun, with the options and words of the first."""
         paths = [f"paths.{name}_dir={self.folder / name}" for name in ("log", "data", "logbook")]
         options = [word.format(port=self.port) for word in options]
-        self.command = self.command or [*TORCHRUN, *options, str(SRC / "train.py"), *SMALL, *words, *paths]
-        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.14's new agent waits for what nobody sends
-        environment = {k: v for k, v in {**os.environ, **own}.items() if k not in ("RUN_ID", "TORCHELASTIC_RUN_ID")}
+        self.command = self.command or [
+            *TORCHRUN,
+            *options,
+            str(SRC / "train.py"),
+            *SMALL,
+            *words,
+            *paths,
+        ]
+        own = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+        }  # else torch 2.14's new agent waits for what nobody sends
+        environment = {
+            k: v
+            for k, v in {**os.environ, **own}.items()
+            if k not in ("RUN_ID", "TORCHELASTIC_RUN_ID")
+        }
         with (self.folder / f"output{len(self.started)}.txt").open("wb") as file:
-            self.started.append(subprocess.Popen(self.command, stdout=file, stderr=file, env=environment))
+            self.started.append(
+                subprocess.Popen(self.command, stdout=file, stderr=file, env=environment)
+            )
         return self.started[-1]
 
     @property
@@ -68,16 +88,27 @@ def agents(tmp_path):
 @pytest.mark.slow
 def test_no_run_id_is_one_run_and_a_restart_goes_on_in_it(agents):
     own = agents
-    agent = own.start(["--nproc-per-node=2", "--max-restarts=1", "--master-port={port}"], ["trainer.max_epochs=25"])
+    agent = own.start(
+        ["--nproc-per-node=2", "--max-restarts=1", "--master-port={port}"],
+        ["trainer.max_epochs=25"],
+    )
     own.wait_until(lambda: any(own.runs.glob("*/checkpoints/last-*.json")))
-    [rank_one] = [rank for rank in psutil.Process(agent.pid).children() if rank.environ()["RANK"] == "1"]
+    [rank_one] = [
+        rank for rank in psutil.Process(agent.pid).children() if rank.environ()["RANK"] == "1"
+    ]
     rank_one.kill()
     assert agent.wait(180) == 0, own.output
     [path] = own.runs.iterdir()
     record = own.record(path.name)
-    assert record["status"] == "finished" and record["epochs"] == 25 and record["launcher"] == "torchrun"
+    assert (
+        record["status"] == "finished"
+        and record["epochs"] == 25
+        and record["launcher"] == "torchrun"
+    )
     assert len(record["restarts"]) == 1 and record["restarts"][0]["resumed_step"] > 0
-    assert record["restarts"][0]["downtime_s"] is not None and "rank 1 on" in own.output, record["restarts"]
+    assert record["restarts"][0]["downtime_s"] is not None and "rank 1 on" in own.output, record[
+        "restarts"
+    ]
 
 
 ELASTIC = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-id=elastic", "--rdzv-backend=c10d", "--max-restarts=9",
@@ -96,7 +127,9 @@ def test_nodes_are_drained_and_come_and_the_batch_stays(agents, tmp_path):
         """With so many ranks, and a checkpoint since they began."""
         record = own.record("elastic")
         began = record["restarts"][-1]["resumed_step"] if record.get("restarts") else 0
-        saved = [int(path.name[9:17]) for path in own.runs.glob("elastic/checkpoints/last-step*.json")]
+        saved = [
+            int(path.name[9:17]) for path in own.runs.glob("elastic/checkpoints/last-step*.json")
+        ]
         return record.get("world_size") == ranks and max(saved, default=0) > began
 
     own.start(ELASTIC, [*exact, "trainer.devices=1", "resume=auto"])
@@ -109,11 +142,24 @@ def test_nodes_are_drained_and_come_and_the_batch_stays(agents, tmp_path):
     own.start()
     assert [own.started[0].wait(120), own.started[2].wait(60)] == [0, 0], own.output
     record = own.record("elastic")
-    assert record["status"] == "finished" and record["steps"] == 600 and record["accumulate_grad_batches"] == 1
-    changes = [(each["previous_world_size"], each["world_size"]) for each in record["restarts"] if each["resumed_step"]]
+    assert (
+        record["status"] == "finished"
+        and record["steps"] == 600
+        and record["accumulate_grad_batches"] == 1
+    )
+    changes = [
+        (each["previous_world_size"], each["world_size"])
+        for each in record["restarts"]
+        if each["resumed_step"]
+    ]
     assert changes[-2:] == [(2, 1), (1, 2)], record["restarts"]
     assert all(each["downtime_s"] is not None for each in record["restarts"])
-    whole = run_door("train", "experiment=quickstart", *exact, "trainer.num_threads=1", logs=tmp_path / "whole")
+    whole = run_door(
+        "train", "experiment=quickstart", *exact, "trainer.num_threads=1", logs=tmp_path / "whole"
+    )
     assert whole.code == 0, whole.output
-    ours, theirs = (final_state(folder)["state_dict"] for folder in (RunFolder(own.runs / "elastic"), whole.folder))
+    ours, theirs = (
+        final_state(folder)["state_dict"]
+        for folder in (RunFolder(own.runs / "elastic"), whole.folder)
+    )
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-9

@@ -43,9 +43,15 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
              "trainer": "cpu", "global_batch_size": 64, "per_device_batch_size": 64, "num_test": 360,
              "epochs": 3}  # fmt: skip
     assert {name: record[name] for name in facts} == facts
-    assert record["num_train"] + record["num_val"] == 1437 and record["steps"] == 3 * (record["num_train"] // 64)
+    assert record["num_train"] + record["num_val"] == 1437 and record["steps"] == 3 * (
+        record["num_train"] // 64
+    )
     images = record["images"]
-    assert (images["path"], images["why"], images["augmentation"]) == ("array", "they fit in memory", "crop_flip")
+    assert (images["path"], images["why"], images["augmentation"]) == (
+        "array",
+        "they fit in memory",
+        "crop_flip",
+    )
     assert len(images["mean"]) == len(images["std"]) == 1 and images["from_weights"] == []
     assert record["left_out_per_epoch"] == record["num_train"] % 64
     assert record["metrics"]["test/images"] == 360
@@ -53,7 +59,15 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
     best = record["best_checkpoint"]
     assert fault_of(folder.path / best["path"]) is None
     assert best["bytes"] == (folder.path / best["path"]).stat().st_size
-    assert {"code", "versions", "hosts", "command", "overrides", "seed", "fit_seconds"} <= record.keys()
+    assert {
+        "code",
+        "versions",
+        "hosts",
+        "command",
+        "overrides",
+        "seed",
+        "fit_seconds",
+    } <= record.keys()
     assert folder.page.exists() and (folder.path / "curves.svg").stat().st_size > 1000
     counts = [
         list(map(int, line.split(",")[1:]))
@@ -65,7 +79,9 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
     steps = [int(row["step"]) for row in rows(folder)]
     assert steps == sorted(set(steps)) and steps[-1] == record["steps"]
     lines = uninterrupted.output.strip().splitlines()
-    assert lines[0].endswith("small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1 · resume exact in mid-epoch")
+    assert lines[0].endswith(
+        "small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1 · resume exact in mid-epoch"
+    )
     assert lines[-1].startswith("finished") and folder.run_id in lines[-1]
 
 
@@ -81,27 +97,48 @@ def test_the_test_is_in_metrics_csv_and_in_tensorboard(uninterrupted):
 
 
 def test_overfit_learns_a_few_batches_by_heart(tmp_path):
-    done = quickstart(tmp_path, "debug=overfit", "trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20")
+    done = quickstart(
+        tmp_path, "debug=overfit", "trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"
+    )
     losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]
     assert losses[-1] < 0.5 * losses[0] and done.record["tags"] == ["debug"]
 
 
-def test_a_checkpoint_is_plain_carries_its_config_and_eval_counts_the_same_with_a_bit_equal_loss(uninterrupted):
+def test_a_checkpoint_is_plain_carries_its_config_and_eval_counts_the_same_with_a_bit_equal_loss(
+    uninterrupted,
+):
     path, _ = next(complete(uninterrupted.folder.checkpoints, "best"))
     own = torch.load(path, weights_only=True)["lockstep"]
     assert own["config"]["model"]["_target_"] == "models.small_cnn.SmallCNN"
     assert own["data"]["class_names"] == [str(i) for i in range(10)]
-    assert own["data"]["image_size"] == 8 and own["data"]["channels"] == 1 and len(own["data"]["mean"]) == 1
-    done = succeed("eval", f"ckpt_path={path}", "tags=[night,null]", logs=uninterrupted.logs.parent / "evaluated")
-    wanted = {name: value for name, value in uninterrupted.record["metrics"].items() if name.startswith("test/")}
+    assert (
+        own["data"]["image_size"] == 8
+        and own["data"]["channels"] == 1
+        and len(own["data"]["mean"]) == 1
+    )
+    done = succeed(
+        "eval",
+        f"ckpt_path={path}",
+        "tags=[night,null]",
+        logs=uninterrupted.logs.parent / "evaluated",
+    )
+    wanted = {
+        name: value
+        for name, value in uninterrupted.record["metrics"].items()
+        if name.startswith("test/")
+    }
     assert {name: done.record["metrics"][name] for name in wanted} == wanted
     assert "trained on some of this test" not in done.output and done.record["tags"] == ["night"]
 
 
 @pytest.mark.parametrize("stop_after", [3, *(pytest.param(step, marks=SOAK) for step in (20, 21))])
-def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted, tmp_path, stop_after):
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
+    uninterrupted, tmp_path, stop_after
+):
     """Mid-epoch, at an epoch's last step (20 of 20), just after it, and later; dropout and shuffling on."""
-    done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after))
+    done = run_door(
+        "train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after)
+    )
     assert done.code == 75, done.output
     assert done.record["status"] == "interrupted" and done.record["steps"] == stop_after
     done = succeed("train", "resume=r", logs=tmp_path)  # with the options that it was started with
@@ -109,7 +146,10 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     assert differences(weights(done.folder, "best"), weights(uninterrupted.folder, "best")) == []
     kept, wanted = rows(done.folder), rows(uninterrupted.folder)
     assert [r["step"] for r in kept] == sorted({r["step"] for r in kept}, key=int)
-    validated = [[(r["step"], r["val/acc"], r["val/loss"]) for r in each if r["val/acc"]] for each in (kept, wanted)]
+    validated = [
+        [(r["step"], r["val/acc"], r["val/loss"]) for r in each if r["val/acc"]]
+        for each in (kept, wanted)
+    ]
     assert validated[0] == validated[1]
     assert done.record["restarts"][0]["resumed_step"] == stop_after
     assert done.record["restarts"][0]["lost_steps"] == 0
@@ -119,14 +159,32 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
 @pytest.mark.slow
 def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp_path):
     sweep = f"hydra.sweep.dir={tmp_path}/train/multiruns/s"
-    words = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=1", "optimizer.lr=0.001,1e30", "seed=1,2"]
+    words = [
+        "experiment=quickstart",
+        "trainer=ddp_sim",
+        "trainer.max_epochs=1",
+        "optimizer.lr=0.001,1e30",
+        "seed=1,2",
+    ]
     done = run_door("train", "-m", *words, sweep, logs=tmp_path)
-    records = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/s/*/run.json")}
+    records = {
+        path.parent.name: json.loads(path.read_text())
+        for path in tmp_path.glob("train/multiruns/s/*/run.json")
+    }
     assert sorted(records) == ["s_0", "s_1", "s_2", "s_3"], done.output
-    assert [records[f"s_{i}"]["status"] for i in range(4)] == ["finished", "finished", "failed", "failed"], done.output
+    assert [records[f"s_{i}"]["status"] for i in range(4)] == [
+        "finished",
+        "finished",
+        "failed",
+        "failed",
+    ], done.output
     assert {r["world_size"] for r in records.values()} == {2}
-    assert "\njob 3: experiment=quickstart" in done.output and "\n4 jobs by val/acc:\n" in done.output, done.output
-    assert "nan" in records["s_2"]["error"]["message"] or "inf" in records["s_2"]["error"]["message"]
+    assert (
+        "\njob 3: experiment=quickstart" in done.output and "\n4 jobs by val/acc:\n" in done.output
+    ), done.output
+    assert (
+        "nan" in records["s_2"]["error"]["message"] or "inf" in records["s_2"]["error"]["message"]
+    )
     assert done.code == 1
 
 
@@ -165,7 +223,9 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
     rubbish = tmp_path / "rubbish.ckpt"
     rubbish.write_bytes(b"not a checkpoint")
     done = run_door("train", f"ckpt_path={rubbish}", logs=tmp_path)
-    assert done.code == 2 and "not a checkpoint" in done.output and "weights_only" not in done.output, done.output
+    assert (
+        done.code == 2 and "not a checkpoint" in done.output and "weights_only" not in done.output
+    ), done.output
     other = uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"]
     done = run_door("train", f"ckpt_path={other}", "model.width=7", logs=tmp_path)
     assert done.code == 2, done.output
@@ -173,8 +233,15 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
 
 @pytest.mark.slow
 def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted):
-    best, logs = weights(uninterrupted.folder, "best"), uninterrupted.logs  # a run id is looked up among the runs
-    still = [f"ckpt_path={uninterrupted.folder.run_id}", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+    best, logs = (
+        weights(uninterrupted.folder, "best"),
+        uninterrupted.logs,
+    )  # a run id is looked up among the runs
+    still = [
+        f"ckpt_path={uninterrupted.folder.run_id}",
+        "optimizer.lr=1e-30",
+        "optimizer.weight_decay=0",
+    ]
     done = quickstart(logs, *still, "trainer.max_epochs=1", "run_id=still")
     assert "Starting from the weights of " in done.output
     assert done.record["steps"] == 20 and done.record["epochs"] == 1
@@ -188,7 +255,10 @@ def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(
     words = ["scheduler=none", "trainer.log_every_n_steps=4"]
     whole = quickstart(tmp_path / "whole", *words, "trainer.max_steps=30")
     short = quickstart(tmp_path, *words, "trainer.max_steps=7", "run_id=r")
-    assert short.record["best_checkpoint"]["step"] == 7 and short.record["metrics"]["test/images"] == 360
+    assert (
+        short.record["best_checkpoint"]["step"] == 7
+        and short.record["metrics"]["test/images"] == 360
+    )
     again = succeed("train", "resume=r", "trainer.max_steps=30", logs=tmp_path)
     assert differences(weights(again.folder), weights(whole.folder)) == []
     assert again.record["steps"] == 30
@@ -206,8 +276,16 @@ def breaks_before_the_first_step():
 
 @pytest.mark.slow
 def test_the_id_of_a_run_that_died_before_its_first_step_can_be_used_again(tmp_path):
-    words = ["experiment=quickstart", "trainer=cpu", "trainer.max_steps=2", "test=false", "run_id=r"]
-    died = run_door("train", *words, "optimizer.lr=7", logs=tmp_path, before=breaks_before_the_first_step)
+    words = [
+        "experiment=quickstart",
+        "trainer=cpu",
+        "trainer.max_steps=2",
+        "test=false",
+        "run_id=r",
+    ]
+    died = run_door(
+        "train", *words, "optimizer.lr=7", logs=tmp_path, before=breaks_before_the_first_step
+    )
     assert died.code == 1 and died.record["status"] == "failed", died.output
     again = succeed("train", *words, "model=alexnet", "data.image_size=64", logs=tmp_path)
     assert again.record["steps"] == 2 and again.record["restarts"] == [], again.output
@@ -224,14 +302,18 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
     run_id, logs = uninterrupted.folder.run_id, uninterrupted.logs
     assert "exists already" in run_door("train", *SMALL, f"run_id={run_id}", logs=logs).output
     assert "is finished" in run_door("train", *SMALL, f"resume={run_id}", logs=logs).output
-    done = run_door("train", *SMALL, f"resume={run_id}", "trainer.max_epochs=4", "optimizer.lr=1", logs=logs)
+    done = run_door(
+        "train", *SMALL, f"resume={run_id}", "trainer.max_epochs=4", "optimizer.lr=1", logs=logs
+    )
     assert done.code == 2 and "lr was 0.003, now 1" in done.output
     assert uninterrupted.record["status"] == "finished"
 
 
 @pytest.mark.slow
 def test_max_steps_alone_can_end_a_training(tmp_path):
-    done = quickstart(tmp_path, "trainer=cpu", "trainer.max_epochs=null", "trainer.max_steps=25", "test=false")
+    done = quickstart(
+        tmp_path, "trainer=cpu", "trainer.max_epochs=null", "trainer.max_steps=25", "test=false"
+    )
     assert done.record["steps"] == 25 and done.record["epochs"] == 2, done.output
 
 
@@ -246,7 +328,12 @@ def test_overfitting_goes_on_with_the_same_batches(tmp_path):
 
 @pytest.mark.slow
 def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
-    words = ["trainer=ddp_sim", "data.val_fraction=0", "callbacks.checkpoints.every_n_epochs=2", "run_id=r"]
+    words = [
+        "trainer=ddp_sim",
+        "data.val_fraction=0",
+        "callbacks.checkpoints.every_n_epochs=2",
+        "run_id=r",
+    ]
     quickstart(tmp_path, *words, "trainer.max_epochs=1")
     done = succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path)
     record, best = done.record, done.record["best_checkpoint"]
@@ -263,7 +350,12 @@ def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path):
     stopping = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, min_delta: 100, patience: 1}"
-    words = ["trainer.limit_train_batches=2", f"+callbacks.early={stopping}", "run_id=r", "resume=auto"]
+    words = [
+        "trainer.limit_train_batches=2",
+        f"+callbacks.early={stopping}",
+        "run_id=r",
+        "resume=auto",
+    ]
     assert quickstart(tmp_path, *words).record["epochs"] == 2
     again = quickstart(tmp_path, *words)
     assert again.record["epochs"] == 2 and "has finished" in again.output, again.output
@@ -272,7 +364,12 @@ def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path
 
 @pytest.mark.slow
 def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder(tmp_path):
-    words = ["trainer.limit_train_batches=2", "trainer.max_epochs=1", "optimizer.lr=0.5", "run_id=r"]
+    words = [
+        "trainer.limit_train_batches=2",
+        "trainer.max_epochs=1",
+        "optimizer.lr=0.5",
+        "run_id=r",
+    ]
     path = quickstart(tmp_path, *words).folder.path
     config = path.rename(path.with_name("renamed")) / "config.yaml"
     before, more = config.read_text(), ["resume=renamed", "trainer.max_epochs=2"]
@@ -290,7 +387,9 @@ def test_without_the_environment_the_line_that_works_is_said(script):
     # -S: no site-packages, so neither Hydra nor yaml
     command = [sys.executable, "-S", script, "experiment=quickstart"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "make install, then .venv/bin/python" in done.stderr, done.stderr
+    assert done.returncode == 2 and "make install, then .venv/bin/python" in done.stderr, (
+        done.stderr
+    )
 
 
 def test_train_runs_as_a_module():

@@ -56,7 +56,11 @@ def nodes_py(hosts, *overrides):
         make_keys(keys)
         for host in hosts:
             host.serve_ssh(keys)
-            host.run("sh", "-c", f"until ssh-keyscan -p 2222 {host.address} >/dev/null 2>&1; do sleep 0.1; done")
+            host.run(
+                "sh",
+                "-c",
+                f"until ssh-keyscan -p 2222 {host.address} >/dev/null 2>&1; do sleep 0.1; done",
+            )
     ssh = (f"ssh -p 2222 -i {keys}/user -o BatchMode=yes -o StrictHostKeyChecking=no "
            "-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR")  # fmt: skip
     return [
@@ -76,19 +80,30 @@ def said(hosts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", [one_command_per_node, torchrun, nodes_py])
-def test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host(launch, hosts, one_host):
+def test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host(
+    launch, hosts, one_host
+):
     first, second = hosts
     with pytest.raises(Exception, match="returned non-zero"):
         second.run("cat", str(first.project / "src/train.py"))
     started = launch(hosts)
-    wait_until(lambda: any(first.project.glob("logs/train/runs/*/checkpoints/last-*.json")) or started[0].poll(), 120)
+    wait_until(
+        lambda: (
+            any(first.project.glob("logs/train/runs/*/checkpoints/last-*.json"))
+            or started[0].poll()
+        ),
+        120,
+    )
     assert started[0].poll() is None, said(hosts)
     second.die()
     assert started[0].wait(60) != 0, said(hosts)
     assert first.empty_within(5), first.pids()
     [path] = runs(first)
     record = json.loads((path / "run.json").read_text())
-    assert record["status"] == "failed" and (record["error"]["rank"], record["error"]["host"]) == (1, "host1"), record
+    assert record["status"] == "failed" and (record["error"]["rank"], record["error"]["host"]) == (
+        1,
+        "host1",
+    ), record
     assert "rank 1 on host1, in" in first.output(), first.output()
     assert [p.name for p in runs(second)] == [path.name]
 
@@ -97,7 +112,9 @@ def test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host
     assert all(host.empty_within(5) for host in hosts)
     assert runs(first) == [path] and [p.name for p in runs(second)] == [path.name]
     record = json.loads((path / "run.json").read_text())
-    assert record["status"] == "finished" and record["num_nodes"] == 2 and len(record["restarts"]) == 1
+    assert (
+        record["status"] == "finished" and record["num_nodes"] == 2 and len(record["restarts"]) == 1
+    )
     assert [host["host"] for host in record["hosts"]] == ["host0", "host1"]
     theirs, ours = weights(one_host.folder), weights(RunFolder(path))
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)

@@ -22,22 +22,37 @@ def docstrings(name: str) -> list[tuple[str, str]]:
     """Return the docstrings of a file, each with what it documents."""
     nodes = ast.walk(ast.parse((SRC / name).read_text()))
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [(getattr(node, "name", "module"), ast.get_docstring(node)) for node in nodes if isinstance(node, kinds)]
+    found = [
+        (getattr(node, "name", "module"), ast.get_docstring(node))
+        for node in nodes
+        if isinstance(node, kinds)
+    ]
     return [(of, text) for of, text in found if text]
 
 
 def test_docstrings_start_with_a_verb_or_a_noun_and_use_the_terms_of_the_field():
     every = [(name, of, text) for name in FILES for of, text in docstrings(name)]
-    wrong = [(name, of, text) for name, of, text in every if START.match(text) or PRIVATE.search(text)]
+    wrong = [
+        (name, of, text) for name, of, text in every if START.match(text) or PRIVATE.search(text)
+    ]
     assert wrong == []
 
 
 def test_messages_pages_and_option_comments_use_the_terms_of_the_field():
     root = SRC.parent
-    paths = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("configs/**/*.yaml"), *root.glob("launch/**/*.md")]
-    texts = {str(path.relative_to(root)): path.read_text() for path in paths if path.name != "options.md"}
+    paths = [
+        *root.glob("*.md"),
+        *root.glob("docs/*.md"),
+        *root.glob("configs/**/*.yaml"),
+        *root.glob("launch/**/*.md"),
+    ]
+    texts = {
+        str(path.relative_to(root)): path.read_text() for path in paths if path.name != "options.md"
+    }
     for name in FILES:
         nodes = ast.walk(ast.parse((SRC / name).read_text()))
-        texts[name] = "\n".join(n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        texts[name] = "\n".join(
+            n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        )
     found = {name: [match[0] for match in PRIVATE.finditer(text)] for name, text in texts.items()}
     assert {name: words for name, words in found.items() if words} == {}

@@ -43,19 +43,35 @@ def null_gpus(**options: Any) -> dict[str, str]:
 
 def settings(**options: Any) -> dict[str, str]:
     """Return the variables that the driver reads when a process first asks for a device."""
-    return {name: value for name, value in nullgpu.environment(**options).items() if name.startswith("NULLGPU_")}
+    return {
+        name: value
+        for name, value in nullgpu.environment(**options).items()
+        if name.startswith("NULLGPU_")
+    }
 
 
 def run_on_null_gpus(
-    door: str, *argv: str, logs: Path, environment: dict[str, str] | None = None, before: Any = None, **options: Any
+    door: str,
+    *argv: str,
+    logs: Path,
+    environment: dict[str, str] | None = None,
+    before: Any = None,
+    **options: Any,
 ) -> runs.Done:
     """A door as runs.run_door runs it; `options` are those of null_gpus."""
     return _server().call(
-        runs.run_door, door, *argv, logs=logs, environment={**settings(**options), **(environment or {})}, before=before
+        runs.run_door,
+        door,
+        *argv,
+        logs=logs,
+        environment={**settings(**options), **(environment or {})},
+        before=before,
     )
 
 
-def nodes_on_null_gpus(*argv: str, logs: Path, num_nodes: int = 2, devices: int = 2) -> list[runs.Done]:
+def nodes_on_null_gpus(
+    *argv: str, logs: Path, num_nodes: int = 2, devices: int = 2
+) -> list[runs.Done]:
     """train.py on several nodes that share this machine, each with its own GPUs and folder; the nodes in order."""
     return _server().call(_nodes, argv, logs, num_nodes, devices)
 
@@ -67,7 +83,11 @@ def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> l
         own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
         environment = {**settings(devices=num_nodes * devices), **own, "CUDA_VISIBLE_DEVICES": gpus}
         options = (f"trainer.num_nodes={num_nodes}", f"trainer.devices={devices}")
-        started.append(runs.start_door("train", *argv, *options, logs=logs / f"node{node}", environment=environment))
+        started.append(
+            runs.start_door(
+                "train", *argv, *options, logs=logs / f"node{node}", environment=environment
+            )
+        )
     return [one.done() for one in started]
 
 
@@ -77,18 +97,24 @@ def call_on_null_gpus(function: Callable[..., Any], *arguments: Any, **options: 
     return _server().call(local_ranks.run_ranks, inner, 1, *arguments)[0]
 
 
-def ranks_on_null_gpus(function: Callable[..., Any], world_size: int, *arguments: Any, **options: Any) -> list[Any]:
+def ranks_on_null_gpus(
+    function: Callable[..., Any], world_size: int, *arguments: Any, **options: Any
+) -> list[Any]:
     """`function(*arguments)` in each of several ranks, each with its device, in an NCCL group; the results in order."""
     inner = functools.partial(_in_nccl_group, settings(devices=world_size, **options), function)
     return _server().call(local_ranks.run_ranks, inner, world_size, *arguments)
 
 
-def _with_environment(environment: dict[str, str], function: Callable[..., Any], _: Any, *arguments: Any) -> Any:
+def _with_environment(
+    environment: dict[str, str], function: Callable[..., Any], _: Any, *arguments: Any
+) -> Any:
     os.environ.update(environment)
     return function(*arguments)
 
 
-def _in_nccl_group(environment: dict[str, str], function: Callable[..., Any], _: Any, *arguments: Any) -> Any:
+def _in_nccl_group(
+    environment: dict[str, str], function: Callable[..., Any], _: Any, *arguments: Any
+) -> Any:
     import torch
 
     os.environ.update(environment)

@@ -75,7 +75,9 @@ def test_an_operator_without_code_is_an_error_that_names_it():
 
 
 def test_more_than_the_memory_is_out_of_memory():
-    words = call_on_null_gpus(words_of_error, "torch.empty(3 * 2**30, dtype=torch.uint8, device='cuda')", memory_gib=2)
+    words = call_on_null_gpus(
+        words_of_error, "torch.empty(3 * 2**30, dtype=torch.uint8, device='cuda')", memory_gib=2
+    )
     assert words.startswith("OutOfMemoryError: CUDA out of memory") and "2.00 GiB" in words
 
 
@@ -114,16 +116,24 @@ def test_collectives_that_differ_are_an_error_that_names_both():
 
 def run(code: str, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", f"import ctypes, torch\n{code}"]
-    return subprocess.run(command, env=null_gpus(**options), capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, env=null_gpus(**options), capture_output=True, text=True, timeout=100
+    )
 
 
 def test_a_function_without_code_is_an_error_that_names_it():
     done = run("print(ctypes.CDLL('libnullgpu.so').cuMemImportFromShareableHandle())")
-    assert done.stdout == "801\n" and "nullgpu: there is no code for cuMemImportFromShareableHandle" in done.stderr
+    assert (
+        done.stdout == "801\n"
+        and "nullgpu: there is no code for cuMemImportFromShareableHandle" in done.stderr
+    )
 
 
 def test_the_host_cannot_read_device_memory():
-    assert run("ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)").returncode == -signal.SIGSEGV
+    assert (
+        run("ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)").returncode
+        == -signal.SIGSEGV
+    )
 
 
 def test_another_torch_is_refused_in_a_sentence(monkeypatch):
@@ -142,11 +152,20 @@ def order_of_copies():
     """Return what happened to three batches: copies with their stream, waits, and steps, in order."""
     from lockstep.data.loading import prefetched
 
-    device, events, copy, wait = torch.device("cuda", 0), [], torch.Tensor.to, torch.cuda.Stream.wait_stream
+    device, events, copy, wait = (
+        torch.device("cuda", 0),
+        [],
+        torch.Tensor.to,
+        torch.cuda.Stream.wait_stream,
+    )
     main = torch.cuda.current_stream(device)
 
     def copied(tensor, *args, **kwargs):
-        events.append("copied beside" if torch.cuda.current_stream(device) != main else "copied in the step's stream")
+        events.append(
+            "copied beside"
+            if torch.cuda.current_stream(device) != main
+            else "copied in the step's stream"
+        )
         return copy(tensor, *args, **kwargs)
 
     def waited(stream, other):
@@ -171,7 +190,9 @@ def test_a_batch_is_copied_beside_the_step_before_it_and_waited_for():
 def taken(side):
     from lockstep.data.framing import take
 
-    array = torch.arange(5 * side * side * 3, dtype=torch.int64).to(torch.uint8).view(5, side, side, 3)
+    array = (
+        torch.arange(5 * side * side * 3, dtype=torch.int64).to(torch.uint8).view(5, side, side, 3)
+    )
     index = torch.tensor([4, 0, 0])
     return torch.equal(take(array.cuda(), index.cuda()).cpu(), array[index])
 
@@ -187,10 +208,14 @@ def pinned(available):
     from lockstep.checkpoints.io import on_host
 
     psutil.virtual_memory = lambda: SimpleNamespace(available=available)
-    found = on_host({"a": torch.ones(256, device="cuda"), "b": torch.ones(256, device="cuda")}, always=True)
+    found = on_host(
+        {"a": torch.ones(256, device="cuda"), "b": torch.ones(256, device="cuda")}, always=True
+    )
     return [(tensor.is_pinned(), tensor.sum().item()) for tensor in found.values()]
 
 
-@pytest.mark.parametrize(("available", "wanted"), [(2**30, [True, True]), (6000, [True, False]), (0, [False, False])])
+@pytest.mark.parametrize(
+    ("available", "wanted"), [(2**30, [True, True]), (6000, [True, False]), (0, [False, False])]
+)
 def test_a_checkpoint_pins_a_quarter_of_the_free_memory_at_most(available, wanted):
     assert call_on_null_gpus(pinned, available) == [(is_pinned, 256) for is_pinned in wanted]

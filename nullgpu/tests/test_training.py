@@ -37,7 +37,9 @@ def on_cpu(tmp_path_factory):
 
 
 def trained(words, devices, logs, **options):
-    done = run_on_null_gpus("train", *SMALL, *f"trainer={words}".split(), logs=logs, devices=devices, **options)
+    done = run_on_null_gpus(
+        "train", *SMALL, *f"trainer={words}".split(), logs=logs, devices=devices, **options
+    )
     assert done.code == 0 and "nullgpu:" not in done.output, done.output
     return done
 
@@ -50,7 +52,13 @@ def test_losses_are_those_of_one_cpu_process(words, on_cpu, tmp_path):
 
 @pytest.mark.parametrize(
     ("trainer", "precision"),
-    [("gpu", "16-mixed"), ("ddp", "bf16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-true"), ("gpu", "64-true")],
+    [
+        ("gpu", "16-mixed"),
+        ("ddp", "bf16-mixed"),
+        ("fsdp", "bf16-mixed"),
+        ("fsdp", "bf16-true"),
+        ("gpu", "64-true"),
+    ],
 )
 def test_every_precision(trainer, precision, on_cpu, tmp_path):
     done = trained(f"{trainer} trainer.precision={precision}", TRAINERS[trainer], tmp_path)
@@ -58,10 +66,16 @@ def test_every_precision(trainer, precision, on_cpu, tmp_path):
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp trainer.shard_within_node=true"])
-def test_two_nodes_of_two_have_the_losses_of_one_process_and_statistics_of_both(trainer, on_cpu, tmp_path):
-    first, second = nodes_on_null_gpus(*SMALL, FLOAT32, *f"trainer={trainer}".split(), logs=tmp_path)
+def test_two_nodes_of_two_have_the_losses_of_one_process_and_statistics_of_both(
+    trainer, on_cpu, tmp_path
+):
+    first, second = nodes_on_null_gpus(
+        *SMALL, FLOAT32, *f"trainer={trainer}".split(), logs=tmp_path
+    )
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert first.record["world_size"] == 4 and losses(first.record) == pytest.approx(on_cpu, rel=TOLERANCE)
+    assert first.record["world_size"] == 4 and losses(first.record) == pytest.approx(
+        on_cpu, rel=TOLERANCE
+    )
     assert all("gpu1/memory_gib" in node["stats"] for node in first.record["hardware"]["nodes"])
 
 
@@ -71,7 +85,9 @@ def test_a_run_is_resumed_by_another_trainer_and_evaluated_by_any(tmp_path):
     second = run_on_null_gpus("train", *again, logs=tmp_path, devices=2)
     assert second.code == 0 and second.record["epochs"] == 2, second.output
     for reader in ("fsdp", "cpu"):
-        done = run_on_null_gpus("eval", "ckpt_path=r", f"trainer={reader}", FLOAT32, logs=tmp_path, devices=2)
+        done = run_on_null_gpus(
+            "eval", "ckpt_path=r", f"trainer={reader}", FLOAT32, logs=tmp_path, devices=2
+        )
         assert done.code == 0, done.output
         assert done.record["metrics"]["test/correct"] == second.record["metrics"]["test/correct"]
 
@@ -86,7 +102,9 @@ def test_no_line_synchronises_in_every_step_but_the_scaler_of_fp16(words, device
         logs = tmp_path / str(steps)
         own = f"{words} trainer.log_every_n_steps=1000 data.num_images=600 trainer.limit_train_batches={2 * steps}"
         own += " data.global_batch_size=16 trainer.max_steps=" + str(2 * steps)
-        trained(own, devices, logs, syncs=logs / "syncs", capability="7.5" if "=16-" in words else "8.0")
+        trained(
+            own, devices, logs, syncs=logs / "syncs", capability="7.5" if "=16-" in words else "8.0"
+        )
         counts = Counter()
         for path in sorted((logs / "syncs").glob("rank*.json")):
             counts.update(json.loads(path.read_text()))
@@ -98,7 +116,8 @@ def test_no_line_synchronises_in_every_step_but_the_scaler_of_fp16(words, device
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("runs_out_of_memory", "CUDA out of memory"), ("NULLGPU_LOST", "unspecified launch failure")]
+    ("how", "said"),
+    [("runs_out_of_memory", "CUDA out of memory"), ("NULLGPU_LOST", "unspecified launch failure")],
 )
 def test_the_rank_that_fails_is_named(how, said, tmp_path):
     flag = tmp_path / "flag"
@@ -107,7 +126,11 @@ def test_the_rank_that_fails_is_named(how, said, tmp_path):
     environment = {how: f"1:{flag}"} if how.isupper() else {}
     words = [*SMALL, FLOAT32, "trainer=ddp", "trainer.timeout_s=8", callback]
     done = run_on_null_gpus("train", *words, logs=tmp_path, devices=2, environment=environment)
-    assert done.code == 1 and done.record["error"]["rank"] == 1 and said in done.record["error"]["message"], done.output
+    assert (
+        done.code == 1
+        and done.record["error"]["rank"] == 1
+        and said in done.record["error"]["message"]
+    ), done.output
 
 
 def test_the_largest_batch_fills_the_device_and_trains(tmp_path):
@@ -116,27 +139,54 @@ def test_the_largest_batch_fills_the_device_and_trains(tmp_path):
              "trainer.limit_val_batches=1"]  # fmt: skip
     options = {"memory_gib": 2, "compute": False}
     command = [sys.executable, "src/train.py", *words, f"paths.log_dir={tmp_path}", "run_id=r"]
-    done = subprocess.run(command, env=null_gpus(**options), cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=null_gpus(**options), cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "train/runs/r/run.json").read_text())["largest_batch"]
-    assert found["bounded_by"] == "memory" and 0.9 < found["peak_memory_gib"] / found["limit_gib"] <= 1, found
-    assert found["limit_gib"] == pytest.approx(0.95 * (2 - 400 / 1024), abs=0.001)  # the context takes 400 MiB
+    assert (
+        found["bounded_by"] == "memory" and 0.9 < found["peak_memory_gib"] / found["limit_gib"] <= 1
+    ), found
+    assert found["limit_gib"] == pytest.approx(
+        0.95 * (2 - 400 / 1024), abs=0.001
+    )  # the context takes 400 MiB
 
 
 def test_the_doctor_of_two_nodes_sees_their_gpus_and_measures_nccl():
-    command = [sys.executable, "src/doctor.py", "trainer=ddp", "trainer.num_nodes=2", "trainer.devices=1"]
+    command = [
+        sys.executable,
+        "src/doctor.py",
+        "trainer=ddp",
+        "trainer.num_nodes=2",
+        "trainer.devices=1",
+    ]
     nodes, port = [], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in "01":
-        environment = {**null_gpus(devices=2), **port, "NODE_RANK": rank, "CUDA_VISIBLE_DEVICES": rank}
-        nodes.append(subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True))
+        environment = {
+            **null_gpus(devices=2),
+            **port,
+            "NODE_RANK": rank,
+            "CUDA_VISIBLE_DEVICES": rank,
+        }
+        nodes.append(
+            subprocess.Popen(
+                command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+            )
+        )
     for node in nodes:
         said, _ = node.communicate(timeout=200)
         assert node.returncode == 0 and "uses the driver" in said, said
-        assert "all-reduce of 32 MiB by gloo: " in said and "all-reduce of 32 MiB by NCCL: " in said, said
+        assert (
+            "all-reduce of 32 MiB by gloo: " in said and "all-reduce of 32 MiB by NCCL: " in said
+        ), said
 
 
 def test_compilation(tmp_path):
-    words = ["trainer=gpu", "trainer.compile=true", "callbacks.checkpoints=null"]  # Triton's kernels compute nothing
+    words = [
+        "trainer=gpu",
+        "trainer.compile=true",
+        "callbacks.checkpoints=null",
+    ]  # Triton's kernels compute nothing
     done = run_on_null_gpus("train", *SMALL, *words, logs=tmp_path, compute=False)
     assert done.code == 0, done.output
 
@@ -150,19 +200,39 @@ def test_compilation(tmp_path):
 def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp_path):
     own = ["--out", str(tmp_path), "--small", "--budget", "900", "--only", parts]
     command = [sys.executable, "benchmarks/gpu.py", *own]
-    done = subprocess.run(command, env=null_gpus(compute=compute), cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=null_gpus(compute=compute), cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert [*found] == parts.split(",") and not any("error" in figures for figures in found.values())
+    assert [*found] == parts.split(",") and not any(
+        "error" in figures for figures in found.values()
+    )
     if compute:
         assert found["synchronisations"]["bf16-mixed"] == 0
     else:
         assert found["compiled"]["over_eager"] > 0 and found["compiled"]["graphs_over_eager"] > 0
 
 
-@pytest.mark.parametrize("name", ["lockstep/strategies/test_gpu.py", "strategies/test_data_parallel.py"])
+@pytest.mark.parametrize(
+    "name", ["lockstep/strategies/test_gpu.py", "strategies/test_data_parallel.py"]
+)
 def test_tests_that_need_a_gpu_pass(name):
     path = REPOSITORY / "tests" / name
-    command = [sys.executable, "-m", "pytest", str(path), "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env=null_gpus(devices=2), cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(path),
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        command, env=null_gpus(devices=2), cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, (
+        done.stdout
+    )

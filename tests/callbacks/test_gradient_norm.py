@@ -48,7 +48,9 @@ def test_one_process_logs_what_plain_pytorch_has_before_clipping():
 
 @pytest.mark.slow
 def test_every_strategy_logs_the_same_also_without_the_scale_of_fp16():
-    exact = [(name, settings(accumulate=k)) for name in ("ddp", "fsdp", "allreduce") for k in (1, 2)]
+    exact = [
+        (name, settings(accumulate=k)) for name in ("ddp", "fsdp", "allreduce") for k in (1, 2)
+    ]
     *found, scaled = ranks_all(2, [*exact, ("fsdp", settings(precision="16-mixed"))])
     for (name, _), ranks in zip(exact, found, strict=True):
         assert all(rank["inspect"] == pytest.approx(by_hand(), rel=1e-12) for rank in ranks), name

@@ -33,7 +33,14 @@ class Shades(torch.utils.data.Dataset):
 
 
 def module(tmp_path, **options):
-    options = {"image_size": 8, "global_batch_size": 4, "num_workers": 2, "mean": 0, "std": 1, **options}
+    options = {
+        "image_size": 8,
+        "global_batch_size": 4,
+        "num_workers": 2,
+        "mean": 0,
+        "std": 1,
+        **options,
+    }
     return DatasetDataModule(cache_dir=tmp_path, **options)
 
 
@@ -50,18 +57,28 @@ def test_images_of_any_kind_become_batches(kind, tmp_path):
 
 
 def test_classes_and_targets_are_taken_where_the_data_set_has_them(tmp_path):
-    dm = module(tmp_path, dataset=Shades(classes=["dark", "light"], targets=[i % 2 for i in range(40)]))
+    dm = module(
+        tmp_path, dataset=Shades(classes=["dark", "light"], targets=[i % 2 for i in range(40)])
+    )
     dm.prepare()
-    assert dm.class_names == ["dark", "light"] and (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4)
+    assert dm.class_names == ["dark", "light"] and (dm.num_train, dm.num_val, dm.num_test) == (
+        32,
+        4,
+        4,
+    )
     with pytest.raises(UserError, match="data=dataset needs data.dataset._target_=package.Class"):
         module(tmp_path)
     with pytest.raises(UserError, match="a label of Shades is not an integer"):
         module(tmp_path, dataset=Shades(targets=["a"] * 40)).prepare()
 
 
-@pytest.mark.parametrize(("own", "names"), [({"targets": torch.arange(40) % 4}, ["0", "1"]), ({}, ["0", "1"])])
+@pytest.mark.parametrize(
+    ("own", "names"), [({"targets": torch.arange(40) % 4}, ["0", "1"]), ({}, ["0", "1"])]
+)
 def test_labels_are_the_ones_that_the_items_have_after_their_transform(own, names, tmp_path):
-    fine = Shades(classes=["black", "white", "dark", "light"], target_transform=lambda label: label % 2, **own)
+    fine = Shades(
+        classes=["black", "white", "dark", "light"], target_transform=lambda label: label % 2, **own
+    )
     dm = module(tmp_path, dataset=fine)
     dm.prepare()
     assert dm.class_names == names
@@ -90,7 +107,11 @@ def test_numbers_are_a_class_or_several_values_and_no_mask(of, kind, names, tmp_
 
 
 def test_in_masks_of_0_and_255_alone_255_is_the_second_class(tmp_path):
-    dm = module(tmp_path, dataset=Marked(of=lambda i: np.full((20, 16), 255 * (i % 2), np.uint8)), target="mask")
+    dm = module(
+        tmp_path,
+        dataset=Marked(of=lambda i: np.full((20, 16), 255 * (i % 2), np.uint8)),
+        target="mask",
+    )
     dm.attach_to_ranks()
     for batch in dm.train_dataloader():
         images, masks = dm.on_after_batch_transfer(batch, 0)
@@ -115,7 +136,11 @@ def test_what_random_transforms_of_the_data_set_draw_differs_between_epochs_and_
 @pytest.mark.parametrize(
     ("own", "options", "said"),
     [
-        ({"classes": ["a", "b"], "targets": [-1] * 40}, {}, "item 0 of the train dataset has the label -1 and there"),
+        (
+            {"classes": ["a", "b"], "targets": [-1] * 40},
+            {},
+            "item 0 of the train dataset has the label -1 and there",
+        ),
         ({"targets": [i / 10 for i in range(40)]}, {}, "a label of Shades is not an integer"),
         ({}, {"group": "x"}, "data.group is of files and tables"),
     ],
@@ -126,14 +151,19 @@ def test_labels_that_are_no_classes_and_groups_are_refused(own, options, said, t
 
 
 def test_two_data_sets_of_one_length_and_other_labels_are_not_the_same_images(tmp_path):
-    one, other = (module(tmp_path, dataset=Shades(targets=targets)) for targets in ([0, 1] * 20, [1, 0] * 20))
+    one, other = (
+        module(tmp_path, dataset=Shades(targets=targets)) for targets in ([0, 1] * 20, [1, 0] * 20)
+    )
     one.prepare()
     other.prepare()
     assert one.data_hash != other.data_hash and one.list_hash != other.list_hash
 
 
 def test_two_classes_of_one_name_stay_two(tmp_path):
-    dm = module(tmp_path, dataset=Shades(classes=["crane", "dog", "crane"], targets=[i % 3 for i in range(40)]))
+    dm = module(
+        tmp_path,
+        dataset=Shades(classes=["crane", "dog", "crane"], targets=[i % 3 for i in range(40)]),
+    )
     dm.prepare()
     assert dm.class_names == ["crane (0)", "crane (2)", "dog"]
 

@@ -18,13 +18,21 @@ def write(folder, counts):
     for name, n in counts.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for i in range(n):
-            image = Image.fromarray(RNG.integers(0, 256, (*RNG.integers(20, 60, 2), 3), dtype=np.uint8))
+            image = Image.fromarray(
+                RNG.integers(0, 256, (*RNG.integers(20, 60, 2), 3), dtype=np.uint8)
+            )
             image.save(folder / name / f"{i}.{'jpg' if i % 2 else 'png'}")
     return folder
 
 
 def module(tmp_path, root, stage="fit", augmentation=None, **options):
-    options = {"image_size": 24, "global_batch_size": 4, "eval_batch_size": 5, "num_workers": 2, **options}
+    options = {
+        "image_size": 24,
+        "global_batch_size": 4,
+        "eval_batch_size": 5,
+        "num_workers": 2,
+        **options,
+    }
     dm = ImageFolderDataModule(root=root, cache_dir=tmp_path / "cache", **options)
     dm.stage = stage
     dm.set_augmentation(augmentation)
@@ -57,8 +65,12 @@ def test_classes_alone_are_split_per_class_and_test_alike_under_every_seed(tmp_p
     assert sorted(names(first, "train") + names(first, "val") + names(first, "test")) == sorted(
         f"{path.parent.name}/{path.name}" for path in root.glob("*/*")
     )
-    assert names(first, "test") == names(other, "test") and names(first, "val") != names(other, "val")
-    assert first.data_hash == other.data_hash != prepared(tmp_path, root, test_fraction=0.3).data_hash
+    assert names(first, "test") == names(other, "test") and names(first, "val") != names(
+        other, "val"
+    )
+    assert (
+        first.data_hash == other.data_hash != prepared(tmp_path, root, test_fraction=0.3).data_hash
+    )
 
 
 def test_given_parts_stay_as_they_are_and_a_test_folder_may_lack_a_class_and_not_add_one(tmp_path):
@@ -81,7 +93,10 @@ def test_given_parts_stay_as_they_are_and_a_test_folder_may_lack_a_class_and_not
             ["cat/train", "cat/test", "dog/train", "dog/test"],
             "the splits lie within cat, dog: move cat/test to test/cat",
         ),
-        (["seen/cat", "seen/dog", "test/cat", "test/dog"], "test/ is a split and no folder beside it is named train"),
+        (
+            ["seen/cat", "seen/dog", "test/cat", "test/dog"],
+            "test/ is a split and no folder beside it is named train",
+        ),
     ],
 )
 def test_splits_that_are_not_clear_are_refused(folders, said, tmp_path):
@@ -128,7 +143,10 @@ def test_imagenets_layout_tests_on_val_and_test_alone_can_be_evaluated(tmp_path)
     write(tmp_path / "set" / "train", {"a": 6, "b": 6})
     write(tmp_path / "set" / "val", {"a": 2, "b": 3})
     dm = prepared(tmp_path, tmp_path / "set")
-    assert counts(dm) == (12, 5, 5) and dm.splits.note == "no test images: the validation images are tested"
+    assert (
+        counts(dm) == (12, 5, 5)
+        and dm.splits.note == "no test images: the validation images are tested"
+    )
     write(tmp_path / "alone" / "test", {"a": 3, "b": 4})
     assert counts(prepared(tmp_path, tmp_path / "alone", stage="test")) == (0, 0, 7)
     with pytest.raises(UserError, match="has no images to train on"):
@@ -138,7 +156,14 @@ def test_imagenets_layout_tests_on_val_and_test_alone_can_be_evaluated(tmp_path)
 def test_hidden_and_system_folders_links_and_other_endings(tmp_path, root):
     for hidden in (".ipynb_checkpoints", "__MACOSX", "@eaDir", "cat/.thumbnails", "cat/@eaDir"):
         write(root / hidden, {"x": 1})
-    for name in ("cat/._3.jpg", "dog/a.heic", "dog/b.HEIC", "dog/notes.txt", "dog/README", "stray.png"):
+    for name in (
+        "cat/._3.jpg",
+        "dog/a.heic",
+        "dog/b.HEIC",
+        "dog/notes.txt",
+        "dog/README",
+        "stray.png",
+    ):
         (root / name).write_bytes(b"x")
     write(tmp_path / "elsewhere", {"fox": 5})
     (root / "fox").symlink_to(tmp_path / "elsewhere" / "fox")
@@ -157,7 +182,9 @@ def test_hidden_and_system_folders_links_and_other_endings(tmp_path, root):
 def test_a_broken_link_and_a_pipe_are_named(tmp_path, root):
     for make in (lambda path: path.symlink_to(tmp_path / "nowhere"), os.mkfifo):
         make(root / "cat" / "x.png")
-        with pytest.raises(UserError, match="cat/x.png cannot be read .a broken link or no regular file"):
+        with pytest.raises(
+            UserError, match="cat/x.png cannot be read .a broken link or no regular file"
+        ):
             prepared(tmp_path, root)
         (root / "cat" / "x.png").unlink()
 
@@ -186,15 +213,33 @@ def test_folders_and_options_that_cannot_be(tmp_path, root):
 def test_every_class_keeps_an_image_to_train_on(tmp_path, seed):
     """Two classes of 60 images, twelve of 3, and one of a single image."""
     root = tmp_path / "images"
-    for label, count in [("large0", 60), ("large1", 60), *((f"small{i}", 3) for i in range(12)), ("solo", 1)]:
+    for label, count in [
+        ("large0", 60),
+        ("large1", 60),
+        *((f"small{i}", 3) for i in range(12)),
+        ("solo", 1),
+    ]:
         (root / label).mkdir(parents=True)
         for i in range(count):
             (root / label / f"{i}.png").write_bytes(b"%d" % i)
     dm = prepared(tmp_path, root, seed=seed, path="loader")
     train, test = dm.counts_per_split["train"], dm.counts_per_split["test"]
-    assert counts(dm) == (127, 14, 16) and min(train) >= 1 and train[:2] == [48, 48] and test[:2] == [6, 6]
-    with pytest.raises(UserError, match="test_fraction=0.5 would draw 1 of 2 images, but a class has no second image"):
-        prepared(tmp_path, write(tmp_path / "two", {"a": 1, "b": 1}), test_fraction=0.5, global_batch_size=1)
+    assert (
+        counts(dm) == (127, 14, 16)
+        and min(train) >= 1
+        and train[:2] == [48, 48]
+        and test[:2] == [6, 6]
+    )
+    with pytest.raises(
+        UserError,
+        match="test_fraction=0.5 would draw 1 of 2 images, but a class has no second image",
+    ):
+        prepared(
+            tmp_path,
+            write(tmp_path / "two", {"a": 1, "b": 1}),
+            test_fraction=0.5,
+            global_batch_size=1,
+        )
 
 
 @pytest.mark.parametrize("options", [{"num_val": 8}, {"fold": 1, "num_folds": 4}])
@@ -205,7 +250,13 @@ def test_groups_stay_in_one_split(tmp_path, options):
             path = tmp_path / "images" / "ab"[patient % 2] / f"p{patient:02d}_{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (patient, i, 0)).save(path)
-    dm = prepared(tmp_path, tmp_path / "images", group="(p0[0-9])_|(p[1-9][0-9])_", test_fraction=0.2, **options)
+    dm = prepared(
+        tmp_path,
+        tmp_path / "images",
+        group="(p0[0-9])_|(p[1-9][0-9])_",
+        test_fraction=0.2,
+        **options,
+    )
     groups = [{name[2:5] for name in names(dm, split)} for split in ("train", "val", "test")]
     assert sum(map(len, groups)) == 30 == len(set.union(*groups)) and dm.num_test == 18
     assert 4 <= dm.num_val <= 24 and min(dm.class_counts) > 20
@@ -218,14 +269,29 @@ def test_groups_stay_in_one_split(tmp_path, options):
 def test_names_of_classes_are_ordered_as_of_torchvision(tmp_path):
     """A folder of pictures of trains is a class, and no split."""
     unreadable = os.fsdecode(b"\xff")
-    root = write(tmp_path / "words", dict.fromkeys(["c10", "c9", "B", "caf\u0065\u0301", "train", "test"], 3))
+    root = write(
+        tmp_path / "words", dict.fromkeys(["c10", "c9", "B", "caf\u0065\u0301", "train", "test"], 3)
+    )
     (root / unreadable).mkdir()
     Image.new("RGB", (9, 9)).save(root / unreadable / "1.png")
-    assert prepared(tmp_path, root).class_names == ["B", "\\xff", "c10", "c9", "caf\u00e9", "test", "train"]
+    assert prepared(tmp_path, root).class_names == [
+        "B",
+        "\\xff",
+        "c10",
+        "c9",
+        "caf\u00e9",
+        "test",
+        "train",
+    ]
 
 
 def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tmp_path, root):
     why = "single images are augmented, and an array would hold them resized to 24 px"
-    assert prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1)).path_taken() == ("loader", why)
-    with pytest.raises(UserError, match=f"data.path=array is not possible: {why}. Set data.path=auto"):
+    assert prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1)).path_taken() == (
+        "loader",
+        why,
+    )
+    with pytest.raises(
+        UserError, match=f"data.path=array is not possible: {why}. Set data.path=auto"
+    ):
         prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1), path="array")

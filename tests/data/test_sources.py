@@ -32,9 +32,13 @@ def photographs(counts):
     for split, count in counts.items():
         for label in ("cat", "dog", "owl"):
             for i in range(count):
-                image = Image.fromarray(RNG.integers(0, 256, (*RNG.integers(14, 30, 2), 3), dtype=np.uint8))
+                image = Image.fromarray(
+                    RNG.integers(0, 256, (*RNG.integers(14, 30, 2), 3), dtype=np.uint8)
+                )
                 kind = "jpeg" if i % 2 else "png"
-                yield Encoded(split, label, f"{i}.{kind}", encoded(image.convert(MODES[i % 4]), kind))
+                yield Encoded(
+                    split, label, f"{i}.{kind}", encoded(image.convert(MODES[i % 4]), kind)
+                )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,14 @@ def roots(tmp_path_factory):
 
 
 def module(kind, root, cache, **options):
-    options = {"image_size": 12, "global_batch_size": 9, "eval_batch_size": 5, "seed": 4, "flip": True, **options}
+    options = {
+        "image_size": 12,
+        "global_batch_size": 9,
+        "eval_batch_size": 5,
+        "seed": 4,
+        "flip": True,
+        **options,
+    }
     return MODULES[kind](root=root, cache_dir=cache, **options)
 
 
@@ -83,14 +94,22 @@ def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_pa
     root = write(kind, tmp_path / "root", junk)
     dm = module(kind, root, tmp_path / "cache", path="loader")
     dm.prepare()
-    assert (dm.num_train, dm.num_test) == (16, 18) and dm.class_names == ["a", "b"] and dm.left_out == {}
+    assert (
+        (dm.num_train, dm.num_test) == (16, 18)
+        and dm.class_names == ["a", "b"]
+        and dm.left_out == {}
+    )
     dm.attach_to_ranks()
-    with pytest.raises(UserError, match="cannot be decoded .*: repair or remove it. .python src/check_data.py"):
+    with pytest.raises(
+        UserError, match="cannot be decoded .*: repair or remove it. .python src/check_data.py"
+    ):
         next(iter(dm.train_dataloader()))
 
 
 @pytest.mark.parametrize("numbers", [True, False])
-def test_every_source_has_the_same_classes_in_the_same_order_and_the_same_hash_of_its_pixels(numbers, tmp_path):
+def test_every_source_has_the_same_classes_in_the_same_order_and_the_same_hash_of_its_pixels(
+    numbers, tmp_path
+):
     def label(i):
         return str(i) if numbers else f"c{i}"
 
@@ -98,23 +117,40 @@ def test_every_source_has_the_same_classes_in_the_same_order_and_the_same_hash_o
               for split in ("train", "test") for i in range(1, 13)]  # fmt: skip
     found, hashes = {}, set()
     for kind in MODULES:
-        dm = module(kind, write(kind, tmp_path / kind, images), tmp_path / "cache", val_fraction=0, eval_batch_size=12)
+        dm = module(
+            kind,
+            write(kind, tmp_path / kind, images),
+            tmp_path / "cache",
+            val_fraction=0,
+            eval_batch_size=12,
+        )
         dm.attach_to_ranks()
-        ((pixels, labels),) = [dm.on_after_batch_transfer(batch, 0) for batch in dm.test_dataloader()]
+        ((pixels, labels),) = [
+            dm.on_after_batch_transfer(batch, 0) for batch in dm.test_dataloader()
+        ]
         order = pixels[:, 0].mean((1, 2)).argsort()
         found[kind] = (dm.class_names, labels[order].tolist())
         hashes.add(dm.data_hash)
     expected = [str(i) for i in range(1, 13)] if numbers else sorted(f"c{i}" for i in range(1, 13))
-    assert set(map(str, found.values())) == {str((expected, [expected.index(label(i)) for i in range(1, 13)]))}
+    assert set(map(str, found.values())) == {
+        str((expected, [expected.index(label(i)) for i in range(1, 13)]))
+    }
     assert len(hashes) == 1 or not numbers, "a folder has the order of its classes"
 
 
-@pytest.mark.parametrize("kind", sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {"default"}))
+@pytest.mark.parametrize(
+    "kind", sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {"default"})
+)
 def test_config_and_class_have_the_same_options(kind):
     stated = plain(compose("train", [f"data={kind}"]))["data"]
     cls = resolve_target(stated.pop("_target_"), "data._target_")
-    bases = [base for base in cls.__mro__ if base.__module__.startswith(("data.", "lockstep.data."))]
-    taken = {name for base in bases for name in inspect.signature(base.__init__).parameters} - {"self", "options"}
+    bases = [
+        base for base in cls.__mro__ if base.__module__.startswith(("data.", "lockstep.data."))
+    ]
+    taken = {name for base in bases for name in inspect.signature(base.__init__).parameters} - {
+        "self",
+        "options",
+    }
     of_files = {"group", "splits", "max_megapixels"} if kind == "dataset" else set()
     assert taken - of_files == set(stated)
     assert stated["name"] == kind

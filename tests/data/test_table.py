@@ -21,11 +21,16 @@ def pictures(tmp_path):
     """Twelve images of each of two colours, in a folder without an order."""
     (tmp_path / "pictures").mkdir()
     for i in range(24):
-        Image.new("RGB", (9, 6), (200 * (i % 2), 40, i)).save(tmp_path / "pictures" / f"{i:02d}.png")
+        Image.new("RGB", (9, 6), (200 * (i % 2), 40, i)).save(
+            tmp_path / "pictures" / f"{i:02d}.png"
+        )
     return tmp_path / "pictures"
 
 
-def rows(split=lambda i: "test" if i >= 20 else "val" if i >= 16 else "train", label=lambda i: ["blue", "red"][i % 2]):
+def rows(
+    split=lambda i: "test" if i >= 20 else "val" if i >= 16 else "train",
+    label=lambda i: ["blue", "red"][i % 2],
+):
     return [[f"{i:02d}.png", label(i), split(i)] for i in range(24)]
 
 
@@ -36,7 +41,13 @@ def table(path, rows, header=HEADER, **dialect):
 
 
 def csv_module(root, tmp_path, **options):
-    options = {"image_size": 8, "global_batch_size": 4, "num_workers": 0, "path": "loader", **options}
+    options = {
+        "image_size": 8,
+        "global_batch_size": 4,
+        "num_workers": 0,
+        "path": "loader",
+        **options,
+    }
     return CSVDataModule(root=root, cache_dir=tmp_path / "cache", **options)
 
 
@@ -51,23 +62,40 @@ USUAL = (16, 4, 4, ["blue", "red"])
 @pytest.mark.parametrize(
     ("header", "val", "encoding", "dialect"),
     [
-        (["Path", "Label", "Split"], "Valid", "utf-8-sig", {"delimiter": ";", "lineterminator": "\n"}),
+        (
+            ["Path", "Label", "Split"],
+            "Valid",
+            "utf-8-sig",
+            {"delimiter": ";", "lineterminator": "\n"},
+        ),
         (["filename", "class", "set"], "dev", "utf-16", {"delimiter": "\t"}),
-        ([" path", "label ", "SET"], "VAL", "utf-16-le", {"delimiter": "|", "lineterminator": "\n"}),
+        (
+            [" path", "label ", "SET"],
+            "VAL",
+            "utf-16-le",
+            {"delimiter": "|", "lineterminator": "\n"},
+        ),
     ],
 )
-def test_other_names_of_columns_and_splits_delimiters_and_encodings(header, val, encoding, dialect, pictures, tmp_path):
+def test_other_names_of_columns_and_splits_delimiters_and_encodings(
+    header, val, encoding, dialect, pictures, tmp_path
+):
     def split(i):
         return "Test " if i >= 20 else val if i >= 16 else "Training"
 
-    root = table(pictures / "list.csv", rows(split, lambda i: ["blau", "rötlich"][i % 2]), header, **dialect)
+    root = table(
+        pictures / "list.csv", rows(split, lambda i: ["blau", "rötlich"][i % 2]), header, **dialect
+    )
     mark = "\ufeff" if encoding == "utf-16-le" else ""
     root.write_bytes((mark + root.read_bytes().decode()).encode(encoding))
     dm = csv_module(root, tmp_path)
     assert facts(dm) == (16, 4, 4, ["blau", "rötlich"])
     dm.attach_to_ranks()
     images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
-    assert labels.tolist() == [0, 1, 0, 1] and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
+    assert (
+        labels.tolist() == [0, 1, 0, 1]
+        and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
+    )
 
 
 def test_a_column_of_splits_by_any_name_counts_and_a_fold_of_numbers_does_not(pictures, tmp_path):
@@ -87,9 +115,14 @@ def test_spellings_of_one_class_and_of_a_path(pictures, tmp_path):
     def label(i):
         return ["blue", "red "][i % 2] if i < 9 else [" blue", "red"][i % 2]
 
-    windows = table(tmp_path / "a.csv", [[f"pictures\\{row[0]}", *row[1:]] for row in rows(label=label)])
+    windows = table(
+        tmp_path / "a.csv", [[f"pictures\\{row[0]}", *row[1:]] for row in rows(label=label)]
+    )
     assert facts(csv_module(windows, tmp_path)) == USUAL
-    numbers = table(pictures / "b.csv", rows(label=lambda i: ["1", "10.0"][i % 2] if i < 9 else ["1.0", "10"][i % 2]))
+    numbers = table(
+        pictures / "b.csv",
+        rows(label=lambda i: ["1", "10.0"][i % 2] if i < 9 else ["1.0", "10"][i % 2]),
+    )
     assert facts(csv_module(numbers, tmp_path))[3] == ["1", "10"]
 
 
@@ -98,7 +131,9 @@ def test_the_same_path_twice(pictures, tmp_path):
     assert facts(dm) == USUAL and len(dm.left_out["repeated lines"]) == 3
     for path, label, split in (("./00.png", "blue", "test"), ("00.png", "red", "train")):
         root = table(pictures / "b.csv", [*rows(), [path, label, split]])
-        with pytest.raises(UserError, match=f"lines 2 and 26: {path} is train blue and {split} {label}: give one"):
+        with pytest.raises(
+            UserError, match=f"lines 2 and 26: {path} is train blue and {split} {label}: give one"
+        ):
             csv_module(root, tmp_path).prepare()
 
 
@@ -127,7 +162,9 @@ def test_a_line_that_is_no_image_is_named(said, pictures, tmp_path):
 
 
 def test_a_label_may_be_named_as_a_split_and_a_mask_that_is_not_there_is_named(pictures, tmp_path):
-    root = table(pictures / "list.csv", [[f"{i:02d}.png", i % 2] for i in range(24)], ["path", "is_test"])
+    root = table(
+        pictures / "list.csv", [[f"{i:02d}.png", i % 2] for i in range(24)], ["path", "is_test"]
+    )
     dm = csv_module(root, tmp_path, label_column="is_test")
     assert facts(dm)[3] == ["0", "1"]
     with pytest.raises(UserError, match="line 2: the mask .*/0 does not exist"):
@@ -135,7 +172,9 @@ def test_a_label_may_be_named_as_a_split_and_a_mask_that_is_not_there_is_named(p
 
 
 def test_a_table_as_excel_saves_it_is_read(pictures, tmp_path):
-    root = table(pictures / "a.csv", rows(label=lambda i: ["blau", "rötlich"][i % 2]), delimiter=";")
+    root = table(
+        pictures / "a.csv", rows(label=lambda i: ["blau", "rötlich"][i % 2]), delimiter=";"
+    )
     root.write_bytes(root.read_text().encode("cp1252"))
     dm = csv_module(root, tmp_path)
     assert facts(dm)[3] == ["blau", "rötlich"]
@@ -235,11 +274,24 @@ def png(label, i=0):
 PICTURES = [png(k, i) for i in range(8) for k in range(3)]
 
 
-def arrow(count=8, image="image", label="label", names=COLOURS, declared=True, flat=False, labels=None, pictures=None):
+def arrow(
+    count=8,
+    image="image",
+    label="label",
+    names=COLOURS,
+    declared=True,
+    flat=False,
+    labels=None,
+    pictures=None,
+):
     pictures = pictures or [png(k, i) for i in range(count) for k in range(3)]
     labels = labels if labels is not None else [k for _ in range(count) for k in range(3)]
     column = pictures if flat else [{"bytes": data, "path": "x.png"} for data in pictures]
-    features = {image: {"_type": "Image"}, label: {"names": names, "_type": "ClassLabel"}, "id": {"dtype": "int64"}}
+    features = {
+        image: {"_type": "Image"},
+        label: {"names": names, "_type": "ClassLabel"},
+        "id": {"dtype": "int64"},
+    }
     found = pa.table({"id": [i // 3 for i in range(len(labels))], image: column, label: labels})
     metadata = {"huggingface": json.dumps({"info": {"features": features}})} if declared else None
     return found.replace_schema_metadata(metadata)
@@ -252,7 +304,13 @@ def write(path, *args, **options):
 
 
 def parquet_module(root, tmp_path, **options):
-    options = {"image_size": 12, "global_batch_size": 6, "num_workers": 0, "test_fraction": 0.25, **options}
+    options = {
+        "image_size": 12,
+        "global_batch_size": 6,
+        "num_workers": 0,
+        "test_fraction": 0.25,
+        **options,
+    }
     return ParquetDataModule(root=root, cache_dir=tmp_path / "cache", **options)
 
 
@@ -273,8 +331,14 @@ def counts(dm):
         ({"declared": False, "labels": [True, False] * 12}, ["False", "True"]),
         ({"declared": False, "labels": pa.array(["b", "a"] * 12).dictionary_encode()}, ["a", "b"]),
         ({"declared": False, "labels": pa.array(["b", "a"] * 12, pa.string_view())}, ["a", "b"]),
-        ({"declared": False, "pictures": pa.array(PICTURES, pa.large_binary()), "flat": True}, ["0", "1", "2"]),
-        ({"declared": False, "pictures": pa.array(PICTURES, pa.binary_view()), "flat": True}, ["0", "1", "2"]),
+        (
+            {"declared": False, "pictures": pa.array(PICTURES, pa.large_binary()), "flat": True},
+            ["0", "1", "2"],
+        ),
+        (
+            {"declared": False, "pictures": pa.array(PICTURES, pa.binary_view()), "flat": True},
+            ["0", "1", "2"],
+        ),
     ],
 )
 def test_columns_and_labels_of_every_type(options, classes, tmp_path):
@@ -288,10 +352,17 @@ def test_images_in_files_beside_the_table(tmp_path):
     paths = [f"{i}.png" for i in range(24)]
     root = write(tmp_path / "x.parquet", declared=False, flat=True, pictures=paths)
     assert sum(counts(parquet_module(root, tmp_path, image_column="image"))) == 24
-    root = write(tmp_path / "y.parquet", flat=True, pictures=[{"bytes": None, "path": path} for path in paths])
+    root = write(
+        tmp_path / "y.parquet",
+        flat=True,
+        pictures=[{"bytes": None, "path": path} for path in paths],
+    )
     assert sum(counts(parquet_module(root, tmp_path))) == 24
     for pictures, said in (
-        ([{"bytes": None, "path": "no.png"}] * 24, "row 0: image names no.png, and there is no file"),
+        (
+            [{"bytes": None, "path": "no.png"}] * 24,
+            "row 0: image names no.png, and there is no file",
+        ),
         ([png(0), None, png(1)] * 8, "row 1: image holds no image"),
     ):
         root = write(tmp_path / "z.parquet", flat=True, pictures=pictures)
@@ -307,7 +378,11 @@ def test_columns_are_named_where_it_is_not_clear(tmp_path):
     for name, options, said in (
         ("x", {}, f"x.parquet has no column label: {has}"),
         ("x", {"label_column": "sort"}, f"has no column sort: {has}"),
-        ("x", {"label_column": "kind", "image_column": "id"}, "the column id holds no encoded images, but int64"),
+        (
+            "x",
+            {"label_column": "kind", "image_column": "id"},
+            "the column id holds no encoded images, but int64",
+        ),
         ("two", {}, "the column of the images is not clear. Give .* one of image, mask"),
     ):
         with pytest.raises(UserError, match=said):
@@ -351,7 +426,10 @@ def test_a_file_that_is_cut_off_is_named_and_what_is_unpacked_stays(tmp_path):
 def test_a_column_of_a_parquet_file_names_the_groups(tmp_path):
     dm = parquet_module(write(tmp_path / "x.parquet"), tmp_path, group="id")
     assert counts(dm) == (15, 3, 6)
-    groups = [{int(dm.source.name(i).split()[-1]) // 3 for i in index} for index in (dm.splits.train, dm.splits.test)]
+    groups = [
+        {int(dm.source.name(i).split()[-1]) // 3 for i in index}
+        for index in (dm.splits.train, dm.splits.test)
+    ]
     assert not groups[0] & groups[1]
 
 
@@ -365,7 +443,12 @@ def test_a_data_set_of_the_hub_is_fetched_and_has_its_layout(tmp_path, monkeypat
             raise OSError("no such data set")
         return str(tmp_path / "copy")
 
-    for name, count in (("train-00000-of-00002", 8), ("train-00001-of-00002", 6), ("validation-0", 2), ("test-0", 1)):
+    for name, count in (
+        ("train-00000-of-00002", 8),
+        ("train-00001-of-00002", 6),
+        ("validation-0", 2),
+        ("test-0", 1),
+    ):
         write(tmp_path / "copy" / "data" / f"{name}.parquet", count)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert counts(parquet_module("hf://datasets/me/colours", tmp_path)) == (42, 6, 3)
@@ -373,9 +456,13 @@ def test_a_data_set_of_the_hub_is_fetched_and_has_its_layout(tmp_path, monkeypat
     assert counts(dm) == (42, 6, 3) and dm.class_names == sorted(COLOURS)
     assert asked == [("me/colours", None, "*.parquet"), ("me/colours", "v1", "data/*.parquet")]
     dm.attach_to_ranks()
-    ((images, labels),) = [dm.on_after_batch_transfer(batch, 0)[:2] for batch in dm.test_dataloader()]
+    ((images, labels),) = [
+        dm.on_after_batch_transfer(batch, 0)[:2] for batch in dm.test_dataloader()
+    ]
     assert (2 - images.mean((2, 3)).argmax(1)).tolist() == labels.tolist()  # blue, green, red
-    with pytest.raises(UserError, match="hf://datasets/me/nothing cannot be fetched .OSError: no such data set"):
+    with pytest.raises(
+        UserError, match="hf://datasets/me/nothing cannot be fetched .OSError: no such data set"
+    ):
         parquet_module("hf://datasets/me/nothing", tmp_path)
 
 
@@ -393,11 +480,27 @@ def test_a_split_column_of_a_parquet_file_counts(tmp_path):
 @pytest.mark.parametrize(
     ("said", "columns", "options"),
     [
-        ("row 0: image holds no image, but a list", {"image": [[picture] for picture in PICTURES]}, {}),
-        (r"row 0: the target \[0, 1\] is not a number", {"label": [[0, 1]] * 24}, {"target": "number"}),
-        (r"row 0: the target \[\[0, 1\]\] is not a number", {"label": [[0, 1]] * 24}, {"label_columns": ["label"]}),
+        (
+            "row 0: image holds no image, but a list",
+            {"image": [[picture] for picture in PICTURES]},
+            {},
+        ),
+        (
+            r"row 0: the target \[0, 1\] is not a number",
+            {"label": [[0, 1]] * 24},
+            {"target": "number"},
+        ),
+        (
+            r"row 0: the target \[\[0, 1\]\] is not a number",
+            {"label": [[0, 1]] * 24},
+            {"label_columns": ["label"]},
+        ),
         ("row 0: the target inf is not a number", {"label": [np.inf] * 24}, {"target": "number"}),
-        ("row 0: image names (iVBO){25}, and there is", {"image": ["iVBO" * 200] * 24}, {"image_column": "image"}),
+        (
+            "row 0: image names (iVBO){25}, and there is",
+            {"image": ["iVBO" * 200] * 24},
+            {"image_column": "image"},
+        ),
     ],
 )
 def test_a_value_of_another_kind_is_named(said, columns, options, tmp_path):

@@ -35,7 +35,13 @@ def shard(path, count=8, label=lambda name: ("cls", name.encode()), members=None
 
 
 def module(root, tmp_path, **options):
-    options = {"image_size": 12, "global_batch_size": 6, "num_workers": 0, "test_fraction": 0.25, **options}
+    options = {
+        "image_size": 12,
+        "global_batch_size": 6,
+        "num_workers": 0,
+        "test_fraction": 0.25,
+        **options,
+    }
     return WebDatasetDataModule(root=root, cache_dir=tmp_path / "cache", **options)
 
 
@@ -45,7 +51,12 @@ def facts(dm):
 
 
 def test_splits_are_known_by_the_names_of_files_or_folders_else_all_train(tmp_path):
-    for name, count in {"train/0.tar": 8, "train/1.tar": 6, "valid/0.tar": 2, "test/0.tar": 1}.items():
+    for name, count in {
+        "train/0.tar": 8,
+        "train/1.tar": 6,
+        "valid/0.tar": 2,
+        "test/0.tar": 1,
+    }.items():
         shard(tmp_path / "a" / name, count)
         shard(tmp_path / "b" / f"set-{name.replace('/', '-')}", count)
     for name in "ab":
@@ -70,11 +81,17 @@ def test_members_with_dots_and_capitals_are_read_and_others_counted(tmp_path):
     )]  # fmt: skip
     dm = module(shard(tmp_path / "0.tar", members=members), tmp_path, test_fraction=0.2)
     assert sum(facts(dm)) == 15 and dm.class_names == ["blue", "green", "red"]
-    assert {reason: len(names) for reason, names in dm.left_out.items()} == {"hidden members": 5, ".txt members": 5}
+    assert {reason: len(names) for reason, names in dm.left_out.items()} == {
+        "hidden members": 5,
+        ".txt members": 5,
+    }
 
 
 def test_labels_in_json(tmp_path):
-    root = shard(tmp_path / "0.tar", label=lambda name: ("json", json.dumps({"kind": name, "x": [1]}).encode()))
+    root = shard(
+        tmp_path / "0.tar",
+        label=lambda name: ("json", json.dumps({"kind": name, "x": [1]}).encode()),
+    )
     dm = module(root, tmp_path, label_field="kind")
     dm.prepare()
     assert dm.class_names == list(COLOURS)
@@ -113,5 +130,7 @@ def test_a_shard_that_is_cut_off_before_or_while_it_is_read_is_named(tmp_path):
 
 def test_two_images_of_one_label_are_refused(tmp_path):
     members = [("1.png", png("red")), ("1.mask.png", png("blue")), ("1.cls", b"red")]
-    with pytest.raises(UserError, match="1.png and 1.mask.png have one label: keep one image for each key"):
+    with pytest.raises(
+        UserError, match="1.png and 1.mask.png have one label: keep one image for each key"
+    ):
         module(shard(tmp_path / "x.tar", members=members), tmp_path).prepare()

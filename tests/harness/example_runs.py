@@ -58,7 +58,11 @@ def write_run(root: Path, run_id: str, **changes: Any) -> Path:
     folder, record = root / run_id, example_record(run_id, **changes)
     (folder / "tensorboard").mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(record, indent=1))
-    config = {"optimizer": {"lr": 0.0005}, "choices": {"trainer": record["trainer"]}, "paths": {"output_dir": "logs/x"}}
+    config = {
+        "optimizer": {"lr": 0.0005},
+        "choices": {"trainer": record["trainer"]},
+        "paths": {"output_dir": "logs/x"},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     head = "step,epoch,time_s,train/loss,lr,hardware/gpu_percent,hardware/gpu_memory_gib,hardware/cpu_percent"
     lines, last = [f"{head},val/loss,val/acc"], record["epochs"] * 175
@@ -66,12 +70,18 @@ def write_run(root: Path, run_id: str, **changes: Any) -> Path:
         left = math.exp(-4 * step / last)
         row = f"{step},{(step - 1) // 175},{step * 0.205:.2f},{0.25 + 2 * left:.5f},{0.0005 * left:.6g},{92 + left:.1f}"
         row += f",4.5,{28 + left:.1f},"
-        lines.append(row + (f"{0.37 + 2 * left:.5f},{0.88 - 0.6 * left:.4f}" if step % 175 == 0 else ","))
+        lines.append(
+            row + (f"{0.37 + 2 * left:.5f},{0.88 - 0.6 * left:.4f}" if step % 175 == 0 else ",")
+        )
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
     if record["status"] == "finished":
-        rows = [",".join(str(955 if true == taken else 5) for taken in range(10)) for true in range(10)]
+        rows = [
+            ",".join(str(955 if true == taken else 5) for taken in range(10)) for true in range(10)
+        ]
         names = "plane,car,bird,cat,deer,dog,frog,horse,ship,truck"
         (folder / "confusion_matrix.csv").write_text("\n".join([names, *rows]) + "\n")
     if record["code"].get("dirty"):
-        (folder / "code.diff").write_text("--- a/src/train.py\n+++ b/src/train.py\n@@ -1 +1 @@\n-lr = 1\n+lr = 2\n")
+        (folder / "code.diff").write_text(
+            "--- a/src/train.py\n+++ b/src/train.py\n@@ -1 +1 @@\n-lr = 1\n+lr = 2\n"
+        )
     return folder

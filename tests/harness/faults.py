@@ -26,7 +26,9 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def signal_at_step(step: int, number: int = signal.SIGTERM, rank: int = 0, hook: str = "on_train_batch_end") -> None:
+def signal_at_step(
+    step: int, number: int = signal.SIGTERM, rank: int = 0, hook: str = "on_train_batch_end"
+) -> None:
     """This rank sends itself a signal when `step` optimizer steps are done, or at that call of another hook."""
     from lockstep.callbacks import interruption
     from lockstep.callbacks.interruption import Interruption

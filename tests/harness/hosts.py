@@ -25,10 +25,14 @@ def missing() -> str | None:
     """Why this machine cannot play two hosts."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
-    tools = [tool for tool in TOOLS if shutil.which(tool) is None] + ([] if Path(SSHD).exists() else ["sshd"])
+    tools = [tool for tool in TOOLS if shutil.which(tool) is None] + (
+        [] if Path(SSHD).exists() else ["sshd"]
+    )
     if tools:
         return f"{', '.join(tools)} not installed (apt-get install iproute2 openssh-server)"
-    probe = subprocess.run(["unshare", "-m", "-n", "--propagation", "private", "true"], capture_output=True, text=True)
+    probe = subprocess.run(
+        ["unshare", "-m", "-n", "--propagation", "private", "true"], capture_output=True, text=True
+    )
     return None if probe.returncode == 0 else f"no namespaces here: {probe.stderr.strip()}"
 
 
@@ -39,7 +43,12 @@ class Host:
     """One host: a process that only holds its network and mount namespaces, and what is started inside."""
 
     def __init__(self, name: str, address: str, home: Path, hidden: Path) -> None:
-        self.name, self.address, self.home, self.project = name, address, home, home / f"project-{name}"
+        self.name, self.address, self.home, self.project = (
+            name,
+            address,
+            home,
+            home / f"project-{name}",
+        )
         self.holder = subprocess.Popen(
             ["unshare", "-m", "-n", "-u", "--propagation", "private", "sh", "-c",
              f"hostname {name}; ip link set lo up; mount -t tmpfs none {hidden}; echo ready; exec sleep 100000"],
@@ -52,12 +61,16 @@ class Host:
         return ["nsenter", "-t", str(self.holder.pid), "-m", "-n", "-u", "--", *command]
 
     def run(self, *command: str) -> str:
-        return subprocess.run(self.inside(*command), check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            self.inside(*command), check=True, capture_output=True, text=True
+        ).stdout
 
     def copy_project(self) -> None:
         """As a clone would be: src, configs, requirements.txt; the virtual environment is shared."""
         for name in ("src", "configs"):
-            shutil.copytree(REPOSITORY / name, self.project / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                REPOSITORY / name, self.project / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         shutil.copy(REPOSITORY / "requirements.txt", self.project)
         (self.project / ".venv").symlink_to(Path(sys.prefix))
 
@@ -83,7 +96,10 @@ class Host:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.holder.pid:
                 with contextlib.suppress(OSError):
-                    here = os.readlink(entry / "ns/net") == own and "sshd" not in (entry / "comm").read_text()
+                    here = (
+                        os.readlink(entry / "ns/net") == own
+                        and "sshd" not in (entry / "comm").read_text()
+                    )
                     if here and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
                         found.append(int(entry.name))
         return found
@@ -110,7 +126,9 @@ class Host:
             f"PidFile {self.home}/sshd.pid\nStrictModes no\nPermitRootLogin yes\nUsePAM no\nPasswordAuthentication no\n"
         )
         self.run("mkdir", "-p", "/run/sshd")
-        self.sshd = subprocess.Popen(self.inside(SSHD, "-D", "-e", "-f", str(config)), stderr=subprocess.DEVNULL)
+        self.sshd = subprocess.Popen(
+            self.inside(SSHD, "-D", "-e", "-f", str(config)), stderr=subprocess.DEVNULL
+        )
 
     def end(self) -> None:
         self.die()
@@ -125,7 +143,9 @@ class Host:
 def make_keys(folder: Path) -> None:
     folder.mkdir()
     for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True
+        )
 
 
 @contextlib.contextmanager
@@ -135,9 +155,14 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         home.mkdir(parents=True)
     one, two = (Host(f"host{i}", f"10.77.0.{i + 1}", homes[i], hidden=homes[1 - i]) for i in (0, 1))
     try:
-        subprocess.run(["ip", "link", "add", "lsveth0", "type", "veth", "peer", "name", "lsveth1"], check=True)
+        subprocess.run(
+            ["ip", "link", "add", "lsveth0", "type", "veth", "peer", "name", "lsveth1"], check=True
+        )
         for host, end in ((one, "lsveth0"), (two, "lsveth1")):
-            subprocess.run(["ip", "link", "set", end, "netns", str(host.holder.pid), "name", INTERFACE], check=True)
+            subprocess.run(
+                ["ip", "link", "set", end, "netns", str(host.holder.pid), "name", INTERFACE],
+                check=True,
+            )
             host.run("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             host.run("ip", "link", "set", INTERFACE, "up")
             host.copy_project()

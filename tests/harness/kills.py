@@ -34,7 +34,10 @@ def final_state(folder: RunFolder) -> dict[str, Any]:
     path = newest_whole(folder.checkpoints, kind="last")
     assert path is not None, list(folder.checkpoints.iterdir())
     content = read_checkpoint(path)
-    return {key: content[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")}
+    return {
+        key: content[key]
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
+    }
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
@@ -95,11 +98,17 @@ def disturbed_run(
             victim.send_signal(number)
             sent += 1
         done = started.done()
-        _, left = psutil.wait_procs(alive, timeout=10)  # ranks notice within seconds that their parent has gone
+        _, left = psutil.wait_procs(
+            alive, timeout=10
+        )  # ranks notice within seconds that their parent has gone
         left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert not left, f"processes {left} are left:\n{done.output}"
-        if number == signal.SIGTERM and done.output:  # else the process had not come to its handlers
+        if (
+            number == signal.SIGTERM and done.output
+        ):  # else the process had not come to its handlers
             assert done.code in (0, 75) or "has finished" in done.output, done.output
         if done.code == 0:
             return done, sent
-    return start_door("train", *command, "resume=auto", logs=logs, environment=environment).done(), sent
+    return start_door(
+        "train", *command, "resume=auto", logs=logs, environment=environment
+    ).done(), sent

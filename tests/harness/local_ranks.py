@@ -22,11 +22,17 @@ from ranks import free_port, new_process
 def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> Cluster:
     """Rank `rank` of `world_size` on this machine; with several nodes they are nodes in name only."""
     devices = world_size // num_nodes
-    return Cluster("supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
+    return Cluster(
+        "supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port
+    )
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, num_nodes: int = 1, timeout_s: float = 300.0
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    num_nodes: int = 1,
+    timeout_s: float = 300.0,
 ) -> list[Any]:
     """`function(cluster, *arguments)` once in each rank; the results in rank order.
 
@@ -48,17 +54,23 @@ def run_ranks(
     results: dict[int, Any] = {}
     try:
         while len(results) < world_size:
-            waiting = {connection: rank for connection, (rank, _) in ranks.items() if rank not in results}
+            waiting = {
+                connection: rank for connection, (rank, _) in ranks.items() if rank not in results
+            }
             ready: list[Any] = wait(waiting, timeout_s)
             if not ready:
-                raise RuntimeError(f"ranks {sorted(waiting.values())} said nothing for {timeout_s:.0f} s")
+                raise RuntimeError(
+                    f"ranks {sorted(waiting.values())} said nothing for {timeout_s:.0f} s"
+                )
             for connection in ready:
                 rank, process = ranks[connection]
                 try:
                     succeeded, results[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     process.join(2)
-                    raise RuntimeError(f"rank {rank} of {world_size} died (exit code {process.exitcode})") from None
+                    raise RuntimeError(
+                        f"rank {rank} of {world_size} died (exit code {process.exitcode})"
+                    ) from None
                 if not succeeded:
                     raise RuntimeError(f"rank {rank} of {world_size} failed:\n{results[rank]}")
         return [results[rank] for rank in range(world_size)]
@@ -70,7 +82,9 @@ def run_ranks(
                 process.join()
 
 
-def _rank(connection: Connection, paths: list[str], function: Any, place: Cluster, arguments: Any) -> None:
+def _rank(
+    connection: Connection, paths: list[str], function: Any, place: Cluster, arguments: Any
+) -> None:
     sys.path[:] = paths
     set_rank_environment(place)
     set_up()

@@ -33,7 +33,11 @@ from lockstep.process.environment import die_with_parent
 
 READY_TIMEOUT_S = 30.0
 IDENTITIES = {
-    "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
+    "ci": (
+        "CITESTKEY0000001",
+        "ci-test-secret-9f27b1c4",
+        ["Admin", "Read", "Write", "List", "Tagging"],
+    ),
     "ro": ("ROTESTKEY0000002", "ro-test-secret-5d80aa17", ["Read", "List"]),
 }
 SECRETS = [secret for _, secret, _ in IDENTITIES.values()]
@@ -51,7 +55,9 @@ def remove_dead_sockets() -> None:
 def free_ports(count: int) -> list[int]:
     """Ports that are free now, together with port + 10000 (SeaweedFS puts its gRPC there)."""
     found: list[int] = []
-    candidate = 20000 + 40 * os.getpid() % 9000  # workers that begin together look at ports of their own
+    candidate = (
+        20000 + 40 * os.getpid() % 9000
+    )  # workers that begin together look at ports of their own
     while len(found) < count:
         candidate += 1
         with contextlib.suppress(OSError), socket.socket() as low, socket.socket() as high:
@@ -78,7 +84,11 @@ class ObjectStore:
         remove_dead_sockets()
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
         identities = [
-            {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
+            {
+                "name": name,
+                "credentials": [{"accessKey": key, "secretKey": secret}],
+                "actions": actions,
+            }
             for name, (key, secret, actions) in IDENTITIES.items()
         ]
         (self.folder / "identities.json").write_text(json.dumps({"identities": identities}))
@@ -98,11 +108,16 @@ class ObjectStore:
             )  # fmt: skip
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.endpoint_url}/healthz", timeout=1):
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{self.endpoint_url}/healthz", timeout=1),
+            ):
                 return self
             time.sleep(0.1)
         self.kill()
-        raise RuntimeError(f"SeaweedFS was not ready in {READY_TIMEOUT_S:.0f} s; see {self.folder / 'weed.log'}")
+        raise RuntimeError(
+            f"SeaweedFS was not ready in {READY_TIMEOUT_S:.0f} s; see {self.folder / 'weed.log'}"
+        )
 
     def kill(self) -> None:
         """As if the machine lost power: connections break, nothing is answered until `start`."""
@@ -156,7 +171,9 @@ def shared_store() -> ObjectStore:
     """One server for all tests of this process that do not harm it; started when first asked for."""
     until_exit = contextlib.ExitStack()
     atexit.register(until_exit.close)
-    folder = until_exit.enter_context(tempfile.TemporaryDirectory(prefix="object-store-", ignore_cleanup_errors=True))
+    folder = until_exit.enter_context(
+        tempfile.TemporaryDirectory(prefix="object-store-", ignore_cleanup_errors=True)
+    )
     return until_exit.enter_context(object_store(Path(folder)))
 
 
@@ -190,7 +207,11 @@ class FaultyProxy:
 
     def _serve(self, client: socket.socket) -> None:
         doomed_after = self.chance.randrange(200_000) if self.chance.random() < 0.3 else None
-        with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.target_port)) as store:
+        with (
+            client,
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.target_port)) as store,
+        ):
             self.living |= {client, store}
             ends = ((client, store, doomed_after), (store, client, None))
             pumps = [threading.Thread(target=self._pump, args=given, daemon=True) for given in ends]

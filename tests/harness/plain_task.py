@@ -100,6 +100,8 @@ class NoisyRegression(Regression):
         x, y = batch
         noise = np.random.rand() + random.random()
         return nn.functional.mse_loss(self(nn.functional.dropout(x, 0.1)) + 0.01 * noise, y)
+
+
 class Configured(NoisyRegression):
     """A module whose optimizer is that of the config, as a public template has it."""
 
@@ -199,7 +201,11 @@ def fit(
 ) -> pl.Trainer:  # fmt: skip
     """Fit a `Small` with nothing but these callbacks."""
     data = torch.ones(batches * batch_size, 2) if data is None else data
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(**{"accelerator": "cpu", "max_epochs": 1, "callbacks": list(callbacks), **off, **options})
+    off = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = pl.Trainer(
+        **{"accelerator": "cpu", "max_epochs": 1, "callbacks": list(callbacks), **off, **options}
+    )
     trainer.fit(module, DataLoader(data, batch_size), val_loader, ckpt_path=ckpt_path)
     return trainer

@@ -34,7 +34,9 @@ PATHS = [str(SRC), str(Path(__file__).parent)]
 class ForkedRank:
     """Stands in for subprocess.Popen where torch's agent starts a rank, and where a sweep starts a job."""
 
-    def __init__(self, args: Any, env: dict[str, str], stdout: Any = None, stderr: Any = None, **_: Any) -> None:
+    def __init__(
+        self, args: Any, env: dict[str, str], stdout: Any = None, stderr: Any = None, **_: Any
+    ) -> None:
         self.args, self.returncode = list(args), None
         self.pid = os.fork()
         if self.pid == 0:
@@ -106,11 +108,15 @@ def _main(door: str, argv: list[str]) -> int:
     return importlib.import_module(door).main(argv)
 
 
-def _process(door: str, argv: list[str], environment: dict[str, str], output: str, before: Any) -> None:
+def _process(
+    door: str, argv: list[str], environment: dict[str, str], output: str, before: Any
+) -> None:
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(os.dup(fd), "wb"), line_buffering=True) for fd in (1, 2))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(os.fdopen(os.dup(fd), "wb"), line_buffering=True) for fd in (1, 2)
+    )
     sys.path[:0] = PATHS
     os.environ.update(environment)
     warnings.simplefilter("error")
@@ -153,7 +159,9 @@ class Done:
 class Started:
     """A door that is running."""
 
-    def __init__(self, door: str, argv: list[str], logs: Path, environment: dict[str, str], before: Any) -> None:
+    def __init__(
+        self, door: str, argv: list[str], logs: Path, environment: dict[str, str], before: Any
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self.output = logs, logs / f"output-{door}-{time.monotonic_ns()}.txt"
         self.process: multiprocessing.Process = new_process(
@@ -179,10 +187,15 @@ class Started:
             self.process.join()
             raise AssertionError(f"did not end within {timeout_s} s:\n{self.text()}")
         records = sorted(self.logs.glob("*/*runs/**/run.json"), key=lambda p: p.stat().st_mtime)
-        return Done(self.process.exitcode, self.text(), self.logs, records[-1].parent if records else None)
+        return Done(
+            self.process.exitcode, self.text(), self.logs, records[-1].parent if records else None
+        )
 
 
-SMALL = {"data": "digits", "model": "small_cnn"}  # where a test says neither: the defaults need GPUs
+SMALL = {
+    "data": "digits",
+    "model": "small_cnn",
+}  # where a test says neither: the defaults need GPUs
 
 
 def small(door: str, argv: tuple[str, ...]) -> list[str]:
@@ -198,14 +211,22 @@ def small(door: str, argv: tuple[str, ...]) -> list[str]:
 
 
 def start_door(
-    door: str, *argv: str, logs: Path, environment: dict[str, str] | None = None, before: Callable | None = None
+    door: str,
+    *argv: str,
+    logs: Path,
+    environment: dict[str, str] | None = None,
+    before: Callable | None = None,
 ) -> Started:
     """Start a door with its paths below `logs`.
 
     Args:
         before: called in the door's process first; a fault from faults.py, as functools.partial.
     """
-    paths = [f"paths.log_dir={logs}", f"paths.data_dir={logs / 'data'}", f"paths.logbook_dir={logs / 'logbook'}"]
+    paths = [
+        f"paths.log_dir={logs}",
+        f"paths.data_dir={logs / 'data'}",
+        f"paths.logbook_dir={logs / 'logbook'}",
+    ]
     if door in ("predict", "export"):
         paths = [f"log_dir={logs}"]
     return Started(door, [*small(door, argv), *paths], logs, environment or {}, before)

@@ -21,11 +21,18 @@ def pictures(number: int, seed: int = 0) -> dict[str, torch.Tensor]:
     corner = torch.randint(0, SIZE - 6, (number, 2), generator=generator)
     bright = 1 + torch.rand(number, generator=generator)
     mask = torch.zeros(number, SIZE, SIZE, dtype=torch.int64)
-    for image, label, (y, x), level in zip(images, mask, corner.tolist(), bright.tolist(), strict=True):
+    for image, label, (y, x), level in zip(
+        images, mask, corner.tolist(), bright.tolist(), strict=True
+    ):
         image[0, y : y + 6, x : x + 6] += level
         label[y : y + 6, x : x + 6] = 1
     halves = corner >= (SIZE - 6) // 2
-    targets = {"labels": halves.float(), "number": 10 * bright, "mask": mask, "class": halves[:, 0].long()}
+    targets = {
+        "labels": halves.float(),
+        "number": 10 * bright,
+        "mask": mask,
+        "class": halves[:, 0].long(),
+    }
     return {"images": images, **targets}
 
 
@@ -79,7 +86,11 @@ class ShapeImages(ImageDataModule):
         made = {name: each.numpy() for name, each in pictures(160).items()}
         images = (60 * made.pop("images").transpose(0, 2, 3, 1) + 60).clip(0, 255).astype(np.uint8)
         names = ["top", "left"] if self.kind == "labels" else ["none", "square"]
-        targets = {"class": made["class"], "number": made["number"]} if self.kind == "dict" else made[self.kind]
+        targets = (
+            {"class": made["class"], "number": made["number"]}
+            if self.kind == "dict"
+            else made[self.kind]
+        )
         return ImageSet(images, targets, names, num_test=32)
 
 

@@ -61,7 +61,11 @@ def missing() -> str | None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a SLURM of the test's own needs root on Linux"
     tools = [tool for tool in TOOLS if shutil.which(tool) is None]
-    return f"{', '.join(tools)} not installed (apt-get install slurmctld slurmd slurm-client munge)" if tools else None
+    return (
+        f"{', '.join(tools)} not installed (apt-get install slurmctld slurmd slurm-client munge)"
+        if tools
+        else None
+    )
 
 
 needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -91,7 +95,12 @@ class Slurm:
 
     def call(self, *command: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, env=self.environment, cwd=self.submit_from, capture_output=True, text=True, timeout=seconds
+            command,
+            env=self.environment,
+            cwd=self.submit_from,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
 
     def run(self, *command: str, check: bool = True) -> str:
@@ -136,8 +145,12 @@ class Slurm:
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                if f"SLURM_JOB_ID={job}".encode() in words and str(self.folder).encode() in b" ".join(words):
+                words = (
+                    (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                )
+                if f"SLURM_JOB_ID={job}".encode() in words and str(
+                    self.folder
+                ).encode() in b" ".join(words):
                     found.append(int(entry.name))
         return found
 
@@ -152,7 +165,9 @@ def cluster(folder: Path) -> Iterator[Slurm]:
     key.chmod(0o400)
     port, port1, port2, master_port = (free_port() for _ in range(4))
     host = socket.gethostname().split(".")[0]
-    text = CONF.format(folder=folder, port=port, port1=port1, port2=port2, host=host, plugins=PLUGINS)
+    text = CONF.format(
+        folder=folder, port=port, port1=port1, port2=port2, host=host, plugins=PLUGINS
+    )
     (folder / "slurm.conf").write_text(text)
     slurm = Slurm(folder, master_port)
     slurm.submit_from.mkdir()

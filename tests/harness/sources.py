@@ -45,7 +45,9 @@ def write(kind: str, place: Path, images: list[Encoded]) -> Path:
         return place / "list.csv"
     for split in dict.fromkeys(image.split for image in images):
         part = [image for image in images if image.split == split]
-        (tars if kind == "webdataset" else parquets)(place, split, part, sorted({image.label for image in images}))
+        (tars if kind == "webdataset" else parquets)(
+            place, split, part, sorted({image.label for image in images})
+        )
     return place
 
 

@@ -92,7 +92,9 @@ class Classifier(pl.LightningModule):
 class Batches:
     """The same global batches everywhere: micro-batch j of k and rank r of W take their contiguous part."""
 
-    def __init__(self, steps: int, rank: int, world_size: int, accumulate: int, batch: int = 24) -> None:
+    def __init__(
+        self, steps: int, rank: int, world_size: int, accumulate: int, batch: int = 24
+    ) -> None:
         self.parts = []
         for step in range(steps):
             generator = torch.Generator().manual_seed(100 + step)
@@ -176,7 +178,9 @@ def fit(
     held_out = Batches(2, cluster.rank, cluster.world_size, 1)
     result: dict[str, Any] = {}
     if test:
-        [values] = trainer.test(module, held_out, ckpt_path=resume, verbose=False, weights_only=True)
+        [values] = trainer.test(
+            module, held_out, ckpt_path=resume, verbose=False, weights_only=True
+        )
         result["test"] = values["held_out_loss"]
     else:
         trainer.fit(module, train, held_out, ckpt_path=resume, weights_only=True)

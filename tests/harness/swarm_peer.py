@@ -45,7 +45,10 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
     trainer.test(module, datamodule=data, verbose=False)
     weights = float(sum(parameter.detach().double().norm() for parameter in net.parameters()))
     accuracy = float(trainer.callback_metrics["test/acc"])
-    print(json.dumps({"accuracy": accuracy, "weights": weights, **strategy.record_fields()}), flush=True)
+    print(
+        json.dumps({"accuracy": accuracy, "weights": weights, **strategy.record_fields()}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

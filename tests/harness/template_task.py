@@ -13,7 +13,9 @@ class DenseNet(nn.Module):
     def __init__(self, input_size: int, hidden: int, output_size: int) -> None:
         super().__init__()
         norm = nn.BatchNorm1d(hidden)
-        self.model = nn.Sequential(nn.Linear(input_size, hidden), norm, nn.ReLU(), nn.Linear(hidden, output_size))
+        self.model = nn.Sequential(
+            nn.Linear(input_size, hidden), norm, nn.ReLU(), nn.Linear(hidden, output_size)
+        )
 
     def forward(self, x):
         return self.model(x.flatten(1))
@@ -24,7 +26,9 @@ class DigitsModule(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters(logger=False, ignore=["net"])
         self.net, self.criterion = net, nn.CrossEntropyLoss()
-        self.train_acc, self.val_acc, self.test_acc = (MulticlassAccuracy(10, average="micro") for _ in range(3))
+        self.train_acc, self.val_acc, self.test_acc = (
+            MulticlassAccuracy(10, average="micro") for _ in range(3)
+        )
         self.val_loss, self.val_acc_best = MeanMetric(), MaxMetric()
 
     def on_train_start(self):
@@ -64,21 +68,29 @@ class DigitsModule(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
-        plan = {"scheduler": self.hparams.scheduler(optimizer=optimizer), "monitor": "val/loss", "interval": "epoch"}
+        plan = {
+            "scheduler": self.hparams.scheduler(optimizer=optimizer),
+            "monitor": "val/loss",
+            "interval": "epoch",
+        }
         return {"optimizer": optimizer, "lr_scheduler": plan}
 
 
 class DigitsData(pl.LightningDataModule):
     num_classes = 10
 
-    def __init__(self, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
+    def __init__(
+        self, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False
+    ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
 
     def setup(self, stage=None):
         x, y = load_digits(return_X_y=True)
         whole = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
-        self.train, self.val, self.test = random_split(whole, [1397, 200, 200], torch.Generator().manual_seed(42))
+        self.train, self.val, self.test = random_split(
+            whole, [1397, 200, 200], torch.Generator().manual_seed(42)
+        )
 
     def train_dataloader(self):
         return DataLoader(self.train, shuffle=True, **self.hparams)

@@ -32,9 +32,13 @@ def test_cross_entropy_is_that_of_torch(targets, smoothing):
 
 
 def test_focal_without_gamma_is_cross_entropy_and_with_it_leaves_aside_what_is_right():
-    assert torch.allclose(Focal(3, COUNTS, gamma=0)(LOGITS, MIXED), CrossEntropy(3, COUNTS)(LOGITS, MIXED), rtol=1e-12)
+    assert torch.allclose(
+        Focal(3, COUNTS, gamma=0)(LOGITS, MIXED), CrossEntropy(3, COUNTS)(LOGITS, MIXED), rtol=1e-12
+    )
     share = LOGITS.softmax(1)[torch.arange(8), LABELS]
-    torch.testing.assert_close(Focal(3, COUNTS, gamma=2)(LOGITS, LABELS), -((1 - share) ** 2) * share.log())
+    torch.testing.assert_close(
+        Focal(3, COUNTS, gamma=2)(LOGITS, LABELS), -((1 - share) ** 2) * share.log()
+    )
 
 
 def test_bce_is_the_mean_over_classes_and_its_probability_the_sigmoid():
@@ -47,8 +51,13 @@ def test_bce_is_the_mean_over_classes_and_its_probability_the_sigmoid():
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
 def test_bce_counts_the_classes_of_a_mixed_image_whole_from_a_share_on(threshold):
-    own, plain = BinaryCrossEntropy(3, COUNTS, target_threshold=threshold), BinaryCrossEntropy(3, COUNTS)
-    timms = timm.loss.BinaryCrossEntropy(smoothing=0.0, target_threshold=threshold, reduction="none")
+    own, plain = (
+        BinaryCrossEntropy(3, COUNTS, target_threshold=threshold),
+        BinaryCrossEntropy(3, COUNTS),
+    )
+    timms = timm.loss.BinaryCrossEntropy(
+        smoothing=0.0, target_threshold=threshold, reduction="none"
+    )
     torch.testing.assert_close(own(LOGITS, MIXED), timms(LOGITS, MIXED).mean(1))
     assert torch.equal(own(LOGITS, LABELS), plain(LOGITS, LABELS))
     assert torch.equal(own.eval()(LOGITS, MIXED), plain(LOGITS, MIXED))
@@ -67,7 +76,8 @@ def test_weights_of_classes_count_in_training_alone(cls):
 
 
 @pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(), timm.loss.LabelSmoothingCrossEntropy(0.0), CrossEntropy(3, COUNTS)]
+    "loss",
+    [nn.CrossEntropyLoss(), timm.loss.LabelSmoothingCrossEntropy(0.0), CrossEntropy(3, COUNTS)],
 )
 def test_each_image_of_any_loss(loss):
     expected = F.cross_entropy(LOGITS, LABELS, reduction="none")
@@ -93,9 +103,20 @@ def built(**loss):
 
 def test_a_loss_of_another_library_takes_the_place_of_the_options_own():
     unset = {"label_smoothing": 0.0, "class_weights": None}
-    assert built(_target_="timm.loss.LabelSmoothingCrossEntropy", smoothing=0.2, **unset).smoothing == 0.2
-    assert built(_target_="torch.nn.CrossEntropyLoss", **{**unset, "label_smoothing": 0.1}).label_smoothing == 0.1
-    assert built(_target_="losses.cross_entropy.CrossEntropy", class_weights="auto").weights[2] == 100 / 30
+    assert (
+        built(_target_="timm.loss.LabelSmoothingCrossEntropy", smoothing=0.2, **unset).smoothing
+        == 0.2
+    )
+    assert (
+        built(
+            _target_="torch.nn.CrossEntropyLoss", **{**unset, "label_smoothing": 0.1}
+        ).label_smoothing
+        == 0.1
+    )
+    assert (
+        built(_target_="losses.cross_entropy.CrossEntropy", class_weights="auto").weights[2]
+        == 100 / 30
+    )
     with pytest.raises(UserError, match="has no option 'class_weights'"):
         built(_target_="torch.nn.CrossEntropyLoss", class_weights="auto")
     assert build_loss({}, {"num_classes": 3}) is None
@@ -104,7 +125,11 @@ def test_a_loss_of_another_library_takes_the_place_of_the_options_own():
 @pytest.mark.parametrize(
     ("cls", "options", "says"),
     [
-        (CrossEntropy, {"class_weights": "balanced"}, "balanced: give auto, or one positive number for each of 3"),
+        (
+            CrossEntropy,
+            {"class_weights": "balanced"},
+            "balanced: give auto, or one positive number for each of 3",
+        ),
         (CrossEntropy, {"class_weights": [1, 2, 0]}, "loss.class_weights"),
         (CrossEntropy, {"label_smoothing": 1.5}, "loss.label_smoothing=1.5"),
         (Focal, {"gamma": -1}, "loss.gamma=-1"),

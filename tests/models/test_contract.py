@@ -10,7 +10,13 @@ from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 
-TINY_VIT = {"name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 48, "depth": 2}
+TINY_VIT = {
+    "name": "vit_tiny_patch16_224",
+    "pretrained": False,
+    "patch_size": 4,
+    "embed_dim": 48,
+    "depth": 2,
+}
 CASES = {
     # name: (class, own arguments, image size, parameters with 3 channels, parameters with 1 channel)
     "small_cnn": (SmallCNN, {}, 32, 1_626_442, 1_625_866),
@@ -25,7 +31,9 @@ CASES = {
 def build(name, channels=3, num_classes=10):
     model_class, own, image_size, *_ = CASES[name]
     torch.manual_seed(0)
-    return model_class(num_classes=num_classes, image_size=image_size, channels=channels, **own), image_size
+    return model_class(
+        num_classes=num_classes, image_size=image_size, channels=channels, **own
+    ), image_size
 
 
 def count(net):
@@ -41,7 +49,11 @@ def test_contract(name, channels):
     logits = net(images)
     assert logits.shape == (2, 10) and logits.dtype == torch.float32
     logits.logsumexp(1).sum().backward()
-    untouched = [key for key, p in net.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    untouched = [
+        key
+        for key, p in net.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
     assert untouched == []
 
 
@@ -57,12 +69,16 @@ def test_stages_hold_each_parameter_once_and_in_turn_train_like_the_whole(name):
     (whole, size), (split, _) = build(name), build(name)
     stages = split.stages()
     staged = [id(p) for stage in stages for p in (*stage.parameters(), *stage.buffers())]
-    assert len(stages) >= 4 and sorted(staged) == sorted(id(p) for p in (*split.parameters(), *split.buffers()))
+    assert len(stages) >= 4 and sorted(staged) == sorted(
+        id(p) for p in (*split.parameters(), *split.buffers())
+    )
     images = torch.randn(2, 3, size, size)
     for outputs in (lambda: whole(images), lambda: through(stages, images)):
         torch.manual_seed(1)
         outputs().logsumexp(1).sum().backward()
-    for (key, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+    for (key, one), (_, other) in zip(
+        whole.named_parameters(), split.named_parameters(), strict=True
+    ):
         assert not one.requires_grad or torch.equal(one.grad, other.grad), key
     with torch.no_grad():
         assert torch.equal(through(split.eval().stages(), images), whole.eval()(images))
@@ -77,7 +93,9 @@ def test_shard_units_are_disjoint_parts_of_the_model(name):
     assert sum(own[unit] for unit in units) > 0.6 * count(net)
 
 
-@pytest.mark.parametrize(("model_class", "smallest"), [(SmallCNN, 6), (AlexNet, 63), (AlexNetBN, 127), (Airbench, 9)])
+@pytest.mark.parametrize(
+    ("model_class", "smallest"), [(SmallCNN, 6), (AlexNet, 63), (AlexNetBN, 127), (Airbench, 9)]
+)
 def test_the_smallest_image_size_works_and_a_smaller_one_is_refused(model_class, smallest):
     net = model_class(num_classes=3, image_size=smallest, channels=1).eval()
     assert net(torch.zeros(1, 1, smallest, smallest)).shape == (1, 3)
@@ -86,7 +104,10 @@ def test_the_smallest_image_size_works_and_a_smaller_one_is_refused(model_class,
 
 
 def test_alexnets_logits_equal_torchvisions_with_its_weights():
-    reference, ours = alexnet(num_classes=7).eval(), AlexNet(num_classes=7, image_size=224, channels=3).eval()
+    reference, ours = (
+        alexnet(num_classes=7).eval(),
+        AlexNet(num_classes=7, image_size=224, channels=3).eval(),
+    )
     ours.load_state_dict(reference.state_dict())
     images = torch.randn(2, 3, 224, 224)
     with torch.no_grad():
@@ -94,7 +115,10 @@ def test_alexnets_logits_equal_torchvisions_with_its_weights():
 
 
 def test_alexnet_bn_pools_after_1_2_3_5_and_ends_each_block_with_batch_norm():
-    kinds = [type(layer).__name__ for layer in AlexNetBN(num_classes=2, image_size=224, channels=3).features]
+    kinds = [
+        type(layer).__name__
+        for layer in AlexNetBN(num_classes=2, image_size=224, channels=3).features
+    ]
     pooled = ["Conv2d", "ReLU", "MaxPool2d", "BatchNorm2d"]
     assert kinds == pooled * 3 + ["Conv2d", "ReLU", "BatchNorm2d"] + pooled
 
@@ -103,7 +127,12 @@ def test_alexnet_bn_pools_after_1_2_3_5_and_ends_each_block_with_batch_norm():
 
 
 def patches(images):
-    return images.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, images.shape[1] * 4)
+    return (
+        images.unfold(2, 2, 1)
+        .unfold(3, 2, 1)
+        .permute(0, 2, 3, 1, 4, 5)
+        .reshape(-1, images.shape[1] * 4)
+    )
 
 
 def correlated_images(count=64, channels=3):

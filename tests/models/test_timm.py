@@ -13,11 +13,20 @@ TINY = {"name": "vit_tiny_patch16_224", "pretrained": False, **SIZES}
 
 
 def tiny(num_classes=10, image_size=16, channels=3, **more):
-    return TimmModel(num_classes=num_classes, image_size=image_size, channels=channels, **{**TINY, **more})
+    return TimmModel(
+        num_classes=num_classes, image_size=image_size, channels=channels, **{**TINY, **more}
+    )
 
 
 def plain(name, image_size=32, channels=3, **more):
-    return TimmModel(num_classes=10, image_size=image_size, channels=channels, name=name, pretrained=False, **more)
+    return TimmModel(
+        num_classes=10,
+        image_size=image_size,
+        channels=channels,
+        name=name,
+        pretrained=False,
+        **more,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +36,9 @@ def no_network(monkeypatch):
 
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # and what it becomes in a test is taken back
+    monkeypatch.setattr(
+        constants, "HF_HUB_OFFLINE", False
+    )  # and what it becomes in a test is taken back
 
     def refuse(*args, **kwargs):
         raise OSError("network is unreachable")
@@ -38,8 +49,16 @@ def no_network(monkeypatch):
 
 def test_pretrained_weights_say_how_they_want_their_images():
     wanted = TimmModel.wanted_images(name="vit_base_patch32_224", pretrained=True)
-    assert wanted == {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 0.9, "interpolation": "bicubic"}
-    assert TimmModel.wanted_images(name="resnet18", pretrained=False, weights="x.pth")["crop_pct"] == 0.95
+    assert wanted == {
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+    }
+    assert (
+        TimmModel.wanted_images(name="resnet18", pretrained=False, weights="x.pth")["crop_pct"]
+        == 0.95
+    )
     assert TimmModel.wanted_images(name="resnet18", pretrained=False) == {}
 
 
@@ -60,17 +79,35 @@ def test_weights_of_another_image_size_are_resampled_as_timm_does():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: tiny(name="vit_bass_patch32_224"), "no model named vit_bass_patch32_224 .*vit_base_patch32_224"),
+        (
+            lambda: tiny(name="vit_bass_patch32_224"),
+            "no model named vit_bass_patch32_224 .*vit_base_patch32_224",
+        ),
         (lambda: TimmModel.wanted_images(name="resnet19"), "timm has no model named resnet19"),
         (lambda: tiny(image_size=2), "vit_tiny_patch16_224 cannot take data.image_size=2 "),
         (lambda: tiny(windows=3), "does not take.*windows"),
-        (lambda: plain("resnet10t", in_chans=4), "model.in_chans=4 is not the number of channels .* 3:"),
+        (
+            lambda: plain("resnet10t", in_chans=4),
+            "model.in_chans=4 is not the number of channels .* 3:",
+        ),
         (lambda: plain("resnet10t", global_pool=""), "cannot be used with model.global_pool=''"),
         (lambda: tiny(global_pool=""), "cannot be used with model.global_pool='' .*output is"),
-        (lambda: TimmModel.wanted_images(name="resnet18.nope"), "model.name=resnet18.nope cannot be used .*nope"),
-        (lambda: TimmModel(10, 32, 3, "resnet18.nope"), "model.name=resnet18.nope cannot be used .*nope"),
-        (lambda: TimmModel(10, 16, 3, "local-dir:/nowhere"), "local-dir:/nowhere cannot be used .*config.json"),
-        (lambda: TimmModel(10, 16, 3, "hf-hub:a/b"), "cannot be used .no network: huggingface.co is not found"),
+        (
+            lambda: TimmModel.wanted_images(name="resnet18.nope"),
+            "model.name=resnet18.nope cannot be used .*nope",
+        ),
+        (
+            lambda: TimmModel(10, 32, 3, "resnet18.nope"),
+            "model.name=resnet18.nope cannot be used .*nope",
+        ),
+        (
+            lambda: TimmModel(10, 16, 3, "local-dir:/nowhere"),
+            "local-dir:/nowhere cannot be used .*config.json",
+        ),
+        (
+            lambda: TimmModel(10, 16, 3, "hf-hub:a/b"),
+            "cannot be used .no network: huggingface.co is not found",
+        ),
         (lambda: plain("resnet10t").stages(), "does not name its stages"),
     ],
 )
@@ -96,7 +133,11 @@ def test_an_image_size_that_timm_takes_is_taken(name, size, arguments):
 def test_a_vit_and_a_convolutional_model_name_their_parts():
     vit, convolutional = plain("vit_base_patch32_224", 224), plain("resnet10t", channels=1)
     assert sum(parameter.numel() for parameter in vit.parameters()) == 87_462_922
-    assert (len(vit.shard_units()), len(vit.stages()), len(convolutional.shard_units())) == (12, 15, 4)
+    assert (len(vit.shard_units()), len(vit.stages()), len(convolutional.shard_units())) == (
+        12,
+        15,
+        4,
+    )
     assert convolutional.training and convolutional(torch.zeros(2, 1, 32, 32)).shape == (2, 10)
 
 
@@ -115,27 +156,37 @@ def test_a_folder_that_timm_exported(tmp_path):
     name = f"local-dir:{tmp_path}"
     wanted = TimmModel.wanted_images(name=name)
     assert (wanted["mean"], wanted["crop_pct"]) == ([0.1, 0.2, 0.3], 0.8)
-    loaded, other = (TimmModel(classes, image_size=16, channels=3, name=name).eval() for classes in (10, 4))
+    loaded, other = (
+        TimmModel(classes, image_size=16, channels=3, name=name).eval() for classes in (10, 4)
+    )
     pixels = torch.randn(2, 3, 16, 16)
     assert torch.equal(loaded(pixels), source(pixels))
     assert not other(pixels).any(), "a new head starts at zero"
 
 
 def test_hub_unreachable_names_both_ways_out(monkeypatch, capfd):
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # its name is found, as behind a firewall
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the hub's client waits longer after each attempt
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda *_: []
+    )  # its name is found, as behind a firewall
+    monkeypatch.setattr(
+        "time.sleep", lambda seconds: None
+    )  # the hub's client waits longer after each attempt
     with pytest.raises(UserError, match="model.weights=FILE.*model.pretrained=false"):
         TimmModel(num_classes=10, image_size=224, channels=3, name="vit_tiny_patch16_224")
     said = capfd.readouterr().err.splitlines()  # each line once, as ours
     assert said and all(line.startswith("warning: ") for line in said)
 
 
-def test_without_a_network_the_hubs_cache_is_used_and_nothing_is_tried_again(monkeypatch, tmp_path, capfd):
+def test_without_a_network_the_hubs_cache_is_used_and_nothing_is_tried_again(
+    monkeypatch, tmp_path, capfd
+):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
-    with pytest.raises(UserError, match=r"\(no network: huggingface.co is not found, .*model.weights=FILE"):
+    with pytest.raises(
+        UserError, match=r"\(no network: huggingface.co is not found, .*model.weights=FILE"
+    ):
         TimmModel(num_classes=10, image_size=224, channels=3, name="vit_tiny_patch16_224")
     assert capfd.readouterr().err == ""
     there = tmp_path / "models--timm--vit_tiny_patch16_224.augreg_in21k_ft_in1k"
@@ -145,7 +196,9 @@ def test_without_a_network_the_hubs_cache_is_used_and_nothing_is_tried_again(mon
     trained = tiny(num_classes=1000)
     save_file(trained.backbone.state_dict(), there / "snapshots" / ("a" * 40) / "model.safetensors")
     net = tiny(num_classes=10, pretrained=True)
-    assert torch.equal(net.backbone.blocks[0].mlp.fc1.weight, trained.backbone.blocks[0].mlp.fc1.weight)
+    assert torch.equal(
+        net.backbone.blocks[0].mlp.fc1.weight, trained.backbone.blocks[0].mlp.fc1.weight
+    )
     assert net.backbone.head.weight.shape == (10, 48) and not net.backbone.head.weight.any()
 
 
@@ -162,12 +215,24 @@ def prefixed(state, prefix):
     [
         (None, "from checkpoint"),  # safetensors
         (lambda state: state, "from checkpoint"),
-        (lambda state: {"state_dict": other(state), "state_dict_ema": state, "args": Namespace()}, "state_dict_ema"),
+        (
+            lambda state: {
+                "state_dict": other(state),
+                "state_dict_ema": state,
+                "args": Namespace(),
+            },
+            "state_dict_ema",
+        ),
         (lambda state: {"model": other(state), "model_ema": state}, "model_ema"),
         (lambda state: {"model": state, "epoch": 3}, "Loaded model"),
         (lambda state: prefixed(state, "module."), "from checkpoint"),
         (lambda state: prefixed(state, "_orig_mod.module."), "from checkpoint"),
-        (lambda state: {"state_dict": {**prefixed(state, "net.backbone."), "loss.w": torch.ones(2)}}, "state_dict"),
+        (
+            lambda state: {
+                "state_dict": {**prefixed(state, "net.backbone."), "loss.w": torch.ones(2)}
+            },
+            "state_dict",
+        ),
         (lambda state: {"state_dict": prefixed(state, "model.")}, "state_dict"),
         (lambda state: {"state_dict": prefixed(state, "model._orig_mod.")}, "state_dict"),
     ],
@@ -181,7 +246,9 @@ def test_weights_of_other_trainings_load_as_timm_loads_them(tmp_path, wrap, take
     assert any(taken in line and str(path) in line for line in caplog.messages)
 
 
-def test_weights_of_another_size_and_channels_are_adapted_and_a_new_head_starts_at_the_loss_of_chance(tmp_path):
+def test_weights_of_another_size_and_channels_are_adapted_and_a_new_head_starts_at_the_loss_of_chance(
+    tmp_path,
+):
     torch.manual_seed(0)
     source = tiny(num_classes=10)
     save_file(source.backbone.state_dict(), tmp_path / "weights.safetensors")
@@ -189,12 +256,19 @@ def test_weights_of_another_size_and_channels_are_adapted_and_a_new_head_starts_
     for num_classes, is_chance in ((10, False), (7, True)):
         weights = str(tmp_path / "weights.safetensors")
         loaded = tiny(num_classes=num_classes, image_size=32, channels=1, weights=weights).eval()
-        loss = torch.nn.functional.cross_entropy(loaded(30 * torch.randn(8, 1, 32, 32)), torch.arange(8) % num_classes)
+        loss = torch.nn.functional.cross_entropy(
+            loaded(30 * torch.randn(8, 1, 32, 32)), torch.arange(8) % num_classes
+        )
         assert (loss.item() == pytest.approx(math.log(num_classes), abs=1e-6)) == is_chance
-    assert torch.equal(loaded.backbone.blocks[1].mlp.fc1.weight, source.backbone.blocks[1].mlp.fc1.weight)
+    assert torch.equal(
+        loaded.backbone.blocks[1].mlp.fc1.weight, source.backbone.blocks[1].mlp.fc1.weight
+    )
     summed = source.backbone.patch_embed.proj.weight.sum(1, keepdim=True)
     assert torch.allclose(loaded.backbone.patch_embed.proj.weight, summed, atol=1e-6)
-    assert loaded.backbone.pos_embed.shape == (1, 65, 48) and loaded.backbone.head.weight.shape == (7, 48)
+    assert loaded.backbone.pos_embed.shape == (1, 65, 48) and loaded.backbone.head.weight.shape == (
+        7,
+        48,
+    )
 
 
 class Trap:
@@ -208,11 +282,16 @@ class Trap:
         (lambda: {"trap": Trap()}, "cannot be read as weights.*this converts it: torch.save"),
         (lambda: ["a"], "cannot be read as weights"),
         (lambda: {"other.weight": torch.zeros(3)}, "does not fit .*Missing key"),
-        (lambda: tiny(embed_dim=24).backbone.state_dict(), r"does not fit vit_tiny.* size mismatch .*\[1, 1, 24\]"),
+        (
+            lambda: tiny(embed_dim=24).backbone.state_dict(),
+            r"does not fit vit_tiny.* size mismatch .*\[1, 1, 24\]",
+        ),
         (lambda: tiny(depth=3).backbone.state_dict(), 'Unexpected key.* "blocks.2'),
     ],
 )
-def test_files_that_are_no_weights_of_this_net_are_refused_and_run_nothing(tmp_path, content, says, capsys):
+def test_files_that_are_no_weights_of_this_net_are_refused_and_run_nothing(
+    tmp_path, content, says, capsys
+):
     path = tmp_path / "weights.pth"
     with pytest.raises(UserError, match="is not a file"):
         tiny(weights=str(path))
@@ -222,11 +301,20 @@ def test_files_that_are_no_weights_of_this_net_are_refused_and_run_nothing(tmp_p
     assert "executed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("channels", "size"), [(3, (16, 24)), (1, (8, 8)), (3, (18, 16))])  # 18: its last rows are cut
+@pytest.mark.parametrize(
+    ("channels", "size"), [(3, (16, 24)), (1, (8, 8)), (3, (18, 16))]
+)  # 18: its last rows are cut
 def test_patches_by_a_matrix_product_are_those_of_the_convolution(channels, size):
-    layer = plain("vit_tiny_patch16_224", channels=channels, patch_size=4).double().backbone.patch_embed.proj
+    layer = (
+        plain("vit_tiny_patch16_224", channels=channels, patch_size=4)
+        .double()
+        .backbone.patch_embed.proj
+    )
     images = torch.randn(2, channels, *size, dtype=torch.float64, requires_grad=True)
-    found, expected = layer(images), torch.nn.functional.conv2d(images, layer.weight, layer.bias, stride=4)
+    found, expected = (
+        layer(images),
+        torch.nn.functional.conv2d(images, layer.weight, layer.bias, stride=4),
+    )
     assert type(layer) is PatchConv and found.shape == expected.shape
     torch.testing.assert_close(found, expected)
     wanted = (images, layer.weight, layer.bias)

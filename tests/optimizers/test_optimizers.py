@@ -44,7 +44,10 @@ def test_it_is_the_one_that_was_named_and_keeps_groups_and_options():
     groups = [{"params": [matrix], "lr": 0.5}, {"params": [bias], "weight_decay": 0.0}]
     optimizer = timm_optimizer(groups, opt="nadamw", lr=0.1, weight_decay=0.2, betas=(0.8, 0.9))
     assert type(optimizer).__name__ == "NAdamW" and optimizer.param_groups[0]["betas"] == (0.8, 0.9)
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.2), (0.1, 0.0)]
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.5, 0.2),
+        (0.1, 0.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,13 @@ def test_bad_options_are_refused(options, says):
 def network():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(128, 12), nn.GELU(), nn.Linear(12, 3)
+        nn.Conv2d(2, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(128, 12),
+        nn.GELU(),
+        nn.Linear(12, 3),
     )
 
 
@@ -101,7 +110,10 @@ def test_hidden_matrices_take_muon_head_and_vectors_take_sgd():
     net = network()
     optimizer = AirbenchMuon(net.named_parameters(), lr=0.1, head_lr=0.2, vector_lr=0.3)
     names = {id(p): name for name, p in net.named_parameters()}
-    groups = [({names[id(p)] for p in group["params"]}, group["kind"], group["lr"]) for group in optimizer.param_groups]
+    groups = [
+        ({names[id(p)] for p in group["params"]}, group["kind"], group["lr"])
+        for group in optimizer.param_groups
+    ]
     assert groups == [
         ({"0.weight", "4.weight"}, "muon", 0.1),
         ({"6.weight"}, "sgd", 0.2),
@@ -110,13 +122,23 @@ def test_hidden_matrices_take_muon_head_and_vectors_take_sgd():
 
 
 def test_a_step_by_hand():
-    head, hidden = nn.Parameter(torch.tensor([[2.0, 1.0]])), nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    head, hidden = (
+        nn.Parameter(torch.tensor([[2.0, 1.0]])),
+        nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 4.0]])),
+    )
     optimizer = AirbenchMuon(
-        [("hidden", hidden), ("head", head)], lr=0.5, head_lr=0.1, sgd_momentum=0.5, weight_decay=0.2, iterations=0
+        [("hidden", hidden), ("head", head)],
+        lr=0.5,
+        head_lr=0.1,
+        sgd_momentum=0.5,
+        weight_decay=0.2,
+        iterations=0,
     )
     hidden.grad, head.grad = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, -1.0]])
     optimizer.step()
-    assert torch.allclose(head, torch.tensor([[2.0, 1.0]]) * 0.98 - 0.1 * torch.tensor([[1.5, -1.5]]))
+    assert torch.allclose(
+        head, torch.tensor([[2.0, 1.0]]) * 0.98 - 0.1 * torch.tensor([[1.5, -1.5]])
+    )
     held = torch.tensor([[3.0, 0.0], [0.0, 4.0]]) * 2**0.5 / 5  # norm held at sqrt(outputs)
     assert torch.allclose(hidden, held - 0.5 * torch.eye(2) / 2**0.5, atol=1e-6)
 
@@ -143,7 +165,10 @@ def test_muon_leaves_pretrained_weights_at_rate_zero():
 def trained_in_double(net):
     train(net, AirbenchMuon(net.named_parameters()), 3, seed=3)
     found = dict(net.named_parameters())
-    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).tolist() for name, p in found.items()}
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).tolist()
+        for name, p in found.items()
+    }
 
 
 def trained_in_shards(cluster):
@@ -161,4 +186,6 @@ def test_sharded_parameters_train_as_whole_ones():
     expected = trained_in_double(network().double())
     for sharded in run_ranks(trained_in_shards, 2):
         for name, value in expected.items():
-            torch.testing.assert_close(torch.tensor(sharded[name]), torch.tensor(value), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                torch.tensor(sharded[name]), torch.tensor(value), rtol=1e-9, atol=1e-12
+            )

@@ -50,4 +50,6 @@ def test_a_warmup_that_never_ends_is_said(scheduler, caplog):
     rates(scheduler, 1, total_steps=9, steps_per_epoch=3, warmup_epochs=2.0)
     assert not caplog.text
     rates(scheduler, 1, total_steps=9, steps_per_epoch=3, warmup_epochs=3.0)
-    assert "takes 9 steps and training 9: the learning rate never reaches optimizer.lr" in caplog.text
+    assert (
+        "takes 9 steps and training 9: the learning rate never reaches optimizer.lr" in caplog.text
+    )

@@ -20,9 +20,13 @@ from tasks.classifier import ImageClassifier, check_logits
 
 def module(optimizer, precision="32-true"):
     torch.manual_seed(0)
-    classifier = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double(), optimizer, num_classes=3)
+    classifier = ImageClassifier(
+        nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double(), optimizer, num_classes=3
+    )
     loop = SimpleNamespace(setup_data=lambda: None)
-    classifier._trainer = SimpleNamespace(precision=precision, strategy=SimpleNamespace(), fit_loop=loop)
+    classifier._trainer = SimpleNamespace(
+        precision=precision, strategy=SimpleNamespace(), fit_loop=loop
+    )
     return classifier
 
 
@@ -49,7 +53,9 @@ def step(classifier, optimizer):
         (torch.optim.Adadelta, "32-true", True, ["foreach"]),
     ],
 )
-def test_one_kernel_for_all_parameters_where_torch_has_it_for_them(optimizer, precision, is_sharded, kernel):
+def test_one_kernel_for_all_parameters_where_torch_has_it_for_them(
+    optimizer, precision, is_sharded, kernel
+):
     classifier = module(partial(optimizer), precision)
     if is_sharded:
         classifier.net[1].weight.full_tensor = lambda: None  # what tells a DTensor
@@ -58,7 +64,9 @@ def test_one_kernel_for_all_parameters_where_torch_has_it_for_them(optimizer, pr
 
 
 def test_what_the_optimizer_refuses_is_one_sentence():
-    with pytest.raises(UserError, match="optimizer: AdamW refuses its options .Invalid learning rate: -1"):
+    with pytest.raises(
+        UserError, match="optimizer: AdamW refuses its options .Invalid learning rate: -1"
+    ):
         module(partial(torch.optim.AdamW, lr=-1)).configure_optimizers()
 
 
@@ -66,7 +74,11 @@ def test_what_the_optimizer_refuses_is_one_sentence():
     ("schedule", "interval", "rates"),
     [
         (partial(ExponentialLR, gamma=0.5), "epoch", [1.0, 0.5, 0.25]),
-        (partial(OneCycleLR, max_lr=4.0, pct_start=0.6, anneal_strategy="linear"), "step", [0.16, 2.08, 4.0]),
+        (
+            partial(OneCycleLR, max_lr=4.0, pct_start=0.6, anneal_strategy="linear"),
+            "step",
+            [0.16, 2.08, 4.0],
+        ),
         (linear, "step", [1.0, 0.8, 0.6]),
     ],
 )
@@ -104,7 +116,9 @@ def test_an_epoch_has_as_many_steps_as_lightning_makes_of_it():
 
 @pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])
 def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
-    first, second = (module(partial(torch.optim.AdamW, lr=0.1), precision) for precision in (saved, loaded))
+    first, second = (
+        module(partial(torch.optim.AdamW, lr=0.1), precision) for precision in (saved, loaded)
+    )
     one, other = first.configure_optimizers(), second.configure_optimizers()
     step(first, one)
     second.load_state_dict(first.state_dict())
@@ -127,7 +141,10 @@ def test_hits_are_counted_without_looking_at_them_and_those_before_a_checkpoint_
     checkpoint = {}
     classifier.on_save_checkpoint(checkpoint)
     assert checkpoint == {"train_sums": {"train/acc": [10, 16]}}
-    assert classifier.take_sums("train")["train/acc"].tolist() == [5, 8] and classifier.take_sums("train") == {}
+    assert (
+        classifier.take_sums("train")["train/acc"].tolist() == [5, 8]
+        and classifier.take_sums("train") == {}
+    )
     for is_zero, expected in ((True, [10, 16]), (False, [0, 0])):
         other = ImageClassifier(nn.Flatten(), num_classes=3)
         other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero)
@@ -141,7 +158,10 @@ def test_hits_are_counted_without_looking_at_them_and_those_before_a_checkpoint_
         (torch.zeros(4, 10), "gives 10 logits for an image and the data have 3 classes"),
         (torch.zeros(4, 3, 1, 1), r"gives outputs of the shape \(3, 1, 1\)"),
         (torch.zeros(4), r"gives outputs of the shape \(\)"),
-        ((torch.zeros(4, 3), torch.zeros(4, 3)), "The model returns a tuple: let its forward return"),
+        (
+            (torch.zeros(4, 3), torch.zeros(4, 3)),
+            "The model returns a tuple: let its forward return",
+        ),
         ({"logits": torch.zeros(4, 3)}, "The model returns a dict: let its forward return"),
     ],
 )

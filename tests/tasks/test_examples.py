@@ -79,14 +79,19 @@ def check_learned(task, done):
     if reached is not None:
         best = record["metrics"][f"{monitor}_best"]
         assert best <= reached if monitor in ("val/loss", "val/mae") else best >= reached
-        assert f"{monitor.replace('/', ' ')} " in done.output and f"finished · {monitor}_best" in done.output
+        assert (
+            f"{monitor.replace('/', ' ')} " in done.output
+            and f"finished · {monitor}_best" in done.output
+        )
         assert f"test/{monitor.partition('/')[2]}" in done.output
 
 
 QUICK = ("segmentation",)
 
 
-@pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.slow] * (t not in QUICK)) for t in CASES])
+@pytest.mark.parametrize(
+    "task", [pytest.param(t, marks=[pytest.mark.slow] * (t not in QUICK)) for t in CASES]
+)
 def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatch):
     """cpu, S3, page, eval, predict and resume."""
     store = shared_store()
@@ -98,13 +103,24 @@ def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatc
     run_id = f"{task}-cpu"
     if task != "simclr":
         evaluated = succeed("eval", f"ckpt_path={run_id}", logs=logs)
-        tests = {name: value for name, value in done.record["metrics"].items() if name.startswith("test/")}
-        assert tests and {name: evaluated.record["metrics"][name] for name in tests} == pytest.approx(tests, rel=1e-6)
+        tests = {
+            name: value
+            for name, value in done.record["metrics"].items()
+            if name.startswith("test/")
+        }
+        assert tests and {
+            name: evaluated.record["metrics"][name] for name in tests
+        } == pytest.approx(tests, rel=1e-6)
     out = tmp_path / "p.pt"
     succeed("predict", f"ckpt_path={run_id}", f"out={out}", logs=logs)
     answers = torch.cat(torch.load(out))
     made = shapes.pictures(64, 1)
-    wanted = {"multilabel": (64, 2), "regression": (64,), "segmentation": (64, 16, 16), "simclr": (64, 32)}
+    wanted = {
+        "multilabel": (64, 2),
+        "regression": (64,),
+        "segmentation": (64, 16, 16),
+        "simclr": (64, 32),
+    }
     assert answers.shape == wanted.get(task, (64, 2))
     if task == "regression":
         error = float((answers - made["number"]).abs().mean())
@@ -128,16 +144,24 @@ def exact(kind, logs, *words, **options):
            "data.name=shapes", f"data.cache_dir={logs}/cache", "data.global_batch_size=32", "augmentation=none",
            "trainer.precision=64-true", "trainer.max_epochs=2", "trainer.num_threads=1",
            "~callbacks.hardware"]  # fmt: skip
-    net = () if "model=unet" in words else ("model=small_cnn", "model.dropout=0", "model.head_dropout=0")
+    net = (
+        ()
+        if "model=unet" in words
+        else ("model=small_cnn", "model.dropout=0", "model.head_dropout=0")
+    )
     done = run_door("train", *own, *net, *words, logs=logs, **options)
-    return done, {} if done.code else read_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))["state_dict"]
+    return done, {} if done.code else read_checkpoint(
+        newest_whole(done.folder.checkpoints, kind="last")
+    )["state_dict"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", CASES)
 def test_two_ranks_and_a_resume_in_mid_epoch_give_the_weights_of_one_process(task, logs):
     kind, words, *_ = CASES[task]
-    kind, more = ("class", ["data.views=2"]) if kind == "views" else (kind, ["trainer.sync_batchnorm=true"])
+    kind, more = (
+        ("class", ["data.views=2"]) if kind == "views" else (kind, ["trainer.sync_batchnorm=true"])
+    )
     words = [f"task={task}", *words, *more]
     one, expected = exact(kind, logs, *words, "trainer=cpu", f"run_id={task}-1")
     assert one.code == 0 and expected, one.output
@@ -149,23 +173,42 @@ def test_two_ranks_and_a_resume_in_mid_epoch_give_the_weights_of_one_process(tas
     stopped, _ = exact(kind, logs, *resumed, before=partial(signal_at_step, 5))
     assert stopped.code == 75, stopped.output
     again, found = exact(kind, logs, *resumed)
-    assert again.code == 0 and all(torch.equal(found[name], value) for name, value in expected.items()), again.output
+    assert again.code == 0 and all(
+        torch.equal(found[name], value) for name, value in expected.items()
+    ), again.output
 
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
 def test_a_dict_of_targets_reaches_a_task_and_its_images_count_once(trainer, logs):
-    words = ["task._target_=shapes.ClassAndNumber", "+task.outputs=3", "task.monitor=val/mae", "task.mode=min"]
+    words = [
+        "task._target_=shapes.ClassAndNumber",
+        "+task.outputs=3",
+        "task.monitor=val/mae",
+        "task.mode=min",
+    ]
     done, _ = exact("dict", logs, *words, f"trainer={trainer}", f"run_id=dict-{trainer}")
     assert done.code == 0, done.output
-    assert 0 < done.record["metrics"]["test/mae"] < 15 and 0.4 < done.record["metrics"]["test/acc"] <= 1
+    assert (
+        0 < done.record["metrics"]["test/mae"] < 15
+        and 0.4 < done.record["metrics"]["test/acc"] <= 1
+    )
 
 
 @pytest.mark.slow
 def test_a_linear_probe_starts_from_the_features_of_simclr(logs):
     trained("simclr", "cpu", logs, "run_id=features")
-    words = ["task=classifier", "ckpt_path=features", "model.freeze=backbone", "trainer=cpu", "trainer.max_epochs=1"]
+    words = [
+        "task=classifier",
+        "ckpt_path=features",
+        "model.freeze=backbone",
+        "trainer=cpu",
+        "trainer.max_epochs=1",
+    ]
     done = succeed("train", *SMALL, *words, "run_id=probe", logs=logs)
-    assert "the head is new (net.head.3.bias, net.head.3.weight)" in done.output and "skipped projection" in done.output
+    assert (
+        "the head is new (net.head.3.bias, net.head.3.weight)" in done.output
+        and "skipped projection" in done.output
+    )
     assert done.record["num_trained_parameters"] < done.record["num_parameters"] / 10
 
 
@@ -181,17 +224,23 @@ def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
 
 def test_a_student_trains_on_images_as_they_are_whatever_its_evaluation_does(monkeypatch):
     images, targets = torch.rand(4, 1, 2, 2), torch.tensor([0, 1, 1, 0])
-    net, teacher = (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)) for _ in range(2))
+    net, teacher = (
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)) for _ in range(2)
+    )
     monkeypatch.setattr(Distillation, "count", lambda *_, **__: None)
     losses = []
     for flips in (False, True):
-        student = Distillation(net, num_classes=2, channels=1, teacher=None, log_dir="", test_time_flip=flips)
+        student = Distillation(
+            net, num_classes=2, channels=1, teacher=None, log_dir="", test_time_flip=flips
+        )
         student.teacher = [teacher]
         losses.append(student.training_step((images, targets), 0))
     assert losses[0] == losses[1]
 
 
-def test_a_teacher_sees_images_in_its_own_normalisation_and_has_the_classes_of_the_data(monkeypatch):
+def test_a_teacher_sees_images_in_its_own_normalisation_and_has_the_classes_of_the_data(
+    monkeypatch,
+):
     facts = {"class_names": ["cat", "dog"], "channels": 1, "mean": [0.25], "std": [0.5]}
     data = SimpleNamespace(class_names=["cat", "dog"], channels=1, mean=[0.5], std=[0.25])
     student = Distillation(torch.nn.Flatten(), num_classes=2, channels=1, teacher="t", log_dir="")
@@ -210,7 +259,9 @@ def test_a_teacher_sees_images_in_its_own_normalisation_and_has_the_classes_of_t
 @pytest.mark.filterwarnings("ignore:No positive samples")
 def test_a_label_that_never_occurs_has_no_part_in_the_mean_precision(monkeypatch):
     task = MultiLabel(torch.nn.Identity(), num_classes=3)
-    task._trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts))
+    task._trainer = SimpleNamespace(
+        strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts)
+    )
     monkeypatch.setattr(Task, "count", lambda *_, **__: None)
     monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
     logits = torch.tensor([[2.0, -1, 0], [-1, 2, 1], [1, 0, -1]])
@@ -287,10 +338,18 @@ def test_a_gradient_that_overflows_leaves_the_weights(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_schedule_that_counts_epochs_does_so_also_in_manual_optimization():
-    net, schedule = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)), partial(ExponentialLR, gamma=0.5)
-    task = SharpnessAware(net, num_classes=2, optimizer=partial(torch.optim.SGD, lr=1.0), scheduler=schedule)
+    net, schedule = (
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)),
+        partial(ExponentialLR, gamma=0.5),
+    )
+    task = SharpnessAware(
+        net, num_classes=2, optimizer=partial(torch.optim.SGD, lr=1.0), scheduler=schedule
+    )
     items = [(torch.rand(1, 2, 2), i % 2) for i in range(6)]
-    assert fit(task, data=items, batch_size=2, max_epochs=2).optimizers[0].param_groups[0]["lr"] == 0.25
+    assert (
+        fit(task, data=items, batch_size=2, max_epochs=2).optimizers[0].param_groups[0]["lr"]
+        == 0.25
+    )
 
 
 def test_one_label_alone_is_no_multilabel_task():
@@ -304,13 +363,20 @@ def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
     assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, tmp_path, 1) == [
         {"cat": 0.25, "dog": 0.5}, {"cat": 1.0, "dog": 0.0}
     ]  # fmt: skip
-    assert rows_of(model, torch.tensor([1.5, 2.5]), names, tmp_path, 1) == [{"value": 1.5}, {"value": 2.5}]
+    assert rows_of(model, torch.tensor([1.5, 2.5]), names, tmp_path, 1) == [
+        {"value": 1.5},
+        {"value": 2.5},
+    ]
     masks = torch.tensor([[[0, 1]], [[2, 0]]])
     rows = rows_of(model, masks, names, tmp_path / "p", 1)
-    assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist(), "one stem, two files"
+    assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist(), (
+        "one stem, two files"
+    )
     model.facts["class_names"] = ["0", "255"]
     rows_of(model, masks[:1], names[:1], tmp_path / "p", 1)
-    assert np.array(Image.open(rows[0]["mask"])).tolist() == [[0, 255]], "as in the masks of the training"
+    assert np.array(Image.open(rows[0]["mask"])).tolist() == [[0, 255]], (
+        "as in the masks of the training"
+    )
     assert [row["mask"] for row in rows] == [str(tmp_path / f"p/{name}.png") for name in names]
 
 
@@ -321,7 +387,9 @@ def test_predicted_masks_have_the_grey_levels_of_the_training(tmp_path):
     assert np.array(Image.open(row["mask"])).tolist() == [[0, 127, 254]]
 
 
-def test_masks_of_files_have_a_folder_that_is_neither_the_table_nor_the_images(tmp_path, monkeypatch):
+def test_masks_of_files_have_a_folder_that_is_neither_the_table_nor_the_images(
+    tmp_path, monkeypatch
+):
     class Dark(torch.nn.Module):
         def predict_step(self, images, number):
             return (images[:, 0] < 0).long()
@@ -334,11 +402,18 @@ def test_masks_of_files_have_a_folder_that_is_neither_the_table_nor_the_images(t
         Image.new("L", (4, 4), grey).save(tmp_path / "photos" / name)
     before = (tmp_path / "photos/a.png").read_bytes()
     for out in ("photos.csv", "preds"):
-        assert predict(["ckpt_path=r", f"images={tmp_path / 'photos'}", f"out={tmp_path / out}"]) == 0
+        assert (
+            predict(["ckpt_path=r", f"images={tmp_path / 'photos'}", f"out={tmp_path / out}"]) == 0
+        )
         with (tmp_path / out).open() as file:
-            masks = {row["file"]: np.array(Image.open(row["mask"])).mean() for row in csv.DictReader(file)}
+            masks = {
+                row["file"]: np.array(Image.open(row["mask"])).mean()
+                for row in csv.DictReader(file)
+            }
         assert masks == {"a.png": 1, "a.jpg": 0}
-    assert (tmp_path / "photos/a.png").read_bytes() == before and len(list((tmp_path / "photos").iterdir())) == 2
+    assert (tmp_path / "photos/a.png").read_bytes() == before and len(
+        list((tmp_path / "photos").iterdir())
+    ) == 2
 
 
 def test_the_table_of_the_page_is_what_is_tested_here():
@@ -415,10 +490,19 @@ def test_an_export_of_a_regression_gives_the_targets_unit():
 
 @pytest.mark.slow
 def test_two_views_come_from_the_datas_own_augmentation(tmp_path):
-    words = ["experiment=quickstart", "task=simclr", "task.outputs=32", "trainer.max_epochs=1", "trainer.num_threads=1"]
+    words = [
+        "experiment=quickstart",
+        "task=simclr",
+        "task.outputs=32",
+        "trainer.max_epochs=1",
+        "trainer.num_threads=1",
+    ]
     assert succeed("train", *words, "data.views=2", logs=tmp_path).record["steps"] == 20
     done = run_door("train", *words, logs=tmp_path)
-    assert done.code == 2 and "task=simclr needs two views of each image: add data.views=2" in done.output
+    assert (
+        done.code == 2
+        and "task=simclr needs two views of each image: add data.views=2" in done.output
+    )
 
 
 OLD = {"_target_": "classifier.ImageClassifier", "label_smoothing": 0.1, "test_time_flip": False}
@@ -426,7 +510,12 @@ OLD = {"_target_": "classifier.ImageClassifier", "label_smoothing": 0.1, "test_t
 
 @pytest.mark.slow
 def test_a_run_of_version_1_whose_config_names_the_classifier_resumes_and_evaluates(tmp_path):
-    words = ["experiment=quickstart", "trainer.max_epochs=1", "trainer.num_threads=1", "task.label_smoothing=0.1"]
+    words = [
+        "experiment=quickstart",
+        "trainer.max_epochs=1",
+        "trainer.num_threads=1",
+        "task.label_smoothing=0.1",
+    ]
     done = succeed("train", *words, "run_id=r", logs=tmp_path)
     config = read_config(done.folder.config)
     del config["task"], config["choices"]["task"]
@@ -437,5 +526,12 @@ def test_a_run_of_version_1_whose_config_names_the_classifier_resumes_and_evalua
     assert evaluated.record["metrics"]["test/acc"] == done.record["metrics"]["test/acc"]
     resumed = succeed("train", "resume=r", "trainer.max_epochs=2", logs=tmp_path)
     now = read_config(resumed.folder.config)
-    assert resumed.record["steps"] == 40 and "classifier" not in now and "task.label_smoothing=0.1" in now["overrides"]
-    assert now["task"]["_target_"] == "tasks.classifier.ImageClassifier" and now["loss"]["label_smoothing"] == 0.1
+    assert (
+        resumed.record["steps"] == 40
+        and "classifier" not in now
+        and "task.label_smoothing=0.1" in now["overrides"]
+    )
+    assert (
+        now["task"]["_target_"] == "tasks.classifier.ImageClassifier"
+        and now["loss"]["label_smoothing"] == 0.1
+    )

@@ -18,8 +18,12 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "null
 MADE_FOR = "2.14.1+cu130"  # the layouts of CUDA's structs, and which operators have kernels, follow from it
 SOURCES = ("__init__.py", "nullgpu.c", "nccl.inc")
 FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-w", "-std=gnu11")
-CUDA = re.compile(r"(cuda|__cuda|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|cu[A-Z]|nvml)")
-WORKS_ALONE = re.compile(r"(nvrtc|nvshmem|cudnnGetVersion|cudnnGetCudart|cudnnGetErr|cudnnGetLast|cudnnGetProp)")
+CUDA = re.compile(
+    r"(cuda|__cuda|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|cu[A-Z]|nvml)"
+)
+WORKS_ALONE = re.compile(
+    r"(nvrtc|nvshmem|cudnnGetVersion|cudnnGetCudart|cudnnGetErr|cudnnGetLast|cudnnGetProp)"
+)
 SETTINGS = re.compile(
     r"(cublas(Lt)?\w*Set(?!Vector|Matrix)\w+|cudnnSet\w+|cudnnRestoreDropout\w+|cuda\w*Destroy\w*|cuLogs\w+)"
 )
@@ -90,8 +94,15 @@ def environment(
     """
     library = built(CACHE)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
-    first = {"PYTHONPATH": [HERE / "site", HERE.parent], "LD_LIBRARY_PATH": [library], "PATH": [HERE / "bin"]}
-    paths = {name: ":".join([*map(str, first[name]), *filter(None, [value])]) for name, value in before.items()}
+    first = {
+        "PYTHONPATH": [HERE / "site", HERE.parent],
+        "LD_LIBRARY_PATH": [library],
+        "PATH": [HERE / "bin"],
+    }
+    paths = {
+        name: ":".join([*map(str, first[name]), *filter(None, [value])])
+        for name, value in before.items()
+    }
     return paths | {
         "LD_PRELOAD": str(library / "libnullgpu.so"),
         "TRITON_LIBCUDA_PATH": str(library),
@@ -164,14 +175,20 @@ def stubs(names: list[str]) -> str:
         elif KERNELS.fullmatch(name):
             body = "nullgpu_kernel(); return 0;"
         else:
-            code = next((code for start, code in NOT_SUPPORTED.items() if name.startswith(start)), 801)
+            code = next(
+                (code for start, code in NOT_SUPPORTED.items() if name.startswith(start)), 801
+            )
             body = f'static char told; nullgpu_missing("{name}", &told); return {code};'
         lines.append(f'__attribute__((visibility("default"))) int {name}(void) {{ {body} }}')
     return "\n".join(lines) + "\n"
 
 
 def symbols(library: Path, *options: str) -> set[str]:
-    return {line.split()[-1].split("@")[0] for line in output("nm", *options, library).splitlines() if line.strip()}
+    return {
+        line.split()[-1].split("@")[0]
+        for line in output("nm", *options, library).splitlines()
+        if line.strip()
+    }
 
 
 def output(*command: str | Path) -> str:

@@ -16,7 +16,11 @@ ARENAS = {}  # device index -> (first device address, {dtype: a CPU tensor over 
 HERE = threading.local()
 TOO_LARGE = float(os.environ.get("NULLGPU_MAX_GFLOP", 100)) * 1e9
 
-UNSUPPORTED = ("cusolver", "cufft", "cusparse")  # libraries that answer "not supported": the CPU alone computes
+UNSUPPORTED = (
+    "cusolver",
+    "cufft",
+    "cusparse",
+)  # libraries that answer "not supported": the CPU alone computes
 # What has no arithmetic, or does it right with copies and memsets alone
 ALONE = (
     "empty", "new_empty", "as_strided", "view", "_reshape", "set_", "resize_", "record_stream", "is_pinned",
@@ -35,7 +39,9 @@ def arena(device):
     if device not in ARENAS:
         first, host, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
         DRIVER.nullgpu_arena(device, ctypes.byref(first), ctypes.byref(host), ctypes.byref(size))
-        whole = torch.frombuffer((ctypes.c_uint8 * size.value).from_address(host.value), dtype=torch.uint8)
+        whole = torch.frombuffer(
+            (ctypes.c_uint8 * size.value).from_address(host.value), dtype=torch.uint8
+        )
         ARENAS[device] = (first.value, {torch.uint8: whole})
     return ARENAS[device]
 
@@ -88,7 +94,9 @@ def store(result, found):
                 result.copy_(found)
             return result
         if result.shape != found.shape:
-            result = torch.empty_strided(found.size(), found.stride(), dtype=result.dtype, device=result.device)
+            result = torch.empty_strided(
+                found.size(), found.stride(), dtype=result.dtype, device=result.device
+            )
         if found.numel():
             shadow(result).copy_(found)
         return result
@@ -101,7 +109,9 @@ def fresh(found, device):
     """A CUDA copy of the CPU's result."""
 
     def change(tensor):
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        made = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
         if tensor.numel():
             shadow(made).copy_(tensor)
         return made
@@ -144,7 +154,10 @@ def numbers(args, tensors):
             return torch.tensor(number, dtype=torch.result_type(peer, number))
         return torch.tensor(number, dtype=torch.float64 if type(number) is float else None)
 
-    return [change(a) if i in tensors and type(a) in (int, float, bool, complex) else a for i, a in enumerate(args)]
+    return [
+        change(a) if i in tensors and type(a) in (int, float, bool, complex) else a
+        for i, a in enumerate(args)
+    ]
 
 
 def wrap(name, other=None):
@@ -164,7 +177,9 @@ def wrap(name, other=None):
     def on_cpu(args, kwargs, device):
         seat = None
         if draws:
-            given = kwargs.get("generator", args[random] if random is not None and random < len(args) else None)
+            given = kwargs.get(
+                "generator", args[random] if random is not None and random < len(args) else None
+            )
             seat = generator_for(given, device)
         cpu_args = [through(a, shadow) for a in args]
         cpu_kwargs = {k: through(v, shadow) for k, v in kwargs.items() if k != "pin_memory"}
@@ -199,7 +214,9 @@ def wrap(name, other=None):
 
     def kernel(keys, *args, **kwargs):
         if base == "mm" and 2 * args[0].numel() * args[1].shape[1] > TOO_LARGE:
-            return original.call_boxed(keys, *args, **kwargs)  # zeros: a measurement of speed, not a model
+            return original.call_boxed(
+                keys, *args, **kwargs
+            )  # zeros: a measurement of speed, not a model
         if getattr(HERE, "inside", False) and not reads:
             return original.call_boxed(keys, *numbers(args, tensors), **kwargs)
         before = getattr(HERE, "inside", False)
@@ -236,18 +253,44 @@ def wrap(name, other=None):
 A = torch.ops.aten
 
 
-def cudnn_convolution(x, w, padding, stride, dilation, groups, benchmark, deterministic, allow_tf32, *, out=None):
-    return wide(A.convolution.default, x, w, None, stride, padding, dilation, False, [0] * len(stride), groups)
+def cudnn_convolution(
+    x, w, padding, stride, dilation, groups, benchmark, deterministic, allow_tf32, *, out=None
+):
+    return wide(
+        A.convolution.default,
+        x,
+        w,
+        None,
+        stride,
+        padding,
+        dilation,
+        False,
+        [0] * len(stride),
+        groups,
+    )
 
 
 def cudnn_convolution_transpose(
     x, w, padding, output_padding, stride, dilation, groups, benchmark, deterministic, allow_tf32
 ):
-    return wide(A.convolution.default, x, w, None, stride, padding, dilation, True, output_padding, groups)
+    return wide(
+        A.convolution.default, x, w, None, stride, padding, dilation, True, output_padding, groups
+    )
 
 
 def conv_depthwise(x, w, kernel_size, bias, stride, padding, dilation):
-    return wide(A.convolution.default, x, w, bias, stride, padding, dilation, False, [0] * len(stride), x.shape[1])
+    return wide(
+        A.convolution.default,
+        x,
+        w,
+        bias,
+        stride,
+        padding,
+        dilation,
+        False,
+        [0] * len(stride),
+        x.shape[1],
+    )
 
 
 def wide(op, x, *rest):
@@ -262,7 +305,9 @@ def in_full(x):
 
 
 def cudnn_batch_norm(x, weight, bias, mean, var, training, momentum, eps, **_):
-    out, m, v = A.native_batch_norm.default(in_full(x), weight, bias, mean, var, training, momentum, eps)
+    out, m, v = A.native_batch_norm.default(
+        in_full(x), weight, bias, mean, var, training, momentum, eps
+    )
     return out.to(x.dtype), m, v, torch.empty(0, dtype=torch.uint8)
 
 
@@ -274,11 +319,17 @@ def cudnn_batch_norm_backward(x, grad, weight, mean, var, saved_mean, saved_var,
 
 
 def scores(q, k, bias, causal, scale):
-    s = q.float() @ k.float().transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    s = (
+        q.float()
+        @ k.float().transpose(-2, -1)
+        * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    )
     if bias is not None:
         s = s + bias.float()
     if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).tril().logical_not(), -math.inf)
+        s = s.masked_fill(
+            torch.ones(s.shape[-2:], dtype=torch.bool).tril().logical_not(), -math.inf
+        )
     return s
 
 
@@ -304,29 +355,71 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
     return attention(q, k, v, None, dropout_p, is_causal, scale)
 
 
-def efficient(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    return attention(q, k, v, attn_bias, dropout_p, is_causal, scale)[:1]
-
-
-def cudnn_attention(
-    q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+def efficient(
+    q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):
     return attention(q, k, v, attn_bias, dropout_p, is_causal, scale)[:1]
 
 
-def flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, offset, *, scale=None):
+def cudnn_attention(
+    q,
+    k,
+    v,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+):
+    return attention(q, k, v, attn_bias, dropout_p, is_causal, scale)[:1]
+
+
+def flash_backward(
+    grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, offset, *, scale=None
+):
     return attention_backward(grad, q, k, v, None, is_causal, scale)[:3]
 
 
 def efficient_backward(
-    grad, q, k, v, attn_bias, out, lse, seed, offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
+    grad,
+    q,
+    k,
+    v,
+    attn_bias,
+    out,
+    lse,
+    seed,
+    offset,
+    dropout_p,
+    grad_input_mask,
+    is_causal=False,
+    *,
+    scale=None,
 ):
     dq, dk, dv, ds = attention_backward(grad, q, k, v, attn_bias, is_causal, scale)
     return dq, dk, dv, (ds if attn_bias is not None and grad_input_mask[3] else None)
 
 
 def cudnn_attention_backward(
-    grad, q, k, v, out, lse, seed, offset, attn_bias, cq, ck, mq, mk, dropout_p, is_causal, *, scale=None
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    seed,
+    offset,
+    attn_bias,
+    cq,
+    ck,
+    mq,
+    mk,
+    dropout_p,
+    is_causal,
+    *,
+    scale=None,
 ):
     return attention_backward(grad, q, k, v, attn_bias, is_causal, scale)[:3]
 
@@ -356,7 +449,9 @@ def batch_norm_gather(x, mean, invstd, running_mean, running_var, momentum, eps,
     var = ((invstd.pow(-2) - eps + (mean - m) ** 2) * counts).sum(0) / total
     if running_mean is not None:
         running_mean.mul_(1 - momentum).add_(m.to(running_mean.dtype), alpha=momentum)
-        running_var.mul_(1 - momentum).add_((var * total / (total - 1)).to(running_var.dtype), alpha=momentum)
+        running_var.mul_(1 - momentum).add_(
+            (var * total / (total - 1)).to(running_var.dtype), alpha=momentum
+        )
     return m, (var + eps).rsqrt()
 
 
@@ -375,7 +470,9 @@ def batch_norm_backward_reduce(grad, x, mean, invstd, weight, input_g, weight_g,
 def batch_norm_backward_elemt(grad, x, mean, invstd, weight, dy, dyx, count):
     n = count.sum()
     y = (
-        accurate(grad) - channels(dy / n, x) - (accurate(x) - channels(mean, x)) * channels(invstd**2 * dyx / n, x)
+        accurate(grad)
+        - channels(dy / n, x)
+        - (accurate(x) - channels(mean, x)) * channels(invstd**2 * dyx / n, x)
     ) * channels(invstd, x)
     return (y * channels(weight, x) if weight is not None else y).to(x.dtype)
 
@@ -414,12 +511,19 @@ def wrap_own(name, compute):
                 return result
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
                 found = compute(
-                    *[through(a, shadow) for a in args], **{k: through(v, shadow) for k, v in kwargs.items()}
+                    *[through(a, shadow) for a in args],
+                    **{k: through(v, shadow) for k, v in kwargs.items()},
                 )
                 if isinstance(result, torch.Tensor):
                     return store(result, found)
-                for part, value in zip(result, found, strict=False):  # what is not computed stays as it is
-                    if isinstance(part, torch.Tensor) and value is not None and part.shape == value.shape:
+                for part, value in zip(
+                    result, found, strict=False
+                ):  # what is not computed stays as it is
+                    if (
+                        isinstance(part, torch.Tensor)
+                        and value is not None
+                        and part.shape == value.shape
+                    ):
                         store(part, value)
                 return result
         finally:
@@ -459,7 +563,11 @@ def install():
         override(name, wrap_own(name, compute))
 
 
-COMPOSITES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+COMPOSITES = (
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
 
 
 def registered(key):

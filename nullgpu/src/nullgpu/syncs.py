@@ -18,7 +18,13 @@ import torch
 
 SEEN, IN_STEPS = collections.Counter(), collections.Counter()
 REPOSITORY = os.getcwd()
-NOT_CALLERS = ("/nullgpu/syncs.py", "/nullgpu/compute.py", "/torch/", "/warnings.py", "/contextlib.py")
+NOT_CALLERS = (
+    "/nullgpu/syncs.py",
+    "/nullgpu/compute.py",
+    "/torch/",
+    "/warnings.py",
+    "/contextlib.py",
+)
 STEP = "lightning/pytorch/loops/training_epoch_loop.py"
 
 
@@ -49,9 +55,13 @@ def start():
 def where(stack):
     """Return the innermost line that is not torch's own, and the innermost below the working directory."""
     frames = [f for f in stack if not any(part in f.filename for part in NOT_CALLERS)]
-    ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename][-1:]
+    ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename][
+        -1:
+    ]
     chosen = dict.fromkeys(f"{short(f.filename)}:{f.lineno}" for f in [frames[-1], *ours])
-    scaler = any(f.filename.endswith("torch/amp/grad_scaler.py") for f in stack)  # fp16's check for overflow
+    scaler = any(
+        f.filename.endswith("torch/amp/grad_scaler.py") for f in stack
+    )  # fp16's check for overflow
     return " < ".join(["GradScaler"] * scaler + [*chosen])
 
 

@@ -418,7 +418,9 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
     """
     of_module = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
     of_data = pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
-    left_out = [name for name, value in checkpoint.get(of_module, {}).items() if not is_plain(value)]
+    left_out = [
+        name for name, value in checkpoint.get(of_module, {}).items() if not is_plain(value)
+    ]
     for key in (of_module, of_data):
         if key in checkpoint:
             values = checkpoint[key].items()

@@ -1,4 +1,4 @@
-"""What all listings share: names of splits, the order of classes, files below a folder."""
+"""Parts of all listings: names of splits, the order of classes, files below a folder."""
 
 import hashlib
 import json

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 def mlflow(run_id: str, experiment_name: str, tracking_uri: str, **options: Any) -> MLFlowLogger:
     """Return Lightning's MLFlowLogger with its `options`.
 
-    It goes on with the MLflow run that is named `run_id`, if there is one.
+    It continues the MLflow run that is named `run_id`, if there is one.
     """
     mlflow_id = None
     if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ class Trackio(Logger):
         super().__init__()
         import trackio
 
-        # It begins the run, or goes on with it.
+        # It begins the run, or continues it.
         self.open = partial(
             trackio.init, project, run_id, space_id=space_id, resume="allow", embed=False
         )

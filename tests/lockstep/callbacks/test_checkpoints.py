@@ -38,14 +38,23 @@ def test_the_generators_of_all_gpus_of_a_process_come_back(monkeypatch, saved, h
 
 @pytest.mark.parametrize(
     ("options", "value", "is_best"),
-    [({}, 0.9, False), ({}, 0.96, True), ({"monitor": "val/loss", "mode": "min"}, 2.5, True), ({}, math.nan, False)],
+    [
+        ({}, 0.9, False),
+        ({}, 0.96, True),
+        ({"monitor": "val/loss", "mode": "min"}, 2.5, True),
+        ({}, math.nan, False),
+    ],
 )
-def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its_own(tmp_path, options, value, is_best):
+def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its_own(
+    tmp_path, options, value, is_best
+):
     here, told = tmp_path / "best-step00000040.ckpt", []
     here.write_bytes(b"weights")
     write_sidecar(here, Sidecar(40, metric={"val/acc": 0.95}))
     callback = Checkpoints(tmp_path, **options)
-    recorder = SimpleNamespace(on_checkpoint_complete=lambda path, sidecar, kind: told.append((path, kind)))
+    recorder = SimpleNamespace(
+        on_checkpoint_complete=lambda path, sidecar, kind: told.append((path, kind))
+    )
     trainer = SimpleNamespace(
         is_global_zero=True, ckpt_path="last.ckpt", callbacks=[recorder],
         strategy=SimpleNamespace(broadcast=lambda value, src: value), sanity_checking=False,
@@ -76,7 +85,10 @@ def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp
     callback = Checkpoints(tmp_path)
     callback.on_validation_end(trainer, None)
     callback.on_train_end(trainer, None)
-    assert caplog.messages == ["No best checkpoint: task.monitor=val/acc is not logged; there is accuracy."] * 2
+    assert (
+        caplog.messages
+        == ["No best checkpoint: task.monitor=val/acc is not logged; there is accuracy."] * 2
+    )
 
 
 def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
@@ -124,7 +136,9 @@ def test_what_a_resume_could_not_load_is_refused_at_the_first_checkpoint(tmp_pat
         def on_save_checkpoint(self, checkpoint):
             checkpoint["place"] = tmp_path
 
-    with pytest.raises(UserError, match="on_save_checkpoint adds pathlib.PosixPath, which is not loaded from files"):
+    with pytest.raises(
+        UserError, match="on_save_checkpoint adds pathlib.PosixPath, which is not loaded from files"
+    ):
         fit(Adds(), Checkpoints(tmp_path), max_epochs=9)
     assert list(tmp_path.glob("*.ckpt")) == []
 
@@ -137,14 +151,28 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tmp_path):
-    words = ["experiment=quickstart", "run_id=r", "trainer.num_threads=1", "~callbacks.hardware", "seed=1"]
+    words = [
+        "experiment=quickstart",
+        "run_id=r",
+        "trainer.num_threads=1",
+        "~callbacks.hardware",
+        "seed=1",
+    ]
     small = ["callbacks.checkpoints.weights_only=true", "callbacks.checkpoints.every_n_epochs=5"]
     done = run_door("train", *words, *small, "trainer.max_epochs=2", logs=tmp_path / "small")
     assert done.code == 0 and done.record["metrics"]["test/acc"] > 0.3, done.output
-    [(best, sidecar)], [(last, _)] = (complete(done.folder.checkpoints, kind) for kind in ("best", "last"))
+    [(best, sidecar)], [(last, _)] = (
+        complete(done.folder.checkpoints, kind) for kind in ("best", "last")
+    )
     assert sidecar.weights_only and best.stat().st_size < 0.4 * last.stat().st_size
-    assert read_checkpoint(best)["optimizer_states"] == [] and read_checkpoint(last)["optimizer_states"]
-    assert newest_whole(done.folder.checkpoints) == last and newest_whole(done.folder.checkpoints, kind="best") == best
+    assert (
+        read_checkpoint(best)["optimizer_states"] == []
+        and read_checkpoint(last)["optimizer_states"]
+    )
+    assert (
+        newest_whole(done.folder.checkpoints) == last
+        and newest_whole(done.folder.checkpoints, kind="best") == best
+    )
     last.unlink()
     assert newest_whole(done.folder.checkpoints) is None, "weights alone are not enough to go on"
     tested = run_door("eval", f"ckpt_path={best}", logs=tmp_path / "eval")
@@ -154,7 +182,9 @@ def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tm
 @pytest.mark.parametrize("value", [-60000.0, float("nan"), -float("inf")])
 def test_weights_that_are_not_finite_are_not_saved(value):
     module = torch.nn.Module()
-    module.weights = torch.nn.ParameterList([torch.full((3,), 60000.0), torch.tensor([1.0, value]), torch.zeros(0)])
+    module.weights = torch.nn.ParameterList(
+        [torch.full((3,), 60000.0), torch.tensor([1.0, value]), torch.zeros(0)]
+    )
     strategy = SimpleNamespace(reduce_boolean_decision=lambda finite, all: finite)
     trainer = SimpleNamespace(lightning_module=module.half(), strategy=strategy, global_step=7)
     if math.isfinite(value):
@@ -185,7 +215,9 @@ def test_rank_zero_reads_a_checkpoint_for_all_ranks(tmp_path):
     results = run_ranks(loaded, 2, str(tmp_path))
     assert [total for total, _ in results] == [2e7, 2e7]
     for _, (torn, none) in results:
-        assert "torn.ckpt is not a checkpoint that can be loaded" in torn and none.startswith("There is no checkp")
+        assert "torn.ckpt is not a checkpoint that can be loaded" in torn and none.startswith(
+            "There is no checkp"
+        )
 
 
 def test_the_copy_does_not_change_with_the_weights():
@@ -204,7 +236,9 @@ def test_a_module_with_two_optimizers_is_validated_where_max_steps_end_it(tmp_pa
         def validation_step(self, batch, batch_idx):
             self.log("val/acc", 0.5)
 
-    trainer = fit(Two(), Checkpoints(tmp_path), max_steps=3, val_loader=DataLoader(torch.ones(2, 2)))
+    trainer = fit(
+        Two(), Checkpoints(tmp_path), max_steps=3, val_loader=DataLoader(torch.ones(2, 2))
+    )
     assert trainer.global_step == 4, "two at once"
     assert [sidecar.step for _, sidecar in complete(tmp_path, "best")] == [4]
 

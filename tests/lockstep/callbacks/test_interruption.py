@@ -33,7 +33,10 @@ def test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains():
     class Silent(Small):
         def configure_model(self):
             connector, loop = self.trainer._signal_connector, self.trainer.fit_loop.epoch_loop
-            for owner, name in ((connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
+            for owner, name in (
+                (connector, "register_signal_handlers"),
+                (loop, "_broadcast_sigterm_tensor"),
+            ):
                 assert callable(getattr(type(owner), name)) and vars(owner)[name]() is None, name
 
         def on_train_start(self):
@@ -41,7 +44,10 @@ def test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains():
 
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     fit(Silent(), interruption)
-    assert seen == [True] and [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert (
+        seen == [True]
+        and [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    )
 
 
 def vote_many(place, speeds, ask_at, change_at):
@@ -79,7 +85,9 @@ def stop_of_nodes(place, asked):
     interruption.votes = {name: Vote(place.world_size) for name in ("train", "test")}
     interruption.reason = "spot notice" if place.rank == asked else ""
     state = SimpleNamespace(fn="test")
-    node = SimpleNamespace(node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False)
+    node = SimpleNamespace(
+        node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False
+    )
     with pytest.raises(Interrupted) as stopped:
         interruption._vote(node, "test")
     return stopped.value.elsewhere
@@ -107,8 +115,13 @@ def test_a_terminal_that_goes_away_interrupts_a_run_and_nohup_keeps_it(tmp_path)
     fault = partial(signal_at_step, 2, number=signal.SIGHUP)
     stopped = run_door("train", *one, logs=tmp_path / "stopped", before=fault)
     assert stopped.code == 75 and stopped.record["status"] == "interrupted", stopped.output
-    assert stopped.record["steps"] == 2 and len(list(stopped.folder.checkpoints.glob("last-*.ckpt"))) == 1
-    assert run_door("train", *one, logs=tmp_path / "nohup", before=partial(ignored, fault)).code == 0
+    assert (
+        stopped.record["steps"] == 2
+        and len(list(stopped.folder.checkpoints.glob("last-*.ckpt"))) == 1
+    )
+    assert (
+        run_door("train", *one, logs=tmp_path / "nohup", before=partial(ignored, fault)).code == 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -151,14 +164,23 @@ def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase,
         assert fault_of(path) is None and sidecar.step == stopped.record["steps"]
         assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
     done = run_door("train", *TWO, "resume=auto", logs=tmp_path)
-    assert done.code == 0 and done.record["status"] == "finished" and done.record["epochs"] == 2, done.output
-    assert [restart["lost_steps"] for restart in done.record["restarts"]] == ([] if phase == "start" else [0])
+    assert done.code == 0 and done.record["status"] == "finished" and done.record["epochs"] == 2, (
+        done.output
+    )
+    assert [restart["lost_steps"] for restart in done.record["restarts"]] == (
+        [] if phase == "start" else [0]
+    )
 
 
 # A rank that hangs, dies or fails ends the run, is named in the last line, and leaves stacks if it hung.
 
 TIMEOUT_S = 6
-SMALL = ("experiment=quickstart", f"trainer.timeout_s={TIMEOUT_S}", "trainer.num_threads=1", "~callbacks.hardware")
+SMALL = (
+    "experiment=quickstart",
+    f"trainer.timeout_s={TIMEOUT_S}",
+    "trainer.num_threads=1",
+    "~callbacks.hardware",
+)
 
 
 def harmed(tmp_path, how, trainer="ddp_sim", hook="on_train_batch_start"):
@@ -188,7 +210,9 @@ def test_a_rank_that_sleeps_ends_the_run_and_is_named(trainer, hook, phase, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "message"), [("dies", "killed by SIGKILL"), ("fails", "rank one is unhappy")])
+@pytest.mark.parametrize(
+    ("how", "message"), [("dies", "killed by SIGKILL"), ("fails", "rank one is unhappy")]
+)
 def test_a_rank_that_dies_or_fails_is_named_at_once(how, message, tmp_path):
     done, seconds = harmed(tmp_path, how)
     error = done.record["error"]
@@ -210,5 +234,8 @@ def test_a_module_that_lightning_refuses_is_refused_in_its_own_words(tmp_path):
     class Manual(Small):
         automatic_optimization = False
 
-    with pytest.raises(MisconfigurationException, match="gradient clipping is not supported for manual optimization"):
+    with pytest.raises(
+        MisconfigurationException,
+        match="gradient clipping is not supported for manual optimization",
+    ):
         fit(Manual(), HangDump(), max_steps=1, gradient_clip_val=1.0, default_root_dir=tmp_path)

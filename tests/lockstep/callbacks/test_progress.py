@@ -50,7 +50,9 @@ def test_which_epochs_have_a_line(clock, caplog, epoch_s, epochs, shown):
         callback.on_train_epoch_start(trainer, None)
         clock[0] += epoch_s
         callback.on_train_epoch_end(trainer, None)
-    assert caplog.messages == [f"epoch {number}/{epochs} · done · val acc 50.00%" for number in shown]
+    assert caplog.messages == [
+        f"epoch {number}/{epochs} · done · val acc 50.00%" for number in shown
+    ]
 
 
 def test_a_validation_within_an_epoch_has_a_line_and_so_has_an_end_there(clock, caplog):
@@ -69,7 +71,13 @@ def test_a_validation_within_an_epoch_has_a_line_and_so_has_an_end_there(clock, 
 # logger=wandb, mlflow and trackio without a network: a resumed run is one run there, with the steps of both starts.
 
 SRC = Path(__file__).resolve().parents[3] / "src"
-WORDS = ("experiment=quickstart", "trainer=cpu", "trainer.max_epochs=1", "trainer.num_threads=1", "test=false")
+WORDS = (
+    "experiment=quickstart",
+    "trainer=cpu",
+    "trainer.max_epochs=1",
+    "trainer.num_threads=1",
+    "test=false",
+)
 
 READ = {
     "trackio": """
@@ -102,7 +110,9 @@ def python(request, tmp_path_factory):
     (site / "project.pth").write_text(sysconfig.get_path("purelib"))
     install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     done = subprocess.run(
-        [*install[:3], "--python", python, *install[3:], request.param], capture_output=True, text=True
+        [*install[:3], "--python", python, *install[3:], request.param],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         pytest.skip(f"{request.param} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
@@ -114,14 +124,15 @@ def python(request, tmp_path_factory):
 def test_a_resumed_run_is_one_run_of_the_tracker(python, tmp_path):
     name, python = python
     own = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    environment = {**{key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}, **own}
+    environment = {
+        **{key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"},
+        **own,
+    }
     for words in ((*WORDS, f"logger={name}", "run_id=r"), ("resume=r", "trainer.max_epochs=2")):
         command = [python, SRC / "train.py", *words, f"paths.log_dir={tmp_path}"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    code = (
-        f"import json, sys\nlogs = {str(tmp_path)!r}\n{READ[name]}\nprint(json.dumps([len(runs), sorted(set(steps))]))"
-    )
+    code = f"import json, sys\nlogs = {str(tmp_path)!r}\n{READ[name]}\nprint(json.dumps([len(runs), sorted(set(steps))]))"
     done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     number, steps = json.loads(done.stdout.splitlines()[-1])

@@ -55,7 +55,9 @@ def test_steps_that_a_crash_undid_count_once(path):
     recorder.write(trainer_at(900), phase="training")  # killed here, with a checkpoint of step 800
     for last in (805, 803):
         recorder = restart(path, 800)
-        recorder.on_fit_start(trainer_at(0), None)  # Lightning has not read the step of the checkpoint yet
+        recorder.on_fit_start(
+            trainer_at(0), None
+        )  # Lightning has not read the step of the checkpoint yet
         recorder.on_exception(trainer_at(0), None, ValueError("before the first step"))
         assert read_record(path).steps == 800
         recorder.on_train_batch_start(trainer_at(800), None)
@@ -76,7 +78,9 @@ def test_the_best_is_that_of_the_best_checkpoint(path):
     recorder = RunRecorder(path, owns_run=False)
     recorder.on_fit_start(trainer_at(0), None)
     metric = {"val/loss": 0.4, "val/acc": 0.7, "val/f1": 0.5, "val/auroc": float("nan")}
-    recorder.on_checkpoint_complete(path.parent / "checkpoints/best.ckpt", Sidecar(7, metric=metric), "best")
+    recorder.on_checkpoint_complete(
+        path.parent / "checkpoints/best.ckpt", Sidecar(7, metric=metric), "best"
+    )
     recorder.write(trainer_at(9))
     record = read_record(path)
     assert record.metrics == {"val/loss_best": 0.4, "val/acc_best": 0.7}
@@ -105,17 +109,30 @@ def test_a_run_on_the_cpu_leaves_samples_medians_and_maxima(tmp_path):
     assert len(written) >= 5 and float(written[-1]["rank0/memory_gib"]) > 0.05
     [node] = callback.record_fields()["hardware"]["nodes"]
     memory = node["stats"]["rank0/memory_gib"]
-    assert memory["max"] == pytest.approx(max(float(row["rank0/memory_gib"]) for row in written), abs=1e-3)
+    assert memory["max"] == pytest.approx(
+        max(float(row["rank0/memory_gib"]) for row in written), abs=1e-3
+    )
     assert 0 < memory["p50"] <= memory["max"] < callback.record_fields()["peak_memory_gib"] + 0.01
-    assert node["gpus"] == [] and node["cores"] >= 1 and node["node_rank"] == 0 and node["memory_gib"] > 0.5
+    assert (
+        node["gpus"] == []
+        and node["cores"] >= 1
+        and node["node_rank"] == 0
+        and node["memory_gib"] > 0.5
+    )
     assert "nvidia_smi" not in node
     logged = rows(tmp_path / "metrics.csv")
-    assert [row["step"] for row in logged] == ["20", "40"] and 0 < float(logged[1]["hardware/cpu_percent"]) <= 100
-    fit(Tiny(), HardwareStats(interval_s=0.05), **options)  # a second start of the run keeps the first one's samples
+    assert [row["step"] for row in logged] == ["20", "40"] and 0 < float(
+        logged[1]["hardware/cpu_percent"]
+    ) <= 100
+    fit(
+        Tiny(), HardwareStats(interval_s=0.05), **options
+    )  # a second start of the run keeps the first one's samples
     assert rows(tmp_path / "hardware-node0.0.csv") == written
 
 
-def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(tmp_path, monkeypatch, capsys):
+def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(
+    tmp_path, monkeypatch, capsys
+):
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho NVIDIA-SMI\n")
@@ -139,11 +156,19 @@ def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(tmp_path
     fit(Tiny(), callback, strategy=strategy, batches=40, default_root_dir=tmp_path)
     [node] = callback.record_fields()["hardware"]["nodes"]
     assert callback.record_fields()["usable_memory_gib"] == 15
-    assert node["gpus"] == [{"name": "NVIDIA T4", "memory_gib": 16.0}] and node["nvidia_smi"] == "NVIDIA-SMI\n"
+    assert (
+        node["gpus"] == [{"name": "NVIDIA T4", "memory_gib": 16.0}]
+        and node["nvidia_smi"] == "NVIDIA-SMI\n"
+    )
     memory = node["stats"]["gpu1/memory_gib"]
     assert memory["max"] == next(readings) - 1 and memory["p50"] == memory["max"] / 2
     assert node["stats"]["gpu1/utilisation_percent"] == {"p50": 90, "max": 90}
-    assert capsys.readouterr().out.count("gpu1/power_w is no longer sampled (RuntimeError: not supported)") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "gpu1/power_w is no longer sampled (RuntimeError: not supported)"
+        )
+        == 1
+    )
 
 
 def test_sampling_ends_when_the_run_fails(tmp_path):

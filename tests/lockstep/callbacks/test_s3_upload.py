@@ -57,13 +57,17 @@ def test_a_best_is_there_when_fit_has_ended_and_the_record_says_where(make):
     checkpoint(callback, 10)
     callback.teardown(trainer(), None, "fit")
     fields = callback.record_fields()
-    assert step_of(callback) == 10 and fields["upload"]["uri"].startswith(f"{callback.bucket.uri}/the-run/checkpoints/")
+    assert step_of(callback) == 10 and fields["upload"]["uri"].startswith(
+        f"{callback.bucket.uri}/the-run/checkpoints/"
+    )
     assert fields["upload"]["error"] is None
     callback.teardown(trainer(), None, "test")  # a second end is no wait and no error
 
 
 def test_a_bucket_that_cannot_be_used_ends_the_run_before_training_on_every_rank(make):
-    with pytest.raises(UserError, match="^s3://no-such-bucket/x cannot be used: the bucket no-such-bucket does not"):
+    with pytest.raises(
+        UserError, match="^s3://no-such-bucket/x cannot be used: the bucket no-such-bucket does not"
+    ):
         make(uri="s3://no-such-bucket/x").setup(trainer(), None, "fit")
     with pytest.raises(UserError, match="because rank 0 said so"):
         make().setup(trainer(1, 2, "because rank 0 said so"), None, "fit")
@@ -109,7 +113,10 @@ class Metadata(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def do_PUT(self):
-        assert self.path == "/latest/api/token" and int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"]) <= 21600
+        assert (
+            self.path == "/latest/api/token"
+            and int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"]) <= 21600
+        )
         self.answer(200, "the-token")
 
     def do_GET(self):
@@ -136,9 +143,15 @@ def start(server):
     started = []
 
     def start(local_rank=0, stage="fit"):
-        callback, interruption, upload = SpotNotice(server.address, interval_s=0.02), Interruption(), SimpleNamespace()
+        callback, interruption, upload = (
+            SpotNotice(server.address, interval_s=0.02),
+            Interruption(),
+            SimpleNamespace(),
+        )
         upload.expect_end = lambda seconds: setattr(upload, "seconds", seconds)
-        callback.setup(SimpleNamespace(callbacks=[interruption, upload], local_rank=local_rank), None, stage)
+        callback.setup(
+            SimpleNamespace(callbacks=[interruption, upload], local_rank=local_rank), None, stage
+        )
         started.append(callback)
         return callback, interruption, upload
 
@@ -159,7 +172,10 @@ def test_a_notice_asks_for_an_interruption_and_hurries_the_upload(server, start,
     _, interruption, upload = start(stage=stage)
     assert wait_for(lambda: server.asked > 3) and not interruption.reason
     server.code, server.notice = 200, NOTICE
-    assert wait_for(lambda: getattr(upload, "seconds", 0) == 85.0) and interruption.reason == "spot notice"
+    assert (
+        wait_for(lambda: getattr(upload, "seconds", 0) == 85.0)
+        and interruption.reason == "spot notice"
+    )
 
 
 def test_a_service_that_refuses_is_named_once_and_asked_again(server, start, capsys):

@@ -39,8 +39,12 @@ def logged(folder, module, *, batches=40, log=None, more=(), **options):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("batches, stop_at, accumulate, step", [(3, None, 1, "3"), (40, 15, 4, "4"), (40, 17, 4, "4")])
-def test_an_epoch_shorter_than_the_interval_or_a_stop_within_it_has_a_row(tmp_path, batches, stop_at, accumulate, step):
+@pytest.mark.parametrize(
+    "batches, stop_at, accumulate, step", [(3, None, 1, "3"), (40, 15, 4, "4"), (40, 17, 4, "4")]
+)
+def test_an_epoch_shorter_than_the_interval_or_a_stop_within_it_has_a_row(
+    tmp_path, batches, stop_at, accumulate, step
+):
     """17: in the middle of an accumulation, as where other peers have filled the batch."""
     (row,) = logged(tmp_path, Net(stop_at), batches=batches, accumulate_grad_batches=accumulate)
     assert (row["step"], row["lr"]) == (step, "0.25")
@@ -56,7 +60,9 @@ def test_steps_count_batches_also_under_several_optimizers(tmp_path):
     log.load_state_dict({"step": 2})
     found = logged(tmp_path, TwoOptimizers(), batches=1, log=log)
     assert [row["step"] for row in found] == ["2", "3"], "rows of steps that were lost are removed"
-    assert [row["step"] for row in logged(tmp_path, Net(), batches=1)] == ["1"], "another training is another table"
+    assert [row["step"] for row in logged(tmp_path, Net(), batches=1)] == ["1"], (
+        "another training is another table"
+    )
 
 
 def test_a_value_named_step_which_lightning_takes_for_one_moves_no_row(tmp_path):
@@ -70,7 +76,9 @@ def test_a_value_named_step_which_lightning_takes_for_one_moves_no_row(tmp_path)
     ]  # fmt: skip
 
 
-def test_a_step_that_returns_no_loss_has_none_in_the_log_and_a_loss_that_is_nan_ends_the_run(tmp_path):
+def test_a_step_that_returns_no_loss_has_none_in_the_log_and_a_loss_that_is_nan_ends_the_run(
+    tmp_path,
+):
     class NoLoss(TwoOptimizers):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)
@@ -105,7 +113,9 @@ def test_losses_before_a_checkpoint_in_mid_epoch_count_after_it(tmp_path):
 def test_an_eps_that_is_zero_in_float16_is_refused_with_what_works(tmp_path):
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 1).parameters())
     trainer = SimpleNamespace(optimizers=[optimizer], precision="16-true")
-    with pytest.raises(UserError, match=r"optimizer.eps=1e-08 is 0 .*optimizer.eps=1e-4, .*bf16-mixed"):
+    with pytest.raises(
+        UserError, match=r"optimizer.eps=1e-08 is 0 .*optimizer.eps=1e-4, .*bf16-mixed"
+    ):
         check_eps(trainer)
     for precision, eps in (("16-mixed", 1e-8), ("bf16-true", 1e-8), ("16-true", 1e-4)):
         optimizer.param_groups[0]["eps"], trainer.precision = eps, precision
@@ -135,8 +145,14 @@ def test_images_per_second_step_times_and_data_wait():
     throughput = fields["throughput"]
     # Two micro-batches of 6 ms compute and 4 ms data make a step of a little over 20 ms; the first step does not count.
     assert 0.020 < throughput["step_seconds"]["p50"] <= throughput["step_seconds"]["p95"] < 0.100
-    assert throughput["images_per_s"] == pytest.approx(10 / throughput["step_seconds"]["mean"], rel=1e-3)
-    assert fields["images_per_s"] == throughput["images_per_s"] == throughput["images_per_s_per_device"]
+    assert throughput["images_per_s"] == pytest.approx(
+        10 / throughput["step_seconds"]["mean"], rel=1e-3
+    )
+    assert (
+        fields["images_per_s"]
+        == throughput["images_per_s"]
+        == throughput["images_per_s_per_device"]
+    )
     assert 0.15 < throughput["data_wait_share"] < 0.65
 
 

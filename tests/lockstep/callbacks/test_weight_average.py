@@ -62,7 +62,14 @@ def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path):
 
 def test_what_is_saved_is_the_average_and_it_has_learnt_after_few_steps(tmp_path):
     """With a constant decay of 0.9995 most of it would be the initial weights after 60 steps."""
-    done = run_door("train", *WORDS, "trainer=cpu", "trainer.ema_decay=0.9995", "trainer.max_epochs=6", logs=tmp_path)
+    done = run_door(
+        "train",
+        *WORDS,
+        "trainer=cpu",
+        "trainer.ema_decay=0.9995",
+        "trainer.max_epochs=6",
+        logs=tmp_path,
+    )
     state = last_of(done)
     trained, averaged = state["current_model_state"], state["state_dict"]
     assert averaged.keys() == trained.keys() and any(

@@ -9,7 +9,14 @@ import torch
 
 from kills import differences
 from lockstep.checkpoints import files as files
-from lockstep.checkpoints.files import Sidecar, complete, fault_of, newest_whole, read_sidecar, sidecar_path
+from lockstep.checkpoints.files import (
+    Sidecar,
+    complete,
+    fault_of,
+    newest_whole,
+    read_sidecar,
+    sidecar_path,
+)
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.checkpoints.random_state import random_state
 from lockstep.process.errors import UserError
@@ -22,11 +29,22 @@ def make(folder, kind, step, data=b"weights"):
     return path
 
 
-def test_the_newest_whole_one_is_taken_and_a_torn_or_flipped_one_passed_over_with_a_line(tmp_path, caplog):
-    good, torn, flipped = make(tmp_path, "last", 10), make(tmp_path, "best", 30), make(tmp_path, "last", 30)
+def test_the_newest_whole_one_is_taken_and_a_torn_or_flipped_one_passed_over_with_a_line(
+    tmp_path, caplog
+):
+    good, torn, flipped = (
+        make(tmp_path, "last", 10),
+        make(tmp_path, "best", 30),
+        make(tmp_path, "last", 30),
+    )
     make(tmp_path, "best", 5)
     (tmp_path / "last-step00000040.ckpt").write_bytes(b"no sidecar")
-    assert [path for path, _ in complete(tmp_path)] == [flipped, torn, good, tmp_path / "best-step00000005.ckpt"]
+    assert [path for path, _ in complete(tmp_path)] == [
+        flipped,
+        torn,
+        good,
+        tmp_path / "best-step00000005.ckpt",
+    ]
     torn.write_bytes(b"weigh")
     flipped.write_bytes(b"weighty")
     assert newest_whole(tmp_path) == good
@@ -42,7 +60,10 @@ def test_a_link_has_its_own_life_and_leftovers_of_a_killed_process_go(tmp_path):
     files.mark_unfinished(tmp_path / "last-step00000002.ckpt")
     (tmp_path / "last-step00000002.ckpt").write_bytes(b"no sidecar")
     files.remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {last.name, sidecar_path(last).name} and not fault_of(last)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        last.name,
+        sidecar_path(last).name,
+    } and not fault_of(last)
 
 
 def test_files_of_the_user_among_the_checkpoints_stay(tmp_path):
@@ -81,13 +102,27 @@ def test_a_sidecar_that_an_older_version_wrote(tmp_path):
 def test_a_sidecar_with_nonsense_in_it_makes_no_checkpoint(tmp_path, change):
     path = make(tmp_path, "last", 1)
     held = json.loads(sidecar_path(path).read_text())
-    sidecar_path(path).write_text(json.dumps({**held, **change} if change else held)[: None if change else -2])
-    assert "no readable" in fault_of(path) and newest_whole(tmp_path) is None and list(complete(tmp_path)) == []
+    sidecar_path(path).write_text(
+        json.dumps({**held, **change} if change else held)[: None if change else -2]
+    )
+    assert (
+        "no readable" in fault_of(path)
+        and newest_whole(tmp_path) is None
+        and list(complete(tmp_path)) == []
+    )
 
 
 # Checkpoint files are tensors and plain values; anything else is refused in one sentence.
 
-DTYPES = (torch.bfloat16, torch.float16, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn, torch.float64)
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.bool,
+    torch.uint16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float64,
+)
 
 
 def whole():
@@ -96,7 +131,14 @@ def whole():
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(4, 2)).sum().backward()
     optimizer.step()
-    facts = {"class_names": ["a", "ü"], "num_classes": 2, "image_size": 8, "channels": 1, "mean": [0.5], "std": [0.2]}
+    facts = {
+        "class_names": ["a", "ü"],
+        "num_classes": 2,
+        "image_size": 8,
+        "channels": 1,
+        "mean": [0.5],
+        "std": [0.2],
+    }
     more = {f"extra{n}": torch.zeros(3, 2, dtype=dtype) for n, dtype in enumerate(DTYPES)}
     return {
         "epoch": 1, "global_step": 10, "pytorch-lightning_version": "2.6.6", "state_dict": net.state_dict() | more,
@@ -128,7 +170,9 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
 )
 def test_another_content_is_named(changes, says, tmp_path):
     torch.save({**whole(), **changes}, tmp_path / "x.ckpt")
-    with pytest.raises(UserError, match=f"x.ckpt is not a checkpoint that can be loaded safely: .*{says}") as raised:
+    with pytest.raises(
+        UserError, match=f"x.ckpt is not a checkpoint that can be loaded safely: .*{says}"
+    ) as raised:
         read_checkpoint(tmp_path / "x.ckpt")
     assert "\n" not in str(raised.value)
 
@@ -147,7 +191,13 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
         read_checkpoint(path)
     torch.save(whole(), path)
     data = path.read_bytes()
-    for damaged in (b"", data[:-100], data[:1000], b"x" * 1000, data[:40] + bytes(200) + data[240:]):
+    for damaged in (
+        b"",
+        data[:-100],
+        data[:1000],
+        b"x" * 1000,
+        data[:40] + bytes(200) + data[240:],
+    ):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="x.ckpt is not a checkpoint that can be loaded safely"):
             read_checkpoint(path)

@@ -49,7 +49,9 @@ def test_a_step_ends_where_lightning_counts_it_and_an_epoch_validates_where_it_d
     fit(Net(), places, batches=5, val_loader=DataLoader(torch.ones(1, 1)), max_epochs=4, num_sanity_val_steps=0,
         accumulate_grad_batches=2, check_val_every_n_epoch=2)  # fmt: skip
     steps = [0, *(step for _, step in places.steps)]
-    assert [ends for ends, _ in places.steps] == [after > before for before, after in zip(steps, steps[1:])]
+    assert [ends for ends, _ in places.steps] == [
+        after > before for before, after in zip(steps, steps[1:])
+    ]
     assert [ends for ends, _ in places.steps[:5]] == [False, True, False, True, True]
     assert places.epochs == [(False, False), (True, True)] * 2
 
@@ -66,13 +68,20 @@ def test_a_stop_in_the_validation_after_a_remainder_of_accumulation_trains_no_ba
         def validation_step(self, batch, batch_idx):
             interruption.ask("test") if len(seen) == 5 else None
 
-    options = {"batches": 5, "val_loader": DataLoader(torch.ones(1, 1)), "accumulate_grad_batches": 2, "max_epochs": 2}
+    options = {
+        "batches": 5,
+        "val_loader": DataLoader(torch.ones(1, 1)),
+        "accumulate_grad_batches": 2,
+        "max_epochs": 2,
+    }
     with pytest.raises(Interrupted):
         fit(Stopped(), interruption, Checkpoints(tmp_path), num_sanity_val_steps=0, **options)
     [(path, _)] = complete(tmp_path, "last")
     seen.clear()
     interruption.reason = ""
-    trainer = fit(Stopped(), Checkpoints(tmp_path), ckpt_path=path, num_sanity_val_steps=0, **options)
+    trainer = fit(
+        Stopped(), Checkpoints(tmp_path), ckpt_path=path, num_sanity_val_steps=0, **options
+    )
     assert (seen, trainer.global_step) == ([0, 1, 2, 3, 4], 6)
 
 
@@ -110,11 +119,18 @@ class Lowered(Watched):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stop", [{"max_epochs": 3}, {"max_epochs": 8, "max_steps": 14}], ids=["epoch", "mid-epoch"])
+@pytest.mark.parametrize(
+    "stop", [{"max_epochs": 3}, {"max_epochs": 8, "max_steps": 14}], ids=["epoch", "mid-epoch"]
+)
 def test_a_schedule_of_plateaus_goes_on_as_without_a_stop(stop, tmp_path):
     def rates(folder, **options):
         module = Lowered()
-        fit(module, Checkpoints(tmp_path / folder), val_loader=DataLoader(torch.ones(1, 1)), **options)
+        fit(
+            module,
+            Checkpoints(tmp_path / folder),
+            val_loader=DataLoader(torch.ones(1, 1)),
+            **options,
+        )
         return module.rates
 
     whole = rates("whole", max_epochs=8)
@@ -152,13 +168,24 @@ def test_data_without_a_length_train_save_and_go_on(tmp_path, caplog):
     def train(epochs, **options):
         caplog.clear()
         parts = TrainingLog(1), Checkpoints(tmp_path), Progress(0.0, 0.0)
-        options = {"max_epochs": epochs, "accumulate_grad_batches": 2, "log_every_n_steps": 1, **options}
-        trainer = fit(Net(), *parts, data=Stream(), val_loader=DataLoader(torch.ones(1, 1)), **options)
-        return trainer.global_step, [message for message in caplog.messages if message.startswith("epoch")]
+        options = {
+            "max_epochs": epochs,
+            "accumulate_grad_batches": 2,
+            "log_every_n_steps": 1,
+            **options,
+        }
+        trainer = fit(
+            Net(), *parts, data=Stream(), val_loader=DataLoader(torch.ones(1, 1)), **options
+        )
+        return trainer.global_step, [
+            message for message in caplog.messages if message.startswith("epoch")
+        ]
 
     caplog.set_level("INFO", logger="lockstep")
     steps, said = train(1)
-    assert steps == 3 and any("epoch 1/1 · batch 4 " in line for line in said) and "done" in said[-1]
+    assert (
+        steps == 3 and any("epoch 1/1 · batch 4 " in line for line in said) and "done" in said[-1]
+    )
     [(path, sidecar)] = complete(tmp_path, "last")
     assert sidecar.step == 3 and read_checkpoint(path)["lockstep"]["point"]["phase"] == EPOCH_END
     steps, said = train(-1, max_steps=6, ckpt_path=path)
@@ -169,13 +196,20 @@ def test_data_without_a_length_train_save_and_go_on(tmp_path, caplog):
 
 WORDS = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.num_threads=1",
          "~callbacks.hardware", "run_id=r"]  # fmt: skip
-WITHIN = ["trainer.val_check_interval=8", "trainer.accumulate_grad_batches=2"]  # of the 20 steps of an epoch
+WITHIN = [
+    "trainer.val_check_interval=8",
+    "trainer.accumulate_grad_batches=2",
+]  # of the 20 steps of an epoch
 AT = ["8", "16", "20", "28", "36", "40"]
 
 
 def validated(done):
     with done.folder.metrics.open(newline="") as file:
-        return [(row["step"], row["val/loss"], row["val/acc"]) for row in csv.DictReader(file) if row["val/acc"]]
+        return [
+            (row["step"], row["val/loss"], row["val/acc"])
+            for row in csv.DictReader(file)
+            if row["val/acc"]
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +224,9 @@ def test_an_epoch_is_validated_every_so_many_optimizer_steps_and_at_its_end(whol
     assert [step for step, *_ in found] == AT
     best = max(found, key=lambda row: float(row[2]))
     record = whole.record
-    assert record["best_checkpoint"]["step"] == int(best[0]) and record["metrics"]["val/acc_best"] == float(best[2])
+    assert record["best_checkpoint"]["step"] == int(best[0]) and record["metrics"][
+        "val/acc_best"
+    ] == float(best[2])
 
 
 @pytest.mark.slow
@@ -201,9 +237,18 @@ def test_an_epoch_is_validated_every_so_many_optimizer_steps_and_at_its_end(whol
         (2, "on_validation_batch_end", "validation"),  # in the one at step 16
     ],
 )
-def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(whole, tmp_path, stop, hook, phase):
+def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(
+    whole, tmp_path, stop, hook, phase
+):
     small = "data.eval_batch_size=100"  # several batches in a validation
-    stopped = run_door("train", *WORDS, *WITHIN, small, logs=tmp_path, before=partial(signal_at_step, stop, hook=hook))
+    stopped = run_door(
+        "train",
+        *WORDS,
+        *WITHIN,
+        small,
+        logs=tmp_path,
+        before=partial(signal_at_step, stop, hook=hook),
+    )
     assert stopped.code == 75, stopped.output
     [(path, _)] = complete(stopped.folder.checkpoints, "last")
     assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
@@ -242,20 +287,34 @@ def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path):
     assert steps == 13 and record["status"] == "finished" and record["ended_by"] == "max_time"
     assert record["best_checkpoint"]["step"] == steps and record["metrics"]["test/images"] == 360
     assert [step for step, *_ in validated(done)] == [str(steps)]
-    assert "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1/2: it ends" in done.output
+    assert (
+        "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1/2: it ends"
+        in done.output
+    )
 
 
 @pytest.mark.slow
 def test_the_time_counts_over_restarts_and_more_of_it_goes_on_in_mid_epoch(whole, tmp_path):
     words = [*WORDS, "trainer.accumulate_grad_batches=2", "trainer.max_time=13s"]
 
-    assert run_door("train", *words, logs=tmp_path, before=partial(a_second_a_step, stop_at=5)).code == 75
+    assert (
+        run_door("train", *words, logs=tmp_path, before=partial(a_second_a_step, stop_at=5)).code
+        == 75
+    )
     done = run_door("train", "resume=r", logs=tmp_path, before=a_second_a_step)
-    assert done.code == 0 and done.record["steps"] == 13 and len(done.record["restarts"]) == 1, done.output
+    assert done.code == 0 and done.record["steps"] == 13 and len(done.record["restarts"]) == 1, (
+        done.output
+    )
     over = run_door("train", "resume=r", logs=tmp_path)
-    assert over.code == 2 and "is finished" in over.output and "give more trainer.max_time" in over.output
+    assert (
+        over.code == 2
+        and "is finished" in over.output
+        and "give more trainer.max_time" in over.output
+    )
     again = run_door("train", "resume=auto", "run_id=r", logs=tmp_path)
     assert again.code == 0 and "has finished" in again.output
     longer = run_door("train", "resume=r", "trainer.max_time=null", logs=tmp_path)
-    assert longer.code == 0 and longer.record["steps"] == 40 and longer.record["ended_by"] is None, longer.output
+    assert (
+        longer.code == 0 and longer.record["steps"] == 40 and longer.record["ended_by"] is None
+    ), longer.output
     assert differences(weights(longer.folder), weights(whole.folder)) == []

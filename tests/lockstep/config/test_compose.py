@@ -92,25 +92,42 @@ def test_a_name_stays_as_it_was_typed(word, key, value, monkeypatch):
     ("words", "group", "wanted"),
     [
         ([], "callbacks", ["checkpoints", "hardware", "progress"]),
-        (["callbacks=[default,spot]"], "callbacks", ["checkpoints", "hardware", "progress", "spot"]),
+        (
+            ["callbacks=[default,spot]"],
+            "callbacks",
+            ["checkpoints", "hardware", "progress", "spot"],
+        ),
         (["callbacks=none"], "callbacks", []),
-        (["~callbacks.checkpoints", "callbacks=spot"], "callbacks", ["hardware", "progress", "spot"]),
+        (
+            ["~callbacks.checkpoints", "callbacks=spot"],
+            "callbacks",
+            ["hardware", "progress", "spot"],
+        ),
         (["logger=wandb"], "logger", ["csv", "tensorboard", "wandb"]),
         (["~logger.tensorboard"], "logger", ["csv"]),
     ],
 )
 def test_callbacks_and_loggers_are_added_to_those_of_every_run(words, group, wanted):
-    assert sorted(name for name, node in plain(compose("train", words))[group].items() if node) == wanted
+    assert (
+        sorted(name for name, node in plain(compose("train", words))[group].items() if node)
+        == wanted
+    )
 
 
 def test_data_of_another_class_get_no_recipe_of_the_default_data():
     cfg = compose("train", ["task._target_=a.Gan", "data._target_=a.Data"])
-    assert (cfg.trainer.max_epochs, cfg.trainer.gradient_clip_val, list(cfg.data)) == (10, None, ["_target_"])
+    assert (cfg.trainer.max_epochs, cfg.trainer.gradient_clip_val, list(cfg.data)) == (
+        10,
+        None,
+        ["_target_"],
+    )
     assert typed_overrides(cfg) == ["task._target_=a.Gan", "data._target_=a.Data"]
 
 
 def test_a_model_of_another_class_gets_neither_arguments_nor_recipe_of_the_default_model():
-    cfg = compose("train", ["model._target_=a.Net", "+model.width=3", "scheduler._target_=a.Schedule"])
+    cfg = compose(
+        "train", ["model._target_=a.Net", "+model.width=3", "scheduler._target_=a.Schedule"]
+    )
     assert cfg.model == {"_target_": "a.Net", "width": 3} and cfg.scheduler == {
         "_target_": "a.Schedule",
         "_partial_": True,
@@ -133,7 +150,9 @@ YAMLS = {
 
 
 @pytest.mark.parametrize(("text", "says"), YAMLS.items())
-def test_what_an_experiments_yaml_has_wrong_is_said_in_one_sentence(text, says, tmp_path, monkeypatch):
+def test_what_an_experiments_yaml_has_wrong_is_said_in_one_sentence(
+    text, says, tmp_path, monkeypatch
+):
     shutil.copytree(CONFIGS, tmp_path / "configs")
     monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
@@ -166,7 +185,11 @@ def test_cfg_prints_the_config_or_a_part_wherever_the_option_stands(capsys):
 
 
 def test_an_interpolation_is_read_where_its_key_stands(capsys):
-    words = ["data=digits", "data.eval_batch_size=${.global_batch_size}", "data.root=${oc.env:NO_SUCH_ONE}/x"]
+    words = [
+        "data=digits",
+        "data.eval_batch_size=${.global_batch_size}",
+        "data.root=${oc.env:NO_SUCH_ONE}/x",
+    ]
     assert composed([*words[:2], "--cfg", "job", "--resolve"]) == 0
     assert "eval_batch_size: 64\n" in capsys.readouterr().out
     cfg = compose("train", ["data=image_folder", *words[1:]])
@@ -178,17 +201,25 @@ def test_an_interpolation_is_read_where_its_key_stands(capsys):
 def test_a_folder_of_more_yamls_counts_in_every_mode(tmp_path, capsys):
     folder = tmp_path / "größe (1)"
     (folder / "model").mkdir(parents=True)
-    (folder / "model" / "mine.yaml").write_text("_target_: models.small_cnn.SmallCNN\ndropout: 0.125\n")
+    (folder / "model" / "mine.yaml").write_text(
+        "_target_: models.small_cnn.SmallCNN\ndropout: 0.125\n"
+    )
     argv = ["--config-dir", str(folder), "model=mine"]
     seen = []
     assert composed(argv, seen) == 0
     assert seen[0]["model"]["dropout"] == 0.125
-    assert plain(compose("train", seen[0]["overrides"]))["model"] == seen[0]["model"], "for a search of the batch"
+    assert plain(compose("train", seen[0]["overrides"]))["model"] == seen[0]["model"], (
+        "for a search of the batch"
+    )
     assert composed([*argv, "--cfg", "job"]) == 0
     assert "dropout: 0.125" in capsys.readouterr().out
     assert composed([*argv, "model.dropuot=1"]) == 2
     assert "use model.dropout" in capsys.readouterr().err
-    config = {**plain(compose("train", ["model=small_cnn"])), "choices": {"model": "mine"}, "overrides": []}
+    config = {
+        **plain(compose("train", ["model=small_cnn"])),
+        "choices": {"model": "mine"},
+        "overrides": [],
+    }
     config["model"]["dropout"] = 0.25
     for options in (argv[:2], []):  # a run goes on with the folder and without it
         assert composed(options, seen, config) == 0 and seen.pop()["model"]["dropout"] == 0.25

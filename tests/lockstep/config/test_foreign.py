@@ -43,18 +43,36 @@ def composed_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(group, option, composed_once, monkeypatch):
-    base = stored(*(["model.name=resnet18"] if option == "timm" and group == "model" else []), f"{group}={option}")
+def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(
+    group, option, composed_once, monkeypatch
+):
+    base = stored(
+        *(["model.name=resnet18"] if option == "timm" and group == "model" else []),
+        f"{group}={option}",
+    )
     monkeypatch.setattr(foreign, "missing_option", lambda *_: None)
-    extra = ("checkpoint_path", "cache_dir", "pretrained_cfg", "act_layer", "hook", "_target_", "_args_", "_partial_")
+    extra = (
+        "checkpoint_path",
+        "cache_dir",
+        "pretrained_cfg",
+        "act_layer",
+        "hook",
+        "_target_",
+        "_args_",
+        "_partial_",
+    )
     for value in HOSTILE:
         names = {*(base[group] or {}), *extra}
         if group == "model" and isinstance(value, str) and ":" not in value and "/" not in value:
             names.discard("name")  # of timm's registry
-        for part in [{name} for name in names] if group in ("model", "loss") else [names]:  # they raise
+        for part in (
+            [{name} for name in names] if group in ("model", "loss") else [names]
+        ):  # they raise
             try:
                 found, _ = accepted(
-                    {**base, group: {**(base[group] or {}), **dict.fromkeys(part, value)}}, OF_RUN, "It"
+                    {**base, group: {**(base[group] or {}), **dict.fromkeys(part, value)}},
+                    OF_RUN,
+                    "It",
                 )
             except UserError:
                 continue
@@ -80,15 +98,26 @@ def test_nothing_outside_the_roots_is_taken_and_a_place_is_left_to_this_machine(
         "s3.uri=s3://theirs/x", "paths.logbook_dir=/etc", "logger=wandb", "+callbacks.mine={_target_: os.system}",
         "data=cifar10", "data.root=/theirs", "model=vit_tiny_32", "model.weights=/x.pth",
     )  # fmt: skip
-    before.update(task_name="../../..", extra={"_target_": "os.system"}, overrides=["paths.log_dir=/etc"])
+    before.update(
+        task_name="../../..", extra={"_target_": "os.system"}, overrides=["paths.log_dir=/etc"]
+    )
     found, rejected = accepted(before, OF_RUN, "It")
-    assert set(found) == {"choices"} and {*rejected} == {"callbacks.mine", "data.root", "model.weights"}
+    assert set(found) == {"choices"} and {*rejected} == {
+        "callbacks.mine",
+        "data.root",
+        "model.weights",
+    }
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["experiment=alexnet_cifar10", "optimizer.lr=0.0123", "tags=[night]", "trainer.max_epochs=77"],
+        [
+            "experiment=alexnet_cifar10",
+            "optimizer.lr=0.0123",
+            "tags=[night]",
+            "trainer.max_epochs=77",
+        ],
         ["experiment=deit3_imagenet"],
         ["experiment=quickstart", "loss=focal", "loss.gamma=1.5", "metrics=[f1,kappa]"],
     ],
@@ -97,8 +126,21 @@ def test_an_experiments_own_config_comes_back(words):
     before = stored(*words)
     found, rejected = accepted(before, OF_RUN, "It")
     now = plain(compose("train", [], found))
-    parts = ("data", "augmentation", "model", "loss", "metrics", "optimizer", "scheduler", "trainer", "task", "tags")
-    assert {part: now[part] for part in parts} == {part: before[part] for part in parts} and rejected == []
+    parts = (
+        "data",
+        "augmentation",
+        "model",
+        "loss",
+        "metrics",
+        "optimizer",
+        "scheduler",
+        "trainer",
+        "task",
+        "tags",
+    )
+    assert {part: now[part] for part in parts} == {
+        part: before[part] for part in parts
+    } and rejected == []
 
 
 def test_a_net_that_cannot_be_built_here_is_refused():
@@ -109,11 +151,15 @@ def test_a_net_that_cannot_be_built_here_is_refused():
             accepted(before, OF_CHECKPOINT, "It")
     for name in ("mine", "../train", "alexnet.yaml", "", 7, None, ["alexnet"], "/etc/passwd"):
         before["choices"]["model"] = name
-        with pytest.raises(UserError, match="It names model=.*which is not here: there is airbench"):
+        with pytest.raises(
+            UserError, match="It names model=.*which is not here: there is airbench"
+        ):
             accepted(before, OF_CHECKPOINT, "It")
 
 
-@pytest.mark.parametrize("nonsense", [None, [], "x", {}, {"choices": 3}, {"choices": {"data": "digits"}, "model": []}])
+@pytest.mark.parametrize(
+    "nonsense", [None, [], "x", {}, {"choices": 3}, {"choices": {"data": "digits"}, "model": []}]
+)
 def test_nonsense_is_refused_in_a_sentence(nonsense):
     with pytest.raises(UserError, match="carries no config|which is not here"):
         accepted(nonsense, OF_CHECKPOINT, "It")
@@ -128,4 +174,7 @@ def test_a_run_below_the_log_folder_is_the_users_own(tmp_path):
     assert config_of_checkpoint(checkpoint, of_checkpoint, tmp_path)["data"]["name"] == "digits"
     (run / "config.yaml").write_text(yaml.safe_dump(own))
     assert config_of_checkpoint(checkpoint, of_checkpoint, tmp_path)["data"]["root"] == "/mine"
-    assert config_of_checkpoint(checkpoint, of_checkpoint, tmp_path / "elsewhere")["data"]["name"] == "digits"
+    assert (
+        config_of_checkpoint(checkpoint, of_checkpoint, tmp_path / "elsewhere")["data"]["name"]
+        == "digits"
+    )

@@ -25,7 +25,10 @@ def train(global_batch_size=24, rank=0, world_size=1, accumulate=1, epoch=0, **o
 
 def pixels(selections):
     """What decides the pixels of each image: its index, its draws, and the mixing of its pair, as one array (10, n)."""
-    parts = [np.vstack([each.positions, each.draws, each.mixing.repeat(2, axis=1)]) for each in selections]
+    parts = [
+        np.vstack([each.positions, each.draws, each.mixing.repeat(2, axis=1)])
+        for each in selections
+    ]
     return np.concatenate(parts, axis=1)
 
 
@@ -39,16 +42,22 @@ def test_an_epoch_is_complete_global_batches_of_different_images_by_seed_and_epo
     assert not np.array_equal(seen[0], other[0]) and not np.array_equal(seen[1:], other[1:])
     loader.set_epoch(0)
     assert np.array_equal(pixels(loader), seen)
-    assert len({seen[1:4, i : i + 12].tobytes() for i in range(0, 192, 12)}) == 16  # no part repeats another
+    assert (
+        len({seen[1:4, i : i + 12].tobytes() for i in range(0, 192, 12)}) == 16
+    )  # no part repeats another
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 2), (4, 3), (1, 6)])
 def test_ranks_and_micro_batches_share_out_the_same_global_batch(world_size, accumulate):
     whole = [pixels([s]) for s in train()]
-    ranks = [list(train(rank=r, world_size=world_size, accumulate=accumulate)) for r in range(world_size)]
+    ranks = [
+        list(train(rank=r, world_size=world_size, accumulate=accumulate)) for r in range(world_size)
+    ]
     for step, expected in enumerate(whole):
         # Micro-batch after micro-batch, and within each rank after rank, is the global batch in its order.
-        parts = [ranks[r][step * accumulate + j] for j in range(accumulate) for r in range(world_size)]
+        parts = [
+            ranks[r][step * accumulate + j] for j in range(accumulate) for r in range(world_size)
+        ]
         assert {len(part.positions) for part in parts} == {24 // world_size // accumulate}
         assert np.array_equal(pixels(parts), expected)
 
@@ -105,7 +114,9 @@ def test_evaluation_counts_each_of_197_images_once_on_any_number_of_ranks(world_
         for r in range(world_size)
     ]
     selections = [list(loader) for loader in loaders]
-    assert len({len(batches) for batches in selections}) == 1 and len(selections[0]) == len(loaders[0])
+    assert len({len(batches) for batches in selections}) == 1 and len(selections[0]) == len(
+        loaders[0]
+    )
     flat = [s for batches in selections for s in batches]
     sizes = {len(s.positions) for s in flat}
     assert max(sizes) <= batch_size and max(sizes) - min(sizes) <= 1

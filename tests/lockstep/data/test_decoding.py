@@ -7,7 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-from augmentations.policies import AutoAugment, RandAugment, ResizedCrop, ThreeAugment, TrivialAugment
+from augmentations.policies import (
+    AutoAugment,
+    RandAugment,
+    ResizedCrop,
+    ThreeAugment,
+    TrivialAugment,
+)
 from lockstep.data.augmentation import CropFlip, Mixing, mix
 from lockstep.data.decoding import SUFFIXES, CorruptImage, open_image, pixels_of
 from lockstep.data.framing import Framing
@@ -32,7 +38,9 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path, orientation):
     assert np.array_equal(np.asarray(open_image(tmp_path / "x.png", 1)), upright)
 
 
-@pytest.mark.parametrize("kind", ["png", "webp", "gif", "tiff", "palette png", "grey png", "tRNS png"])
+@pytest.mark.parametrize(
+    "kind", ["png", "webp", "gif", "tiff", "palette png", "grey png", "tRNS png"]
+)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_transparent_images_lie_on_white(kind, channels):
     """Black shapes on transparent black: without a background all would be black."""
@@ -45,7 +53,10 @@ def test_transparent_images_lie_on_white(kind, channels):
     elif kind == "grey png":
         image = image.convert("LA")
     elif kind == "tRNS png":
-        image, options = Image.fromarray(np.where(alpha, 0, 9).astype(np.uint8)), {"transparency": 9}
+        image, options = (
+            Image.fromarray(np.where(alpha, 0, 9).astype(np.uint8)),
+            {"transparency": 9},
+        )
     out = io.BytesIO()
     image.save(out, kind.split()[-1], **options)
     found = np.asarray(open_image(out.getvalue(), channels, name=f"x.{kind.split()[-1]}"))
@@ -59,12 +70,16 @@ def test_sixteen_bits_keep_their_shades(tmp_path, suffix):
     Image.fromarray(shades).save(tmp_path / f"x.{suffix}")
     for framing in (GREY, SQUARE):
         found = decode(tmp_path / f"x.{suffix}", framing)
-        assert np.array_equal(found, np.repeat(np.round(shades / 257)[..., None], framing.channels, 2))
+        assert np.array_equal(
+            found, np.repeat(np.round(shades / 257)[..., None], framing.channels, 2)
+        )
 
 
 def test_a_text_named_jpg_is_named(tmp_path):
     (tmp_path / "a.jpg").write_text("no image")
-    with pytest.raises(CorruptImage, match=r"a.jpg cannot be decoded \(it is no image of a known format\)"):
+    with pytest.raises(
+        CorruptImage, match=r"a.jpg cannot be decoded \(it is no image of a known format\)"
+    ):
         open_image((tmp_path / "a.jpg").read_bytes(), 3, name=tmp_path / "a.jpg")
 
 
@@ -77,7 +92,9 @@ def test_thirty_two_bits_are_refused(tmp_path):
 ENDINGS = [".jfif", ".jpe", ".avif", ".tga", ".jp2", ".ico", ".pcx", ".dds", ".qoi", ".sgi", ".mpo"]
 
 
-@pytest.mark.parametrize(("suffix", "name"), [*((end, f"x{end}") for end in ENDINGS), (".avif", "named.jpg")])
+@pytest.mark.parametrize(
+    ("suffix", "name"), [*((end, f"x{end}") for end in ENDINGS), (".avif", "named.jpg")]
+)
 def test_endings_that_pillow_reads(tmp_path, suffix, name):
     Image.new("RGB", (32, 32), (0, 200, 0)).save(tmp_path / f"x{suffix}")
     (tmp_path / f"x{suffix}").rename(tmp_path / name)
@@ -113,7 +130,9 @@ def test_mixup_blends_neighbours_and_cutmix_puts_the_neighbours_box_in():
     images, targets = mix(IMAGES, LABELS, drawn, 3)
     cut = IMAGES[2:].clone()
     cut[:, :, 2:6, 0:4] = IMAGES[[3, 2]][:, :, 2:6, 0:4]
-    assert torch.allclose(images[:2], 0.7 * IMAGES[:2] + 0.3 * IMAGES[[1, 0]]) and torch.equal(images[2:], cut)
+    assert torch.allclose(images[:2], 0.7 * IMAGES[:2] + 0.3 * IMAGES[[1, 0]]) and torch.equal(
+        images[2:], cut
+    )
     expected = torch.tensor([[0.3, 0, 0.7], [0.7, 0, 0.3], [0, 1, 0], [0, 1, 0]])
     assert targets.dtype == torch.float32 and torch.allclose(targets, expected)
     images, targets = mix(IMAGES, LABELS, torch.tensor([NOT_MIXED, NOT_MIXED]).double().T, 3)
@@ -126,7 +145,9 @@ def test_a_label_counts_as_much_as_its_pixels():
     assert (blend == 1).all() and np.allclose(share, 1 - (bottom - top) * (right - left) / 400)
     assert min(top.min(), left.min()) == 0 and max(bottom.max(), right.max()) == 20
     share, blend, *box = Mixing(0.5, 0).draw(np.random.default_rng(0), 500, 20)
-    assert np.array_equal(share, blend) and (box[0] == box[1]).all() and abs(share.mean() - 0.5) < 0.05
+    assert (
+        np.array_equal(share, blend) and (box[0] == box[1]).all() and abs(share.mean() - 0.5) < 0.05
+    )
 
 
 def test_how_often_and_which():

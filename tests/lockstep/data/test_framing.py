@@ -21,17 +21,25 @@ RNG = np.random.default_rng(4)
 def photograph(width, height):
     """Smooth and full of detail, as pictures are."""
     small = RNG.integers(0, 256, (5, 5, 3), dtype=np.uint8)
-    smooth = np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)).astype(float)
+    smooth = np.asarray(
+        Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    ).astype(float)
     return Image.fromarray((smooth + RNG.normal(0, 20, smooth.shape)).clip(0, 255).astype(np.uint8))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_base_patch32_224", "tf_efficientnet_lite0", "resnet50.a2_in1k"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "vit_base_patch32_224", "tf_efficientnet_lite0", "resnet50.a2_in1k"]
+)
 @pytest.mark.parametrize("image_size", [96, 97])
 def test_evaluation_is_timms_to_the_last_digit(name, image_size):
     wanted = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
-    theirs = create_transform(**{**wanted, "input_size": (3, image_size, image_size)}, is_training=False)
+    theirs = create_transform(
+        **{**wanted, "input_size": (3, image_size, image_size)}, is_training=False
+    )
     resize = resize_of(image_size, None, wanted["crop_pct"])
-    framing = Framing(image_size, resize, "crop", wanted["interpolation"], mean=tuple(wanted["mean"]))
+    framing = Framing(
+        image_size, resize, "crop", wanted["interpolation"], mean=tuple(wanted["mean"])
+    )
     transforms = BatchTransforms(framing, wanted["std"])
     for _ in range(12):
         image = photograph(*RNG.integers(60, 300, 2))
@@ -44,13 +52,20 @@ def test_the_crop_share_that_is_exported_gives_the_resized_side_again():
     for image_size in range(1, 300, 7):
         for resize in range(image_size, image_size + 60):
             assert resize_of(image_size, None, Framing(image_size, resize).crop_pct) == resize
-    assert [resize_of(224, None, 0.875), resize_of(224, 300, 0.875), resize_of(32, None, 1)] == [256, 300, 32]
+    assert [resize_of(224, None, 0.875), resize_of(224, 300, 0.875), resize_of(32, None, 1)] == [
+        256,
+        300,
+        32,
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 12, "resize": 10}, "image_size=12 data.resize=10 .*image_size is from 1 to resize"),
+        (
+            {"image_size": 12, "resize": 10},
+            "image_size=12 data.resize=10 .*image_size is from 1 to resize",
+        ),
         ({"fit": "stretch"}, "data.fit=stretch must be one of crop, squash"),
         ({"interpolation": "lanczos"}, "data.interpolation=lanczos"),
     ],
@@ -94,7 +109,9 @@ ONE_STEP = 1.01 / 255 / min(STD)  # what was resized may round otherwise
 
 
 def made(transforms, images, draws):
-    moved = transforms.moved(torch.from_numpy(images), torch.from_numpy(draws), transforms.framing.interpolation)
+    moved = transforms.moved(
+        torch.from_numpy(images), torch.from_numpy(draws), transforms.framing.interpolation
+    )
     return transforms.normalise(moved)
 
 
@@ -102,7 +119,9 @@ def theirs(draws, framing):
     """Resize, pad, crop at the drawn place, flip, normalise: one image after the other with torchvision."""
     images, size = torch.from_numpy(RAW).permute(0, 3, 1, 2), framing.image_size
     if framing.resize != RAW.shape[1]:
-        images = F.resize(images, [framing.resize] * 2, InterpolationMode(framing.interpolation), antialias=True)
+        images = F.resize(
+            images, [framing.resize] * 2, InterpolationMode(framing.interpolation), antialias=True
+        )
     images = F.pad(images, [framing.crop_padding])
     crops = [F.crop(image, int(y), int(x), size, size) for image, y, x in zip(images, *draws[:2])]
     flipped = [F.horizontal_flip(crop) if flip else crop for crop, flip in zip(crops, draws[2])]
@@ -126,14 +145,21 @@ def test_pixels_are_torchvisions(case):
     transforms, most = BatchTransforms(framing, STD), 1e-5 if framing.resize == 32 else ONE_STEP
     draws = transforms.draw(np.random.default_rng(2), len(RAW))
     found, expected = made(transforms, RAW, draws), theirs(draws, framing)
-    assert found.shape == expected.shape == (12, 3, *[framing.image_size] * 2) and found.dtype == torch.float32
+    assert (
+        found.shape == expected.shape == (12, 3, *[framing.image_size] * 2)
+        and found.dtype == torch.float32
+    )
     assert (found - expected).abs().max() < most
     expected = F.center_crop(theirs(draws * 0, Framing(framing.resize, framing.resize, "crop", framing.interpolation)),
                              [framing.image_size])  # fmt: skip
-    assert (made(transforms, RAW, transforms.centre()[:, None].repeat(12, 1)) - expected).abs().max() < most
+    assert (
+        made(transforms, RAW, transforms.centre()[:, None].repeat(12, 1)) - expected
+    ).abs().max() < most
 
 
 def test_draws_reach_every_start_and_both_sides():
-    draws = BatchTransforms(Framing(32, 32, crop_padding=4, flip=True), STD).draw(np.random.default_rng(0), 5000)
+    draws = BatchTransforms(Framing(32, 32, crop_padding=4, flip=True), STD).draw(
+        np.random.default_rng(0), 5000
+    )
     assert [sorted(set(row.tolist())) for row in draws] == [list(range(9)), list(range(9)), [0, 1]]
     assert (BatchTransforms(Framing(32, 32), STD).draw(np.random.default_rng(0), 5) == 0).all()

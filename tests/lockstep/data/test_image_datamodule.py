@@ -43,17 +43,29 @@ def test_facts(make):
     dm = prepared(make())
     assert (dm.num_train, dm.num_val, dm.num_test) == (197, 23, 197)
     assert (dm.num_classes, dm.channels, dm.image_size) == (7, 3, 12)
-    assert dm.class_names == [f"pattern {i}" for i in range(7)] and dm.mean == [0.5] * 3 and dm.std == [0.18] * 3
+    assert (
+        dm.class_names == [f"pattern {i}" for i in range(7)]
+        and dm.mean == [0.5] * 3
+        and dm.std == [0.18] * 3
+    )
     assert len(dm.data_hash) == 64 and dm.data_hash != prepared(make(num_images=221)).data_hash
-    assert dm.data_hash == prepared(make(flip=False, seed=9)).data_hash  # of the images, not of what is done with them
+    assert (
+        dm.data_hash == prepared(make(flip=False, seed=9)).data_hash
+    )  # of the images, not of what is done with them
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch_size": 198}, "global_batch_size=198, but synthetic has 197 training images"),
+        (
+            {"global_batch_size": 198},
+            "global_batch_size=198, but synthetic has 197 training images",
+        ),
         ({"eval_batch_size": 0}, "eval_batch_size=0"),
-        ({"mean": [0.5, 0.5]}, "data.mean=.* must be auto, a number, or one for each of 3 channels"),
+        (
+            {"mean": [0.5, 0.5]},
+            "data.mean=.* must be auto, a number, or one for each of 3 channels",
+        ),
         ({"num_classes": 1}, "num_classes=1 must be at least 2"),
         ({"crop_pct": 1.1}, "data.crop_pct=1.1 must be auto, or above 0"),
         ({"std": 0}, "must be positive"),
@@ -92,7 +104,9 @@ class Recorder(LightningModule):
         phase = VALIDATION if loader["global_batches"] == loader["steps_per_epoch"] else TRAINING
         point = {"epoch": loader["epoch"], "batches_done": loader["global_batches"],
                  "is_last": phase == VALIDATION, "phase": phase}  # fmt: skip
-        loops["fit_loop"] = loop_state(loops["fit_loop"], point, self.trainer.accumulate_grad_batches)
+        loops["fit_loop"] = loop_state(
+            loops["fit_loop"], point, self.trainer.accumulate_grad_batches
+        )
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
@@ -129,12 +143,21 @@ def steps(module, accumulate=1):
 
 @pytest.mark.parametrize(("at", "saved_with", "resumed_with"), [(6, 2, 2), (7, 1, 4)])
 def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, resumed_with):
-    whole = run(tmp_path, make(), accumulate_grad_batches=saved_with, callbacks=[SaveAt(tmp_path / "c.ckpt", at)])
-    resumed = run(tmp_path, make(), ckpt_path=tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with)
+    whole = run(
+        tmp_path,
+        make(),
+        accumulate_grad_batches=saved_with,
+        callbacks=[SaveAt(tmp_path / "c.ckpt", at)],
+    )
+    resumed = run(
+        tmp_path, make(), ckpt_path=tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with
+    )
     assert [epoch for epoch, _ in steps(whole, saved_with)] == [0] * 6 + [1] * 6
     assert steps(resumed, resumed_with) == steps(whole, saved_with)[at:]
     assert resumed.trainer.global_step == 12
-    assert resumed.counted == (2 if at <= 6 else 1) * 23  # the validation after step 6 was still to come
+    assert (
+        resumed.counted == (2 if at <= 6 else 1) * 23
+    )  # the validation after step 6 was still to come
     if saved_with == resumed_with:
         assert torch.equal(resumed.net.weight, whole.net.weight)
 
@@ -180,9 +203,14 @@ def test_a_data_set_of_ones_own_needs_no_name_and_no_cache(tmp_path):
     assert dm.name == "own"
     run(tmp_path / "logs", dm, max_epochs=1)
     assert (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4) and not list(tmp_path.iterdir())
-    assert identical_images(dm)["2 images occur under two labels"] == ["image 0 = image 1", "image 3 = image 4"]
+    assert identical_images(dm)["2 images occur under two labels"] == [
+        "image 0 = image 1",
+        "image 3 = image 4",
+    ]
     alone = Own(image_size=4, global_batch_size=4)  # its loaders, without a Trainer
-    assert [len(list(getattr(alone, f"{name}_dataloader")())) for name in ("train", "val", "test")] == [8, 1, 1]
+    assert [
+        len(list(getattr(alone, f"{name}_dataloader")())) for name in ("train", "val", "test")
+    ] == [8, 1, 1]
 
 
 def test_labels_follow_the_classes_of_a_checkpoint(make):
@@ -191,8 +219,14 @@ def test_labels_follow_the_classes_of_a_checkpoint(make):
     before = prepared(dm).source.classes.copy()
     names = ["new", *reversed(dm.class_names)]
     dm.match_classes(names)
-    assert dm.class_names == names and dm.num_classes == 8 and np.array_equal(dm.source.classes, 7 - before)
-    with pytest.raises(UserError, match="has the class pattern 6, which the checkpoint does not know; it knows new"):
+    assert (
+        dm.class_names == names
+        and dm.num_classes == 8
+        and np.array_equal(dm.source.classes, 7 - before)
+    )
+    with pytest.raises(
+        UserError, match="has the class pattern 6, which the checkpoint does not know; it knows new"
+    ):
         dm.match_classes(names[:1] + names[2:])
     dm.test_on_all()
     assert (dm.num_train, dm.num_val, dm.num_test) == (0, 0, 417)

@@ -58,12 +58,16 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
      (0, "cuda", 64, "1", "", 0), (32, "cpu", 2, "1", "", 32),
      ("auto", "cuda", 8, "4", "8", 6), ("auto", "cuda", 32, "4", "8", 6)],
 )  # fmt: skip
-def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, bound, wanted, monkeypatch):
+def test_workers_follow_the_cores_of_a_rank(
+    stated, device, cores, ranks, bound, wanted, monkeypatch
+):
     """SLURM has bound a task to `bound` cores, or lets it see those of all."""
     for module in (loading, environment):
         monkeypatch.setattr(module, "available_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    for name, value in {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": bound}.items() if bound else ():
+    for name, value in (
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": bound}.items() if bound else ()
+    ):
         monkeypatch.setenv(name, value)
     assert loading.workers_of(stated, torch.device(device)) == wanted
 
@@ -71,12 +75,20 @@ def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, bound,
 @pytest.mark.parametrize("free", [0, 2**40])
 def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     monkeypatch.setattr(loading, "free_shared_memory", lambda: free)
-    samples = loading.Samples(lambda i: (Image.new("L", (2, 2), 3 + i),), Framing(2, 2), num_workers=1)
-    selections = [Selection(np.array([i] * (i != 1), int), np.zeros((3, int(i != 1)), int)) for i in range(3)]
+    samples = loading.Samples(
+        lambda i: (Image.new("L", (2, 2), 3 + i),), Framing(2, 2), num_workers=1
+    )
+    selections = [
+        Selection(np.array([i] * (i != 1), int), np.zeros((3, int(i != 1)), int)) for i in range(3)
+    ]
     _, [handed_over] = samples[selections[0]]
     assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
     found = [batch["pixels"][0] for _, batch in loading.stream(samples, selections)]
-    assert [(len(images), images.unique().tolist()) for images in found] == [(1, [3]), (0, []), (1, [5])]
+    assert [(len(images), images.unique().tolist()) for images in found] == [
+        (1, [3]),
+        (0, []),
+        (1, [5]),
+    ]
 
 
 # Built once per node, complete or not there.
@@ -96,7 +108,10 @@ def test_one_of_several_builds_and_all_get_it(tmp_path):
     (tmp_path / ".entry.part" / "stale.bin").write_bytes(b"old")
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: cached(tmp_path / "entry", build_slowly), range(3)))
-    assert results == [{"built_by": os.getpid()}] * 3 and len((tmp_path / "builds.txt").read_text().split()) == 1
+    assert (
+        results == [{"built_by": os.getpid()}] * 3
+        and len((tmp_path / "builds.txt").read_text().split()) == 1
+    )
     assert sorted(path.name for path in (tmp_path / "entry").iterdir()) == ["data.bin", META]
 
 
@@ -140,7 +155,9 @@ def test_workers_share_the_list_where_python_has_a_fork_server():
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)
     try:
-        batches = loading.stream(loading.Samples(open_sample, Framing(2, 2), num_workers=1), selections)
+        batches = loading.stream(
+            loading.Samples(open_sample, Framing(2, 2), num_workers=1), selections
+        )
         assert [int(batch["pixels"][0].max()) for _, batch in batches] == [3, 4]
     finally:
         multiprocessing.set_start_method(before, force=True)

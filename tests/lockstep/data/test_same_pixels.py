@@ -56,9 +56,17 @@ class InMemory(ImageDataModule):
 
     def read(self):
         parts = itertools.product((("train", 50), ("val", 2), ("test", 2)), "ab")
-        files = [self.root / part / label / f"{i}.png" for (part, n), label in parts for i in range(n)]
+        files = [
+            self.root / part / label / f"{i}.png" for (part, n), label in parts for i in range(n)
+        ]
         labels = np.array(["ab".index(path.parent.name) for path in files])
-        return ImageSet(np.stack([np.asarray(Image.open(path)) for path in files]), labels, ["a", "b"], 4, num_val=4)
+        return ImageSet(
+            np.stack([np.asarray(Image.open(path)) for path in files]),
+            labels,
+            ["a", "b"],
+            4,
+            num_val=4,
+        )
 
 
 def augmentation(name):
@@ -74,7 +82,9 @@ def world(root, name, ranks, accumulate, path, workers):
     """The ranks' data modules, one after the other in this process."""
     found, chosen = [], augmentation(name)
     on_batches = isinstance(chosen, CropFlip) and not (chosen.color_jitter or chosen.erasing_prob)
-    kind = InMemory if path == "array" and not on_batches else ImageFolderDataModule  # single files come resized
+    kind = (
+        InMemory if path == "array" and not on_batches else ImageFolderDataModule
+    )  # single files come resized
     for rank in range(ranks):
         dm = kind(
             root=root, cache_dir=root.parent / f"{root.name}-cache", image_size=12, resize=14, crop_padding=2,
@@ -98,7 +108,11 @@ def epoch_bytes(modules, *, epoch=1, done=0):
     accumulate = len(parts[0]) // (2 - done)
     steps = []
     for step in range(2 - done):
-        micro = [parts[rank][step * accumulate + j] for j in range(accumulate) for rank in range(len(modules))]
+        micro = [
+            parts[rank][step * accumulate + j]
+            for j in range(accumulate)
+            for rank in range(len(modules))
+        ]
         images, labels = (torch.cat([pair[i] for pair in micro]).contiguous() for i in (0, 1))
         assert images.shape == (BATCH, 3, 12, 12)
         steps.append((images.numpy().tobytes(), labels.numpy().tobytes()))
@@ -119,7 +133,9 @@ def test_ranks_workers_and_a_resume_see_the_pixels_of_one_process(root, name):
         assert modules[0].path_taken()[0] == path
         assert epoch_bytes(modules) == expected, (ranks, accumulate, path, workers)
         assert epoch_bytes(modules, done=1) == expected[1:], (ranks, accumulate, path, workers)
-    assert torch.equal(torch.get_rng_state(), before), "the caller's random stream stays where it was"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the caller's random stream stays where it was"
+    )
 
 
 def test_resized_images_are_the_same_on_both_paths_and_in_an_array_nearly(small_root):
@@ -127,7 +143,14 @@ def test_resized_images_are_the_same_on_both_paths_and_in_an_array_nearly(small_
     for path in ("array", "loader"):
         modules = world(small_root, "crop_flip", 2, 2, path, 1)
         assert epoch_bytes(modules) == expected and epoch_bytes(modules, done=1) == expected[1:]
-    options = {"image_size": 12, "resize": 14, "crop_padding": 2, "flip": True, "global_batch_size": BATCH, "seed": 5}
+    options = {
+        "image_size": 12,
+        "resize": 14,
+        "crop_padding": 2,
+        "flip": True,
+        "global_batch_size": BATCH,
+        "seed": 5,
+    }
     dm = InMemory(root=small_root, **options)  # resized on the device
     dm.attach_to_ranks()
     for (images, labels), (others, truth) in zip(epoch_bytes([dm]), expected, strict=True):

@@ -56,7 +56,9 @@ def test_groups_stay_together_and_leave_each_class_an_image(options):
 
 
 def test_a_group_in_two_given_splits_and_groups_that_are_too_few():
-    with pytest.raises(UserError, match="data.group: 1 of 94 groups have images in several of train, val and test"):
+    with pytest.raises(
+        UserError, match="data.group: 1 of 94 groups have images in several of train, val and test"
+    ):
         assigned(groups=np.append(np.arange(93), [0] + [93] * 9))
     for options, said in (
         ({"num_val": 20}, "num_val=20 would draw 20 of 93 images, but a class has no second group"),
@@ -74,10 +76,19 @@ def test_a_group_in_two_given_splits_and_groups_that_are_too_few():
         ({"fold": 0, "num_folds": 1}, "data.num_folds=1: give both"),
         ({"fold": 5, "num_folds": 5}, "the fold from 0 to num_folds - 1"),
         ({"fold": "all", "num_folds": 5}, "data.fold=all"),
-        ({"fold": 0, "num_folds": 94}, "data.num_folds=94 of 93 images leaves 93 to train on and takes 0"),
+        (
+            {"fold": 0, "num_folds": 94},
+            "data.num_folds=94 of 93 images leaves 93 to train on and takes 0",
+        ),
         ({"num_val": 93}, "num_val=93 of 93 images leaves 0 to train on and takes 93"),
-        ({"val_fraction": 0.001}, "val_fraction=0.001 of 93 images leaves 93 to train on and takes 0"),
-        ({"fold": 0, "num_folds": 2, "given": np.repeat([0, 1, 2], [50, 43, 10])}, "data.fold=0: the data have valid"),
+        (
+            {"val_fraction": 0.001},
+            "val_fraction=0.001 of 93 images leaves 93 to train on and takes 0",
+        ),
+        (
+            {"fold": 0, "num_folds": 2, "given": np.repeat([0, 1, 2], [50, 43, 10])},
+            "data.fold=0: the data have valid",
+        ),
     ],
 )
 def test_options_that_contradict_themselves(options, message):

@@ -20,7 +20,9 @@ from lockstep.process.errors import UserError
 
 N, SIDE = 26, 16
 RNG = np.random.default_rng(0)
-BLOCKS = RNG.integers(0, 2, (N, SIDE // 2, SIDE // 2)).repeat(2, 1).repeat(2, 2).astype(np.uint8)  # classes 0 and 1
+BLOCKS = (
+    RNG.integers(0, 2, (N, SIDE // 2, SIDE // 2)).repeat(2, 1).repeat(2, 2).astype(np.uint8)
+)  # classes 0 and 1
 
 
 class Arrays(ImageDataModule):
@@ -46,7 +48,14 @@ class Items(torch.utils.data.Dataset):
         return Image.fromarray((255 * BLOCKS[i, ..., None]).repeat(3, 2)), self.targets_of(i)
 
 
-OPTIONS = {"image_size": SIDE, "global_batch_size": 4, "mean": 0, "std": 1, "num_workers": 0, "val_fraction": 0.2}
+OPTIONS = {
+    "image_size": SIDE,
+    "global_batch_size": 4,
+    "mean": 0,
+    "std": 1,
+    "num_workers": 0,
+    "val_fraction": 0.2,
+}
 
 
 def batches(dm, split="train", augmentation=None, epoch=0, **place):
@@ -75,7 +84,9 @@ def pictures(tmp_path):
 
 def table(pictures, header, row):
     with (pictures / "list.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["path", *header], *([f"images/{i:02d}.png", *row(i)] for i in range(N))])
+        csv.writer(file).writerows(
+            [["path", *header], *([f"images/{i:02d}.png", *row(i)] for i in range(N))]
+        )
     return CSVDataModule
 
 
@@ -103,32 +114,53 @@ def test_several_labels_and_their_mixtures(source, pictures, tmp_path):
     targets = joined(batches(dm))[1]
     assert (dm.class_names, dm.num_classes, dm.target_kind) == (LABELS, 3, "labels")
     assert dm.source.target_name(1) == "odd, vague"
-    assert targets.dtype == torch.float32 and targets.shape == (16, 3) and (targets[:, 2] == 0.5).all()
+    assert (
+        targets.dtype == torch.float32 and targets.shape == (16, 3) and (targets[:, 2] == 0.5).all()
+    )
     assert dm.class_counts == [sum(labels_of(i)[c] > 0 for i in dm.splits.train) for c in range(3)]
     dm.match_classes(["vague", "none", "odd", "large"])
-    assert torch.equal(joined(batches(dm))[1], targets[:, [2, 2, 0, 1]] * torch.tensor([1, 0, 1, 1]))
+    assert torch.equal(
+        joined(batches(dm))[1], targets[:, [2, 2, 0, 1]] * torch.tensor([1, 0, 1, 1])
+    )
     mixed = joined(batches(dm, augmentation=CropFlip(mixup_alpha=1)))[1]
     assert ((mixed[:, 2] > 0) & (mixed[:, 2] < 1)).any() and (mixed[:, 0] == 0.5).all()
-    with pytest.raises(UserError, match="has no column big: it has .*odd, large, vague. Give data.label_columns="):
+    with pytest.raises(
+        UserError, match="has no column big: it has .*odd, large, vague. Give data.label_columns="
+    ):
         kind(root=root, **{**options, "label_columns": ["odd", "big"]}).prepare()
 
 
 @pytest.mark.parametrize("source", ["parquet", "folders", "dataset"])
 def test_numbers(source, pictures, tmp_path):
-    values, options = [i // 3 - 2.5 for i in range(N)], {"target": "number", "cache_dir": tmp_path / "c", **OPTIONS}
+    values, options = (
+        [i // 3 - 2.5 for i in range(N)],
+        {"target": "number", "cache_dir": tmp_path / "c", **OPTIONS},
+    )
     if source == "parquet":
-        parquet.write_table(pa.table({"image": encoded(pictures), "label": values}), tmp_path / "some.parquet")
+        parquet.write_table(
+            pa.table({"image": encoded(pictures), "label": values}), tmp_path / "some.parquet"
+        )
         dm = ParquetDataModule(root=tmp_path / "some.parquet", **options)
     elif source == "dataset":
         dm = DatasetDataModule(dataset=Items(lambda i: values[i]), **options)
     else:
         for i, value in enumerate(values):
             (tmp_path / "root" / str(value)).mkdir(parents=True, exist_ok=True)
-            (pictures / "images" / f"{i:02d}.png").rename(tmp_path / "root" / str(value) / f"{i:02d}.png")
+            (pictures / "images" / f"{i:02d}.png").rename(
+                tmp_path / "root" / str(value) / f"{i:02d}.png"
+            )
         dm = ImageFolderDataModule(root=tmp_path / "root", **options)
     images, targets = joined(batches(dm))
-    assert (dm.class_names, dm.num_classes, dm.target_kind, targets.dtype) == ([], 1, "number", torch.float32)
-    assert dm.counts_per_split == {"train": [], "val": [], "test": []} and float(dm.source.target_name(0)) in values
+    assert (dm.class_names, dm.num_classes, dm.target_kind, targets.dtype) == (
+        [],
+        1,
+        "number",
+        torch.float32,
+    )
+    assert (
+        dm.counts_per_split == {"train": [], "val": [], "test": []}
+        and float(dm.source.target_name(0)) in values
+    )
     for image, target in zip((images[:, 0] > 0.5).numpy(), targets.tolist(), strict=True):
         assert any((image == BLOCKS[i]).all() for i in range(N) if values[i] == target)
 
@@ -143,7 +175,13 @@ MASKED = {
 @pytest.mark.parametrize("case", MASKED)
 def test_a_mask_moves_with_its_image(case, source, pictures, tmp_path):
     augmentation, options = MASKED[case]
-    options = {**OPTIONS, **options, "image_size": 12, "resize": SIDE, "cache_dir": tmp_path / "cache"}
+    options = {
+        **OPTIONS,
+        **options,
+        "image_size": 12,
+        "resize": SIDE,
+        "cache_dir": tmp_path / "cache",
+    }
     if source == "csv":
         kind = table(pictures, ["label"], lambda i: [f"masks/{i:02d}.png"])
         dm = kind(root=pictures / "list.csv", target="mask", **options)
@@ -152,14 +190,18 @@ def test_a_mask_moves_with_its_image(case, source, pictures, tmp_path):
     elif source == "arrays":
         dm = Arrays(BLOCKS.astype(np.int64), ["0", "1"], **options)
     else:
-        dm = DatasetDataModule(dataset=Items(lambda i: torch.from_numpy(BLOCKS[i])), target="mask", **options)
+        dm = DatasetDataModule(
+            dataset=Items(lambda i: torch.from_numpy(BLOCKS[i])), target="mask", **options
+        )
     images, masks = joined(batches(dm, augmentation=augmentation))
     assert (dm.class_names, dm.num_classes, dm.target_kind) == (["0", "1"], 2, "mask")
     assert masks.dtype == torch.int64 and masks.shape == (len(images), 12, 12)
     equal = ((images[:, 0] > 0.5) == (masks > 0)).float().mean()
     assert equal == 1 if case != "random parts" else equal > 0.85  # nearest beside bilinear
     assert len({image.numpy().tobytes() for image in images}) == len(images)
-    assert bool((masks == -1).any()) == ("crop_padding" in options), "the border beyond the image does not count"
+    assert bool((masks == -1).any()) == ("crop_padding" in options), (
+        "the border beyond the image does not count"
+    )
     images, masks = joined(batches(dm, "val"))
     assert torch.equal(images[:, 0] > 0.5, masks > 0)
 
@@ -168,7 +210,9 @@ def test_masks_of_0_and_255_are_binary_and_255_among_others_does_not_count(pictu
     def made(values):
         for i in range(N):
             Image.fromarray(values[BLOCKS[i]]).save(pictures / "masks" / f"{i:02d}.png")
-        dm = ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "cache", **OPTIONS)
+        dm = ImageFolderDataModule(
+            root=pictures, target="mask", cache_dir=tmp_path / "cache", **OPTIONS
+        )
         return dm, joined(batches(dm))
 
     dm, (images, masks) = made(np.array([0, 255], np.uint8))
@@ -192,14 +236,21 @@ def test_masks_that_are_missing_or_do_not_fit(pictures, tmp_path):
         as_jpeg = ("L", "JPEG") if mode == "JPEG" else (mode, "PNG")
         Image.new(as_jpeg[0], (size, size)).save(mask, as_jpeg[1]) if size else None
         with pytest.raises(UserError, match=said):
-            dm = ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS)
+            dm = ImageFolderDataModule(
+                root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS
+            )
             [batches(dm, split) for split in ("train", "val", "test")]
 
 
 @pytest.mark.parametrize(
     ("targets", "options", "augmentation", "said"),
     [
-        (BLOCKS, {}, RandAugment(), "This augmentation cannot move masks .*take augmentation=crop_flip"),
+        (
+            BLOCKS,
+            {},
+            RandAugment(),
+            "This augmentation cannot move masks .*take augmentation=crop_flip",
+        ),
         (BLOCKS, {}, CropFlip(mixup_alpha=1), "cannot mix targets of the kind mask"),
         (np.zeros((N, 3)), {"views": 2}, CropFlip(mixup_alpha=1), "cannot mix data.views=2"),
     ],
@@ -219,16 +270,25 @@ def test_a_dict_in_an_array_and_a_rank_without_images(path):
     counts = [len(images) for [(images, _)] in found]
     assert sorted(counts) == [0, 0, 1, 1, 1, 1, 1, 1]
     for [(images, each)] in found:
-        assert images.shape[1:] == (3, SIDE, SIDE) and torch.equal(images[:, 0] > 0.5, each["mask"] == 1)
+        assert images.shape[1:] == (3, SIDE, SIDE) and torch.equal(
+            images[:, 0] > 0.5, each["mask"] == 1
+        )
         assert torch.equal(each["number"], each["class"] + 0.5)
-    assert sorted(label for [(_, each)] in found for label in each["class"].tolist()) == list(range(20, 26))
+    assert sorted(label for [(_, each)] in found for label in each["class"].tolist()) == list(
+        range(20, 26)
+    )
 
 
 def test_views_are_drawn_alike_on_any_ranks_and_the_first_is_that_of_one_view():
     def images(views, world_size):
-        dm = Arrays(np.zeros((N, 3)), "abc", **{**OPTIONS, "crop_padding": 3, "flip": True, "views": views})
+        dm = Arrays(
+            np.zeros((N, 3)), "abc", **{**OPTIONS, "crop_padding": 3, "flip": True, "views": views}
+        )
         augmentation = CropFlip(erasing_prob=0.5)
-        ranks = [batches(dm, augmentation=augmentation, rank=r, world_size=world_size) for r in range(world_size)]
+        ranks = [
+            batches(dm, augmentation=augmentation, rank=r, world_size=world_size)
+            for r in range(world_size)
+        ]
         return torch.cat([batch[0] for step in zip(*ranks) for batch in step])
 
     two = images(2, 1)
@@ -237,7 +297,9 @@ def test_views_are_drawn_alike_on_any_ranks_and_the_first_is_that_of_one_view():
 
 
 def test_a_dataset_of_dicts(tmp_path):
-    dataset = Items(lambda i: {"size": i / 2, "class": i % 3, "labels": [i % 2, 1.0], "mask": BLOCKS[i]})
+    dataset = Items(
+        lambda i: {"size": i / 2, "class": i % 3, "labels": [i % 2, 1.0], "mask": BLOCKS[i]}
+    )
     dm = DatasetDataModule(dataset=dataset, target="any", cache_dir=tmp_path, **OPTIONS)
     (images, targets), *_ = batches(dm)
     assert {name: (value.dtype, tuple(value.shape)) for name, value in targets.items()} == {
@@ -320,7 +382,11 @@ def test_a_label_that_is_not_known_is_nan(pictures, tmp_path):
     options = {"label_columns": LABELS, "cache_dir": tmp_path, **OPTIONS}
     dm = kind(root=pictures / "list.csv", unknown=-1, **options)
     targets = joined(batches(dm))[1]
-    assert targets.isnan().any() and not targets[:, 1:].isnan().any() and targets.nan_to_num().min() == 0
+    assert (
+        targets.isnan().any()
+        and not targets[:, 1:].isnan().any()
+        and targets.nan_to_num().min() == 0
+    )
     dm.refuse_labels_outside(0, 1)
     dm = kind(root=pictures / "list.csv", **options)
     dm.prepare()
@@ -335,7 +401,11 @@ def test_unknown_labels_are_of_several_labels(pictures, tmp_path):
 
 
 def test_a_label_without_training_images_is_reported(pictures, tmp_path):
-    kind = table(pictures, [*LABELS, "split"], lambda i: [i % 2, int(i > 20), 1, "test" if i > 20 else "train"])
+    kind = table(
+        pictures,
+        [*LABELS, "split"],
+        lambda i: [i % 2, int(i > 20), 1, "test" if i > 20 else "train"],
+    )
     dm = kind(root=pictures / "list.csv", label_columns=LABELS, cache_dir=tmp_path, **OPTIONS)
     dm.prepare()
     assert len(dm.warnings) == 1 and "No training image has the label large" in dm.warnings[0]

@@ -15,5 +15,6 @@ def folders(tmp_path):
     }  # fmt: skip
     fsdp = {"trainer": "fsdp", "fit_seconds": 862.4, "metrics": {"test/acc": 0.8651}, "epochs": 24}
     return [
-        write_run(tmp_path / "runs", name, **more) for name, more in (("ddp", {}), ("fsdp", fsdp), ("failed", failed))
+        write_run(tmp_path / "runs", name, **more)
+        for name, more in (("ddp", {}), ("fsdp", fsdp), ("failed", failed))
     ]

@@ -26,17 +26,32 @@ def runs(folders):
     return [summarise(folder) for folder in folders]
 
 
-def test_numbers_stand_beside_their_ratio_to_the_first_run_and_what_is_not_held_fixed_is_named(runs):
+def test_numbers_stand_beside_their_ratio_to_the_first_run_and_what_is_not_held_fixed_is_named(
+    runs,
+):
     numbers = number_rows(runs)
-    rows = {name: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in values] for name, values in numbers}
-    assert rows["Training time, with validation"] == ["7 min 11 s", "14 min 22 s (×2.00)", "7 min 11 s (×1.00)"]
+    rows = {
+        name: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in values]
+        for name, values in numbers
+    }
+    assert rows["Training time, with validation"] == [
+        "7 min 11 s",
+        "14 min 22 s (×2.00)",
+        "7 min 11 s (×1.00)",
+    ]
     assert rows["test/acc"] == ["86.43 %", "86.51 % (+0.08)", "–"]
     assert rows["Epochs"] == ["12", "24", "12"] and rows["Largest batch per device"][0] == "412"
     assert rows["Status"] == ["finished", "finished", "out of memory"]
     assert not_held_fixed(runs[:2]) == "Not held fixed between these runs: the number of epochs."
     assert not_held_fixed(runs[:1]) == ""
-    runs[1].record.compiled, runs[1].record.seed, runs[1].record.code["tree_hash"] = True, 7, "other"
-    assert not_held_fixed(runs[:2]).endswith("the number of epochs, torch.compile, the seed, the code.")
+    runs[1].record.compiled, runs[1].record.seed, runs[1].record.code["tree_hash"] = (
+        True,
+        7,
+        "other",
+    )
+    assert not_held_fixed(runs[:2]).endswith(
+        "the number of epochs, torch.compile, the seed, the code."
+    )
 
 
 def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):
@@ -68,7 +83,9 @@ def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
     page = tmp_path / "logbook" / "two.md"
     write_comparison(page, runs[:2], "Two <ways>")
     text = page.read_text()
-    assert text.startswith("# Two &#60;ways&#62;\n\n**Not held fixed between these runs: the number of epochs.**")
+    assert text.startswith(
+        "# Two &#60;ways&#62;\n\n**Not held fixed between these runs: the number of epochs.**"
+    )
     assert "|  | ddp | fsdp |\n|---|---|---|\n| Status | finished | finished |\n" in text
     assert "| `choices.trainer` | `ddp` | `fsdp` |" in text and "](two.svg)" in text
     assert "[ddp](ddp/page.md):\n\n```sh\npython src/train.py" in text
@@ -79,9 +96,13 @@ def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
 # --- the interactive report ---
 
 
-def test_the_report_is_one_small_file_that_needs_no_network_with_curves_hardware_and_confusion(runs):
+def test_the_report_is_one_small_file_that_needs_no_network_with_curves_hardware_and_confusion(
+    runs,
+):
     page = report_html("Three <runs> @DATA@", runs)
-    assert "<title>Three &lt;runs&gt; &#64;DATA&#64;</title>" in page and "default-src 'none'" in page
+    assert (
+        "<title>Three &lt;runs&gt; &#64;DATA&#64;</title>" in page and "default-src 'none'" in page
+    )
     ours = re.sub(r"/\*!.*?\*/", "", report_html("", []))
     assert re.findall(r"(?:https?:)?//[\w.-]+\.\w+", ours) == [] and len(ours) < 150_000
     assert "Permission is hereby granted" in (STATIC / "uPlot.LICENSE").read_text()
@@ -89,7 +110,10 @@ def test_the_report_is_one_small_file_that_needs_no_network_with_curves_hardware
     data = json.loads(json.dumps(report_data(runs), allow_nan=False))
     keys = [panel["key"] for panel in data["panels"]]
     assert keys == ["train/loss", "val/loss", "val/acc", "lr", *HARDWARE]
-    assert data["runs"][0]["headline"].startswith("86.43") and data["runs"][2]["headline"] == "out of memory"
+    assert (
+        data["runs"][0]["headline"].startswith("86.43")
+        and data["runs"][2]["headline"] == "out of memory"
+    )
     assert data["runs"][0]["curves"]["hardware/gpu_memory_gib"][1][-1] == pytest.approx(4.5)
     assert len(data["runs"][0]["confusion"]["counts"]) == 10
     assert data["settings"]["rows"] == [["choices.trainer", "ddp", "fsdp", "ddp"]]
@@ -122,7 +146,10 @@ def test_in_a_browser_curves_are_drawn_zoomed_and_switched_off(opened):
             f"(() => {{ const c = report.charts.find(c => c.panel.key === '{key}'); return {what}; }})()"
         )
 
-    assert opened.evaluate("report.charts.length") == 7 and opened.locator("h1").inner_text() == "Three <runs>"
+    assert (
+        opened.evaluate("report.charts.length") == 7
+        and opened.locator("h1").inner_text() == "Three <runs>"
+    )
     assert len(chart("train/loss", "c.curves")) == 3
     whole = chart("train/loss", "[c.plot.scales.x.min, c.plot.scales.x.max]")
     box = opened.locator(".chart .u-over").nth(0).bounding_box()
@@ -137,5 +164,8 @@ def test_in_a_browser_curves_are_drawn_zoomed_and_switched_off(opened):
     assert chart("val/acc", "c.curves.map(curve => curve.label)") == ["fsdp", "failed"]
     opened.locator("#smoothing").fill("0.9")
     assert chart("train/loss", "c.curves.map(curve => !!curve.faint)") == [True, False] * 2
-    assert opened.locator("#numbers tbody tr").count() > 15 and opened.locator("#confusion tr").count() == 11
+    assert (
+        opened.locator("#numbers tbody tr").count() > 15
+        and opened.locator("#confusion tr").count() == 11
+    )
     assert opened.locator("#notes pre").all_inner_texts() == ["<b>Two</b> *runs*."]

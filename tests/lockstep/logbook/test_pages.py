@@ -33,10 +33,16 @@ def spaced(text):
 def test_a_page_answers_in_the_order_of_a_reviewer(folders):
     text = spaced(write_page(summarise(folders[0])).read_text())
     assert re.findall("^## (.*)$", text, re.MULTILINE) == HEADINGS
-    assert "| **accuracy** (chooses the best checkpoint) | 87.10 % ± 0.47 % | 86.43 % ± 0.34 % |" in text
+    assert (
+        "| **accuracy** (chooses the best checkpoint) | 87.10 % ± 0.47 % | 86.43 % ± 0.34 % |"
+        in text
+    )
     assert "`s3://models/vit/ddp/best-step00001925.ckpt`" in text
     assert "cd ../ddp\npython src/train.py experiment=vit_ddp trainer.devices=2\n" in text
-    assert "| Largest batch | 412 per device, 824 global, 14.2 GiB of 14.6 GiB, limited by the memory |" in text
+    assert (
+        "| Largest batch | 412 per device, 824 global, 14.2 GiB of 14.6 GiB, limited by the memory |"
+        in text
+    )
     assert "| Training time | 7 min 11 s for 12 epochs, 2,100 steps |" in text
     assert "| GPU utilisation | 9" in text and "NVIDIA-SMI 570.00" in text
     assert "tensorboard --logdir" in text and "![Curves of ddp](curves.svg)" in text
@@ -44,7 +50,11 @@ def test_a_page_answers_in_the_order_of_a_reviewer(folders):
 
 
 def test_a_page_says_what_ended_a_run_and_what_its_code_and_its_data_were(folders):
-    report = {"duplicates": 12, "skipped": ["a.gif", "b.txt"], "images_per_class": {"cat": {"train": 5, "test": 2}}}
+    report = {
+        "duplicates": 12,
+        "skipped": ["a.gif", "b.txt"],
+        "images_per_class": {"cat": {"train": 5, "test": 2}},
+    }
     record = json.loads((folders[2] / "run.json").read_text())
     (folders[2] / "run.json").write_text(json.dumps({**record, "data_report": report}))
     text = write_page(summarise(folders[2])).read_text()
@@ -58,7 +68,14 @@ def test_a_page_says_what_ended_a_run_and_what_its_code_and_its_data_were(folder
 @pytest.mark.parametrize("name, test", [("val_rmse", "test_rmse"), ("score", "test/score")])
 def test_any_metric_may_be_monitored(tmp_path, name, test):
     """On the page, in the index, in a comparison, in the report and in the figure, before all other metrics."""
-    metrics = {name: 0.5, f"{name}_best": 0.75, test: 0.25, "val/acc": 0.5, "val/acc_best": 0.625, "train/loss": 1.0}
+    metrics = {
+        name: 0.5,
+        f"{name}_best": 0.75,
+        test: 0.25,
+        "val/acc": 0.5,
+        "val/acc_best": 0.625,
+        "train/loss": 1.0,
+    }
     best = {"epoch": 3, "step": 70, "metric": {name: 0.75, "val/acc": 0.625}}
     changes = {"monitor": name, "metrics": metrics, "best_checkpoint": best}
     folder = write_run(tmp_path / "runs", "r", **changes)
@@ -68,7 +85,10 @@ def test_any_metric_may_be_monitored(tmp_path, name, test):
     text, run = page.read_text(), read_run(page.parent)
     first, second, *_ = text.split("|--:|\n")[1].splitlines()
     label = re.sub("^val[/_]", "", name)
-    assert first == f"| **{label}** (chooses the best checkpoint) | 0.75 | 0.25 |" and "accuracy" in second
+    assert (
+        first == f"| **{label}** (chooses the best checkpoint) | 0.75 | 0.25 |"
+        and "accuracy" in second
+    )
     assert f"| 0.25 | {name} 0.75 |" in (tmp_path / "logbook/README.md").read_text()
     assert dict(number_rows([run, run]))[f"Best {name}"] == ["0.75", "0.75"]
     assert report_data([run])["runs"][0]["headline"] == "0.25"
@@ -77,7 +97,9 @@ def test_any_metric_may_be_monitored(tmp_path, name, test):
 
 def test_a_record_with_nothing_but_its_status_has_a_page(tmp_path):
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "run.json").write_text('{"status": "failed", "unknown": [1], "throughput": null}')
+    (tmp_path / "r" / "run.json").write_text(
+        '{"status": "failed", "unknown": [1], "throughput": null}'
+    )
     text = keep_run(tmp_path / "r", tmp_path / "logbook").read_text()
     assert "| ❌ failed [r](r/page.md) |" in (tmp_path / "logbook" / "README.md").read_text()
     assert "The run has no results." in text and "No curves" in text and "None" not in text
@@ -88,8 +110,16 @@ def test_pictures_have_the_same_bytes_each_time_and_parse(folders, tmp_path):
     first = (folders[0] / "curves.svg").read_bytes()
     write_page(read_run(folders[0]))
     assert (folders[0] / "curves.svg").read_bytes() == first and len(first) < 100_000
-    titles = [node.text for node in ElementTree.fromstring(first).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"Loss", "Learning rate", "Utilisation in %", "hardware/gpu_percent", "hardware/cpu_percent"} <= set(titles)
+    titles = [
+        node.text for node in ElementTree.fromstring(first).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert {
+        "Loss",
+        "Learning rate",
+        "Utilisation in %",
+        "hardware/gpu_percent",
+        "hardware/cpu_percent",
+    } <= set(titles)
 
 
 def test_a_run_in_the_logbook_is_a_slim_copy_without_secrets(folders, tmp_path):
@@ -120,7 +150,9 @@ def test_build_writes_pages_from_records_again_and_skips_what_it_cannot_read(fol
     (logbook / "ddp/page.md").unlink()
     (logbook / "fsdp/run.json").write_text('{"run_id": "fs')
     (error,) = build(logbook)
-    assert "fsdp" in error and "7 min 11 s for 12 epochs" in spaced((logbook / "ddp/page.md").read_text())
+    assert "fsdp" in error and "7 min 11 s for 12 epochs" in spaced(
+        (logbook / "ddp/page.md").read_text()
+    )
     before = {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()}
     build(logbook)
     assert {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()} == before
@@ -129,11 +161,18 @@ def test_build_writes_pages_from_records_again_and_skips_what_it_cannot_read(fol
 def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp_path):
     page = write_page(summarise(folders[0]))
     text = page.read_text().replace("# ddp\n", "# the <good> one\n", 1)
-    page.write_text(text.replace(NOTE[0], f"{NOTE[0]}\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE."))
+    page.write_text(
+        text.replace(NOTE[0], f"{NOTE[0]}\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE.")
+    )
     text = keep_run(folders[0], tmp_path / "logbook").read_text()
     for _ in range(2):  # and once more from the record
-        assert text.startswith("# the &#60;good&#62; one\n") and "\nGood *curve*.\n\nUsed [redacted].\n" in text
-        assert "[the &#60;good&#62; one](ddp/page.md)" in (tmp_path / "logbook/README.md").read_text()
+        assert (
+            text.startswith("# the &#60;good&#62; one\n")
+            and "\nGood *curve*.\n\nUsed [redacted].\n" in text
+        )
+        assert (
+            "[the &#60;good&#62; one](ddp/page.md)" in (tmp_path / "logbook/README.md").read_text()
+        )
         assert build(tmp_path / "logbook") == []
         text = (tmp_path / "logbook/ddp/page.md").read_text()
     (tmp_path / "logbook/ddp/page.md").write_text(text.replace("Good *curve*", "Edited here"))
@@ -158,7 +197,9 @@ def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp
           "Weights: those of timm's `vit`, from the Hugging Face hub, sha256 `5e`."]),
     ],
 )  # fmt: skip
-def test_a_page_says_how_to_repeat_its_run_with_what_data_and_weights(tmp_path, launcher, command, config, lines):
+def test_a_page_says_how_to_repeat_its_run_with_what_data_and_weights(
+    tmp_path, launcher, command, config, lines
+):
     nodes = 1 if launcher == "none" else 2
     folder = write_run(
         tmp_path, "r", launcher=launcher, command=command, num_nodes=nodes, world_size=4 * nodes, accelerator="gpu",
@@ -191,7 +232,9 @@ class Tags(HTMLParser):
         self.targets += [value for name, value in attrs if name in ("href", "src")]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(texts=st.lists(TEXT, min_size=8, max_size=8))
 def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
     a, b, c, d, e, f, g, h = texts
@@ -209,7 +252,11 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
     text = render.render("run.md.j2", run=run, marks={}).encode("utf-8", "replace").decode()
     tags = Tags()
     tags.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
-    assert tags.seen <= ALLOWED and tags.targets == [] and len(re.findall("^## ", text, re.MULTILINE)) == 7
+    assert (
+        tags.seen <= ALLOWED
+        and tags.targets == []
+        and len(re.findall("^## ", text, re.MULTILINE)) == 7
+    )
 
 
 # The end of a run derives what pages print
@@ -217,8 +264,13 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
 
 def test_curves_have_any_name_and_no_damaged_cell(tmp_path):
     folder = write_run(tmp_path, "r")
-    (folder / "metrics.csv").write_text('step,"val/acc/tabby, cat",lr\n1,0.5,\n2,nan,x\n3,0.25,1\n4,0.')
-    curves = {name: [values.tolist() for values in curve] for name, curve in read_run(folder).metrics.items()}
+    (folder / "metrics.csv").write_text(
+        'step,"val/acc/tabby, cat",lr\n1,0.5,\n2,nan,x\n3,0.25,1\n4,0.'
+    )
+    curves = {
+        name: [values.tolist() for values in curve]
+        for name, curve in read_run(folder).metrics.items()
+    }
     assert curves == {"val/acc/tabby, cat": [[1, 3], [0.5, 0.25]], "lr": [[3], [1]]}
 
 
@@ -226,7 +278,10 @@ def test_the_summary_is_written_into_the_record_and_comes_out_the_same_again(fol
     (folders[0] / "confusion_matrix.csv").write_text("true \\ predicted,a,b\na,3,1\nb,0,4\n")
     summary = summarise(folders[0]).record.summary
     assert summary["best"] == {"val/loss": 0.412, "val/acc": 0.871}, "those of the best checkpoint"
-    assert summary["classes"] == [["a", 4, 1.0, 0.75, pytest.approx(6 / 7)], ["b", 4, 0.8, 1.0, pytest.approx(8 / 9)]]
+    assert summary["classes"] == [
+        ["a", 4, 1.0, 0.75, pytest.approx(6 / 7)],
+        ["b", 4, 0.8, 1.0, pytest.approx(8 / 9)],
+    ]
     assert summary["confusion"] == {"names": ["a", "b"], "counts": [[3, 1], [0, 4]]}
     text = (folders[0] / "run.json").read_text()
     assert json.loads(text)["summary"] == summary == summarise(folders[0]).record.summary
@@ -234,7 +289,10 @@ def test_the_summary_is_written_into_the_record_and_comes_out_the_same_again(fol
 
 
 def test_a_share_of_counted_images_has_its_standard_error(tmp_path):
-    monitored = {"monitor": "val/f1", "metrics": {"val/acc": 0.5, "val/images": 400, "val/f1": 0.4, "val/f1_best": 0.7}}
+    monitored = {
+        "monitor": "val/f1",
+        "metrics": {"val/acc": 0.5, "val/images": 400, "val/f1": 0.4, "val/f1_best": 0.7},
+    }
     record = summarise(write_run(tmp_path, "r", **monitored)).record
     assert record.summary["errors"] == {"val/acc": 0.024876}, "not that of F1"
 

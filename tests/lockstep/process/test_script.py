@@ -27,8 +27,16 @@ def failing(error):
     ("error", "code", "said"),
     [
         (UserError("give a file."), 2, "error: give a file.\n"),
-        (OSError(errno.EACCES, "not so", "/mnt/x"), 2, "error: /mnt/x cannot be written or read: not so.\n"),
-        (OSError(errno.EROFS, "not so", "/mnt/x"), 2, "error: /mnt/x cannot be written or read: not so.\n"),
+        (
+            OSError(errno.EACCES, "not so", "/mnt/x"),
+            2,
+            "error: /mnt/x cannot be written or read: not so.\n",
+        ),
+        (
+            OSError(errno.EROFS, "not so", "/mnt/x"),
+            2,
+            "error: /mnt/x cannot be written or read: not so.\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -65,7 +73,9 @@ def test_what_the_stream_cannot_write_does_not_silence_it(monkeypatch):
 
 def test_a_reader_that_has_enough_ends_nothing():
     code = "from lockstep.process.output import say\nfor _ in range(2000): say('x' * 1000)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"x" * 1000 + b"\n"
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(30) == 0
@@ -96,5 +106,7 @@ def test_signals(name):
     text = f"import os, signal, sys; sys.path.insert(0, {str(SRC)!r})\nfrom lockstep.process import signals\n"
     text += "from lockstep.process.errors import Interrupted\nsignal.signal(2, signal.default_int_handler)\n"
     text += "def kill(number): os.kill(os.getpid(), number)\n"
-    done = subprocess.run([sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, " ".join(done.stdout.split())) == wanted, done.stderr

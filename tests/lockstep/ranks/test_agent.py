@@ -44,7 +44,9 @@ def run(tmp_path, monkeypatch):
             threading.Thread(target=send, args=(tmp_path, once_ready)).start()
         arguments = ["-S", str(tmp_path / "rank.py"), str(tmp_path)]
         ended = start_ranks(CLUSTER, "r", tmp_path, arguments, 30.0)
-        assert not any(Path(f"/proc/{path.read_text()}").exists() for path in tmp_path.glob("pid-*"))
+        assert not any(
+            Path(f"/proc/{path.read_text()}").exists() for path in tmp_path.glob("pid-*")
+        )
         return ended
 
     return start
@@ -61,12 +63,20 @@ def test_ranks_get_torchruns_variables(run, tmp_path):
     code, failure, _ = run('json.dump(dict(os.environ), open(f"{folder}/env-{rank}", "w"))')
     assert (code, failure) == (0, None)
     first, second = (json.loads((tmp_path / f"env-{rank}").read_text()) for rank in (0, 1))
-    assert first["MASTER_PORT"] == second["MASTER_PORT"] and second["WORLD_SIZE"] == "2" == second["LOCAL_WORLD_SIZE"]
+    assert (
+        first["MASTER_PORT"] == second["MASTER_PORT"]
+        and second["WORLD_SIZE"] == "2" == second["LOCAL_WORLD_SIZE"]
+    )
     assert (second["LOCAL_RANK"], second["RUN_ID"]) == ("1", "r")
     own = second["LOCKSTEP_AGENT"].split(maxsplit=6)
     assert (own[0], own[-1]) == (str(os.getpid()), str(tmp_path))
     cluster = describe(second, RequestedDevices())
-    assert (cluster.launcher, cluster.rank, cluster.world_size, cluster.has_agent) == ("none", 1, 2, True)
+    assert (cluster.launcher, cluster.rank, cluster.world_size, cluster.has_agent) == (
+        "none",
+        1,
+        2,
+        True,
+    )
     assert cluster.agent_store and cluster.master_port == int(first["MASTER_PORT"])
 
 
@@ -91,15 +101,25 @@ def test_exit_codes_are_kept_and_the_others_end(run, body, code, message):
     [
         (signal.SIGTERM, "lambda *_: sys.exit(75)", (75, None)),
         (signal.SIGINT, "lambda *_: sys.exit(75)", (75, None)),
-        (signal.SIGTERM, "signal.SIG_IGN if rank else lambda *_: sys.exit(75)", (1, "did not stop within 2 s of the ")),
-        (signal.SIGHUP, 'lambda *_: fail("no room", "NoRoom") if rank else sys.exit(75)', (1, "no room")),
+        (
+            signal.SIGTERM,
+            "signal.SIG_IGN if rank else lambda *_: sys.exit(75)",
+            (1, "did not stop within 2 s of the "),
+        ),
+        (
+            signal.SIGHUP,
+            'lambda *_: fail("no room", "NoRoom") if rank else sys.exit(75)',
+            (1, "no room"),
+        ),
     ],
 )
 def test_a_signal_reaches_the_ranks_and_one_that_fails_then_has_failed(run, number, on_stop, ended):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     body = f'signal.signal(signal.SIGTERM, {on_stop}); open(f"{{folder}}/ready-{{rank}}", "w"); time.sleep(60)'
     code, failure, _ = run(body, once_ready=number)
-    assert code == ended[0] and (failure["message"].startswith(ended[1]) if failure else ended[1] is None)
+    assert code == ended[0] and (
+        failure["message"].startswith(ended[1]) if failure else ended[1] is None
+    )
 
 
 def test_a_second_ctrl_c_kills_the_rest_where_one_child_is_just_gone(monkeypatch):
@@ -130,12 +150,19 @@ def test_the_rank_that_failed_first_is_named_not_the_one_that_noticed(run):
         "while rank == 0 and not os.path.exists(first): time.sleep(0.01)\n"
         'fail("connection reset", at=time.time() + 20) if rank == 0 else fail("the culprit", at=time.time() - 10)'
     )
-    assert (code, failure["rank"], failure["message"], callstack) == (1, 1, "the culprit", "the traceback")
+    assert (code, failure["rank"], failure["message"], callstack) == (
+        1,
+        1,
+        "the culprit",
+        "the traceback",
+    )
 
 
 def test_a_rank_that_the_agent_kills_after_its_grace_failed_because_of_the_first(tmp_path):
     """One is stopped while the other waits for it inside of a collective, where no signal is handled."""
-    stopped, stuck = (ProcessFailure(local, 1, code, str(tmp_path / "none")) for local, code in ((0, 75), (1, -9)))
+    stopped, stuck = (
+        ProcessFailure(local, 1, code, str(tmp_path / "none")) for local, code in ((0, 75), (1, -9))
+    )
     stuck.timestamp = stopped.timestamp + 30
     assert agent._first_failure({1: stuck, 0: stopped}, CLUSTER) == (75, None, "")
 
@@ -145,7 +172,9 @@ def test_ranks_die_with_a_killed_agent():
     rank += "print(os.getpid(), flush=True); time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     environ = {**os.environ, "PYTHONPATH": str(SRC)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ) as agent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ
+    ) as agent:
         pid = int(agent.stdout.readline())
         agent.kill()
     deadline = time.monotonic() + 5

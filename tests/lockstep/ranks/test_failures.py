@@ -28,7 +28,10 @@ def test_out_of_memory_and_a_failed_compilation_are_told_with_what_helps(kind, m
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ([[[0, 11, 0]], [[0, 10, 1]]], "Rank 1 has had 10 training batches in epoch 1, rank 0 at least 11"),
+        (
+            [[[0, 11, 0]], [[0, 10, 1]]],
+            "Rank 1 has had 10 training batches in epoch 1, rank 0 at least 11",
+        ),
         ([[[0, 12, 1]], [[0, 10, 1], [1, 3, 0]]], "Rank 1 has had 10 .* rank 0 12"),
         ([[[0, 10, 1], [1, 3, 0]], [[0, 12, 1]]], "Rank 0 has had 10 .* rank 1 12"),
         ([[[0, 10, 1]], [[0, 10, 1], [1, 1, 0]]], None),

@@ -7,7 +7,15 @@ import pytest
 from lockstep.config.compose import compose, plain
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
-from lockstep.ranks.find import AGENT, Cluster, agent_id, describe, find_ranks, named_run, set_rank_environment
+from lockstep.ranks.find import (
+    AGENT,
+    Cluster,
+    agent_id,
+    describe,
+    find_ranks,
+    named_run,
+    set_rank_environment,
+)
 from lockstep.ranks.placement import RequestedDevices
 from lockstep.records.folder import checked_run_id
 
@@ -37,20 +45,40 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
     [
         ({}, {"several": False}, ("none", 0, 0, 1, 1)),
         ({}, {"devices": 2}, ("none", 0, None, 2, 1)),  # it starts two
-        (NODES, {"devices": 1, "num_nodes": 2}, ("nodes", 1, 0, 1, 2)),  # it is the only rank of its node
+        (
+            NODES,
+            {"devices": 1, "num_nodes": 2},
+            ("nodes", 1, 0, 1, 2),
+        ),  # it is the only rank of its node
         ({**NODES, "WORLD_SIZE": "4"}, {"devices": 2, "num_nodes": 2}, ("nodes", 2, None, 2, 2)),
         (TORCHRUN, {}, ("torchrun", 5, 1, 4, 2)),
         (SLURM, {}, ("slurm", 3, 1, 2, 2)),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {}, ("none", 0, 0, 1, 1)),  # no srun
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            {},
+            ("none", 0, 0, 1, 1),
+        ),  # no srun
         (MPI, {}, ("mpirun", 3, 1, 2, 2)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, {}, ("mpiexec", 1, 1, 2, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}, {}, ("env", 1, 0, 1, 2)),  # PyTorchJob: one pod, one process
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS}, {"devices": 2}, ("env", 3, 1, 2, 2)),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", **ADDRESS},
+            {},
+            ("env", 1, 0, 1, 2),
+        ),  # PyTorchJob: one pod, one process
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS},
+            {"devices": 2},
+            ("env", 3, 1, 2, 2),
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"several": False}, ("env", 0, 0, 1, 1)),
         ({"RANK": "1"}, {}, ("none", 0, 0, 1, 1)),
         (NODES, {"several": False}, ("none", 0, 0, 1, 1)),
         ({**TORCHRUN, **SLURM, AGENT: "1 nodes 2 1 h 1 /my runs"}, {}, ("nodes", 5, 1, 4, 2)),
-        ({**TORCHRUN, **SLURM, "TORCHELASTIC_USE_AGENT_STORE": "True"}, {}, ("torchrun", 5, 1, 4, 2)),
+        (
+            {**TORCHRUN, **SLURM, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            {},
+            ("torchrun", 5, 1, 4, 2),
+        ),
     ],
 )
 def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, options, wanted):
@@ -61,8 +89,15 @@ def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, opt
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu[03-05,9],login", "gpu03"), ("n1,n2", "n1"), ("n7", "n7"), ("a-b[1]", "a-b1"), ("r[2-3]-gpu", "r2-gpu"),
-     ("rack[1-2]node[3-4]", "rack1node3"), ("rack[1,3]node[03-05,9]x,login", "rack1node03x")],
+    [
+        ("gpu[03-05,9],login", "gpu03"),
+        ("n1,n2", "n1"),
+        ("n7", "n7"),
+        ("a-b[1]", "a-b1"),
+        ("r[2-3]-gpu", "r2-gpu"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("rack[1,3]node[03-05,9]x,login", "rack1node03x"),
+    ],
 )
 def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
     assert ask({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == host
@@ -80,8 +115,16 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
         ),
         ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
         ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "not a whole number"),
-        (TORCHRUN, {"devices": 2}, "torchrun started rank 5 of 8, number 1 of 4 on its node, but trainer.devices=2"),
-        ({**RANKS, **ADDRESS}, {"devices": 4}, "rank 0 of 2, number 0 of 4 on its node.* unset RANK and WORLD_SIZE"),
+        (
+            TORCHRUN,
+            {"devices": 2},
+            "torchrun started rank 5 of 8, number 1 of 4 on its node, but trainer.devices=2",
+        ),
+        (
+            {**RANKS, **ADDRESS},
+            {"devices": 4},
+            "rank 0 of 2, number 0 of 4 on its node.* unset RANK and WORLD_SIZE",
+        ),
         ({**RANKS, **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
         (RANKS, {}, "set MASTER_ADDR and MASTER_PORT"),
         (
@@ -112,8 +155,13 @@ def test_an_ipv6_master_may_stand_in_brackets(environ):
 
 
 def test_run_id_from_outside():
-    assert named_run({}, {}) is named_run({}, TORCHRUN) is named_run({}, {"SLURM_JOB_ID": "7"}) is None
-    assert named_run({"run_id": "r"}, SLURM) == "r" and named_run({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
+    assert (
+        named_run({}, {}) is named_run({}, TORCHRUN) is named_run({}, {"SLURM_JOB_ID": "7"}) is None
+    )
+    assert (
+        named_run({"run_id": "r"}, SLURM) == "r"
+        and named_run({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
+    )
     assert named_run({}, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
     assert named_run({}, SLURM) == "slurm-7-0" == named_run({}, {**TORCHRUN, **SLURM})
     assert named_run({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
@@ -131,7 +179,9 @@ def test_who_would_start_this_process_again():
     [(False, None, 2, "to 10.0.0.1", "=to 10.0.0.1"), (True, None, 2, "to 10.0.0.1", None),
      (False, "mine", 2, "mine", "=to 10.0.0.1"), (False, None, 1, "to 127.0.0.1", None)],
 )  # fmt: skip
-def test_gloo_and_nccl_take_the_interface_towards_the_master(fast, stated, nodes, gloo, nccl, tmp_path, monkeypatch):
+def test_gloo_and_nccl_take_the_interface_towards_the_master(
+    fast, stated, nodes, gloo, nccl, tmp_path, monkeypatch
+):
     monkeypatch.setattr("lockstep.ranks.find.network_interface", lambda address: f"to {address}")
     monkeypatch.setattr("lockstep.ranks.find.INFINIBAND", tmp_path)
     for library in ("GLOO", "NCCL"):
@@ -142,7 +192,11 @@ def test_gloo_and_nccl_take_the_interface_towards_the_master(fast, stated, nodes
         (tmp_path / "efa_0").mkdir()
     set_rank_environment(Cluster("torchrun", nodes, 2, 0, 1, "10.0.0.1", 29500))
     found = environment()
-    assert (found["GLOO_SOCKET_IFNAME"], found.get("NCCL_SOCKET_IFNAME"), found["RANK"]) == (gloo, nccl, "1")
+    assert (found["GLOO_SOCKET_IFNAME"], found.get("NCCL_SOCKET_IFNAME"), found["RANK"]) == (
+        gloo,
+        nccl,
+        "1",
+    )
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -151,4 +205,6 @@ def test_memory_segments_expand_unless_the_user_says_otherwise(name, monkeypatch
         monkeypatch.setenv(name, "backend:native")
     set_rank_environment(Cluster("none", 1, 1, 0, 0, "127.0.0.1", None))
     found = {key: value for key, value in environment().items() if "ALLOC_CONF" in key}
-    assert found == ({name: "backend:native"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert found == (
+        {name: "backend:native"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )

@@ -29,11 +29,18 @@ class Ranks:
     """Starts ranks one after the other, and keeps what each was told."""
 
     def __init__(self, world_size, timeout_s=10.0, port=None, address="127.0.0.1"):
-        self.address, self.world_size, self.timeout_s, self.port = address, world_size, timeout_s, port or free_port()
+        self.address, self.world_size, self.timeout_s, self.port = (
+            address,
+            world_size,
+            timeout_s,
+            port or free_port(),
+        )
         self.answers, self.threads, self.agent_store = {}, [], port is not None
 
     def start(self, rank, *, mine=SAME, decide=dict):
-        cluster = Cluster("nodes", self.world_size, 1, rank, 0, self.address, self.port, self.agent_store)
+        cluster = Cluster(
+            "nodes", self.world_size, 1, rank, 0, self.address, self.port, self.agent_store
+        )
 
         def run():
             try:
@@ -54,7 +61,9 @@ class Ranks:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_all_get_rank_zeros_decision_in_whatever_order_they_come(address):
-    answers = Ranks(3, address=address).start(2).start(0, decide=lambda: {"folder": "r"}).start(1).end()
+    answers = (
+        Ranks(3, address=address).start(2).start(0, decide=lambda: {"folder": "r"}).start(1).end()
+    )
     assert answers[2] == answers[1] == answers[0]
     assert answers[0]["folder"] == "r" and answers[0]["hosts"] == [socket.gethostname()] * 3
 
@@ -84,13 +93,17 @@ def refuse():
 )
 def test_what_differs_or_rank_zero_refuses_is_told_to_every_rank(first, second, sentence):
     answers = Ranks(2).start(0, **first).start(1, **second).end()
-    assert answers[0] == answers[1] and answers[0].startswith("rank 1 on ") and sentence in answers[0]
+    assert (
+        answers[0] == answers[1] and answers[0].startswith("rank 1 on ") and sentence in answers[0]
+    )
 
 
 def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(capsys):
     began = time.monotonic()
     answers = Ranks(3, timeout_s=1.5).start(0).start(1).end()
-    assert answers[0] == answers[1] and answers[0].startswith("node rank 2 did not arrive at 127.0.0.1:"), answers
+    assert answers[0] == answers[1] and answers[0].startswith(
+        "node rank 2 did not arrive at 127.0.0.1:"
+    ), answers
     assert time.monotonic() - began < 5 and "Waiting for node rank 2 at " in capsys.readouterr().out
 
 
@@ -102,7 +115,10 @@ def test_a_rank_that_waits_hears_a_signal_whose_exception_was_lost(monkeypatch):
 
 def test_a_rank_zero_that_never_comes_is_named_too(capsys):
     answers = Ranks(2, timeout_s=1.0).start(1).end()
-    assert answers[1].startswith("node rank 0 did not arrive at 127.0.0.1:") and "(Connection refused)" in answers[1]
+    assert (
+        answers[1].startswith("node rank 0 did not arrive at 127.0.0.1:")
+        and "(Connection refused)" in answers[1]
+    )
     assert "Waiting for node rank 0 at 127.0.0.1:" in capsys.readouterr().out
 
 
@@ -111,7 +127,10 @@ def test_a_port_that_another_program_uses():
         ranks = Ranks(2)
         ranks.port = taken.getsockname()[1]
         answer = ranks.start(0).end()[0]
-    assert answer.startswith("rank 0 cannot serve at 127.0.0.1:") and "Address already in use" in answer
+    assert (
+        answer.startswith("rank 0 cannot serve at 127.0.0.1:")
+        and "Address already in use" in answer
+    )
 
 
 def test_rank_zero_listens_at_master_addr_alone():

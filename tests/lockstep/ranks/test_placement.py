@@ -24,7 +24,12 @@ def options(*words):
         (["trainer=ddp_sim"], 3, "cpu", RequestedDevices(None, None, True, 2)),
         (["trainer=ddp_sim", "trainer.devices=4"], 0, "cpu", RequestedDevices(4, None, True, 2)),
         (["trainer=default"], 0, "cpu", RequestedDevices(None, None, True, 1)),
-        (["trainer=fsdp", "trainer.devices=2", "trainer.num_nodes=4"], 2, "gpu", RequestedDevices(2, 4, True, 2)),
+        (
+            ["trainer=fsdp", "trainer.devices=2", "trainer.num_nodes=4"],
+            2,
+            "gpu",
+            RequestedDevices(2, 4, True, 2),
+        ),
         (["trainer=dp"], 4, "gpu", RequestedDevices(1, 1, False, 4)),
         (
             ["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"],
@@ -49,7 +54,12 @@ def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
     ("words", "name", "gpus", "said"),
     [
         (["trainer=ddp"], "ddp", 0, "has no GPU: experiment=quickstart trainer=ddp_sim works"),
-        (["trainer=fsdp", "trainer.devices=4"], "fsdp", 2, "asks for 4 GPUs and this machine has 2 GPUs"),
+        (
+            ["trainer=fsdp", "trainer.devices=4"],
+            "fsdp",
+            2,
+            "asks for 4 GPUs and this machine has 2 GPUs",
+        ),
         (["trainer=dp"], "dp", 1, "has 1 GPU: experiment=quickstart trainer=cpu works"),
         (["trainer=dp", "trainer.devices=2"], "dp", 2, "dp takes trainer.num_gpus"),
         (

@@ -28,7 +28,9 @@ def test_a_write_is_whole_or_leaves_the_old_file_and_no_part(tmp_path):
     path = tmp_path / "f"
     write_atomically(path, lambda file: file.write("old \udce9"))
     with pytest.raises(OSError, match="disk full") as raised:
-        write_atomically(path, lambda file: [file.write("new"), exec("raise OSError(28, 'disk full')")])
+        write_atomically(
+            path, lambda file: [file.write("new"), exec("raise OSError(28, 'disk full')")]
+        )
     assert path.read_text() == "old \\udce9" and [each.name for each in tmp_path.iterdir()] == ["f"]
     assert raised.value.filename == str(path)
     before = os.umask(0o077)
@@ -45,7 +47,10 @@ def test_an_unknown_run_is_answered_with_the_one_of_nearly_that_name(tmp_path):
         (tmp_path / "train/runs" / name / "run.json").write_text("{}")
         os.utime(tmp_path / "train/runs" / name / "run.json", (1000 - age, 1000 - age))
     assert find_run(tmp_path, "a2").path == tmp_path / "train/runs/a2"
-    for word, said in (("c11", r"did you mean c1\? the newest are c1, a2, t1\.$"), ("other", "; the newest are c1")):
+    for word, said in (
+        ("c11", r"did you mean c1\? the newest are c1, a2, t1\.$"),
+        ("other", "; the newest are c1"),
+    ):
         with pytest.raises(UserError, match=said):
             find_run(tmp_path, word)
 
@@ -62,29 +67,52 @@ def test_a_file_is_free_after_the_block_though_a_child_has_the_handle_too(tmp_pa
         child.wait()
 
 
-def test_a_full_disk_is_named_by_the_folder_of_the_file_or_else_by_the_one_that_was_written_to(tmp_path):
+def test_a_full_disk_is_named_by_the_folder_of_the_file_or_else_by_the_one_that_was_written_to(
+    tmp_path,
+):
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a" / "x.ckpt"))
     assert str(no_room(full, tmp_path)).startswith(f"no room on {tmp_path / 'a'}: free")
     (tmp_path / "a").mkdir()
     assert str(no_room(full, tmp_path)).startswith(f"no room on {tmp_path / 'a'} (")
     wrapped = RuntimeError("unexpected pos 64 vs 128")  # as torch.save raises for it
     wrapped.__context__ = OSError(errno.ENOSPC, "No space left on device")
-    rust = ValueError("Error while serializing: I/O error: No space left on device (os error 28)")  # as of safetensors
+    rust = ValueError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )  # as of safetensors
     for error in (wrapped, OSError(errno.EDQUOT, "Disk quota exceeded"), rust):
         sentence = str(no_room(error, tmp_path))
         assert sentence.startswith(f"no room on {tmp_path} (") and " MiB free on " in sentence
     known = no_room(wrapped, tmp_path)
     assert isinstance(known, NoRoom) and no_room(known, Path("/elsewhere")) is known
-    assert no_room(PermissionError(errno.EACCES, "no"), tmp_path) is None and no_room(ValueError("x"), tmp_path) is None
+    assert (
+        no_room(PermissionError(errno.EACCES, "no"), tmp_path) is None
+        and no_room(ValueError("x"), tmp_path) is None
+    )
 
 
 def test_a_span_of_time_is_read_and_shown():
-    stated = {0.5: 0.5, "5400": 5400, "90 min": 5400, "1.5h": 5400, "00:01:30:00": 5400, "2:05": 125}
+    stated = {
+        0.5: 0.5,
+        "5400": 5400,
+        "90 min": 5400,
+        "1.5h": 5400,
+        "00:01:30:00": 5400,
+        "2:05": 125,
+    }
     assert {each: seconds_of(each, "trainer.max_time") for each in stated} == stated
     for bad in (0, True, "90 weeks", "1:2:3:4:5", "", "inf"):
-        with pytest.raises(UserError, match="trainer.max_time=.*: give days:hours:minutes:seconds as 00:01:30:00"):
+        with pytest.raises(
+            UserError, match="trainer.max_time=.*: give days:hours:minutes:seconds as 00:01:30:00"
+        ):
             seconds_of(bad, "trainer.max_time")
-    shown = {0.4: "0.4 s", 48: "48 s", 252: "4 min 12 s", 5400: "1 h 30 min", 11220: "3 h 7 min", 187261: "2 d 4 h"}
+    shown = {
+        0.4: "0.4 s",
+        48: "48 s",
+        252: "4 min 12 s",
+        5400: "1 h 30 min",
+        11220: "3 h 7 min",
+        187261: "2 d 4 h",
+    }
     assert {seconds: duration(seconds) for seconds in shown} == shown
 
 
@@ -94,7 +122,9 @@ def test_a_span_of_time_is_read_and_shown():
 def test_a_batch_divides_by_ranks_and_accumulation():
     assert Batch.cut(128, 4, 8) == Batch(global_size=128, per_device=4, accumulate=8)
     assert states_accumulation(["a=1", "++trainer.accumulate_grad_batches=2"])
-    assert not states_accumulation(["trainer.accumulate_grad_batches_=2", "~trainer.accumulate_grad_batches"])
+    assert not states_accumulation(
+        ["trainer.accumulate_grad_batches_=2", "~trainer.accumulate_grad_batches"]
+    )
     for sizes, wanted in {
         (64, 2, 32): Batch(64, 32, 1), (64, 1, 32): Batch(64, 32, 2), (64, 4, math.inf): Batch(64, 16, 1),
         (48, 2, 10): Batch(48, 8, 3),  # 24 images of each rank: 12 are too many
@@ -105,13 +135,21 @@ def test_a_batch_divides_by_ranks_and_accumulation():
 @pytest.mark.parametrize(
     ("cut", "sizes", "said"),
     [
-        (Batch.cut, (100, 3, 2), "into 3 ranks × 2 accumulated batches: the nearest that do are 96 and 102."),
+        (
+            Batch.cut,
+            (100, 3, 2),
+            "into 3 ranks × 2 accumulated batches: the nearest that do are 96 and 102.",
+        ),
         (Batch.cut, (5, 4, 2), "the nearest that do are 8."),
         (Batch.cut, ("max", 2, 1), "data.global_batch_size='max': give a whole number from 1 on."),
         (Batch.cut, (True, 1, 1), "data.global_batch_size=True: give"),
         (Batch.cut, (8, 1, 0), "trainer.accumulate_grad_batches=0: give"),
         (Batch.within, (0, 2, 8), "data.global_batch_size=0: give"),
-        (Batch.within, (64, 3, 32), "over 3 ranks: the nearest numbers of ranks over which it does are 2 and 4."),
+        (
+            Batch.within,
+            (64, 3, 32),
+            "over 3 ranks: the nearest numbers of ranks over which it does are 2 and 4.",
+        ),
         (Batch.within, (8, 9, 8), "over which it does are 8."),
     ],
 )

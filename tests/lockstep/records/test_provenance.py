@@ -13,7 +13,10 @@ from lockstep.records import provenance
 
 
 def git(folder, *arguments):
-    subprocess.run(["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@t", *arguments], check=True)
+    subprocess.run(
+        ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@t", *arguments],
+        check=True,
+    )
 
 
 @pytest.fixture
@@ -42,7 +45,9 @@ def test_a_page_of_the_logbook_does_not_make_a_run_dirty(repository):
     assert changed["dirty"] is True and changed["tree_hash"] != clean["tree_hash"]
 
 
-def test_the_diff_applies_to_the_commit_whatever_git_is_configured_to_print(repository, tmp_path_factory):
+def test_the_diff_applies_to_the_commit_whatever_git_is_configured_to_print(
+    repository, tmp_path_factory
+):
     (repository / "src" / "a.py").write_text("second\n \n")
     (repository / "src" / "new one.py").write_text("x = 1\n")
     (repository / "logbook" / "new.md").write_text("a page\n")
@@ -53,11 +58,17 @@ def test_the_diff_applies_to_the_commit_whatever_git_is_configured_to_print(repo
     (other / "code.diff").write_text(provenance.code_diff(repository))
     git(other / "tree", "apply", str(other / "code.diff"))
     assert (other / "tree/src/a.py").read_text() == "second\n \n"
-    assert (other / "tree/src/new one.py").read_text() == "x = 1\n" and not (other / "tree/logbook/new.md").exists()
+    assert (other / "tree/src/new one.py").read_text() == "x = 1\n" and not (
+        other / "tree/logbook/new.md"
+    ).exists()
     for i in range(5):
         (repository / "src" / f"large{i}.py").write_text("line\n" * 20_000)
     diff = provenance.code_diff(repository)
-    assert "+line" in diff and diff.endswith("… cut here\n") and len(diff) == provenance.DIFF_LIMIT + 12
+    assert (
+        "+line" in diff
+        and diff.endswith("… cut here\n")
+        and len(diff) == provenance.DIFF_LIMIT + 12
+    )
 
 
 def test_a_diff_keeps_bytes_and_line_ends(repository, tmp_path_factory):
@@ -75,10 +86,17 @@ def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatc
     empty = tmp_path_factory.mktemp("empty")
     assert "not a git repository" in provenance.code_state(empty)["commit_unknown"]
     (empty / "COMMIT").write_text("ab" * 20 + "\n")  # an image without git
-    assert provenance.code_state(empty)["commit"] == "ab" * 20 and provenance.code_state(empty)["dirty"] is None
-    os.chown(repository, 12345, 12345) if os.geteuid() == 0 else pytest.skip("only root can give a folder away")
+    assert (
+        provenance.code_state(empty)["commit"] == "ab" * 20
+        and provenance.code_state(empty)["dirty"] is None
+    )
+    os.chown(repository, 12345, 12345) if os.geteuid() == 0 else pytest.skip(
+        "only root can give a folder away"
+    )
     reason = provenance.code_state(repository)["commit_unknown"]
-    assert "dubious ownership" in reason and reason.endswith(f"git config --global --add safe.directory {repository}")
+    assert "dubious ownership" in reason and reason.endswith(
+        f"git config --global --add safe.directory {repository}"
+    )
     monkeypatch.setenv("PATH", str(empty))
     assert provenance.code_state(repository)["commit_unknown"] == "git is not installed"
     (empty / "git").write_text("#!/bin/sh\nread forever </dev/zero\n")
@@ -106,7 +124,9 @@ def test_cores_follow_the_quota_of_every_group_above(groups, files, cores, tmp_p
 def test_gpus_and_interfaces_are_found_without_a_driver():
     chosen = {"0,3": 2, "": 0, "-1": 0, "NoDevFiles": 0, "GPU-1f, 2,-1,3": 2}
     assert {word: visible_gpus({"CUDA_VISIBLE_DEVICES": word}) for word in chosen} == chosen
-    assert network_interface("127.0.0.1") == "lo" and network_interface("no.such.host.invalid") is None
+    assert (
+        network_interface("127.0.0.1") == "lo" and network_interface("no.such.host.invalid") is None
+    )
 
 
 # No secret reaches a page, and what is none stays readable.
@@ -118,7 +138,10 @@ LEAKS = [
     (f"AWS_SECRET_ACCESS_KEY={SECRET} python src/train.py", "python src/train.py"),
     (f'+    api_key: "{SECRET} with blanks"  # end', "# end"),
     (f"could not open https://me:{SECRET}@host/path/file", "host/path/file"),
-    (f"GET https://b.s3.amazonaws.com/k.ckpt?X-Amz-Credential=A&X-Amz-Signature={SECRET} failed", "failed"),
+    (
+        f"GET https://b.s3.amazonaws.com/k.ckpt?X-Amz-Credential=A&X-Amz-Signature={SECRET} failed",
+        "failed",
+    ),
     (f"Authorization: Bearer {SECRET} end", "end"),
     (f"redis://{SECRET}@cache:6379/0", "cache:6379/0"),
     (f"db_password='{SECRET}, x' next=1", "next=1"),
@@ -152,15 +175,21 @@ def test_named_secrets_go_and_the_rest_stays():
         cleaned = redact_text(text)
         assert SECRET not in cleaned and REDACTED in cleaned and kept in cleaned
     for text in ("a-" * 100_000, "a://" * 50_000, "secret" * 30_000, "?" * 200_000):
-        assert redact_text(text) == text, "long texts are linear: quadratic behaviour would take minutes"
+        assert redact_text(text) == text, (
+            "long texts are linear: quadratic behaviour would take minutes"
+        )
 
 
-@pytest.mark.parametrize("name", ["password", "pwd", "authorization", "account_key", "access_key_id", "hf-tokens"])
+@pytest.mark.parametrize(
+    "name", ["password", "pwd", "authorization", "account_key", "access_key_id", "hf-tokens"]
+)
 def test_a_name_decides_on_pages_and_in_options_alike(name):
     with pytest.raises(UserError, match=f"callbacks.x.{name} holds a secret") as raised:
         refuse_secrets({"callbacks": {"x": {name: SECRET}}})
     assert SECRET not in str(raised.value) and SECRET not in redact_text(f"{name}={SECRET}")
-    assert redact({"a": [{name: SECRET, "num_tokens": 196}]}) == {"a": [{name: REDACTED, "num_tokens": 196}]}
+    assert redact({"a": [{name: SECRET, "num_tokens": 196}]}) == {
+        "a": [{name: REDACTED, "num_tokens": 196}]
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -173,7 +202,13 @@ def test_a_known_form_goes_and_is_no_option(form):
 
 def test_what_is_harmless_stays_and_is_taken():
     assert redact([*HARMLESS, None, 40]) == [*HARMLESS, None, 40]
-    refuse_secrets({"tags": HARMLESS, "model": {"num_tokens": 196, "class_token": True}, "s3": {"sse_kms_key_id": "k"}})
+    refuse_secrets(
+        {
+            "tags": HARMLESS,
+            "model": {"num_tokens": 196, "class_token": True},
+            "s3": {"sse_kms_key_id": "k"},
+        }
+    )
     refuse_secrets({"s3": {"secret_key": None, "token": "", "password": "null"}})
 
 

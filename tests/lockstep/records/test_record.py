@@ -26,11 +26,20 @@ def path(tmp_path):
 
 
 def test_an_update_keeps_what_this_version_does_not_know_and_writes_nothing_if_it_fails(path):
-    path.write_text(json.dumps({"status": "running", "own": [1], "code": {"commit": "a", "branch": "b"}, "error": {}}))
+    path.write_text(
+        json.dumps(
+            {"status": "running", "own": [1], "code": {"commit": "a", "branch": "b"}, "error": {}}
+        )
+    )
     with update_record(path) as record:
         record.status, record.steps = "finished", 3
     held = json.loads(path.read_text())
-    assert (held["own"], held["code"]["branch"], held["steps"], held["status"]) == ([1], "b", 3, "finished")
+    assert (held["own"], held["code"]["branch"], held["steps"], held["status"]) == (
+        [1],
+        "b",
+        3,
+        "finished",
+    )
     assert held["updated_at"].endswith("Z") and held["error"] is None and "other" not in held
     before = path.read_bytes()
     with pytest.raises(ZeroDivisionError), update_record(path) as record:
@@ -42,16 +51,27 @@ def test_an_update_keeps_what_this_version_does_not_know_and_writes_nothing_if_i
 @pytest.mark.parametrize(
     ("price", "restarts", "usd"),
     [
-        (0.526, [JsonObject(lost_steps=60, downtime_s=1200.0), JsonObject(lost_steps=40, downtime_s=600.0)], 3.156),
+        (
+            0.526,
+            [
+                JsonObject(lost_steps=60, downtime_s=1200.0),
+                JsonObject(lost_steps=40, downtime_s=600.0),
+            ],
+            3.156,
+        ),
         (None, [], None),
     ],
 )
 def test_the_cost_is_that_of_the_time_in_which_the_run_ran(price, restarts, usd, path):
     times = {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T02:00:00Z"}
     cost = {"price_per_hour": price}
-    write_record(path, RunRecord(num_nodes=4, epochs=5, steps=900, cost=cost, restarts=restarts, **times))
+    write_record(
+        path, RunRecord(num_nodes=4, epochs=5, steps=900, cost=cost, restarts=restarts, **times)
+    )
     found = read_record(path).cost
-    assert found == (cost if usd is None else {"usd": usd, "usd_per_epoch": round(usd / 5, 4), **cost})
+    assert found == (
+        cost if usd is None else {"usd": usd, "usd_per_epoch": round(usd / 5, 4), **cost}
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +90,13 @@ def test_what_is_no_record_is_an_error_in_one_sentence(text, said, path):
 
 
 def test_a_record_of_version_1_is_read_with_null_for_what_it_does_not_know(path):
-    old = {"schema_version": 1, "cost": None, "goodput": {"wall": 0.9}, "hosts": [{"host": "a"}], "restarts": None}
+    old = {
+        "schema_version": 1,
+        "cost": None,
+        "goodput": {"wall": 0.9},
+        "hosts": [{"host": "a"}],
+        "restarts": None,
+    }
     path.write_text(json.dumps(old))
     record = read_record(path)
     assert (record.cost, record.hosts, record.restarts) == ({}, [{"host": "a"}], [])
@@ -114,7 +140,11 @@ def test_a_running_record_without_a_heartbeat_is_lost():
 
 def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone():
     def begun():
-        return RunRecord(started_at="2026-01-02T00:00:00Z", command="again", code={"commit": "b", "tree_hash": "2"})
+        return RunRecord(
+            started_at="2026-01-02T00:00:00Z",
+            command="again",
+            code={"commit": "b", "tree_hash": "2"},
+        )
 
     before = RunRecord(
         status="finished", updated_at="2026-01-01T00:00:00Z", steps=10, other={"own": 1},
@@ -141,6 +171,9 @@ def test_a_restart_tells_the_ranks_of_then_and_now_and_the_limit_is_that_of_the_
     assert (entry.previous_world_size, entry.world_size) == (2, 4)
     assert (more.world_size, more.per_device_batch_size, more.per_device_batch_limit) == (4, 16, 32)
     again = continued(more, of(1, 8, "trainer.accumulate_grad_batches=8"), step=5)
-    assert [each.world_size for each in again.restarts] == [4, 1] and again.per_device_batch_limit == 8
+    assert [each.world_size for each in again.restarts] == [
+        4,
+        1,
+    ] and again.per_device_batch_limit == 8
     older = RunRecord(per_device_batch_size=32)  # of a version that knew no limit
     assert continued(older, of(4, 16), step=3).per_device_batch_limit == 32

@@ -43,13 +43,17 @@ CURVES = {
 
 @pytest.mark.parametrize("name", CURVES)
 @pytest.mark.parametrize("runs_out", [True, False])
-def test_it_ends_within_a_tenth_of_the_largest_on_any_curve_and_in_few_runs_on_a_line(name, runs_out):
+def test_it_ends_within_a_tenth_of_the_largest_on_any_curve_and_in_few_runs_on_a_line(
+    name, runs_out
+):
     def memory(batch):
         return None if runs_out and CURVES[name](batch) > 16.2 else CURVES[name](batch)
 
     tried = searched(memory)
     largest = max(batch for batch in range(1, 20000) if CURVES[name](batch) <= 16)
-    assert fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (5 if "line" in name else 8), tried
+    assert fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (5 if "line" in name else 8), (
+        tried
+    )
 
 
 def test_the_data_set_ends_the_search_every_batch_is_a_multiple_of_the_unit_and_a_small_device_is_refused():
@@ -93,7 +97,12 @@ def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch
 @pytest.mark.timeout(600)
 def test_the_batch_that_is_found_trains_within_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "TIMEOUT_S", 500.0)  # each run that is tried imports torch
-    limit = ["trainer=ddp_sim", "trainer.memory_limit_gib=1.2", "data.global_batch_size=max", "test=false"]
+    limit = [
+        "trainer=ddp_sim",
+        "trainer.memory_limit_gib=1.2",
+        "data.global_batch_size=max",
+        "test=false",
+    ]
     done = run_door("train", *SMALL, *limit, "trainer.max_steps=3", "run_id=r", logs=tmp_path)
     assert done.code == 0, done.output
     found = done.record["largest_batch"]
@@ -106,7 +115,9 @@ def test_the_batch_that_is_found_trains_within_the_limit(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_wrong_option_is_told_in_the_words_of_train(tmp_path):
-    done = run_door("find_batch_size", *SMALL, "trainer=cpu", "trainer.precision=bf17", logs=tmp_path)
+    done = run_door(
+        "find_batch_size", *SMALL, "trainer=cpu", "trainer.precision=bf17", logs=tmp_path
+    )
     assert done.code == 2 and re.search(r"^error: .*bf17", done.output, re.MULTILINE), done.output
 
 
@@ -118,7 +129,9 @@ def test_a_signal_ends_the_run_that_is_tried(tmp_path):
     children = own.children()
     own.send_signal(signal.SIGTERM)
     assert started.done(30).code == 128 + signal.SIGTERM
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+    )
 
 
 # Estimates on fake tensors against what the CUDA allocator reserved for the same steps.
@@ -138,32 +151,60 @@ RESNET = ("model=timm", "model.name=resnet18", "data.image_size=96", "trainer=dd
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "words", "ranks", "reserved_mib"),
-    [(128, RESNET, 2, 534), (736, (*VIT, "trainer=ddp"), 4, 14510), (910, (*VIT, "trainer=fsdp"), 4, 14612)],
+    [
+        (128, RESNET, 2, 534),
+        (736, (*VIT, "trainer=ddp"), 4, 14510),
+        (910, (*VIT, "trainer=fsdp"), 4, 14612),
+    ],
 )
 def test_an_estimate_is_within_ten_percent_of_the_allocator(batch, words, ranks, reserved_mib):
-    assert peak_mib(batch, *words, ranks=ranks, devices=ranks) == pytest.approx(reserved_mib, rel=0.1)
+    assert peak_mib(batch, *words, ranks=ranks, devices=ranks) == pytest.approx(
+        reserved_mib, rel=0.1
+    )
 
 
 @pytest.mark.slow
 def test_more_ranks_hold_less_each_under_fsdp_unless_they_shard_within_a_node():
     def fsdp(ranks, *words):
-        return peak_mib(8, "model=vit_tiny_32", "model.embed_dim=384", "trainer=fsdp", *words, ranks=ranks, devices=2)
+        return peak_mib(
+            8,
+            "model=vit_tiny_32",
+            "model.embed_dim=384",
+            "trainer=fsdp",
+            *words,
+            ranks=ranks,
+            devices=2,
+        )
 
-    assert fsdp(2) > 1.2 * fsdp(8) and fsdp(8, "trainer.shard_within_node=true") == pytest.approx(fsdp(2))
+    assert fsdp(2) > 1.2 * fsdp(8) and fsdp(8, "trainer.shard_within_node=true") == pytest.approx(
+        fsdp(2)
+    )
 
 
 @pytest.mark.slow
 def test_recomputed_activations_take_less_and_an_average_of_the_weights_more():
     words = ("model=vit_tiny_32", "trainer=gpu")
-    assert peak_mib(256, *words, "trainer.activation_checkpointing=true") < 0.6 * peak_mib(256, *words)
+    assert peak_mib(256, *words, "trainer.activation_checkpointing=true") < 0.6 * peak_mib(
+        256, *words
+    )
     assert peak_mib(8, *words, "trainer.ema_decay=0.9") > peak_mib(8, *words)
 
 
 @pytest.mark.slow
 def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
-    words = ["model=small_cnn", "data=digits", "trainer=ddp", "trainer.devices=4", "trainer.num_nodes=2"]
-    done = run_door("find_batch_size", "--estimate", *words, "trainer.memory_limit_gib=0.01", logs=tmp_path)
-    assert done.code == 0 and " × 8 × 1 · " in done.output and "nothing was run" in done.output, done.output
+    words = [
+        "model=small_cnn",
+        "data=digits",
+        "trainer=ddp",
+        "trainer.devices=4",
+        "trainer.num_nodes=2",
+    ]
+    done = run_door(
+        "find_batch_size", "--estimate", *words, "trainer.memory_limit_gib=0.01", logs=tmp_path
+    )
+    assert done.code == 0 and " × 8 × 1 · " in done.output and "nothing was run" in done.output, (
+        done.output
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,9 +212,18 @@ def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
     [
         (["trainer=ddp"], "pass trainer.memory_limit_gib=16"),
         (["trainer=dp", "trainer.memory_limit_gib=16"], "use trainer=gpu, ddp, fsdp or allreduce"),
-        (["trainer=gpu", "trainer.memory_limit_gib=16", "model.freeze=backbone"], "does not know frozen parameters"),
-        (["trainer=gpu", "trainer.memory_limit_gib=16", "task=simclr", "data.views=2"], "does not know data.views=2"),
-        (["trainer=gpu", "trainer.memory_limit_gib=16", "task=segmentation"], "does not know tasks.segmentation"),
+        (
+            ["trainer=gpu", "trainer.memory_limit_gib=16", "model.freeze=backbone"],
+            "does not know frozen parameters",
+        ),
+        (
+            ["trainer=gpu", "trainer.memory_limit_gib=16", "task=simclr", "data.views=2"],
+            "does not know data.views=2",
+        ),
+        (
+            ["trainer=gpu", "trainer.memory_limit_gib=16", "task=segmentation"],
+            "does not know tasks.segmentation",
+        ),
     ],
 )
 def test_what_it_cannot_estimate_is_refused(words, said):

@@ -28,20 +28,44 @@ def resumed(logs, *words):
     return compose("train", words, find_stored(words))
 
 
-BEFORE = ["experiment=quickstart", "trainer=fsdp_sim", "trainer.reshard_after_forward=false", "trainer.max_epochs=7"]
+BEFORE = [
+    "experiment=quickstart",
+    "trainer=fsdp_sim",
+    "trainer.reshard_after_forward=false",
+    "trainer.max_epochs=7",
+]
 
 
 def test_a_run_goes_on_with_what_ran_by_its_id_by_auto_and_in_a_renamed_folder(tmp_path):
     before = leave_run(tmp_path, "r", *BEFORE, "run_id=r", "resume=auto", "tags=[a]")
     (tmp_path / "train" / "runs" / "r").rename(tmp_path / "train" / "runs" / "renamed")
-    for words in (["resume=renamed"], ["resume=auto", "run_id=renamed"], [*BEFORE, "resume=auto", "run_id=renamed"]):
+    for words in (
+        ["resume=renamed"],
+        ["resume=auto", "run_id=renamed"],
+        [*BEFORE, "resume=auto", "run_id=renamed"],
+    ):
         cfg = resumed(tmp_path, *words, "trainer.max_epochs=9")
         now = plain(cfg)
-        assert now["trainer"]["max_epochs"] == 9 and now["trainer"]["devices"] == "auto" and now["tags"] == ["a"]
+        assert (
+            now["trainer"]["max_epochs"] == 9
+            and now["trainer"]["devices"] == "auto"
+            and now["tags"] == ["a"]
+        )
         assert now["trainer"]["strategy"]["reshard_after_forward"] is False
-        same = ("data", "model", "optimizer", "scheduler", "task", "augmentation", "callbacks", "experiment_name")
+        same = (
+            "data",
+            "model",
+            "optimizer",
+            "scheduler",
+            "task",
+            "augmentation",
+            "callbacks",
+            "experiment_name",
+        )
         assert {key: now[key] for key in same} == {key: before[key] for key in same}
-        assert chosen_options(cfg)["experiment"] == "quickstart" and now["paths"]["log_dir"] == str(tmp_path)
+        assert chosen_options(cfg)["experiment"] == "quickstart" and now["paths"]["log_dir"] == str(
+            tmp_path
+        )
     assert plain(resumed(tmp_path, "run_id=r"))["trainer"]["max_epochs"] == 26
 
 
@@ -53,16 +77,18 @@ def test_a_group_that_is_chosen_anew_is_composed_anew(tmp_path):
     assert now["optimizer"] == fresh["optimizer"] and now["metrics"] == fresh["metrics"]
     trainer = now["trainer"]  # what is trained does not change with where it is
     assert (trainer["devices"], trainer["accelerator"], trainer["max_epochs"]) == (1, "gpu", 7)
-    assert plain(resumed(tmp_path, "resume=r", "optimizer=adamw"))["optimizer"]["lr"] == 0.5, "the same is not anew"
+    assert plain(resumed(tmp_path, "resume=r", "optimizer=adamw"))["optimizer"]["lr"] == 0.5, (
+        "the same is not anew"
+    )
 
 
-def test_a_recipe_that_was_edited_or_removed_meanwhile_does_not_change_the_run(tmp_path, monkeypatch):
+def test_a_recipe_that_was_edited_or_removed_meanwhile_does_not_change_the_run(
+    tmp_path, monkeypatch
+):
     shutil.copytree(CONFIGS, tmp_path / "configs")
     monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     recipe = tmp_path / "configs" / "experiment" / "mine.yaml"
-    text = (
-        "# @package _global_\ndefaults:\n  - override /model: own\n  - override /data: digits\noptimizer: {lr: 0.25}\n"
-    )
+    text = "# @package _global_\ndefaults:\n  - override /model: own\n  - override /data: digits\noptimizer: {lr: 0.25}\n"
     recipe.write_text(text)
     model = tmp_path / "configs" / "model" / "own.yaml"
     model.write_text("_target_: models.small_cnn.SmallCNN\ndropout: 0.125\n")
@@ -71,18 +97,39 @@ def test_a_recipe_that_was_edited_or_removed_meanwhile_does_not_change_the_run(t
     repeated = plain(resumed(tmp_path, "resume=auto", "run_id=r", "experiment=mine"))
     recipe.unlink(), model.unlink()
     for now in (repeated, plain(resumed(tmp_path, "resume=r"))):
-        assert now["optimizer"]["lr"] == 0.25 and now["model"] == before["model"] and now["data"] == before["data"]
+        assert (
+            now["optimizer"]["lr"] == 0.25
+            and now["model"] == before["model"]
+            and now["data"] == before["data"]
+        )
 
 
 def test_what_was_added_or_removed_stays_so_and_can_be_changed(tmp_path):
     early = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 3}"
-    leave_run(tmp_path, "r", early, "~callbacks.progress", "data=cifar10", "data.root=/old", "+optimizer.amsgrad=true")
+    leave_run(
+        tmp_path,
+        "r",
+        early,
+        "~callbacks.progress",
+        "data=cifar10",
+        "data.root=/old",
+        "+optimizer.amsgrad=true",
+    )
     now = plain(resumed(tmp_path, "resume=r", "data.root=/new", "callbacks.early.patience=9"))
     assert now["data"]["root"] == "/new" and now["callbacks"]["early"]["patience"] == 9
-    assert not now["callbacks"]["progress"] and now["callbacks"]["checkpoints"] and now["optimizer"]["amsgrad"]
+    assert (
+        not now["callbacks"]["progress"]
+        and now["callbacks"]["checkpoints"]
+        and now["optimizer"]["amsgrad"]
+    )
     assert "early" not in plain(resumed(tmp_path, "resume=r", "~callbacks.early"))["callbacks"]
-    once_more = resumed(tmp_path, "resume=r", "~callbacks.progress")  # as a job script types it at each start
-    assert not plain(once_more)["callbacks"]["progress"] and "~callbacks.progress" in once_more.hydra.overrides.task
+    once_more = resumed(
+        tmp_path, "resume=r", "~callbacks.progress"
+    )  # as a job script types it at each start
+    assert (
+        not plain(once_more)["callbacks"]["progress"]
+        and "~callbacks.progress" in once_more.hydra.overrides.task
+    )
     again = resumed(tmp_path, "resume=r", "data.root=/new").hydra.overrides.task
     assert early in again and "data.root=/new" in again and "data.root=/old" not in again
 
@@ -114,7 +161,11 @@ def test_a_stored_class_is_kept_unless_its_module_has_moved(stored, expected, tm
 
 def test_learning_rates_are_not_scaled_twice_and_accumulation_follows_the_ranks(tmp_path):
     leave_run(
-        tmp_path, "r", "optimizer.scale_lr_with_batch=true", "optimizer.lr=0.5", "trainer.accumulate_grad_batches=4"
+        tmp_path,
+        "r",
+        "optimizer.scale_lr_with_batch=true",
+        "optimizer.lr=0.5",
+        "trainer.accumulate_grad_batches=4",
     )
     now = plain(resumed(tmp_path, "resume=r"))
     assert (now["optimizer"]["scale_lr_with_batch"], now["optimizer"]["lr"]) == (False, 0.5)
@@ -129,7 +180,9 @@ def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, mon
     assert resumed(tmp_path, "resume=r").trainer.devices == "auto"
 
 
-def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_machine(tmp_path, monkeypatch, capsys):
+def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_machine(
+    tmp_path, monkeypatch, capsys
+):
     stated = ["data=cifar10", "data.root=/theirs", "trainer.max_epochs=5", "paths.logbook_dir=/etc", "optimizer.lr=0.5",
               "+callbacks.x={_target_: os.system}"]  # fmt: skip
     theirs, fetched = leave_run(tmp_path / "theirs", "r", *stated), []
@@ -142,11 +195,22 @@ def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_mach
     monkeypatch.setattr("lockstep.storage.fetch.fetch_record", fetch_record)
     words = ["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"]
     config = plain(resumed(tmp_path, *words))
-    assert config["trainer"]["max_epochs"] == 5 and config["optimizer"]["lr"] == 0.5 and config["task_name"] == "train"
+    assert (
+        config["trainer"]["max_epochs"] == 5
+        and config["optimizer"]["lr"] == 0.5
+        and config["task_name"] == "train"
+    )
     assert fetched == ["s3://bucket/runs/r"]
-    fresh = plain(compose("train", [f"paths.log_dir={tmp_path}", "s3.uri=s3://bucket/runs", "data=cifar10"]))
-    assert all(config[part] == fresh[part] for part in ("paths", "data", "s3", "logger", "callbacks", "ckpt_path"))
-    left = "Not taken from the bucket's config, give them again to have them: data.root, callbacks.x"
+    fresh = plain(
+        compose("train", [f"paths.log_dir={tmp_path}", "s3.uri=s3://bucket/runs", "data=cifar10"])
+    )
+    assert all(
+        config[part] == fresh[part]
+        for part in ("paths", "data", "s3", "logger", "callbacks", "ckpt_path")
+    )
+    left = (
+        "Not taken from the bucket's config, give them again to have them: data.root, callbacks.x"
+    )
     assert capsys.readouterr().out.splitlines()[-1] == left
     assert plain(resumed(tmp_path, *words, "data.root=/mine"))["data"]["root"] == "/mine"
 
@@ -175,7 +239,12 @@ SCRIPTS = [
         "~logger.tensorboard",
     ],
     ["++optimizer.eps=1e-4", "~optimizer.weight_decay", "optimizer.scale_lr_with_batch=true"],
-    ["+experiment=quickstart", "+callbacks.x._target_=a.B", "+callbacks.x.n=3", "~data.crop_padding"],
+    [
+        "+experiment=quickstart",
+        "+callbacks.x._target_=a.B",
+        "+callbacks.x.n=3",
+        "~data.crop_padding",
+    ],
     [
         "trainer=ddp",
         "+trainer.strategy.static_graph=true",
@@ -189,7 +258,11 @@ SCRIPTS = [
 
 def without_nulls(node):
     """Return a config without its null values, which mean the same as missing ones."""
-    return {k: without_nulls(v) for k, v in node.items() if v is not None} if isinstance(node, dict) else node
+    return (
+        {k: without_nulls(v) for k, v in node.items() if v is not None}
+        if isinstance(node, dict)
+        else node
+    )
 
 
 def start_once(folder, words):
@@ -225,13 +298,21 @@ def test_the_same_command_line_works_at_every_start(script, came_from, tmp_path,
     monkeypatch.setattr("lockstep.storage.fetch.fetch_record", lambda bucket, folder: None)
     for first, config in starts(tmp_path, script, came_from):
         assert sorted(config["overrides"]) == sorted(first["overrides"])
-        values = [{k: v for k, v in c.items() if k not in ("choices", "overrides")} for c in (first, config)]
+        values = [
+            {k: v for k, v in c.items() if k not in ("choices", "overrides")}
+            for c in (first, config)
+        ]
         assert without_nulls(values[1]) == without_nulls(values[0])
 
 
 def test_a_plus_and_a_tilde_work_at_the_third_start(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.storage.fetch.fetch_record", lambda bucket, folder: None)
-    script = ["+optimizer.amsgrad=true", "~callbacks.progress", "task._target_=a.Lit", "+task.lr=0.1"]
+    script = [
+        "+optimizer.amsgrad=true",
+        "~callbacks.progress",
+        "task._target_=a.Lit",
+        "+task.lr=0.1",
+    ]
     for first, config in starts(tmp_path, script, further=2):
         assert config["optimizer"] == first["optimizer"]
         assert config["task"] == first["task"]
@@ -239,7 +320,13 @@ def test_a_plus_and_a_tilde_work_at_the_third_start(tmp_path, monkeypatch):
 
 
 def test_a_resume_by_id_adds_what_the_run_has_already(tmp_path):
-    leave_run(tmp_path, "r", "+optimizer.amsgrad=true", "optimizer.scale_lr_with_batch=true", "optimizer.lr=0.25")
+    leave_run(
+        tmp_path,
+        "r",
+        "+optimizer.amsgrad=true",
+        "optimizer.scale_lr_with_batch=true",
+        "optimizer.lr=0.25",
+    )
     cfg = resumed(tmp_path, "resume=r", "+optimizer.amsgrad=true")
     assert cfg.optimizer.amsgrad is True
     assert list(cfg.hydra.overrides.task).count("+optimizer.amsgrad=true") == 1

@@ -65,7 +65,9 @@ def refused(*words, accelerator="cpu", **changed):
 def test_a_root_that_is_not_there_is_refused_unless_a_class_of_ones_own_may_make_it(tmp_path):
     for data in ("cifar10", "csv", "webdataset"):
         said = refused(f"data={data}", f"data.root={tmp_path / 'nowhere'}")
-        assert said.startswith(f"data.root={tmp_path}/nowhere does not exist: give a folder or file")
+        assert said.startswith(
+            f"data.root={tmp_path}/nowhere does not exist: give a folder or file"
+        )
         for root in ([f"data.root={tmp_path}"], [], ["data.root=s3://bucket/nowhere"]):
             assert refused(f"data={data}", *root) is None
     digits = config_of("data=digits")["data"]
@@ -76,14 +78,22 @@ def test_what_is_refused_is_refused_without_torch(tmp_path):
     words = ["data=image_folder", "data.root=nowhere", "trainer=cpu", f"paths.log_dir={tmp_path}"]
     code = f"import sys; sys.modules['torch'] = None; import train; sys.exit(train.main({words}))"
     path = {"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=path, capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 2 and "data.root=nowhere does not exist" in done.stderr, done.stderr
 
 
-def test_a_long_temporary_folder_a_length_that_cannot_be_and_another_id_for_a_resumed_run_are_refused(monkeypatch):
+def test_a_long_temporary_folder_a_length_that_cannot_be_and_another_id_for_a_resumed_run_are_refused(
+    monkeypatch,
+):
     for epochs in (-1, 0):
-        assert refused("trainer=cpu", f"trainer.max_epochs={epochs}").startswith(f"trainer.max_epochs={epochs}: give a")
-    assert refused("trainer=cpu", "trainer.limit_train_batches=0").startswith("trainer.limit_train_batches=0")
+        assert refused("trainer=cpu", f"trainer.max_epochs={epochs}").startswith(
+            f"trainer.max_epochs={epochs}: give a"
+        )
+    assert refused("trainer=cpu", "trainer.limit_train_batches=0").startswith(
+        "trainer.limit_train_batches=0"
+    )
     assert "under its own id: leave run_id=b out" in refused("trainer=cpu", "resume=a", "run_id=b")
     assert refused("trainer=cpu", "resume=logs/a/", "run_id=a") is None
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 100)
@@ -93,7 +103,10 @@ def test_a_long_temporary_folder_a_length_that_cannot_be_and_another_id_for_a_re
 def test_a_training_of_days_on_a_cpu_is_refused_unless_somebody_chose():
     for words in ([], ["seed=3"], ["trainer.max_epochs=1"], ["ckpt_path=r"]):
         said = refused(*words)
-        assert "vit_base_patch32_224 on cifar10 at 224 pixels" in said and "make train (experiment=quickstart)" in said
+        assert (
+            "vit_base_patch32_224 on cifar10 at 224 pixels" in said
+            and "make train (experiment=quickstart)" in said
+        )
         assert refused(*words, accelerator="gpu") is None
     for word in ("trainer=cpu", "trainer=ddp_sim", "experiment=vit_ddp", "model=small_cnn", "data=digits",
                  "debug=fast_dev_run", "resume=r", "trainer.max_steps=2", "trainer.accelerator=cpu"):  # fmt: skip
@@ -107,7 +120,9 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
     assert headlines(plan) == [f"run r · small_cnn · digits · ddp_sim · {batch}", scaled]
     with pytest.raises(UserError, match="base_batch_size=0: give a whole number"):
         headlines(run_of(tmp_path / "r", *SCALED, "optimizer.base_batch_size=0"))
-    default = replace(plan, config={**plan.config, "choices": {**plan.choices, "trainer": "default"}})
+    default = replace(
+        plan, config={**plan.config, "choices": {**plan.choices, "trainer": "default"}}
+    )
     assert headlines(default)[0] == f"run r · small_cnn · digits · default (cpu) · {batch}"
     evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
     batch = plan.config["data"]["eval_batch_size"]
@@ -146,7 +161,9 @@ def test_own_data_count_as_lockstep_s_by_what_their_class_can_do(tmp_path, monke
     for name in ("Fewer", "Half", "Own"):
         assert "global batch 128 = 64 × 2 × 1 · resume exact in mid-epoch" in first_line(name)
     plain = first_line("Plain")
-    assert plain.endswith("ddp_sim · resume exact, in mid-epoch by reading the epoch's batches again")
+    assert plain.endswith(
+        "ddp_sim · resume exact, in mid-epoch by reading the epoch's batches again"
+    )
 
 
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
@@ -178,13 +195,27 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     [
         ({"per_device_batch_size": 32}, [], Batch(64, 32, 1)),
         ({"per_device_batch_size": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
-        ({"per_device_batch_size": 16, "per_device_batch_limit": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
-        ({"per_device_batch_size": 16}, ["trainer.devices=1", "trainer.accumulate_grad_batches=1"], Batch(64, 64, 1)),
+        (
+            {"per_device_batch_size": 16, "per_device_batch_limit": 32},
+            ["trainer.devices=1"],
+            Batch(64, 32, 2),
+        ),
+        (
+            {"per_device_batch_size": 16},
+            ["trainer.devices=1", "trainer.accumulate_grad_batches=1"],
+            Batch(64, 64, 1),
+        ),
         ({}, ["trainer.devices=1"], Batch(64, 64, 1)),  # of a record that says nothing
-        ({"per_device_batch_size": 24}, ["trainer.devices=1", "data.global_batch_size=max"], Batch(96, 24, 4)),
+        (
+            {"per_device_batch_size": 24},
+            ["trainer.devices=1", "data.global_batch_size=max"],
+            Batch(96, 24, 4),
+        ),
     ],
 )
-def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_holds(tmp_path, fields, words, wanted):
+def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_holds(
+    tmp_path, fields, words, wanted
+):
     write_record(RunFolder(tmp_path).record, RunRecord(**fields))
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
     assert run_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
@@ -201,8 +232,14 @@ def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
 
 def test_a_run_of_steps_alone_goes_on_until_its_steps_are_over():
     trainer = {"max_epochs": None, "max_steps": 9, "max_time": None}
-    stopped, ended = RunRecord(status="interrupted", epochs=1, steps=5), RunRecord(status="finished", epochs=1, steps=9)
-    over = [what_is_over({"trainer": trainer}, {"trainer": trainer}, record) for record in (stopped, ended)]
+    stopped, ended = (
+        RunRecord(status="interrupted", epochs=1, steps=5),
+        RunRecord(status="finished", epochs=1, steps=9),
+    )
+    over = [
+        what_is_over({"trainer": trainer}, {"trainer": trainer}, record)
+        for record in (stopped, ended)
+    ]
     assert over == [None, "steps"]
 
 

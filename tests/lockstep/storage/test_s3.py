@@ -30,10 +30,17 @@ def name():
 
 def test_an_address_has_a_bucket_and_a_prefix():
     places = [Bucket(uri) for uri in ("s3://bucket/a/b/", "s3://bucket", "s3://s3x/s3x")]
-    assert [(each.name, each.prefix) for each in places] == [("bucket", "a/b/"), ("bucket", ""), ("s3x", "s3x/")]
+    assert [(each.name, each.prefix) for each in places] == [
+        ("bucket", "a/b/"),
+        ("bucket", ""),
+        ("s3x", "s3x/"),
+    ]
     bucket = Bucket.of({"uri": "s3://bbb/p", "required": True, "endpoint_url": "http://h"})
     assert bucket == Bucket("s3://bbb/p", "http://h")
-    assert bucket.at("x").address("y") == "s3://bbb/p/x/y" and Bucket("s3://bbb").address("y") == "s3://bbb/y"
+    assert (
+        bucket.at("x").address("y") == "s3://bbb/p/x/y"
+        and Bucket("s3://bbb").address("y") == "s3://bbb/y"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,10 @@ def test_keys_survive_writing_uploading_listing_and_reading(server, name, prefix
     (tmp_path / "large").write_bytes(os.urandom(20 * 2**20))
     bucket.upload("checkpoints/ä +.ckpt", tmp_path / "large", sha256="ab")
     bucket.write("best.json", b"{}")
-    assert [(key, size) for key, size, _ in bucket.list()] == [("best.json", 2), ("checkpoints/ä +.ckpt", 20 * 2**20)]
+    assert [(key, size) for key, size, _ in bucket.list()] == [
+        ("best.json", 2),
+        ("checkpoints/ä +.ckpt", 20 * 2**20),
+    ]
     bucket.download("checkpoints/ä +.ckpt", tmp_path / "found")
     assert (tmp_path / "found").read_bytes() == (tmp_path / "large").read_bytes()
     assert bucket.call("head_object", "checkpoints/ä +.ckpt")["Metadata"] == {"sha256": "ab"}
@@ -69,11 +79,33 @@ def test_keys_survive_writing_uploading_listing_and_reading(server, name, prefix
     [
         ("", {"AWS_SECRET_ACCESS_KEY": "wrong"}, "the secret key does not fit the access key id"),
         ("", {"AWS_ACCESS_KEY_ID": "NOBODY"}, "the access key id is not known"),
-        ("", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "no credentials were found: set"),
-        ("", {"AWS_PROFILE": "nobody"}, "the profile of AWS_PROFILE is not in the AWS configuration"),
-        ("", dict(zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), IDENTITIES["ro"], strict=False)), "access to b"),
-        ("", {"endpoint_url": "http://127.0.0.1:9"}, "the store at http://127.0.0.1:9 cannot be reached"),
-        ("s3://no-such-bucket", {}, "the bucket no-such-bucket does not exist at http://127.0.0.1:[0-9]+: create it"),
+        (
+            "",
+            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+            "no credentials were found: set",
+        ),
+        (
+            "",
+            {"AWS_PROFILE": "nobody"},
+            "the profile of AWS_PROFILE is not in the AWS configuration",
+        ),
+        (
+            "",
+            dict(
+                zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), IDENTITIES["ro"], strict=False)
+            ),
+            "access to b",
+        ),
+        (
+            "",
+            {"endpoint_url": "http://127.0.0.1:9"},
+            "the store at http://127.0.0.1:9 cannot be reached",
+        ),
+        (
+            "s3://no-such-bucket",
+            {},
+            "the bucket no-such-bucket does not exist at http://127.0.0.1:[0-9]+: create it",
+        ),
     ],
 )
 def test_a_bucket_that_cannot_be_used_is_a_sentence(server, name, uri, changes, says, monkeypatch):
@@ -83,7 +115,9 @@ def test_a_bucket_that_cannot_be_used_is_a_sentence(server, name, uri, changes, 
     with pytest.raises(S3Error) as caught:
         Bucket(uri or f"s3://{name}", endpoint_url).check_writable()
     assert re.match(says, str(caught.value))
-    assert caught.value.__suppress_context__, "the original error, which may quote the request, is not shown"
+    assert caught.value.__suppress_context__, (
+        "the original error, which may quote the request, is not shown"
+    )
     assert not any(secret in str(caught.value) for secret in SECRETS + KEY_IDS)
 
 
@@ -97,17 +131,25 @@ def test_a_bucket_that_cannot_be_used_is_a_sentence(server, name, uri, changes, 
     ],
 )  # fmt: skip
 def test_the_answers_of_other_stores_are_sentences(status, code, says):
-    answer = {"Error": {"Code": code, "Message": f"key {SECRETS[0]}"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    answer = {
+        "Error": {"Code": code, "Message": f"key {SECRETS[0]}"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
     wrapped = S3UploadFailedError("as upload_file raises it")
     wrapped.__context__ = ClientError(answer, "PutObject")
     for error in (wrapped, wrapped.__context__):
-        assert says in str(translate(error, "runs", "")) and SECRETS[0] not in str(translate(error, "runs", ""))
+        assert says in str(translate(error, "runs", "")) and SECRETS[0] not in str(
+            translate(error, "runs", "")
+        )
 
 
 @pytest.mark.parametrize(
-    "style, address", [("virtual", "https://bin.s3.example.com/"), ("path", "https://s3.example.com/bin/")]
+    "style, address",
+    [("virtual", "https://bin.s3.example.com/"), ("path", "https://s3.example.com/bin/")],
 )
-def test_requests_go_to_the_address_of_boto3s_addressing_style(style, address, tmp_path, monkeypatch):
+def test_requests_go_to_the_address_of_boto3s_addressing_style(
+    style, address, tmp_path, monkeypatch
+):
     (tmp_path / "config").write_text(f"[default]\ns3 =\n    addressing_style = {style}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -17,7 +17,9 @@ from lockstep.storage.sync import sync
 from object_store import FaultyProxy, shared_store
 
 SRC = Path(__file__).resolve().parents[3] / "src"
-OBJECTS = {f"photos/ä {n % 3}+/{n}.jpg": os.urandom(1000 + n) for n in range(60)} | {"photos/large": os.urandom(2**22)}
+OBJECTS = {f"photos/ä {n % 3}+/{n}.jpg": os.urandom(1000 + n) for n in range(60)} | {
+    "photos/large": os.urandom(2**22)
+}
 
 
 @pytest.fixture
@@ -32,7 +34,11 @@ def place(monkeypatch):
 
 
 def found(folder):
-    return {f"photos/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        f"photos/{path.relative_to(folder)}": path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_copy_is_as_the_bucket_is_now(place, tmp_path, caplog, monkeypatch):
@@ -40,7 +46,9 @@ def test_a_copy_is_as_the_bucket_is_now(place, tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
     folder = sync(uri, tmp_path, s3)
     assert found(folder) == OBJECTS and "61 files" in caplog.text
-    assert sync(f"{uri}/large", tmp_path / "one", s3).read_bytes() == OBJECTS["photos/large"], "of one object the file"
+    assert sync(f"{uri}/large", tmp_path / "one", s3).read_bytes() == OBJECTS["photos/large"], (
+        "of one object the file"
+    )
     caplog.clear()
     assert sync(uri + "/", tmp_path, s3) == folder and caplog.text == "", "nothing is fetched twice"
 
@@ -68,7 +76,9 @@ module.sync(sys.argv[1], Path(sys.argv[2]), {"endpoint_url": sys.argv[3]})
 def test_a_killed_copy_goes_on_where_it_was(place, tmp_path, monkeypatch, caplog):
     uri, s3, _, _ = place
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, uri, str(tmp_path), s3["endpoint_url"]], env=environment)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, uri, str(tmp_path), s3["endpoint_url"]], env=environment
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.rglob("*.jpg"))) < 20 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -78,7 +88,10 @@ def test_a_killed_copy_goes_on_where_it_was(place, tmp_path, monkeypatch, caplog
     assert 20 <= len(before) < 60
     caplog.set_level("INFO")
     assert found(sync(uri, tmp_path, s3)) == OBJECTS
-    assert sum(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items()) >= len(before) - 2
+    assert (
+        sum(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
+        >= len(before) - 2
+    )
 
 
 def test_a_connection_that_breaks_is_tried_again(place, tmp_path, monkeypatch):
@@ -97,9 +110,13 @@ def test_what_cannot_be_copied_is_a_sentence(place, tmp_path, monkeypatch):
     Usage = namedtuple("Usage", "free")
     with monkeypatch.context() as patched:
         patched.setattr(module.shutil, "disk_usage", lambda _: Usage(1000))
-        with pytest.raises(UserError, match="give data.cache_dir=FOLDER on a larger disk, or mount the bucket"):
+        with pytest.raises(
+            UserError, match="give data.cache_dir=FOLDER on a larger disk, or mount the bucket"
+        ):
             sync(uri, tmp_path, s3)
-    monkeypatch.setattr(module.Bucket, "list", lambda self, below="": iter([("../../evil", 1, "x")]))
+    monkeypatch.setattr(
+        module.Bucket, "list", lambda self, below="": iter([("../../evil", 1, "x")])
+    )
     with pytest.raises(UserError, match="holds the key '../../evil', which cannot be a file"):
         sync(uri, tmp_path, s3)
     assert not (tmp_path.parent / "evil").exists()

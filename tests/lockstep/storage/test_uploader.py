@@ -16,7 +16,14 @@ import pytest
 
 import upload
 from lockstep.checkpoints import files as checkpoint_files
-from lockstep.checkpoints.files import Sidecar, complete, fault_of, newest_whole, read_sidecar, write_sidecar
+from lockstep.checkpoints.files import (
+    Sidecar,
+    complete,
+    fault_of,
+    newest_whole,
+    read_sidecar,
+    write_sidecar,
+)
 from lockstep.process.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
 from lockstep.process.files import sha256_of
 from lockstep.records.folder import RunFolder
@@ -47,7 +54,9 @@ class Setting:
 
     def checkpoint(self, step: int, kind: str = "best", num_bytes: int = 1000) -> Path:
         path = self.folder.checkpoints / f"{kind}-step{step:08d}.ckpt"
-        path.write_bytes(hashlib.shake_128(f"{step}{kind}".encode()).digest(1000) * (num_bytes // 1000))
+        path.write_bytes(
+            hashlib.shake_128(f"{step}{kind}".encode()).digest(1000) * (num_bytes // 1000)
+        )
         write_sidecar(path, Sidecar(step, epoch=step // 10, metric={"val/acc": step / 100}))
         if kind == "best":
             with update_record(self.folder.record) as record:
@@ -73,7 +82,9 @@ class Setting:
         pointer = read_pointer(self.run, kind)
         if pointer.checkpoint is None:
             return None
-        found = self.client.get_object(Bucket=self.run.name, Key=self.run.prefix + pointer.key)["Body"].read()
+        found = self.client.get_object(Bucket=self.run.name, Key=self.run.prefix + pointer.key)[
+            "Body"
+        ].read()
         assert hashlib.sha256(found).hexdigest() == pointer.checkpoint.sha256
         return pointer.checkpoint.step
 
@@ -92,7 +103,10 @@ def setting(monkeypatch, tmp_path):
     for variable, value in server.environment().items():
         monkeypatch.setenv(variable, value)
     uri = f"s3://{server.new_bucket()}/my rüns+"
-    yield Setting(tmp_path / "logs", {"uri": uri, "endpoint_url": server.endpoint_url, "flush_timeout_s": 30.0})
+    yield Setting(
+        tmp_path / "logs",
+        {"uri": uri, "endpoint_url": server.endpoint_url, "flush_timeout_s": 30.0},
+    )
     gc.collect()
 
 
@@ -126,15 +140,25 @@ def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
     assert (status.step, status.error) == (30, None)
     assert status.uri == f"{setting.run.uri}/{setting.objects()[0]}"
     assert list((setting.folder.path / "upload").glob("*.ckpt")) == []
-    checkpoint_files.link(setting.checkpoint(50), setting.folder.checkpoints / "last-step00000050.ckpt")
-    assert uploader.flush(30) and setting.pointed() == 50 and setting.pointed("last") == 40, "equal files are sent once"
+    checkpoint_files.link(
+        setting.checkpoint(50), setting.folder.checkpoints / "last-step00000050.ckpt"
+    )
+    assert uploader.flush(30) and setting.pointed() == 50 and setting.pointed("last") == 40, (
+        "equal files are sent once"
+    )
     uploader.stop()
 
 
-def test_training_may_delete_its_file_while_it_is_sent_from_a_disk_without_hard_links(setting, monkeypatch):
-    monkeypatch.setattr(checkpoint_files.os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no links")))
+def test_training_may_delete_its_file_while_it_is_sent_from_a_disk_without_hard_links(
+    setting, monkeypatch
+):
+    monkeypatch.setattr(
+        checkpoint_files.os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no links"))
+    )
     path, upload = setting.checkpoint(10), Bucket.upload
-    monkeypatch.setattr(Bucket, "upload", lambda *given: (path.unlink(missing_ok=True), upload(*given)))
+    monkeypatch.setattr(
+        Bucket, "upload", lambda *given: (path.unlink(missing_ok=True), upload(*given))
+    )
     uploader = setting.uploader()
     assert uploader.flush(30) and setting.pointed() == 10 and not path.exists()
     uploader.stop()
@@ -175,13 +199,18 @@ def test_an_older_start_cannot_move_or_create_a_pointer(setting, caplog):
     new = there.uploader(start=900.0)  # its clock is behind
     assert new.flush(30)
     setting.checkpoint(60, "last")
-    assert not old.flush(30) and setting.pointed("last") is None, "the newer start has no last checkpoint yet"
+    assert not old.flush(30) and setting.pointed("last") is None, (
+        "the newer start has no last checkpoint yet"
+    )
     assert "this process uploads nothing more" in caplog.text
     there.checkpoint(40)
     assert new.flush(30) and setting.pointed() == 40, "the newer start went on from an earlier step"
     setting.checkpoint(70)
     assert setting.finish() == EXIT_NOT_UPLOADED
-    assert "a newer start of this run has taken over" in read_record(setting.folder.record).upload.error
+    assert (
+        "a newer start of this run has taken over"
+        in read_record(setting.folder.record).upload.error
+    )
     assert setting.pointed() == 40, "what the older start left does not go over it"
     new.stop()
 
@@ -304,7 +333,9 @@ def kill_while_it_uploads(setting, first: int, uploads: int, after_s: float) -> 
     """Kill a process that uploads without end, some seconds after it began an upload, the first one or a later one."""
     words = [setting.s3["uri"], setting.s3["endpoint_url"], str(setting.folder.path), str(first)]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    with subprocess.Popen([sys.executable, "-c", CHILD, *words], env=environment, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, *words], env=environment, stdout=subprocess.PIPE
+    ) as child:
         for _ in range(uploads):
             assert child.stdout.readline() == b"offered\n"
         time.sleep(after_s)
@@ -319,11 +350,17 @@ def test_kills_in_the_midst_of_uploads(setting):
     for number in range(KILLS):
         kill_while_it_uploads(setting, 1000 * number + 1, 1 + number % 2, 0.04 * (number % 8))
         steps.append(setting.pointed() or 0)
-        assert steps[-1] > 1000 * number or number % 2 == 0, "the second upload began after the first one arrived"
+        assert steps[-1] > 1000 * number or number % 2 == 0, (
+            "the second upload began after the first one arrived"
+        )
     assert steps == sorted(steps), steps
     best, sidecar = next(complete(setting.folder.checkpoints, "best"))
     assert setting.finish() == EXIT_OK
-    assert setting.pointed() == sidecar.step and len(setting.objects()) == 1 and not setting.unfinished()
+    assert (
+        setting.pointed() == sidecar.step
+        and len(setting.objects()) == 1
+        and not setting.unfinished()
+    )
     there = setting.elsewhere("fresh").folder
     fetch_all(setting.run, there)
     assert sha256_of(newest_whole(there.checkpoints)) == sha256_of(best)
@@ -332,7 +369,9 @@ def test_kills_in_the_midst_of_uploads(setting):
 def test_the_end_of_a_run_sends_what_its_process_left_and_else_upload_py_does(setting, capsys):
     before, started = setting.folder.record.read_text(), time.monotonic()
     assert setting.finish(2, **AWAY) == 2 and finish_upload({"uri": None}, setting.folder, 0) == 0
-    assert time.monotonic() - started < 1 and setting.folder.record.read_text() == before, "it has nothing to send"
+    assert time.monotonic() - started < 1 and setting.folder.record.read_text() == before, (
+        "it has nothing to send"
+    )
     setting.checkpoint(10)
     assert setting.finish(**AWAY, flush_timeout_s=2) == EXIT_NOT_UPLOADED
     assert "cannot be reached" in read_record(setting.folder.record).upload.error
@@ -341,7 +380,11 @@ def test_the_end_of_a_run_sends_what_its_process_left_and_else_upload_py_does(se
     assert capsys.readouterr().out.endswith(f"the-run is in {setting.s3['uri']}.\n")
     record = read_record(setting.folder.record)
     assert setting.pointed() == 10 and record.upload.error is None
-    assert record.upload.uri == f"{setting.run.uri}/{setting.objects()[0]}" == record.best_checkpoint.s3_uri
+    assert (
+        record.upload.uri
+        == f"{setting.run.uri}/{setting.objects()[0]}"
+        == record.best_checkpoint.s3_uri
+    )
     assert setting.run.read("run.json")[0] == setting.folder.record.read_bytes(), "the final record"
     assert setting.finish() == EXIT_OK, "nothing is left"
 
@@ -362,7 +405,10 @@ def test_upload_py_does_not_say_that_files_are_there_which_were_not_sent(setting
     write_record(setting.folder.record, RunRecord(status="failed"))
     assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 3
     captured = capsys.readouterr()
-    assert "the-run is in" not in captured.out and "The record and the page of the-run are not in" in captured.err
+    assert (
+        "the-run is in" not in captured.out
+        and "The record and the page of the-run are not in" in captured.err
+    )
 
 
 # On another machine
@@ -384,7 +430,9 @@ def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, located, cap
     assert caplog.text.count("Fetching") == 1 and read_sidecar(found).metric == {"val/acc": 0.1}
     found.write_bytes(b"torn")
     assert fault_of(located(uri)) is None
-    setting.client.put_object(Bucket=setting.run.name, Key="of-others/x.ckpt", Body=b"weights")  # without a sha256
+    setting.client.put_object(
+        Bucket=setting.run.name, Key="of-others/x.ckpt", Body=b"weights"
+    )  # without a sha256
     assert located(f"s3://{setting.run.name}/of-others/x.ckpt").read_bytes() == b"weights"
 
 
@@ -403,7 +451,13 @@ def test_what_cannot_be_fetched_is_a_sentence(setting, located, tmp_path):
     setting.run.write(key, b"tampered")
     assert "is not what was uploaded" in refused(setting.run.uri)
     pointer = json.loads(setting.run.read("best.json")[0])
-    for change in ({"key": "../../evil"}, {"key": "/etc/passwd"}, {"sha256": "x"}, {"bytes": -1}, {"step": "1"}):
+    for change in (
+        {"key": "../../evil"},
+        {"key": "/etc/passwd"},
+        {"sha256": "x"},
+        {"bytes": -1},
+        {"step": "1"},
+    ):
         setting.run.write("best.json", json.dumps({**pointer, **change}).encode())
         assert "there is no readable best.json" in refused(setting.run.uri)
     assert not list((tmp_path / "cache").rglob("*.ckpt"))
@@ -420,7 +474,9 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     setting.run.write("plan-node0.yaml", b"of others")
     there = RunFolder(tmp_path / "elsewhere/the-run")
     fetch_all(setting.run, there)
-    files = {path.relative_to(there.path).as_posix() for path in there.path.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(there.path).as_posix() for path in there.path.rglob("*") if path.is_file()
+    }
     assert {name for name in files if not name.endswith(".lock")} == {
         "checkpoints/best-step00000010.ckpt", "checkpoints/best-step00000010.ckpt.json",
         "checkpoints/last-step00000020.ckpt", "checkpoints/last-step00000020.ckpt.json", "run.json", "metrics.csv",
@@ -433,7 +489,10 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     setting.run.write(key, b"tampered")
     third = RunFolder(tmp_path / "third/the-run")
     fetch_all(setting.run, third)
-    assert newest_whole(third.checkpoints).name == "best-step00000010.ckpt" and "Skipped s3://" in caplog.text
+    assert (
+        newest_whole(third.checkpoints).name == "best-step00000010.ckpt"
+        and "Skipped s3://" in caplog.text
+    )
 
 
 def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, caplog):

@@ -10,7 +10,10 @@ from runs import succeed
 from strategy_runs import mean_losses, one, ranks, scale, worst
 
 GPU = torch.device("cuda", 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 TOLERANCE = {"32-true": 1e-3, "bf16-mixed": 2e-2, "16-mixed": 5e-3}
 
 
@@ -47,5 +50,7 @@ RUNS = {
 
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_a_whole_run_trains_validates_and_tests(words, tmp_path):
-    done = succeed("train", "experiment=quickstart", *words.split(), "trainer.max_epochs=2", logs=tmp_path)
+    done = succeed(
+        "train", "experiment=quickstart", *words.split(), "trainer.max_epochs=2", logs=tmp_path
+    )
     assert done.record["metrics"]["test/acc"] > 0.3, "drawing lots gives 0.1"

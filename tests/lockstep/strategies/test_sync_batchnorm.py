@@ -20,7 +20,9 @@ def layer_and_batch(dtype, momentum, offset, affine):
             layer.weight.copy_(torch.rand(4, generator=generator, dtype=dtype) + 0.5)
             layer.bias.copy_(torch.randn(4, generator=generator, dtype=dtype))
     batch = torch.randn(sum(PARTS), 4, 3, 2, generator=generator, dtype=dtype) * 2 + offset
-    weights = torch.randn(batch.shape, generator=generator, dtype=dtype)  # of the outputs in the loss
+    weights = torch.randn(
+        batch.shape, generator=generator, dtype=dtype
+    )  # of the outputs in the loss
     return layer, batch, weights
 
 
@@ -32,7 +34,12 @@ def run(layer, batch, weights):
         batch.grad = None
         output = layer(batch)
         (output * weights).sum().backward()
-    of_layer = [layer.running_mean, layer.running_var, layer.num_batches_tracked, *(p.grad for p in layer.parameters())]
+    of_layer = [
+        layer.running_mean,
+        layer.running_var,
+        layer.num_batches_tracked,
+        *(p.grad for p in layer.parameters()),
+    ]
     return [output.detach(), batch.grad, layer.eval()(batch).detach()], of_layer
 
 
@@ -53,13 +60,18 @@ def in_rank(cluster, *options):
     [
         ((torch.float64, 0.1, 0.0, True), 1e-12),
         ((torch.float64, None, 0.0, False), 1e-12),
-        ((torch.float32, 0.1, 1000.0, True), 2e-3),  # a large mean: sums of squares would cancel in float32
+        (
+            (torch.float32, 0.1, 1000.0, True),
+            2e-3,
+        ),  # a large mean: sums of squares would cancel in float32
     ],
 )
 def test_equals_batchnorm_over_the_whole_batch(options, tolerance):
     of_images, of_layer = run(*layer_and_batch(*options))
     found = run_ranks(in_rank, 2, *options)
-    for parts, whole in zip(zip(*(images for images, _ in found), strict=True), of_images, strict=True):
+    for parts, whole in zip(
+        zip(*(images for images, _ in found), strict=True), of_images, strict=True
+    ):
         torch.testing.assert_close(torch.cat(parts), whole, rtol=tolerance, atol=tolerance)
     for _, each in found:
         torch.testing.assert_close(each, of_layer, rtol=tolerance, atol=tolerance)
@@ -74,7 +86,9 @@ def test_layers_names_and_timms_activation_within_the_layer_stay(device):
     expected = net(x)
     assert expected.min() == 0
     synchronise(net, device)
-    assert all(isinstance(each, SyncBatchNorm if device == "cpu" else nn.SyncBatchNorm) for each in net)
+    assert all(
+        isinstance(each, SyncBatchNorm if device == "cpu" else nn.SyncBatchNorm) for each in net
+    )
     assert list(net.state_dict()) == names and net[0] is layer and layer.process_group is None
     assert torch.equal(net(x), expected)
     if device == "cpu":  # torch's own refuses to train on one
@@ -95,8 +109,12 @@ def test_batchnorm_that_depends_on_the_ranks_is_named_and_one_image_at_a_time_re
     for net in (nn.Linear(1, 1), nn.BatchNorm1d(1).eval()):  # frozen
         assert not check_batch_norm(net, **batch, synchronised=False)
     assert not check_batch_norm(norm, **batch, synchronised=True)
-    assert "trainer.sync_batchnorm=true" in check_batch_norm(norm, **{**batch, "images": 8}, synchronised=False)
-    with pytest.raises(UserError, match="data.global_batch_size=8 or more, trainer.sync_batchnorm=true, or a net"):
+    assert "trainer.sync_batchnorm=true" in check_batch_norm(
+        norm, **{**batch, "images": 8}, synchronised=False
+    )
+    with pytest.raises(
+        UserError, match="data.global_batch_size=8 or more, trainer.sync_batchnorm=true, or a net"
+    ):
         check_batch_norm(norm, **batch, synchronised=False)
     with pytest.raises(UserError, match="data.global_batch_size=16 or more, or a net"):
         check_batch_norm(norm, images=1, world_size=1, micro_batches=8, synchronised=False)

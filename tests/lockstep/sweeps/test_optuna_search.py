@@ -20,11 +20,15 @@ COMMAND = [
 def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
     first = run_door("train", *COMMAND, "hydra.sweeper.num_trials=2", logs=tmp_path)
     again = run_door("train", *COMMAND, "hydra.sweeper.num_trials=5", logs=tmp_path)
-    records = [json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/*/*/run.json")]
+    records = [
+        json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/*/*/run.json")
+    ]
     output = first.output + again.output
     told = re.findall(r"^trial (\d+): (.*) → (.*)$", output, re.MULTILINE)
     assert [int(number) for number, *_ in told] == list(range(len(told))), output
-    assert [record["status"] for record in records] == ["finished"] * 5, "what is refused leaves no folder"
+    assert [record["status"] for record in records] == ["finished"] * 5, (
+        "what is refused leaves no folder"
+    )
     assert {r["world_size"] for r in records} == {2}, output
     assert sum(value == "failed" for *_, value in told) == len(told) - 5 >= 1, output
     values = [float(value) for *_, value in told if value != "failed"]
@@ -39,7 +43,11 @@ def test_another_search_has_another_study_and_a_named_one_is_refused(tmp_path):
     one, other = "optimizer.lr=interval(1e-4,1e-1)", "optimizer.lr=interval(1e-4,1)"
     for search in (one, other):
         done = run_door("train", *words, search, logs=tmp_path)
-        assert done.code == 0 and "0 trials so far" in done.output and "best of 1 trials" in done.output, done.output
+        assert (
+            done.code == 0
+            and "0 trials so far" in done.output
+            and "best of 1 trials" in done.output
+        ), done.output
     assert len(list((tmp_path / "searches").glob("*.journal"))) == 2
     again = run_door("train", *words, one, logs=tmp_path)
     assert "1 trials so far" in again.output and "\ntrial" not in again.output

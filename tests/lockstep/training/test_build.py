@@ -25,14 +25,24 @@ from plain_task import Small, fit
 from runs import run_door, succeed
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-SMALL = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.num_threads=1", "run_id=r", "~callbacks.hardware"]
+SMALL = [
+    "experiment=quickstart",
+    "trainer.max_epochs=2",
+    "trainer.num_threads=1",
+    "run_id=r",
+    "~callbacks.hardware",
+]
 
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
-def test_a_net_with_other_outputs_ends_a_run_before_its_first_step_with_a_sentence(tmp_path, trainer):
+def test_a_net_with_other_outputs_ends_a_run_before_its_first_step_with_a_sentence(
+    tmp_path, trainer
+):
     done = run_door("train", *SMALL, f"trainer={trainer}", "+model.num_classes=7", logs=tmp_path)
     assert done.code == 2 and "Traceback" not in done.output, done.output
-    assert "error: The model gives 7 logits for an image and the data have 10 classes" in done.output
+    assert (
+        "error: The model gives 7 logits for an image and the data have 10 classes" in done.output
+    )
     assert not (tmp_path / "train/runs/r").exists()  # no step was made
 
 
@@ -57,8 +67,12 @@ def with_data(here, images, num_val):
 @pytest.mark.parametrize(("images", "num_val"), [("ab", [5, 5]), ("aa", [5, 4]), ("aa", [5, 5])])
 def test_other_images_on_one_node_are_named_to_every_rank(images, num_val):
     first, second = run_ranks(with_data, 2, images, num_val)
-    said = f"90 training, {num_val[1]} validation, 10 test, hash {images[1]}, instead of 90, 5, 10, a"
-    assert first == second and (first == "same" if num_val == [5, 5] and images == "aa" else said in first)
+    said = (
+        f"90 training, {num_val[1]} validation, 10 test, hash {images[1]}, instead of 90, 5, 10, a"
+    )
+    assert first == second and (
+        first == "same" if num_val == [5, 5] and images == "aa" else said in first
+    )
 
 
 def other_images():
@@ -68,7 +82,9 @@ def other_images():
     build.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
 
 
-def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoint_does_not(tmp_path):
+def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoint_does_not(
+    tmp_path,
+):
     first = succeed("train", *SMALL, logs=tmp_path)
     more = [*SMALL, "trainer.max_epochs=3"]
     again = run_door("train", *more, "resume=auto", logs=tmp_path, before=other_images)
@@ -81,8 +97,14 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
     ("trainer", "compiled"),
     [
         pytest.param("cpu", "{backend: aot_eager, mode: default}", marks=pytest.mark.slow),
-        *(pytest.param(name, "{backend: aot_eager}", marks=pytest.mark.slow) for name in ("ddp_sim", "fsdp_sim")),
-        *(pytest.param(name, "true", marks=[pytest.mark.slow, needs_compiler]) for name in ("cpu", "ddp_sim")),
+        *(
+            pytest.param(name, "{backend: aot_eager}", marks=pytest.mark.slow)
+            for name in ("ddp_sim", "fsdp_sim")
+        ),
+        *(
+            pytest.param(name, "true", marks=[pytest.mark.slow, needs_compiler])
+            for name in ("cpu", "ddp_sim")
+        ),
     ],
 )
 def test_a_compiled_net_learns_the_same_under_one_device_ddp_and_fsdp(trainer, compiled, tmp_path):
@@ -99,11 +121,19 @@ def test_a_compiled_net_learns_the_same_under_one_device_ddp_and_fsdp(trainer, c
 def test_without_a_compiler_it_is_one_sentence(tmp_path):
     words = [*SMALL, "trainer.compile=true"]
     done = run_door("train", *words, logs=tmp_path, environment={"CXX": "no-such-compiler"})
-    assert done.code == 2 and "trainer.compile needs a C++ compiler on a CPU, and no-such-compiler" in done.output
+    assert (
+        done.code == 2
+        and "trainer.compile needs a C++ compiler on a CPU, and no-such-compiler" in done.output
+    )
 
 
 def test_compile_is_refused_where_one_process_has_several_devices(tmp_path):
-    words = ["data=digits", "trainer.compile=true", "trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"]
+    words = [
+        "data=digits",
+        "trainer.compile=true",
+        "trainer=model_parallel",
+        "trainer.stage_devices=[cpu,cpu]",
+    ]
     cfg = compose("train", [*words, f"paths.log_dir={tmp_path}"])
     config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": words}
     cluster = find_ranks(config, {})
@@ -113,11 +143,16 @@ def test_compile_is_refused_where_one_process_has_several_devices(tmp_path):
 
 
 def test_tensorboard_and_the_table_show_each_step_once_over_all_restarts(tmp_path):
-    folder, config = RunFolder(tmp_path / "r"), plain(compose("train", ["data=digits", "model=small_cnn"]))
+    folder, config = (
+        RunFolder(tmp_path / "r"),
+        plain(compose("train", ["data=digits", "model=small_cnn"])),
+    )
     folder.path.mkdir()
     for resume_step, steps, value in ((None, range(1, 7), 0.0), (4, range(5, 9), 100.0)):
         cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
-        for logger in build_loggers(Run(config, cluster, folder, Batch(8, 8, 1), resume_step=resume_step)):
+        for logger in build_loggers(
+            Run(config, cluster, folder, Batch(8, 8, 1), resume_step=resume_step)
+        ):
             for step in steps:
                 logger.log_metrics({"train/loss": value + step}, step)
             logger.finalize("success")
@@ -125,17 +160,25 @@ def test_tensorboard_and_the_table_show_each_step_once_over_all_restarts(tmp_pat
     assert [(event.step, event.value) for event in events] == [
         (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 105.0), (6, 106.0), (7, 107.0), (8, 108.0)
     ]  # fmt: skip
-    assert [line.split(",")[0] for line in folder.metrics.read_text().splitlines()[1:]] == list("12345678")
+    assert [line.split(",")[0] for line in folder.metrics.read_text().splitlines()[1:]] == list(
+        "12345678"
+    )
 
 
-@pytest.mark.parametrize(("task", "from_weights"), [("tasks.classifier.ImageClassifier", 4), ("plain_task.Small", 0)])
-def test_the_weights_of_a_model_that_the_task_does_not_take_say_nothing_of_its_images(task, from_weights, tmp_path):
+@pytest.mark.parametrize(
+    ("task", "from_weights"), [("tasks.classifier.ImageClassifier", 4), ("plain_task.Small", 0)]
+)
+def test_the_weights_of_a_model_that_the_task_does_not_take_say_nothing_of_its_images(
+    task, from_weights, tmp_path
+):
     config = {
         "task": {"_target_": task}, "model": {"_target_": "models.timm.TimmModel", "name": "resnet18"}, "seed": 0,
         "augmentation": {"_target_": "lockstep.data.augmentation.CropFlip"}, "s3": {},
     }  # fmt: skip
     images = {"crop_pct": "auto", "interpolation": "auto", "mean": "auto", "std": "auto"}
-    data = prepared_data(config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": tmp_path, **images})
+    data = prepared_data(
+        config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": tmp_path, **images}
+    )
     assert len(data.settings.from_weights) == from_weights
 
 
@@ -157,7 +200,9 @@ class CountsExactly(Task):
     configure_optimizers = Small.configure_optimizers
 
 
-@pytest.mark.parametrize(("module_class", "has_advice"), [(LogsPlainly, True), (CountsExactly, False)])
+@pytest.mark.parametrize(
+    ("module_class", "has_advice"), [(LogsPlainly, True), (CountsExactly, False)]
+)
 def test_only_a_task_logs_without_the_advice_to_synchronise(module_class, has_advice, recwarn):
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)

@@ -38,10 +38,14 @@ from runs import succeed
 
 
 def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
-    assert uses_channels_last(TimmModel(3, 32, 3, "tf_efficientnet_lite0", pretrained=False), "auto")
+    assert uses_channels_last(
+        TimmModel(3, 32, 3, "tf_efficientnet_lite0", pretrained=False), "auto"
+    )
     for net in (TimmModel(3, 32, 3, "resnet10t", pretrained=False), SmallCNN(3, 8, 1)):
         assert not uses_channels_last(net, "auto") and not uses_channels_last(net, False)
-        assert uses_channels_last(net, True) and uses_channels_last(net, "auto", on_tensor_cores=True)
+        assert uses_channels_last(net, True) and uses_channels_last(
+            net, "auto", on_tensor_cores=True
+        )
     vit = TimmModel(3, 32, 3, "vit_tiny_patch16_224", pretrained=False)
     assert not uses_channels_last(vit, "auto", on_tensor_cores=True)
     with pytest.raises(UserError, match="trainer.channels_last=nhwc: give true, false or auto"):
@@ -51,20 +55,40 @@ def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
 @pytest.mark.parametrize(
     ("task", "target", "said"),
     [
-        ("task=classifier", "labels", "takes a class .*task=classifier.*data has several labels .*task=multilabel"),
-        ("task=multilabel", "class", "takes several labels .*label_columns=.*the data has a class for each image"),
-        ("task=segmentation", "class", "takes a mask .*data.target=mask .*the data has a class for each image"),
-        ("task=regression", "labels", "takes a number .*data.target=number .*the data has several labels"),
+        (
+            "task=classifier",
+            "labels",
+            "takes a class .*task=classifier.*data has several labels .*task=multilabel",
+        ),
+        (
+            "task=multilabel",
+            "class",
+            "takes several labels .*label_columns=.*the data has a class for each image",
+        ),
+        (
+            "task=segmentation",
+            "class",
+            "takes a mask .*data.target=mask .*the data has a class for each image",
+        ),
+        (
+            "task=regression",
+            "labels",
+            "takes a number .*data.target=number .*the data has several labels",
+        ),
         ("task._target_=plain_task.Lazy", None, "layers.weight is of a lazy layer"),
     ],
 )
 def test_targets_that_the_task_does_not_take_and_a_lazy_layer_are_refused(task, target, said):
     with pytest.raises(UserError, match=said):
-        build_module(plain(compose("train", [task, "model=small_cnn"])), {"target": target, "num_classes": 2})
+        build_module(
+            plain(compose("train", [task, "model=small_cnn"])), {"target": target, "num_classes": 2}
+        )
 
 
 def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
-    words = re.search(r"\+metrics\.auroc=(\{.*?\})", missing_option("metrics", "auroc", (CONFIGS,)))[1]
+    words = re.search(
+        r"\+metrics\.auroc=(\{.*?\})", missing_option("metrics", "auroc", (CONFIGS,))
+    )[1]
     auroc = averaged_here({"auroc": build(yaml.safe_load(words), {"num_classes": 3})}, 3)["auroc"]
     auroc.update(torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 1]))
     assert float(auroc.compute().mean()) == pytest.approx((5 / 6 + 3 / 4 + 1) / 3)
@@ -80,9 +104,16 @@ def test_a_class_without_images_is_left_out_and_said(metric, capsys):
     metrics[metric.__name__].update(logits, labels)
     (value,) = values_of(metrics, torch.bincount(labels, minlength=5), "val").values()
     shares = logits.softmax(1)
-    score = {MulticlassAUROC: roc_auc_score, MulticlassAveragePrecision: average_precision_score}[metric]
-    assert value == pytest.approx(sum(score(labels == c, shares[:, c]) for c in range(4)) / 4, abs=1e-6)
-    assert f"val/{metric.__name__} leaves out classes 4, which have no image." in capsys.readouterr().out
+    score = {MulticlassAUROC: roc_auc_score, MulticlassAveragePrecision: average_precision_score}[
+        metric
+    ]
+    assert value == pytest.approx(
+        sum(score(labels == c, shares[:, c]) for c in range(4)) / 4, abs=1e-6
+    )
+    assert (
+        f"val/{metric.__name__} leaves out classes 4, which have no image."
+        in capsys.readouterr().out
+    )
     metrics[metric.__name__].reset()
     metrics[metric.__name__].update(logits[labels == 1], labels[labels == 1])
     assert values_of(metrics, torch.tensor([0, 9, 0, 0, 0]), "val") == {}
@@ -109,7 +140,13 @@ def checkpoint(tmp_path):
 
 def started(checkpoint, class_names):
     module = Task(len(class_names))
-    said = start_from(module, checkpoint[1], "m", {}, {"class_names": class_names, "data_hash": "x", "image_size": 2})
+    said = start_from(
+        module,
+        checkpoint[1],
+        "m",
+        {},
+        {"class_names": class_names, "data_hash": "x", "image_size": 2},
+    )
     return module.net, said
 
 
@@ -120,11 +157,18 @@ def test_the_same_classes_in_another_order_keep_their_logits(checkpoint):
     assert "the head's rows are in this run's order of classes; skipped projection" in said
 
 
-@pytest.mark.parametrize("names", [["cat", "dog", "gnu"], ["cat", "dog"], ["cat", "dog", "fox", "gnu"]])
+@pytest.mark.parametrize(
+    "names", [["cat", "dog", "gnu"], ["cat", "dog"], ["cat", "dog", "fox", "gnu"]]
+)
 def test_other_classes_get_a_new_head_on_the_trained_body(checkpoint, names):
     net, said = started(checkpoint, names)
-    assert torch.equal(net[1].weight, checkpoint[0].net[1].weight) and not net(torch.randn(3, 4)).any()
-    assert f"the head is new (net.2.bias, net.2.weight): the classes were cat, dog, fox, now {', '.join(names)}" in said
+    assert (
+        torch.equal(net[1].weight, checkpoint[0].net[1].weight) and not net(torch.randn(3, 4)).any()
+    )
+    assert (
+        f"the head is new (net.2.bias, net.2.weight): the classes were cat, dog, fox, now {', '.join(names)}"
+        in said
+    )
 
 
 def test_another_net_is_refused(checkpoint):
@@ -154,7 +198,9 @@ def test_gpus_that_torch_cannot_use_are_refused(run, monkeypatch):
         prepare_process(run)
 
 
-def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions(run, monkeypatch, caplog):
+def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions(
+    run, monkeypatch, caplog
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     prepare_process(run)
     assert torch.backends.cudnn.benchmark and "Each rank has 2 CPU core(s)" in caplog.text
@@ -171,7 +217,12 @@ def test_the_seed_reaches_every_generator_and_lightnings_samplers(run, monkeypat
     def drawn(seed):
         run.config["seed"] = seed
         prepare_process(run)
-        return [random.random(), np.random.rand(), torch.rand(1).item(), os.environ["PL_GLOBAL_SEED"]]
+        return [
+            random.random(),
+            np.random.rand(),
+            torch.rand(1).item(),
+            os.environ["PL_GLOBAL_SEED"],
+        ]
 
     first, again, other = map(drawn, (1, 1, 2))
     assert first == again and not set(first) & set(other)
@@ -230,4 +281,7 @@ def test_a_schedule_of_plateaus_goes_by_the_tasks_metric_over_a_resume(tmp_path)
         rates = [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
     expected = [1.0] * 6 + [0.5] * 4
     assert rates == pytest.approx([rate * 1e-30 for rate in expected])
-    assert torch.load(next(done.folder.checkpoints.glob("last*.ckpt")))["lr_schedulers"][0]["mode"] == "max"
+    assert (
+        torch.load(next(done.folder.checkpoints.glob("last*.ckpt")))["lr_schedulers"][0]["mode"]
+        == "max"
+    )

@@ -35,14 +35,24 @@ from strategies.model_parallel import ModelParallel
     ],
 )
 def test_auto_compiles_long_runs_on_gpus(strategy, changes, expected, monkeypatch):
-    given = {"accelerator": "gpu", "max_epochs": 20, "max_steps": -1, "automatic_optimization": True, "tools": True}
+    given = {
+        "accelerator": "gpu",
+        "max_epochs": 20,
+        "max_steps": -1,
+        "automatic_optimization": True,
+        "tools": True,
+    }
     given |= changes
     own = {"compile": "auto", "max_epochs": given["max_epochs"], "max_steps": given["max_steps"]}
     cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None, accelerator=given["accelerator"])
     run = Run({"trainer": own}, cluster, RunFolder(Path("r")), Batch(128, 128, 1))
     data = SimpleNamespace(attach_to_ranks=None, num_train=12_900, global_batch_size=128)
-    module = SimpleNamespace(net=nn.Linear(1, 1), automatic_optimization=given["automatic_optimization"])
-    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: given["tools"] or None)
+    module = SimpleNamespace(
+        net=nn.Linear(1, 1), automatic_optimization=given["automatic_optimization"]
+    )
+    monkeypatch.setattr(
+        compilation.importlib.util, "find_spec", lambda name: given["tools"] or None
+    )
     monkeypatch.setattr(shutil, "which", lambda name: name)
     made = object.__new__(strategy) if isinstance(strategy, type) else strategy
     assert is_compiled(module, data, run, made) is expected

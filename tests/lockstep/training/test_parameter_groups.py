@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from lockstep.process.errors import UserError
-from lockstep.training.parameter_groups import GroupRules, freeze, head_names, layer_numbers, parameter_groups
+from lockstep.training.parameter_groups import (
+    GroupRules,
+    freeze,
+    head_names,
+    layer_numbers,
+    parameter_groups,
+)
 from models.airbench import Airbench
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
@@ -25,21 +31,34 @@ def timm_model(name):
 
 
 def trained(net):
-    return [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    return [
+        (name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad
+    ]
 
 
 def by_name(net, groups):
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    return {names[id(p)]: (round(g["lr_scale"], 12), g["weight_decay"]) for g in groups for p in g["params"]}
+    return {
+        names[id(p)]: (round(g["lr_scale"], 12), g["weight_decay"])
+        for g in groups
+        for p in g["params"]
+    }
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto", "tf_efficientnet_lite0"])
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto", "tf_efficientnet_lite0"]
+)
 def test_layer_decay_is_that_of_timm(name):
     net = timm_model(name)
-    own = parameter_groups(net, trained(net), GroupRules(layer_decay=0.75, decay_norms=False), lr=0.1)
+    own = parameter_groups(
+        net, trained(net), GroupRules(layer_decay=0.75, decay_norms=False), lr=0.1
+    )
     own = [{"weight_decay": 0.05, **group} for group in own]
     theirs = timm.optim.param_groups_layer_decay(
-        net.backbone, 0.05, layer_decay=0.75, no_weight_decay_list=getattr(net.backbone, "no_weight_decay", set)()
+        net.backbone,
+        0.05,
+        layer_decay=0.75,
+        no_weight_decay_list=getattr(net.backbone, "no_weight_decay", set)(),
     )
     expected = {f"backbone.{n}": value for n, value in by_name(net.backbone, theirs).items()}
     assert by_name(net, own) == expected
@@ -61,14 +80,18 @@ def test_nets_of_our_own_are_numbered_by_their_stages_and_others_by_their_childr
 
 def test_the_head_learns_faster():
     net = SmallCNN(3, 8, 1)
-    groups = parameter_groups(net, trained(net), GroupRules(layer_decay=0.5, head_lr_factor=10), lr=0.1)
+    groups = parameter_groups(
+        net, trained(net), GroupRules(layer_decay=0.5, head_lr_factor=10), lr=0.1
+    )
     assert [group["lr"] for group in groups] == pytest.approx([0.0125, 0.025, 0.05, 1.0])
     assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in net.head[3].parameters()}
 
 
 def stepper(rules, optimizer=torch.optim.AdamW, **options):
     torch.manual_seed(0)
-    module = ImageClassifier(SmallCNN(3, 8, 1), partial(optimizer, **options), num_classes=3, rules=rules)
+    module = ImageClassifier(
+        SmallCNN(3, 8, 1), partial(optimizer, **options), num_classes=3, rules=rules
+    )
     module._trainer = type("T", (), {"precision": "32-true"})()
     return module.configure_optimizers()
 
@@ -77,8 +100,13 @@ def test_nothing_asked_for_leaves_one_group_so_that_old_checkpoints_load():
     (group,) = stepper(None, lr=0.1).param_groups
     assert "lr_scale" not in group and len(group["params"]) == 8 and group["weight_decay"] == 0.01
     groups = stepper(GroupRules(decay_norms=False), lr=0.1, weight_decay=0.3).param_groups
-    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(4, 0.3), (4, 0.0)]
-    assert stepper(GroupRules(layer_decay=0.5)).param_groups[0]["lr"] == 1e-3 / 8  # the optimizer's own default
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [
+        (4, 0.3),
+        (4, 0.0),
+    ]
+    assert (
+        stepper(GroupRules(layer_decay=0.5)).param_groups[0]["lr"] == 1e-3 / 8
+    )  # the optimizer's own default
 
 
 # --- model.freeze ---
@@ -97,12 +125,17 @@ def test_patterns_name_parameters_and_modules_as_timm_or_as_the_state_dict_does_
     for each in (net, copy.deepcopy(net)):
         before = {name: value.clone() for name, value in each.named_buffers()}
         each.train()(torch.randn(4, 3, 32, 32))
-        moved = {name for name, value in each.named_buffers() if not torch.equal(value, before[name])}
+        moved = {
+            name for name, value in each.named_buffers() if not torch.equal(value, before[name])
+        }
         assert moved == {name for name in before if not name.startswith(first)} != set(before)
 
 
 def test_the_backbone_is_all_but_the_head():
-    for net, head in ((timm_model("resnet10t"), "backbone.fc"), (AlexNetBN(3, 127, 1), "classifier.6")):
+    for net, head in (
+        (timm_model("resnet10t"), "backbone.fc"),
+        (AlexNetBN(3, 127, 1), "classifier.6"),
+    ):
         freeze(net, "backbone")
         names = {name for name, _ in net.named_parameters()}
         assert names - frozen(net) == {f"{head}.weight", f"{head}.bias"}
@@ -113,7 +146,9 @@ def test_a_part_that_the_net_itself_does_not_train_stays_so_and_its_norms_train(
     before = frozen(net)
     freeze(net, "head")
     assert "whiten.weight" in before and frozen(net) == before | {"head.weight"}
-    assert all(layer.train().training for layer in net.modules() if isinstance(layer, nn.BatchNorm2d))
+    assert all(
+        layer.train().training for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)
+    )
 
 
 def frozen_resnet(*stated):
@@ -123,14 +158,26 @@ def frozen_resnet(*stated):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: frozen_resnet("conv1", "blocks.0"), "'blocks.0' matches no parameter: .* as conv1.* and fc.bias"),
+        (
+            lambda: frozen_resnet("conv1", "blocks.0"),
+            "'blocks.0' matches no parameter: .* as conv1.* and fc.bias",
+        ),
         (lambda: frozen_resnet("*"), "matches every parameter: leave at least the head"),
         (lambda: frozen_resnet("backbone", "fc"), "matches every parameter"),
-        (lambda: freeze(nn.Linear(2, 2, bias=False), "x"), "'x' matches no parameter: .* as weight and weight"),
-        (lambda: GroupRules(layer_decay=0), "optimizer.layer_decay=0: give a number above 0 and up to 1"),
+        (
+            lambda: freeze(nn.Linear(2, 2, bias=False), "x"),
+            "'x' matches no parameter: .* as weight and weight",
+        ),
+        (
+            lambda: GroupRules(layer_decay=0),
+            "optimizer.layer_decay=0: give a number above 0 and up to 1",
+        ),
         (lambda: GroupRules(layer_decay=1.1), "optimizer.layer_decay=1.1"),
         (lambda: GroupRules(layer_decay="x"), "optimizer.layer_decay=x"),
-        (lambda: GroupRules(head_lr_factor=-1), "optimizer.head_lr_factor=-1: give a number above 0"),
+        (
+            lambda: GroupRules(head_lr_factor=-1),
+            "optimizer.head_lr_factor=-1: give a number above 0",
+        ),
         (
             lambda: stepper(GroupRules(layer_decay=0.9), AirbenchMuon),
             "AirbenchMuon groups the parameters itself: leave optimizer.lay",

@@ -23,7 +23,9 @@ PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Number
 
 @pytest.mark.parametrize("trainer", ["cpu", "ddp_sim", "fsdp_sim"])
 def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer, tmp_path):
-    done = succeed("train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path)
+    done = succeed(
+        "train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path
+    )
     assert "resume exact, in mid-epoch by reading" in done.output.splitlines()[0]
     assert "Resume is exact: the training loader has no state_dict" in done.output
     record = done.record
@@ -31,14 +33,22 @@ def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer
     assert record["status"] == "finished" and record["steps"] == 3 * 320 // (16 * ranks)
     assert record["num_parameters"] == 4 * 8 + 8 + 8 + 1
     assert "run r · Regression · Numbers · " in done.output and record["model"] == "Regression"
-    assert record["global_batch_size"] is None and "Global batch" not in done.folder.page.read_text()
+    assert (
+        record["global_batch_size"] is None and "Global batch" not in done.folder.page.read_text()
+    )
     assert 0 < record["metrics"]["val_loss_best"] < 4 and 0 < record["metrics"]["test_loss"] < 4
-    assert (done.folder.path / record["best_checkpoint"]["path"]).exists() and done.folder.page.exists()
+    assert (
+        done.folder.path / record["best_checkpoint"]["path"]
+    ).exists() and done.folder.page.exists()
     with done.folder.metrics.open() as file:
         rows = list(csv.DictReader(file))
-    assert int(rows[-1]["step"]) == record["steps"] and float(rows[-1]["train/loss"]) < float(rows[0]["train/loss"])
+    assert int(rows[-1]["step"]) == record["steps"] and float(rows[-1]["train/loss"]) < float(
+        rows[0]["train/loss"]
+    )
     assert rows[-1]["val_loss"]
-    if trainer == "cpu":  # on any machine: on one without a GPU the refusal of the default training is not for them
+    if (
+        trainer == "cpu"
+    ):  # on any machine: on one without a GPU the refusal of the default training is not for them
         again = succeed("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path).record
         assert again["steps"] == 100 and again["restarts"][0]["resumed_step"] == 60
 
@@ -46,7 +56,10 @@ def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer
 def test_a_module_whose_hooks_make_layers_goes_on_and_is_evaluated(tmp_path):
     words = ["task._target_=plain_task.Late", "trainer=cpu", "trainer.accumulate_grad_batches=3"]
     done = succeed("train", *PLAIN, *words, "+data.rows=320", logs=tmp_path)
-    assert done.record["num_parameters"] == 4 * 16 + 16 + 16 + 1 + 4 * 4 + 4 and done.record["steps"] == 3 * 7
+    assert (
+        done.record["num_parameters"] == 4 * 16 + 16 + 16 + 1 + 4 * 4 + 4
+        and done.record["steps"] == 3 * 7
+    )
 
     again = succeed("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path).record
     assert again["steps"] == 5 * 7
@@ -63,8 +76,12 @@ def test_callbacks_of_lightning_work_beside_lockstep_s(tmp_path):
         "callbacks=[early_stopping,lr_monitor,model_summary,rich_progress_bar]", f"+callbacks.own={own}", logs=tmp_path,
     )  # fmt: skip
     assert done.record["status"] == "finished", done.output
-    assert len(list((tmp_path / "own").glob("*.ckpt"))) == 1 and done.record["best_checkpoint"]["path"]
-    assert "Total params" in done.output and "lr-" in done.folder.metrics.read_text().splitlines()[0]
+    assert (
+        len(list((tmp_path / "own").glob("*.ckpt"))) == 1 and done.record["best_checkpoint"]["path"]
+    )
+    assert (
+        "Total params" in done.output and "lr-" in done.folder.metrics.read_text().splitlines()[0]
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -73,7 +90,10 @@ def test_ranks_with_unequal_numbers_of_batches_are_told_so(accumulate, tmp_path)
     accumulation = f"trainer.accumulate_grad_batches={accumulate}"
     done = run_door("train", *PLAIN, *streams, accumulation, "trainer.max_epochs=2", logs=tmp_path)
     said = done.output.strip().splitlines()[-1]
-    assert done.code == 2 and "Rank 1 has had 10 training batches in epoch 1, rank 0 at least 1" in said, done.output
+    assert (
+        done.code == 2
+        and "Rank 1 has had 10 training batches in epoch 1, rank 0 at least 1" in said
+    ), done.output
     assert "trainer.limit_train_batches=10" in said
 
 
@@ -108,7 +128,9 @@ compile: false
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
-def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alone(trainer, tmp_path):
+def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alone(
+    trainer, tmp_path
+):
     for group, text in TEMPLATE.items():
         (tmp_path / "configs" / group).mkdir(parents=True)
         (tmp_path / "configs" / group / "template.yaml").write_text(text)
@@ -144,13 +166,19 @@ def run(tmp_path_factory):
     for name, level in (("dark", 40), ("light", 200)):
         (place / "images" / name).mkdir(parents=True)
         for number in range(20):
-            pixels = np.random.default_rng([level, number]).integers(0, level, (12, 12, 3), np.uint8)
+            pixels = np.random.default_rng([level, number]).integers(
+                0, level, (12, 12, 3), np.uint8
+            )
             Image.fromarray(pixels).save(place / "images" / name / f"{number}.png")
     words = [f"data.root={place / 'images'}", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=1",
              "augmentation=rand_augment", "augmentation.num_ops=1", "augmentation.mixup_alpha=0.5", "seed=3",
              "model=small_cnn", "trainer=cpu", "trainer.max_steps=2", "run_id=r"]  # fmt: skip
     done = succeed(
-        "train", "data=image_folder", *words, logs=place, before=partial(save_first_batch, place / "batch.pt")
+        "train",
+        "data=image_folder",
+        *words,
+        logs=place,
+        before=partial(save_first_batch, place / "batch.pt"),
     )
     return done
 
@@ -167,10 +195,15 @@ def test_the_first_batch_is_the_runs_own_bit_for_bit_unless_an_option_is_another
     batch = first_batch(load_data("r", run.logs))
     assert same_batch(batch, run) and (batch[0].shape, batch[1].shape) == ((8, 3, 8, 8), (8, 2))
     data = load_data("r", run.logs, global_batch_size=6, seed=4)
-    assert first_batch(data)[0].shape == (6, 3, 8, 8) and (data.seed, data.augmentation.mixing.mixup_alpha) == (4, 0.5)
+    assert (
+        first_batch(data)[0].shape == (6, 3, 8, 8) and data.augmentation.mixing.mixup_alpha == 0.5
+    )
+    assert data.options.seed == 4
 
 
-def test_of_a_checkpoint_from_elsewhere_the_root_is_said_here_and_it_chooses_no_code_and_no_place(run, tmp_path):
+def test_of_a_checkpoint_from_elsewhere_the_root_is_said_here_and_it_chooses_no_code_and_no_place(
+    run, tmp_path
+):
     """Its augmentation and seed are names and numbers, which count."""
     canary, theirs, logs = tmp_path / "canary", str(tmp_path / "theirs.ckpt"), tmp_path / "logs"
     checkpoint = read_checkpoint(run.folder.path / run.record["best_checkpoint"]["path"])

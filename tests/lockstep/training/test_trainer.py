@@ -17,7 +17,14 @@ from runs import succeed
 
 @pytest.mark.parametrize(
     ("limit", "batches", "accumulate", "wanted"),
-    [(1.0, 40, 4, 1.0), (10, 40, 4, 8), (0.25, 40, 4, 8), (100, 40, 4, 100), (3, 40, 1, 3), (0, 4, 4, 0)],
+    [
+        (1.0, 40, 4, 1.0),
+        (10, 40, 4, 8),
+        (0.25, 40, 4, 8),
+        (100, 40, 4, 100),
+        (3, 40, 1, 3),
+        (0, 4, 4, 0),
+    ],
 )
 def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
     assert whole_steps(limit, batches, accumulate) == wanted
@@ -31,16 +38,22 @@ def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
         (1.0, 0, 1, 1.0),
     ],
 )  # fmt: skip
-def test_an_interval_is_stated_in_steps_and_told_to_lightning_in_micro_batches(stated, batches, accumulate, wanted):
+def test_an_interval_is_stated_in_steps_and_told_to_lightning_in_micro_batches(
+    stated, batches, accumulate, wanted
+):
     found = validation_interval(stated, batches, accumulate)
     assert found == wanted and type(found) is type(wanted)
 
 
 def test_less_than_a_step_and_what_is_no_interval_are_refused():
-    with pytest.raises(UserError, match="leaves 3 micro-batches and a step takes 4: give at least 4"):
+    with pytest.raises(
+        UserError, match="leaves 3 micro-batches and a step takes 4: give at least 4"
+    ):
         whole_steps(3, 40, 4)
     for stated in (0, 0.0, 1.5, 11, -1, True, "often", "00:00:15:00"):
-        with pytest.raises(UserError, match="trainer.val_check_interval=.* from 1 to 10, which is an epoch"):
+        with pytest.raises(
+            UserError, match="trainer.val_check_interval=.* from 1 to 10, which is an epoch"
+        ):
             validation_interval(stated, 20, 2)
 
 
@@ -58,7 +71,9 @@ WORKS = {
 
 @pytest.mark.slow
 def test_all_of_them_in_one_run(tmp_path):
-    words = [f"trainer.{name}={'null' if value is None else value}" for name, value in WORKS.items()]
+    words = [
+        f"trainer.{name}={'null' if value is None else value}" for name, value in WORKS.items()
+    ]
     done = succeed("train", "data=digits", "data.global_batch_size=64", "model=small_cnn", *words, "run_id=r",
                     logs=tmp_path)  # fmt: skip
     assert done.record["steps"] == 2 and list(done.folder.path.glob("fit-profile*.json"))
@@ -74,7 +89,9 @@ def test_the_trainers_arguments_are_those_of_its_signature():
 def test_the_others_are_refused_with_what_to_use():
     names = inspect.signature(pl.Trainer).parameters.keys()
     assert names == WORKS.keys() | REFUSED_TRAINER_KEYS.keys()
-    assert dict(re.findall(r"^\| `(\w+)` \| (use .*) \|$", PAGE, re.MULTILINE)) == REFUSED_TRAINER_KEYS
+    assert (
+        dict(re.findall(r"^\| `(\w+)` \| (use .*) \|$", PAGE, re.MULTILINE)) == REFUSED_TRAINER_KEYS
+    )
     assert all(f"`{name}`" in PAGE for name in WORKS)
     for name, said in list(REFUSED_TRAINER_KEYS.items())[:2]:
         with pytest.raises(UserError, match=f"trainer.{name} cannot be given: ") as refused:
@@ -90,7 +107,11 @@ README = re.findall(r"^\| `([^`]+)` \| (.*) \|$", COMMANDS, re.MULTILINE)
 def test_a_command_of_the_templates_readme_works_or_is_refused_as_the_page_says(words, result):
     def built():
         config = plain(compose("train", words.split()))
-        node = {key: value for key, value in config["model"].items() if key not in ("freeze", "pretrained", "name")}
+        node = {
+            key: value
+            for key, value in config["model"].items()
+            if key not in ("freeze", "pretrained", "name")
+        }
         build({**node, "_partial_": True})  # the net's options, without the net
 
     if result == "works":
