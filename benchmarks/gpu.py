@@ -2,13 +2,15 @@
 
     python benchmarks/gpu.py --out results --budget 560      # make bench-gpu
     python benchmarks/gpu.py --out results --only step,data
-    python benchmarks/gpu.py --out results --small           # tiny nets, few steps: a dry run on a simulated GPU
-    python benchmarks/gpu.py --out results --only cifar10 --cifar10 FOLDER --airbench airbench94_muon.py
+    python benchmarks/gpu.py --out results --small           # tiny nets, few steps: a dry run on a
+    simulated GPU python benchmarks/gpu.py --out results --only cifar10 --cifar10 FOLDER --airbench
+    airbench94_muon.py
 
-Each part runs in a process of its own under a time limit. Its figures are in OUT/gpu.json as soon as it ends, so that a
-run that is cut short keeps them. Both sides of a ratio run in turns on the same card; a ratio is the median over the
-rounds, beside the smallest and the largest. The predictions for an H100 were written before any measurement.
-Needs neither a network nor git. Without internet access bring hydra-core, omegaconf and antlr4-python3-runtime.
+Each part runs in a process of its own under a time limit. Its figures are in OUT/gpu.json as soon
+as it ends, so that a run that is cut short keeps them. Both sides of a ratio run in turns on the
+same card; a ratio is the median over the rounds, beside the smallest and the largest. The
+predictions for an H100 were written before any measurement. Needs neither a network nor git.
+Without internet access bring hydra-core, omegaconf and antlr4-python3-runtime.
 """
 
 import argparse
@@ -165,7 +167,9 @@ def ratio(ours: list[float], theirs: list[float]) -> list[float]:
 
 
 def random_batches(batch: int) -> list[Any]:
-    """Return four batches of noise in GPU memory: images of shape [batch, 3, SIZE, SIZE] and labels."""
+    """Return four batches of noise in GPU memory: images of shape [batch, 3, SIZE, SIZE] and
+    labels.
+    """
     import torch
 
     made, shape = torch.Generator("cuda").manual_seed(0), (batch, 3, SIZE, SIZE)
@@ -274,7 +278,10 @@ def step(out: Path) -> dict[str, Any]:
 
 
 def share_of_ceiling(out: Path, seconds: float) -> float | None:
-    """Return the share of the measured bf16 products that a step of BATCH images does; None if they are not known."""
+    """Return the share of the measured bf16 products that a step of BATCH images does.
+
+    None if they are not known.
+    """
     measured = (
         json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
     )
@@ -344,7 +351,9 @@ def strategies(out: Path) -> dict[str, Any]:
 
 
 def compiled(out: Path) -> dict[str, Any]:
-    """torch.compile against eager: in bf16-mixed, with weights in bf16, under FSDP, and with CUDA graphs."""
+    """torch.compile against eager: in bf16-mixed, with weights in bf16, under FSDP, and with CUDA
+    graphs.
+    """
     gpu, fsdp = "trainer=gpu trainer.compile", "trainer=fsdp trainer.devices=1 trainer.compile"
     variants = {
         "eager": (f"{gpu}=false", BATCH), "compiled": (f"{gpu}=true", BATCH),
@@ -406,7 +415,9 @@ def memory(out: Path) -> dict[str, Any]:
 
 
 def checkpoints(out: Path) -> dict[str, Any]:
-    """Seconds that training waits for a checkpoint, against a copy of the same bytes to the host."""
+    """Seconds that training waits for a checkpoint, against a copy of the same bytes to the
+    host.
+    """
     import torch
 
     length, saves = (
@@ -439,7 +450,9 @@ def checkpoints(out: Path) -> dict[str, Any]:
 
 
 def cifar10(out: Path) -> dict[str, Any]:
-    """airbench's recipe, 200 steps of 2,000 images without evaluation: our seconds against those of its own script."""
+    """airbench's recipe, 200 steps of 2,000 images without evaluation: our seconds against those of
+    its own script.
+    """
     import torch
 
     if not (CIFAR10 in os.environ and AIRBENCH in os.environ):

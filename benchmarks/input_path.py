@@ -1,12 +1,14 @@
-"""The input path on the CPU: images per second beside torchvision, and how long a training step waits for images.
+"""The input path on the CPU: images per second beside torchvision, and how long a training step
+waits for images.
 
     python benchmarks/input_path.py --root FOLDER      # holds cifar-10-batches-py
-    python benchmarks/input_path.py --images FOLDER    # holds train/<class>/ and test/<class>/ of JPEG files
+    python benchmarks/input_path.py --images FOLDER    # holds train/<class>/ and test/<class>/ of
+    JPEG files
 
---root: against torchvision's CIFAR10, transforms and DataLoader. Both sides read the same files, draw at random, and
-give normalised float batches of 256. They take turns; torchvision runs with its best number of workers.
---images: photographs of some 500 x 400 pixels at 224 px, a random part of each, mirrored; the share of a step that a
-run's record holds.
+--root: against torchvision's CIFAR10, transforms and DataLoader. Both sides read the same files,
+draw at random, and give normalised float batches of 256. They take turns; torchvision runs with its
+best number of workers. --images: photographs of some 500 x 400 pixels at 224 px, a random part of
+each, mirrored; the share of a step that a run's record holds.
 """
 
 import argparse
@@ -96,7 +98,10 @@ def measure_wait(images: Path) -> None:
 
 
 def images_per_s(batches: Batches, seconds: float) -> float:
-    """Count from the first batch on, so that starting workers does not count; as many epochs as fit."""
+    """Count from the first batch on, so that starting workers does not count.
+
+    As many epochs as fit.
+    """
     images, elapsed = 0, 0.0
     while elapsed < seconds:
         iterator = batches()

@@ -43,7 +43,10 @@ def goal_row(
 
 
 def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
-    """Write `name` into results/cpu.json and print its goals. The load average shows other work of the machine."""
+    """Write `name` into results/cpu.json and print its goals.
+
+    The load average shows other work of the machine.
+    """
     words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
     words += [
         "FOLDER" if Path(word).is_absolute() else word for word in sys.argv[1:]
@@ -70,7 +73,9 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
 
 
 def in_turns(repetitions: int, *measures: Callable[[], float]) -> list[list[float]]:
-    """Call each measure `repetitions` times, in turns, so that other work on the machine hits all alike."""
+    """Call each measure `repetitions` times, in turns, so that other work on the machine hits all
+    alike.
+    """
     found: list[list[float]] = [[] for _ in measures]
     for turn in range(repetitions):
         for i in range(len(measures)):

@@ -1,9 +1,10 @@
-"""Every strategy trains as one process does: 20 steps, the same seed, order, augmentation and global batch.
+"""Every strategy trains as one process does: 20 steps, the same seed, order, augmentation and
+global batch.
 
     make parity          (python benchmarks/parity.py --help)
 
-Writes benchmarks/parity.md; ends with 1 if a row differs by more than 1e-9 in float64, if a training
-does not change its loss, or if a seeded fault goes unnoticed.
+Writes benchmarks/parity.md; ends with 1 if a row differs by more than 1e-9 in float64, if a
+training does not change its loss, or if a seeded fault goes unnoticed.
 """
 
 import argparse
@@ -132,7 +133,10 @@ def compare(model: str, cache_dir: str) -> list[tuple[str, bool]]:
 
 
 def catch_faults(cache_dir: str) -> dict[str, dict[str, float]]:
-    """Return the difference that each seeded fault makes; it is noticed where that exceeds the tolerance."""
+    """Return the difference that each seeded fault makes.
+
+    It is noticed where that exceeds the tolerance.
+    """
     expected = run(Case("small_cnn", "bare", cache_dir=cache_dir), 1)
     cases = {
         fault: Case("small_cnn", "allreduce", fault=fault, cache_dir=cache_dir) for fault in FAULTS

@@ -1,4 +1,6 @@
-"""One training run of the parity table, in a rank or in this process: 20 steps on the same images in the same order."""
+"""One training run of the parity table, in a rank or in this process: 20 steps on the same images
+in the same order.
+"""
 
 import logging
 import warnings
@@ -58,7 +60,9 @@ class Case:
 
 
 def build_net(case: Case) -> nn.Module:
-    """Return a model with dropout off, whose random numbers differ between ranks, and AlexNet's head narrowed."""
+    """Return a model with dropout off, whose random numbers differ between ranks, and AlexNet's
+    head narrowed.
+    """
     torch.manual_seed(SEED)
     net = new_net(
         case.model, {"num_classes": CLASSES, "image_size": IMAGE_SIZE[case.model], "channels": 3}
@@ -123,7 +127,9 @@ def parameters_of(net: nn.Module, case: Case) -> Any:
 
 
 def bare_loop(case: Case) -> dict[str, Any]:
-    """What the strategies must reproduce: plain PyTorch over the same batches, without Lightning."""
+    """What the strategies must reproduce: plain PyTorch over the same batches, without
+    Lightning.
+    """
     net, data = build_net(case).double(), build_data(case)
     optimizer, losses = sgd(case)(parameters_of(net, case)), []
     loader = data.train_dataloader()

@@ -1,7 +1,8 @@
 """Kill runs at random moments and check that they end as a run that nobody disturbed.
 
     python benchmarks/soak.py                                   every piece; make soak
-    python benchmarks/soak.py kills --count 60 --seed 2         make soak PIECE=kills COUNT=60 SEED=2
+    python benchmarks/soak.py kills --count 60 --seed 2         make soak PIECE=kills COUNT=60
+    SEED=2
 
 Pieces, each with a count of signals:
 

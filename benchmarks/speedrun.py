@@ -1,4 +1,6 @@
-"""Test accuracy of `experiment=cifar10_speedrun` and the seconds of its whole process; the limit is 15 minutes.
+"""Test accuracy of `experiment=cifar10_speedrun` and the seconds of its whole process.
+
+The limit is 15 minutes.
 
 python benchmarks/speedrun.py [--root FOLDER]      # FOLDER holds cifar-10-batches-py
 """

@@ -2,8 +2,9 @@
 
     python benchmarks/start.py
 
-Whole processes, in turns. The first step counts from the start of the process to the end of its first optimizer step;
-"bare imports" is a process that imports torch, lightning.pytorch, hydra and numpy and does nothing else.
+Whole processes, in turns. The first step counts from the start of the process to the end of its
+first optimizer step; "bare imports" is a process that imports torch, lightning.pytorch, hydra and
+numpy and does nothing else.
 """
 
 import os
@@ -66,7 +67,9 @@ def main() -> None:
 
 
 def first_step(scratch: str, trainer: str) -> float:
-    """Return the seconds from starting the process to the end of its first optimizer step, on rank 0."""
+    """Return the seconds from starting the process to the end of its first optimizer step, on rank
+    0.
+    """
     words = [
         "experiment=quickstart",
         trainer,
@@ -82,7 +85,10 @@ def first_step(scratch: str, trainer: str) -> float:
 
 
 def train_and_print_first_step(words: list[str]) -> int:
-    """Run train.py with a hook after the first optimizer step; a process that starts ranks imports no torch for it."""
+    """Run train.py with a hook after the first optimizer step.
+
+    A process that starts ranks imports no torch for it.
+    """
     import train
 
     if "trainer=ddp_sim" not in words or "LOCKSTEP_AGENT" in os.environ:

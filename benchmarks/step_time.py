@@ -3,9 +3,9 @@
     python benchmarks/step_time.py                 # a ViT and a tiny net
     python benchmarks/step_time.py --only tiny
 
-Both sides get the same net, the same optimizer and the same batches, which lie in memory. Ours is a whole run, built
-as `python src/train.py` builds it, with its callbacks, loggers and record. Each measurement is one epoch; the first
-steps do not count.
+Both sides get the same net, the same optimizer and the same batches, which lie in memory. Ours is a
+whole run, built as `python src/train.py` builds it, with its callbacks, loggers and record. Each
+measurement is one epoch; the first steps do not count.
 """
 
 import argparse
@@ -112,8 +112,10 @@ def timed_run(
     """Train as `python src/train.py` does, in this process; return seconds per step.
 
     Args:
-        batches: take the place of the data's; an empty list is filled with the first ones; None: the data's own.
-        watch: an object whose `begin()` is called after the warm-up and whose `end()` after the last step.
+        batches: take the place of the data's; an empty list is filled with the first ones; None:
+            the data's own.
+        watch: an object whose `begin()` is called after the warm-up and whose `end()` after the
+            last step.
         synchronize: waits for the device.
     """
     import lightning.pytorch as pl
@@ -166,7 +168,10 @@ def timed_run(
 
 
 class Cached:
-    """The same few batches, as often as steps are wanted; with the state that our checkpoints ask a loader for."""
+    """The same few batches, as often as steps are wanted.
+
+    With the state that our checkpoints ask a loader for.
+    """
 
     def __init__(self, batches: list[Any], length: int) -> None:
         self.batches, self.length = batches, length

@@ -1,7 +1,9 @@
-"""The usual Hydra + Lightning template on the same MNIST net, optimizer, batch and epochs as experiment=mnist.
+"""The usual Hydra + Lightning template on the same MNIST net, optimizer, batch and epochs as
+experiment=mnist.
 
-    python benchmarks/template.py --root FOLDER                        # MNIST in torchvision's layout, FOLDER/MNIST/raw
-    python benchmarks/template.py --root FOLDER --data fashion_mnist   # Fashion-MNIST's files there, unpacked
+    python benchmarks/template.py --root FOLDER                        # MNIST in torchvision's
+    layout, FOLDER/MNIST/raw python benchmarks/template.py --root FOLDER --data fashion_mnist   #
+    Fashion-MNIST's files there, unpacked
 
 template_peer.txt is written as the template's own documentation shows it. Measures whole processes.
 """

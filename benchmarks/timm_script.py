@@ -1,14 +1,17 @@
-"""timm's training script beside ours: the same weights, images, batch, epochs and augmentation, as whole processes.
+"""timm's training script beside ours: the same weights, images, batch, epochs and augmentation, as
+whole processes.
 
     git clone --branch v1.0.28 https://github.com/huggingface/pytorch-image-models timm
     pip install --target pillow 'pillow<13'      # timm's RandAugment raises under 13
-    python benchmarks/timm_script.py speed    --timm timm --pillow pillow --images FOLDER --weights FILE.safetensors
-    python benchmarks/timm_script.py accuracy --timm timm --pillow pillow --images FOLDER --weights FILE.safetensors
+    python benchmarks/timm_script.py speed    --timm timm --pillow pillow --images FOLDER --weights
+    FILE.safetensors python benchmarks/timm_script.py accuracy --timm timm --pillow pillow --images
+    FOLDER --weights FILE.safetensors
 
-FOLDER has train/<class>/ and test/<class>/. `speed`: one epoch at 224 px with RandAugment, mixup and erasing, seconds
-of the whole process. `accuracy`: three seeds, some epochs at 64 px with mixup and erasing and without RandAugment,
-whose operations the two draw from different lists; the new head starts at zero on both sides, as ours does, which timm
-needs told: by itself it starts far above the loss of chance, and that costs it many points in so few epochs.
+FOLDER has train/<class>/ and test/<class>/. `speed`: one epoch at 224 px with RandAugment, mixup
+and erasing, seconds of the whole process. `accuracy`: three seeds, some epochs at 64 px with mixup
+and erasing and without RandAugment, whose operations the two draw from different lists; the new
+head starts at zero on both sides, as ours does, which timm needs told: by itself it starts far
+above the loss of chance, and that costs it many points in so few epochs.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Write docs/options.md from the comments in configs/.    python docs/make_options.py   (or: make docs)"""
+"""Write docs/options.md from the comments in configs/.    python docs/make_options.py   (or: make
+docs)
+"""
 
 import re
 import sys
@@ -34,7 +36,9 @@ def options_page(configs: Path) -> str:
 
 
 def key_table(options: list[Option]) -> list[str]:
-    """Return one row for each key of a group; options that share a key share its row, and so do keys that follow it
+    """Return one row for each key of a group.
+
+    Options that share a key share its row, and so do keys that follow it.
     with the comment "likewise".
     """
     rows: dict[tuple[str, str], dict[str, list[str]]] = {}

@@ -1,6 +1,8 @@
-"""Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for the pages)
+"""Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for
+the pages)
 
-docs/pictures/terminal.svg is the output of `make train`; page.png and comparison.png are pages of the logbook.
+docs/pictures/terminal.svg is the output of `make train`; page.png and comparison.png are pages of
+the logbook.
 """
 
 import os
@@ -31,7 +33,9 @@ img { max-width: 100%; } h1, h2 { border-bottom: 1px solid #d1d9e0; padding-bott
 
 
 def output_on_a_terminal(command: list[str]) -> str:
-    """Return the output of the command on a terminal of 110 columns, in colour, without redrawn lines."""
+    """Return the output of the command on a terminal of 110 columns, in colour, without redrawn
+    lines.
+    """
     seen = bytearray()
 
     def read(handle: int) -> bytes:

@@ -1,7 +1,8 @@
 """Hooks of mkdocs (mkdocs.yml): add pages from outside docs/, and resolve links that lead there.
 
-README.md is the first page of the site, and the notebook is a page. A link to a file that is no page leads to the
-repository at SITE_REPOSITORY, which the workflow sets; without it, the link becomes plain text.
+README.md is the first page of the site, and the notebook is a page. A link to a file that is no
+page leads to the repository at SITE_REPOSITORY, which the workflow sets; without it, the link
+becomes plain text.
 """
 
 import json

@@ -1,9 +1,10 @@
 """Make a project of your own from this repository, and upgrade the package that it uses.
 
-make new NAME=birds DIR=../birds      scripts, configs, tests and an empty logbook; the package as a wheel in vendor/
-make upgrade TO=2.1.0                 in a project: replace the wheel and its pins; your files stay as they are
-make adopt FILE=strategies/fsdp.py    in a project: copy one file of the package into src/adopted/ and use the copy
-make vendor                           in a project: copy the package into src/lockstep/, without a wheel from then on
+make new NAME=birds DIR=../birds      scripts, configs, tests and an empty logbook; the package as a
+wheel in vendor/ make upgrade TO=2.1.0                 in a project: replace the wheel and its pins;
+your files stay as they are make adopt FILE=strategies/fsdp.py    in a project: copy one file of the
+package into src/adopted/ and use the copy make vendor                           in a project: copy
+the package into src/lockstep/, without a wheel from then on
 """
 
 import argparse
@@ -73,7 +74,9 @@ def git(*words: str, cwd: Path) -> str:
 
 
 def listed(source: Path) -> list[Path]:
-    """Return the files of the template that git knows or would add, without those that a project does not get."""
+    """Return the files of the template that git knows or would add, without those that a project
+    does not get.
+    """
     found = run(
         "git", "ls-files", "-co", "--exclude-standard", "--", *TAKEN, cwd=source
     ).splitlines()
@@ -85,7 +88,8 @@ def listed(source: Path) -> list[Path]:
 def build_wheel(source: Path, vendor: Path) -> Path:
     """Write the wheel of the package in `source` into `vendor`, in place of the one that is there.
 
-    It holds what `pip wheel` puts into one, needs no installed package, and has the same bytes each time.
+    It holds what `pip wheel` puts into one, needs no installed package, and has the same bytes each
+    time.
     """
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     files = {

@@ -1,4 +1,5 @@
-"""Make a release: what the changelog calls unreleased gets a version and a date, in a commit with an annotated tag.
+"""Make a release: what the changelog calls unreleased gets a version and a date, in a commit with
+an annotated tag.
 
 make release VERSION=1.0.0                   here; then: git push --follow-tags
 python3 launch/release.py --notes 1.0.0      print the changelog's section of that version

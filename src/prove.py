@@ -1,12 +1,13 @@
 """Check that your training is the same after a kill, and on any number of ranks.
 
-    python src/prove.py <overrides of train.py> [--checks=resume,ddp] [--steps=24] [--tolerance=1e-9]
+    python src/prove.py <overrides of train.py> [--checks=resume,ddp] [--steps=24]
+    [--tolerance=1e-9]
 
-It trains a few steps again and again with train.py (small batch, no dropout, float64 where the module
-can), each time with one thing changed, and compares every step with those of a reference run: images,
-loss, weights, optimizer, metrics. Checks: repeat, resume (resume_step, resume_epoch), accumulate,
-ddp, fsdp, workers, metric, eval. Needs no GPU. The table is written as prove.md and prove.json into
-logs/prove/<id>/. Exit code 0: nothing differs; 1: something does; 2: wrong options.
+It trains a few steps again and again with train.py (small batch, no dropout, float64 where the
+module can), each time with one thing changed, and compares every step with those of a reference
+run: images, loss, weights, optimizer, metrics. Checks: repeat, resume (resume_step, resume_epoch),
+accumulate, ddp, fsdp, workers, metric, eval. Needs no GPU. The table is written as prove.md and
+prove.json into logs/prove/<id>/. Exit code 0: nothing differs; 1: something does; 2: wrong options.
 """
 
 import logging

@@ -1,4 +1,6 @@
-"""What every test has: the lines of a run on stdout, warnings and errors on stderr, as a script shows them."""
+"""What every test has: the lines of a run on stdout, warnings and errors on stderr, as a script
+shows them.
+"""
 
 import gc
 import os
@@ -10,7 +12,8 @@ import pytest
 from lockstep.process import signals
 from lockstep.process.output import set_up
 
-# What users rely on, through the command line and public functions (CONTRIBUTING.md): make test-contract
+# What users rely on, through the command line and public functions (CONTRIBUTING.md): make
+# test-contract
 CONTRACT = (
     "test_train.py", "test_kills.py", "test_eval.py", "test_torchrun.py",
     "test_two_hosts.py::test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host[one_command",
@@ -34,9 +37,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure() -> None:
-    """Each of several workers has a core of its own: threads that share cores spin while they wait for each other.
+    """Each of several workers has a core of its own: threads that share cores spin while they wait
+    for each other.
 
-    Signals count, also where whoever started the tests ignores them, as a shell does with `&` and nohup.
+    Signals count, also where whoever started the tests ignores them, as a shell does with `&` and
+    nohup.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -52,7 +57,9 @@ def console():
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own():
-    """Lightning's `deterministic=true` sets a variable of cuBLAS, which would cost the runs of later tests memory."""
+    """Lightning's `deterministic=true` sets a variable of cuBLAS, which would cost the runs of
+    later tests memory.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -1,6 +1,9 @@
-"""What ruff does not look for: how dense code is, and which names say nothing. `make check` runs it.
+"""What ruff does not look for: how dense code is, and which names say nothing.
 
-    python tests/lint.py src tests/lint.py      prints each fault as file:line and ends with exit code 1 if there is one
+`make check` runs it.
+
+    python tests/lint.py src tests/lint.py      prints each fault as file:line and ends with exit
+    code 1 if there is one
 
 tests/test_budget.py holds the measures of the whole of src/ to their limits.
 """

@@ -107,7 +107,9 @@ def test_a_hostile_checkpoint_among_this_machines_runs_executes_nothing(
     "attack", [optimizer_state, lightning_instantiator], ids=lambda a: a.__name__
 )
 def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
-    """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right hash beside it."""
+    """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right
+    hash beside it.
+    """
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
     first = run_door("train", *SMALL, "run_id=r", logs=logs)
     last, sidecar = next(complete(first.folder.checkpoints, "last"))

@@ -1,4 +1,6 @@
-"""The measures of the code: each is a hint for a reader, and none gets worse without a reason in its commit."""
+"""The measures of the code: each is a hint for a reader, and none gets worse without a reason in
+its commit.
+"""
 
 import ast
 import subprocess
@@ -17,7 +19,9 @@ def source() -> Measures:
 
 
 def reached_from(script: str) -> set[Path]:
-    """Return the project's modules that a script imports, directly or through others, at any level of their code."""
+    """Return the project's modules that a script imports, directly or through others, at any level
+    of their code.
+    """
     files = {
         ".".join(path.relative_to(SRC).with_suffix("").parts): path for path in SRC.rglob("*.py")
     }

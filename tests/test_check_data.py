@@ -24,7 +24,9 @@ def picture(folder, name, seed, change=0, suffix="png"):
 
 @pytest.fixture
 def photos(tmp_path):
-    """Sixty images, a copy and a noisy copy of training images in the test, and a cat among the dogs."""
+    """Sixty images, a copy and a noisy copy of training images in the test, and a cat among the
+    dogs.
+    """
     root = tmp_path / "photos"
     for split, first in (("train", 0), ("test", 40)):
         for number in range(first, first + (40 if split == "train" else 20)):

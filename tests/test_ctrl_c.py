@@ -1,4 +1,6 @@
-"""Ctrl-C at any moment of a run: exit code 130 or 75, no traceback, and resume= goes on from there."""
+"""Ctrl-C at any moment of a run: exit code 130 or 75, no traceback, and resume= goes on from
+there.
+"""
 
 import signal
 import subprocess

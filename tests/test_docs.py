@@ -1,4 +1,5 @@
-"""The pages and the options: every command runs or composes as it is printed, every file that a page tells to write
+"""The pages and the options: every command runs or composes as it is printed, every file that a
+page tells to write
 works, every link leads somewhere, and the comments in configs/ explain every option.
 """
 
@@ -131,7 +132,9 @@ def test_strategies_md_names_every_trainer_that_there_is():
 
 
 def test_the_pages_fit_a_screen():
-    """No cell of a table is longer than a line, and the tasks of the how-to and of the data page have a command."""
+    """No cell of a table is longer than a line, and the tasks of the how-to and of the data page
+    have a command.
+    """
     for name, text in PAGES.items():
         cells = re.findall(r"(?<=\| )[^|\n]+(?= \|)", re.sub(r"\]\([^)]*\)", "]", text))
         assert [cell for cell in cells if len(cell) > 125] == [], name
@@ -196,7 +199,10 @@ def words_of(command: str) -> list[str]:
 
 
 def overrides_of(command: str) -> list[str] | None:
-    """Return the overrides of train.py in a command, of a sweep those of its first job; None: no config is composed."""
+    """Return the overrides of train.py in a command, of a sweep those of its first job.
+
+    None: no config is composed.
+    """
     words = words_of(command)
     scripts = r"src/(train|rehearse|find_batch_size|doctor|check_data)\.py|launch/train\.sbatch"
     at = next((at for at, word in enumerate(words) if re.fullmatch(scripts, word)), None)
@@ -302,7 +308,9 @@ def test_torchrun_on_several_nodes_names_a_rendezvous():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The repository with the files that the pages tell to write, images, a table and a project of Lightning."""
+    """The repository with the files that the pages tell to write, images, a table and a project of
+    Lightning.
+    """
     root = tmp_path_factory.mktemp("docs")
     for folder in ("src", "configs"):
         shutil.copytree(
@@ -444,7 +452,9 @@ def test_a_data_config_that_only_names_its_class_is_trained_and_tested(copy):
 
 @pytest.mark.slow
 def test_the_sources_and_the_task_of_the_pages_train(copy):
-    """Photographs that a yaml names, the lines that pack them into shards, and a task of one's own on a table."""
+    """Photographs that a yaml names, the lines that pack them into shards, and a task of one's own
+    on a table.
+    """
     short = "trainer=cpu trainer.max_epochs=1"
     small = f"data.image_size=16 data.global_batch_size=4 {short}"
     run_in(copy, f"{one('data.md', 'data=photos')} {small} 'metrics=[f1,kappa]' run_id=photos")

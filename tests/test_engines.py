@@ -1,4 +1,6 @@
-"""launch/: which exit codes start a run again, with which options each engine starts train.py, the ViT exercise."""
+"""launch/: which exit codes start a run again, with which options each engine starts train.py, the
+ViT exercise.
+"""
 
 import os
 import re
@@ -85,7 +87,10 @@ SCRIPT = LAUNCH / "vit_exercise.sh"
 
 @pytest.fixture
 def exercise(tmp_path):
-    """Run the script with a python that only records its arguments; return its exit code and the commands."""
+    """Run the script with a python that only records its arguments.
+
+    Return its exit code and the commands.
+    """
     log, python = tmp_path / "commands", tmp_path / "python"
 
     def run(*overrides, fails="nothing", **variables):

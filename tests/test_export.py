@@ -128,7 +128,8 @@ def test_timm_loads_any_of_its_models_as_the_card_says(
     model = FinishedModel(
         ImageClassifier(net, num_classes=facts["num_classes"]), config, facts, path, RunRecord()
     )
-    # Not 0: weights in a mapped file may lie at other addresses, for which PyTorch takes another kernel
+    # Not 0: weights in a mapped file may lie at other addresses, for which PyTorch takes another
+    # kernel
     assert export.largest_difference(model, export.write_weights(model, tmp_path)) < 1e-5
     written = json.loads((tmp_path / "config.json").read_text())
     (lines,) = re.findall(

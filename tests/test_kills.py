@@ -1,4 +1,6 @@
-"""Killed and stopped runs end with the weights of an undisturbed one, and every strategy with those of one process."""
+"""Killed and stopped runs end with the weights of an undisturbed one, and every strategy with those
+of one process.
+"""
 
 import random
 import signal
@@ -50,7 +52,8 @@ def test_checkpoints_written_beside_the_training_hold_the_same_bits_after_a_stop
     assert differences(expected, beside) == [] and expected["global_step"] > 8
 
 
-# `make parity` for the smallest model: every strategy equals one process, and every seeded fault is noticed.
+# `make parity` for the smallest model: every strategy equals one process, and every seeded fault is
+# noticed.
 
 
 @pytest.mark.slow

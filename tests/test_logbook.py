@@ -1,4 +1,7 @@
-"""The logbook's command line; every record of this repository's logbook can be read, and no link leads nowhere."""
+"""The logbook's command line.
+
+Every record of this repository's logbook can be read, and no link leads nowhere.
+"""
 
 import csv
 import io

@@ -1,4 +1,6 @@
-"""A test has the same values over any number of ranks: each image counts once, with uneven last batches."""
+"""A test has the same values over any number of ranks: each image counts once, with uneven last
+batches.
+"""
 
 import logging
 import warnings

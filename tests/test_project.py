@@ -263,7 +263,10 @@ def test_vendor_copies_the_package_and_its_requirements(project):
 
 
 def test_uv_resolves_it(project):
-    """What `uv sync` begins with, and make lock. A machine whose package index does not answer skips."""
+    """What `uv sync` begins with, and make lock.
+
+    A machine whose package index does not answer skips.
+    """
     uv = Path(sys.executable).with_name("uv")
     if not uv.exists():
         pytest.skip("uv is not beside this Python")

@@ -1,4 +1,6 @@
-"""The files of the repository: what a git host and an assistant read, make release, make install from a local index."""
+"""The files of the repository: what a git host and an assistant read, make release, make install
+from a local index.
+"""
 
 import hashlib
 import http.server
@@ -117,7 +119,8 @@ def test_a_version_that_cannot_be_and_changes_that_are_not_committed_are_refused
         assert code == 2 and said in words and git(clone, "tag") == ""
 
 
-# make install against a local index: a package whose hash is not the pinned one is refused, with uv and with pip.
+# make install against a local index: a package whose hash is not the pinned one is refused, with uv
+# and with pip.
 
 NAME = "tinything"
 

@@ -1,4 +1,6 @@
-"""The recipes of configs/experiment that take hours or GPUs: two steps of each, on a few small images on a CPU."""
+"""The recipes of configs/experiment that take hours or GPUs: two steps of each, on a few small
+images on a CPU.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""The page of a real run, which runs the logbook holds, and disks that are shared or have no links."""
+"""The page of a real run, which runs the logbook holds, and disks that are shared or have no
+links.
+"""
 
 import ctypes
 import errno
@@ -41,7 +43,9 @@ def test_a_run_that_is_to_be_kept_has_its_row_and_debugging_or_evaluating_has_no
 
 
 def poor_disk() -> None:
-    """Let this process see a disk as exFAT or a mounted drive: no hard links, no permissions, no sync of a folder."""
+    """Let this process see a disk as exFAT or a mounted drive: no hard links, no permissions, no
+    sync of a folder.
+    """
     sync = os.fsync
 
     def refuse(*_, **__):

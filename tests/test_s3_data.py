@@ -1,4 +1,6 @@
-"""data.root=s3://…: the weights of a run whose images lie in a bucket are those of one whose images lie here."""
+"""data.root=s3://…: the weights of a run whose images lie in a bucket are those of one whose images
+lie here.
+"""
 
 import numpy as np
 import pytest

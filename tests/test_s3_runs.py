@@ -1,4 +1,7 @@
-"""Whole runs with a bucket: trained, evaluated elsewhere, interrupted, resumed on a fresh machine; a real S3 server."""
+"""Whole runs with a bucket: trained, evaluated elsewhere, interrupted, resumed on a fresh machine.
+
+A real S3 server.
+"""
 
 import csv
 import hashlib
@@ -81,7 +84,10 @@ def place(monkeypatch):
 
 
 def check_same_elsewhere(place, record, logs) -> None:
-    """eval from the bucket alone, in another folder, counts what the run counted; the record names the object."""
+    """eval from the bucket alone, in another folder, counts what the run counted.
+
+    The record names the object.
+    """
     uri = f"{place.run.uri}/{read_pointer(place.run, 'best').key}"
     assert (record["upload"]["uri"], record["upload"]["error"]) == (uri, None)
     assert record["best_checkpoint"]["s3_uri"] == uri
@@ -259,7 +265,9 @@ def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp
 
 @pytest.mark.slow
 def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
-    """Training goes on meanwhile, it says when it tries next, and the last best is in the bucket at the end."""
+    """Training goes on meanwhile, it says when it tries next, and the last best is in the bucket at
+    the end.
+    """
     with object_store(tmp_path / "store") as server:
         place = Place(server)
         for name, value in place.environment.items():

@@ -1,4 +1,5 @@
-"""Thirteen secrets in all the places where people keep them: none of them in a file, event, page, object, line or
+"""Thirteen secrets in all the places where people keep them: none of them in a file, event, page,
+object, line or
 process list that a run leaves. Each is a canary that no form gives away."""
 
 import json

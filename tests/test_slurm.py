@@ -117,7 +117,10 @@ def test_a_job_whose_node_goes_down_starts_again_and_scancel_saves_and_ends_it(s
 
 @pytest.mark.slow
 def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
-    """Two ranks on two nodes each; the second learning rate diverges, which its record and the exit code say."""
+    """Two ranks on two nodes each.
+
+    The second learning rate diverges, which its record and the exit code say.
+    """
     launcher = ["nodes=2", "tasks_per_node=1", "array_parallelism=1", "timeout_min=5"]
     command = [
         "-m",

@@ -1,4 +1,6 @@
-"""A real torchrun: ranks that it gives no run id agree on one, and its restarts go on in the same run."""
+"""A real torchrun: ranks that it gives no run id agree on one, and its restarts go on in the same
+run.
+"""
 
 import json
 import os
@@ -117,7 +119,10 @@ ELASTIC = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-id=elastic", "--rdzv-ba
 
 @pytest.mark.slow
 def test_nodes_are_drained_and_come_and_the_batch_stays(agents, tmp_path):
-    """--nnodes=1:2: Kubernetes moves a pod, one goes on alone, another comes; the weights are those of one process."""
+    """--nnodes=1:2: Kubernetes moves a pod, one goes on alone, another comes.
+
+    The weights are those of one process.
+    """
     exact = ["trainer.precision=64-true", "model.dropout=0", "model.head_dropout=0", "test=false",
              "trainer.max_epochs=30", "callbacks.checkpoints.every_minutes=0",
              "trainer.log_every_n_steps=5"]  # fmt: skip

@@ -135,7 +135,10 @@ def test_a_checkpoint_is_plain_carries_its_config_and_eval_counts_the_same_with_
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
     uninterrupted, tmp_path, stop_after
 ):
-    """Mid-epoch, at an epoch's last step (20 of 20), just after it, and later; dropout and shuffling on."""
+    """Mid-epoch, at an epoch's last step (20 of 20), just after it, and later.
+
+    Dropout and shuffling on.
+    """
     done = run_door(
         "train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after)
     )

@@ -1,4 +1,6 @@
-"""Two hosts that share nothing but a cable: each launcher trains, loses a host, and resumes to the same weights."""
+"""Two hosts that share nothing but a cable: each launcher trains, loses a host, and resumes to the
+same weights.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""The language of docstrings, messages, pages and option comments: the terms of the field, no private words."""
+"""The language of docstrings, messages, pages and option comments: the terms of the field, no
+private words.
+"""
 
 import ast
 import re

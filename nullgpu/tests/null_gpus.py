@@ -1,10 +1,13 @@
-"""Run what needs GPUs on null GPUs: torch's own CUDA code over a driver that computes on the CPU (nullgpu/).
+"""Run what needs GPUs on null GPUs: torch's own CUDA code over a driver that computes on the CPU
+(nullgpu/).
 
-    environment = null_gpus(devices=2)                                   # for a subprocess of your own
-    done = run_on_null_gpus("train", "trainer=ddp", logs=tmp_path, devices=2)         # as runs.run_door
-    value = call_on_null_gpus(function, argument, devices=2)             # in a process of its own
+    environment = null_gpus(devices=2)                                   # for a subprocess of your
+    own done = run_on_null_gpus("train", "trainer=ddp", logs=tmp_path, devices=2)         # as
+    runs.run_door value = call_on_null_gpus(function, argument, devices=2)             # in a
+    process of its own
 
-The last two fork from a server with torch and Lightning imported, one for each process of the tests.
+The last two fork from a server with torch and Lightning imported, one for each process of the
+tests.
 """
 
 import atexit
@@ -72,7 +75,10 @@ def run_on_null_gpus(
 def nodes_on_null_gpus(
     *argv: str, logs: Path, num_nodes: int = 2, devices: int = 2
 ) -> list[runs.Done]:
-    """train.py on several nodes that share this machine, each with its own GPUs and folder; the nodes in order."""
+    """train.py on several nodes that share this machine, each with its own GPUs and folder.
+
+    The nodes in order.
+    """
     return _server().call(_nodes, argv, logs, num_nodes, devices)
 
 
@@ -100,7 +106,10 @@ def call_on_null_gpus(function: Callable[..., Any], *arguments: Any, **options: 
 def ranks_on_null_gpus(
     function: Callable[..., Any], world_size: int, *arguments: Any, **options: Any
 ) -> list[Any]:
-    """`function(*arguments)` in each of several ranks, each with its device, in an NCCL group; the results in order."""
+    """`function(*arguments)` in each of several ranks, each with its device, in an NCCL group.
+
+    The results in order.
+    """
     inner = functools.partial(_in_nccl_group, settings(devices=world_size, **options), function)
     return _server().call(local_ranks.run_ranks, inner, world_size, *arguments)
 

@@ -149,7 +149,9 @@ def test_it_is_built_once(tmp_path):
 
 
 def order_of_copies():
-    """Return what happened to three batches: copies with their stream, waits, and steps, in order."""
+    """Return what happened to three batches: copies with their stream, waits, and steps, in
+    order.
+    """
     from lockstep.data.loading import prefetched
 
     device, events, copy, wait = (

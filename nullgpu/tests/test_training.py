@@ -1,4 +1,6 @@
-"""Lockstep on simulated GPUs: the losses of one CPU process, no synchronisation in a step, faults by name."""
+"""Lockstep on simulated GPUs: the losses of one CPU process, no synchronisation in a step, faults
+by name.
+"""
 
 import json
 import subprocess

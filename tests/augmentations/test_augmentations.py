@@ -1,4 +1,7 @@
-"""Each augmentation is torchvision's own on the same draw; its yaml states its options; grey images pass through it."""
+"""Each augmentation is torchvision's own on the same draw.
+
+Its yaml states its options; grey images pass through it.
+"""
 
 import inspect
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""The norm that is logged is that of the global batch's gradient, under every strategy, and nothing waits for it."""
+"""The norm that is logged is that of the global batch's gradient, under every strategy, and nothing
+waits for it.
+"""
 
 import lightning.pytorch as pl
 import pytest

@@ -1,4 +1,6 @@
-"""Ready-made data sets: CIFAR-10 and MNIST as torchvision reads them, scikit-learn's digits, generated images."""
+"""Ready-made data sets: CIFAR-10 and MNIST as torchvision reads them, scikit-learn's digits,
+generated images.
+"""
 
 import pickle
 import struct
@@ -21,7 +23,9 @@ FOLDER, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
 
 @pytest.fixture
 def official(tmp_path, monkeypatch):
-    """Batch files of twelve images each, an archive of them, and their checksums in place of the real ones."""
+    """Batch files of twelve images each, an archive of them, and their checksums in place of the
+    real ones.
+    """
     folder, archive = tmp_path / "batches" / FOLDER, tmp_path / "archive" / ARCHIVE
     folder.mkdir(parents=True)
     archive.parent.mkdir()

@@ -1,4 +1,5 @@
-"""A folder, a table, tar shards and parquet files of the same images give the same batches, errors and colours.
+"""A folder, a table, tar shards and parquet files of the same images give the same batches, errors
+and colours.
 
 The yaml of each data set states every argument of the class that it builds, and no other.
 """
@@ -86,7 +87,10 @@ def test_the_batches_are_those_of_the_folder(kind, pipeline, roots, tmp_path):
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_path):
-    """Neither is one decoded: none of these is an image. In a tar they are looked at from outside."""
+    """Neither is one decoded: none of these is an image.
+
+    In a tar they are looked at from outside.
+    """
     junk = [
         Encoded(split, label, f"{i}.jpg", b"no image %d" % i)
         for split in ("train", "test") for label in ("a", "b") for i in range(9)

@@ -1,4 +1,7 @@
-"""Tables of images, CSV and parquet: spellings of columns, classes and paths; rows that are no images are named."""
+"""Tables of images, CSV and parquet: spellings of columns, classes and paths.
+
+Rows that are no images are named.
+"""
 
 import csv
 import io

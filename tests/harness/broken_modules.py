@@ -1,4 +1,7 @@
-"""Trainings with one fault each, which src/prove.py must find. Sound is what they have in common."""
+"""Trainings with one fault each, which src/prove.py must find.
+
+Sound is what they have in common.
+"""
 
 import random
 

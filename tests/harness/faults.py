@@ -1,4 +1,6 @@
-"""Faults that a test plants in a door's process, and so in the ranks forked from it: run_door(…, before=fault)."""
+"""Faults that a test plants in a door's process, and so in the ranks forked from it: run_door(…,
+before=fault).
+"""
 
 import os
 import signal
@@ -29,7 +31,9 @@ def _rank() -> int:
 def signal_at_step(
     step: int, number: int = signal.SIGTERM, rank: int = 0, hook: str = "on_train_batch_end"
 ) -> None:
-    """This rank sends itself a signal when `step` optimizer steps are done, or at that call of another hook."""
+    """This rank sends itself a signal when `step` optimizer steps are done, or at that call of
+    another hook.
+    """
     from lockstep.callbacks import interruption
     from lockstep.callbacks.interruption import Interruption
 
@@ -110,7 +114,8 @@ class Harmed(Callback):
 
     Args:
         how: the name of a function below.
-        flag: a file that begins to exist when it happens; the simulated driver's faults wait for one.
+        flag: a file that begins to exist when it happens; the simulated driver's faults wait for
+            one.
         hook: where it happens, at the third batch of rank 1.
     """
 

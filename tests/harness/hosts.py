@@ -1,5 +1,7 @@
-"""Two hosts on this machine: network namespaces that one cable joins, each with its own copy of the project in a
-folder that the other cannot see, and a real sshd. Needs root and Debian's iproute2 and openssh-server.
+"""Two hosts on this machine: network namespaces that one cable joins, each with its own copy of the
+project in a
+folder that the other cannot see, and a real sshd. Needs root and Debian's iproute2 and
+openssh-server.
 
     with two_hosts(tmp_path) as (one, two): one.start([...])
 """
@@ -40,7 +42,9 @@ needs_hosts = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 class Host:
-    """One host: a process that only holds its network and mount namespaces, and what is started inside."""
+    """One host: a process that only holds its network and mount namespaces, and what is started
+    inside.
+    """
 
     def __init__(self, name: str, address: str, home: Path, hidden: Path) -> None:
         self.name, self.address, self.home, self.project = (
@@ -66,7 +70,10 @@ class Host:
         ).stdout
 
     def copy_project(self) -> None:
-        """As a clone would be: src, configs, requirements.txt; the virtual environment is shared."""
+        """As a clone would be: src, configs, requirements.txt.
+
+        The virtual environment is shared.
+        """
         for name in ("src", "configs"):
             shutil.copytree(
                 REPOSITORY / name, self.project / name, ignore=shutil.ignore_patterns("__pycache__")

@@ -1,4 +1,6 @@
-"""Kill a run at random moments, start it again by resume=auto, compare its weights with an undisturbed run's."""
+"""Kill a run at random moments, start it again by resume=auto, compare its weights with an
+undisturbed run's.
+"""
 
 import random
 import signal

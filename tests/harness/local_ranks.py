@@ -1,7 +1,8 @@
-"""Start ranks of one run on this machine, each a function call in a fresh child of a warm fork server.
+"""Start ranks of one run on this machine, each a function call in a fresh child of a warm fork
+server.
 
-For checks that compare strategies (benchmarks, tests): with torch and Lightning imported once in the server, a rank
-starts in about 0.1 s instead of 5. Training itself goes through torch's agent.
+For checks that compare strategies (benchmarks, tests): with torch and Lightning imported once in
+the server, a rank starts in about 0.1 s instead of 5. Training itself goes through torch's agent.
 """
 
 import multiprocessing
@@ -20,7 +21,10 @@ from ranks import free_port, new_process
 
 
 def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> Cluster:
-    """Rank `rank` of `world_size` on this machine; with several nodes they are nodes in name only."""
+    """Rank `rank` of `world_size` on this machine.
+
+    With several nodes they are nodes in name only.
+    """
     devices = world_size // num_nodes
     return Cluster(
         "supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port
@@ -36,11 +40,12 @@ def run_ranks(
 ) -> list[Any]:
     """`function(cluster, *arguments)` once in each rank; the results in rank order.
 
-    Each rank has one thread and the environment that torchrun would set. The function must be importable by name.
+    Each rank has one thread and the environment that torchrun would set. The function must be
+    importable by name.
 
     Raises:
-        RuntimeError: the first exception of any rank with its traceback, a rank that died, or the time is up. The
-            other ranks are ended.
+        RuntimeError: the first exception of any rank with its traceback, a rank that died, or the
+            time is up. The other ranks are ended.
     """
     port = free_port()
     ranks: dict[Connection, tuple[int, Any]] = {}
@@ -103,7 +108,9 @@ def _rank(
 
 
 def meet(cluster: Cluster, device_type: str = "cpu") -> None:
-    """Make the default process group, once, as lockstep/ranks/meeting.py does before a run's strategy."""
+    """Make the default process group, once, as lockstep/ranks/meeting.py does before a run's
+    strategy.
+    """
     import torch.distributed as dist
 
     if (cluster.world_size > 1 or device_type != "cpu") and not dist.is_initialized():

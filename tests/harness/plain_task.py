@@ -1,4 +1,6 @@
-"""A LightningModule and a LightningDataModule as any other project has them: nothing here knows Lockstep."""
+"""A LightningModule and a LightningDataModule as any other project has them: nothing here knows
+Lockstep.
+"""
 
 import random
 
@@ -177,7 +179,9 @@ class Small(pl.LightningModule):
 
 
 class TwoOptimizers(Small):
-    """A GAN's shape: two optimizer steps a batch, the loss in a dict beside something of its own."""
+    """A GAN's shape: two optimizer steps a batch, the loss in a dict beside something of its
+    own.
+    """
 
     def __init__(self):
         super().__init__()

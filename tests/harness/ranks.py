@@ -1,4 +1,6 @@
-"""A fork server that has torch, Lightning and this project imported: processes of it start in 0.1 s instead of 5."""
+"""A fork server that has torch, Lightning and this project imported: processes of it start in 0.1 s
+instead of 5.
+"""
 
 import multiprocessing
 import os
@@ -19,7 +21,9 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def new_process(target: Callable, args: tuple) -> multiprocessing.Process:
-    """Forked from the server, which imports this tree's code and not that of the tree that is installed."""
+    """Forked from the server, which imports this tree's code and not that of the tree that is
+    installed.
+    """
     paths = [str(SRC), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
         forkserver.ensure_running()

@@ -1,9 +1,11 @@
-"""Run a door (train, eval, …) as its own process, forked from a server that has torch and Lightning imported.
+"""Run a door (train, eval, …) as its own process, forked from a server that has torch and Lightning
+imported.
 
-    done = run_door("train", "data=synthetic", logs=tmp_path)     # done.code, done.output, done.folder
+    done = run_door("train", "data=synthetic", logs=tmp_path)     # done.code, done.output,
+    done.folder
 
-The process is as separate as one from the command line, but starts in 0.1 s instead of 5. The ranks that torch's agent
-starts are forked from it too. Everything is written below `logs`.
+The process is as separate as one from the command line, but starts in 0.1 s instead of 5. The ranks
+that torch's agent starts are forked from it too. Everything is written below `logs`.
 """
 
 import importlib
@@ -32,7 +34,9 @@ PATHS = [str(SRC), str(Path(__file__).parent)]
 
 
 class ForkedRank:
-    """Stands in for subprocess.Popen where torch's agent starts a rank, and where a sweep starts a job."""
+    """Stands in for subprocess.Popen where torch's agent starts a rank, and where a sweep starts a
+    job.
+    """
 
     def __init__(
         self, args: Any, env: dict[str, str], stdout: Any = None, stderr: Any = None, **_: Any
@@ -173,7 +177,9 @@ class Started:
         return self.output.read_text() if self.output.exists() else ""
 
     def wait_for(self, condition: Any, timeout_s: float | None = None) -> None:
-        """Until condition() holds; fails with the output where the door ends or the time runs out first."""
+        """Until condition() holds; fails with the output where the door ends or the time runs out
+        first.
+        """
         deadline = time.monotonic() + (timeout_s or TIMEOUT_S / 2)
         while not condition():
             assert self.process.is_alive() and time.monotonic() < deadline, self.text()

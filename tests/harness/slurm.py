@@ -1,4 +1,6 @@
-"""A real SLURM of two nodes on this machine: controller, two slurmd, munge. Needs root and Debian's packages.
+"""A real SLURM of two nodes on this machine: controller, two slurmd, munge.
+
+Needs root and Debian's packages.
 
 with cluster(tmp_path) as slurm: job = slurm.sbatch(...); slurm.wait(job, "COMPLETED")
 """
@@ -123,7 +125,8 @@ class Slurm:
         deadline = pending_since + seconds
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"{state} instead of {states}:\n{self.output(job)}"
-            # A requeued job waits two minutes by itself. A node refuses one that it ended within the same second.
+            # A requeued job waits two minutes by itself. A node refuses one that it ended within
+            # the same second.
             pending_since = pending_since if state == "PENDING" else time.monotonic()
             if time.monotonic() > pending_since + 2 and not self.pids(job):
                 self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)

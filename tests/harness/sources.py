@@ -1,4 +1,6 @@
-"""The same images as a folder of classes, a CSV table, tar shards and parquet files, for tests of what reads them."""
+"""The same images as a folder of classes, a CSV table, tar shards and parquet files, for tests of
+what reads them.
+"""
 
 import csv
 import io

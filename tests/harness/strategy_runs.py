@@ -1,4 +1,6 @@
-"""A tiny classifier trained under any strategy, in this process or in ranks: what tests of strategies compare."""
+"""A tiny classifier trained under any strategy, in this process or in ranks: what tests of
+strategies compare.
+"""
 
 import logging
 import warnings
@@ -37,7 +39,9 @@ class Block(nn.Module):
 
 
 class TinyNet(nn.Module):
-    """Three blocks between two linear layers, with a first dimension of 1 somewhere, as a ViT's class token has."""
+    """Three blocks between two linear layers, with a first dimension of 1 somewhere, as a ViT's
+    class token has.
+    """
 
     def __init__(self, batch_norm: bool = False, width: int = 10) -> None:
         super().__init__()
@@ -90,7 +94,9 @@ class Classifier(pl.LightningModule):
 
 
 class Batches:
-    """The same global batches everywhere: micro-batch j of k and rank r of W take their contiguous part."""
+    """The same global batches everywhere: micro-batch j of k and rank r of W take their contiguous
+    part.
+    """
 
     def __init__(
         self, steps: int, rank: int, world_size: int, accumulate: int, batch: int = 24
@@ -160,7 +166,9 @@ def fit(
     test: bool = False, inspect: Any = None, own: dict[str, Any] | None = None, recompute: bool = False,
     callbacks: Sequence[pl.Callback] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
+    """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)`
+    says.
+    """
     torch.manual_seed(3)
     module = Classifier(TinyNet(batch_norm), optimizer)
     if precision == "64-true":

@@ -1,4 +1,6 @@
-"""One hivemind peer that learns the digits, as a process: python swarm_peer.py EPOCHS CACHE_DIR [ADDRESS]."""
+"""One hivemind peer that learns the digits, as a process: python swarm_peer.py EPOCHS CACHE_DIR
+[ADDRESS].
+"""
 
 import functools
 import json

@@ -1,4 +1,6 @@
-"""A LightningModule and a data module in the style of a public template: net, optimizer and scheduler by config."""
+"""A LightningModule and a data module in the style of a public template: net, optimizer and
+scheduler by config.
+"""
 
 import lightning.pytorch as pl
 import torch

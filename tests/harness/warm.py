@@ -1,4 +1,6 @@
-"""What every run does first, done once in the fork server, so that its children are quicker at it."""
+"""What every run does first, done once in the fork server, so that its children are quicker at
+it.
+"""
 
 import gc
 import tempfile

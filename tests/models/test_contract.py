@@ -18,7 +18,8 @@ TINY_VIT = {
     "depth": 2,
 }
 CASES = {
-    # name: (class, own arguments, image size, parameters with 3 channels, parameters with 1 channel)
+    # name: (class, own arguments, image size, parameters with 3 channels, parameters with 1
+    # channel)
     "small_cnn": (SmallCNN, {}, 32, 1_626_442, 1_625_866),
     "small_cnn_8px": (SmallCNN, {}, 8, 53_578, 53_002),
     "alexnet": (AlexNet, {}, 64, 57_044_810, 57_029_322),

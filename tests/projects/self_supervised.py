@@ -1,4 +1,7 @@
-"""Self-supervision with two views of each image and a slow copy of the net; nothing is validated."""
+"""Self-supervision with two views of each image and a slow copy of the net.
+
+Nothing is validated.
+"""
 
 import copy
 

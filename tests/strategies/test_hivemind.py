@@ -1,4 +1,6 @@
-"""Peers of a swarm find each other, take in a late one, survive a killed one, and learn together."""
+"""Peers of a swarm find each other, take in a late one, survive a killed one, and learn
+together.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,6 @@
-"""The net cut into stages trains as the whole one does, and its checkpoints are those of the whole one."""
+"""The net cut into stages trains as the whole one does, and its checkpoints are those of the whole
+one.
+"""
 
 import itertools
 from functools import partial

@@ -1,4 +1,5 @@
-"""Each example of src/tasks learns small pictures, on one process and under DDP and FSDP, and everything works with it.
+"""Each example of src/tasks learns small pictures, on one process and under DDP and FSDP, and
+everything works with it.
 
 docs/tasks.md shows CASES and CHECKS as a table.
 """
@@ -40,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model=small_cnn", "data._target_=shapes.Shapes", "trainer.num_threads=1", "trainer.log_every_n_steps=4",
          "optimizer.lr=0.003", "augmentation=none")  # fmt: skip
 UNET = ("model=unet", "model.width=8", "model.depth=2", "optimizer.lr=0.02")
-# task: (target that it learns, options, epochs, monitored metric, value of it that is reached or better)
+# task: (target that it learns, options, epochs, monitored metric, value of it that is reached or
+# better)
 CASES = {
     "classifier": ("class", (), 3, "val/acc", 0.95),
     "multilabel": ("labels", (), 3, "val/map", 0.95),

@@ -1,6 +1,8 @@
-"""A simulated CUDA driver: a subprocess with `environment(devices=2)` sees two GPUs that compute on the CPU.
+"""A simulated CUDA driver: a subprocess with `environment(devices=2)` sees two GPUs that compute on
+the CPU.
 
-Built with cc at first use: nullgpu.c, and a stub for every other function of CUDA that torch's libraries import.
+Built with cc at first use: nullgpu.c, and a stub for every other function of CUDA that torch's
+libraries import.
 """
 
 import hashlib
@@ -82,14 +84,17 @@ def environment(
     forgets: bool = False,
     nccl_timeout_s: int = 60,
 ) -> dict[str, str]:
-    """Return the environment variables of a subprocess that sees simulated GPUs; add them to your own.
+    """Return the environment variables of a subprocess that sees simulated GPUs.
+
+    Add them to your own.
 
     Args:
         memory_gib: of each device; more is an out-of-memory error.
         compute: results are right; without, kernels do nothing and take no time.
         capability: of the GPU that is simulated: 8.0 has bf16, 7.5 has not.
         syncs: a folder for rank<RANK>.json, the synchronisations by line.
-        forgets: large contents are not kept, so that many devices need little memory of this machine.
+        forgets: large contents are not kept, so that many devices need little memory of this
+            machine.
         nccl_timeout_s: after this a rank that waits in a collective gets an error.
     """
     library = built(CACHE)
@@ -118,7 +123,10 @@ def environment(
 
 
 def built(cache: Path) -> Path:
-    """The folder with libnullgpu.so in `cache`, built where it is not there yet; several processes may ask at once."""
+    """The folder with libnullgpu.so in `cache`, built where it is not there yet.
+
+    Several processes may ask at once.
+    """
     key = hashlib.sha256(built_as().encode())
     for name in SOURCES:
         key.update((HERE / name).read_bytes())
@@ -154,7 +162,9 @@ def build(folder: Path) -> None:
 
 
 def wanted() -> set[str]:
-    """Every function of CUDA that torch and torchvision import or look up by name, and that Triton's launcher calls."""
+    """Every function of CUDA that torch and torchvision import or look up by name, and that
+    Triton's launcher calls.
+    """
     libraries = [*torch_libraries(), *(packages() / "torchvision").glob("*.so")]
     found = {name for library in libraries for name in symbols(library, "-D", "--undefined-only")}
     found = {name for name in found if CUDA.match(name) and not WORKS_ALONE.match(name)}
@@ -167,7 +177,9 @@ def wanted() -> set[str]:
 
 
 def stubs(names: list[str]) -> str:
-    """C code: settings succeed, computations count as kernels, anything else says its name and fails."""
+    """C code: settings succeed, computations count as kernels, anything else says its name and
+    fails.
+    """
     lines = ["void nullgpu_missing(const char *, char *);", "void nullgpu_kernel(void);"]
     for name in names:
         if SETTINGS.fullmatch(name):

@@ -1,6 +1,8 @@
-"""Right results from the null GPU: after each CUDA kernel that did nothing, its CPU kernel runs on the same bytes.
+"""Right results from the null GPU: after each CUDA kernel that did nothing, its CPU kernel runs on
+the same bytes.
 
-The CUDA operator itself runs first: its checks, allocations and synchronisations stay what they are on a GPU.
+The CUDA operator itself runs first: its checks, allocations and synchronisations stay what they are
+on a GPU.
 """
 
 import ctypes
@@ -27,7 +29,8 @@ ALONE = (
     "_pin_memory", "_local_scalar_dense", "unfold", "is_set_to", "_cudnn_init_dropout_state", "_record",
     "_efficientzerotensor", "_cudnn_rnn_flatten", "_use_cudnn_ctc_loss", "_use_miopen_ctc_loss",
 )  # fmt: skip
-# The shape of the result depends on values, or the host reads values on the way: the CPU's result is copied over
+# The shape of the result depends on values, or the host reads values on the way: the CPU's result
+# is copied over
 READS = {
     "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
     "bincount", "histc", "repeat_interleave", "segment_reduce", "equal", "multinomial", "nonzero_static", "linalg_qr",
@@ -134,7 +137,9 @@ GENERATORS = {}
 
 
 def generator_for(given, device):
-    """A CPU generator that follows the CUDA generator's seed and offset: seeds, forks and replays mean the same."""
+    """A CPU generator that follows the CUDA generator's seed and offset: seeds, forks and replays
+    mean the same.
+    """
     index = (device or torch.device("cuda", torch.cuda.current_device())).index or 0
     cuda = given if given is not None else torch.cuda.default_generators[index]
     own = GENERATORS.setdefault(index, torch.Generator())
@@ -143,7 +148,9 @@ def generator_for(given, device):
 
 
 def numbers(args, tensors):
-    """Python numbers where the operator takes tensors, as 0-dim tensors that promote as the numbers do."""
+    """Python numbers where the operator takes tensors, as 0-dim tensors that promote as the numbers
+    do.
+    """
     if not any(type(args[i]) in (int, float, bool, complex) for i in tensors if i < len(args)):
         return args
     flat = all(not a.dim() for a in args if isinstance(a, torch.Tensor))
@@ -248,7 +255,8 @@ def wrap(name, other=None):
     return kernel
 
 
-# --- operators that only CUDA has -----------------------------------------------------------------------------------
+# --- operators that only CUDA has
+# -----------------------------------------------------------------------------------
 
 A = torch.ops.aten
 
@@ -536,7 +544,9 @@ LIBRARY = None
 
 
 def wrap_missing(name):
-    """An operator whose kernel did nothing and whose result nobody computes: no garbage, but an error."""
+    """An operator whose kernel did nothing and whose result nobody computes: no garbage, but an
+    error.
+    """
 
     original = torch.library.get_kernel(f"aten::{name}", "CUDA")
 

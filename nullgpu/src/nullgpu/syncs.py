@@ -1,8 +1,9 @@
-"""Counts every synchronisation of host and device that torch reports, by the line of Python that asked for it.
+"""Counts every synchronisation of host and device that torch reports, by the line of Python that
+asked for it.
 
-The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json, anew after each: a rank may end by
-os._exit. Those within a training step go to steps-rank<RANK>.json likewise. Where collectives of the ranks differ, each
-rank's stack goes to stack-rank<RANK>.txt.
+The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json, anew after each:
+a rank may end by os._exit. Those within a training step go to steps-rank<RANK>.json likewise. Where
+collectives of the ranks differ, each rank's stack goes to stack-rank<RANK>.txt.
 """
 
 import collections
@@ -53,7 +54,9 @@ def start():
 
 
 def where(stack):
-    """Return the innermost line that is not torch's own, and the innermost below the working directory."""
+    """Return the innermost line that is not torch's own, and the innermost below the working
+    directory.
+    """
     frames = [f for f in stack if not any(part in f.filename for part in NOT_CALLERS)]
     ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename][
         -1:

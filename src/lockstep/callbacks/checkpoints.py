@@ -253,7 +253,9 @@ class Checkpoints(pl.Callback):
         return True
 
     def _mean_over_ranks(self, trainer: pl.Trainer) -> float:
-        """Return the monitored metric: where ranks have logged their own, its mean; nan without one.
+        """Return the monitored metric: where ranks have logged their own, its mean.
+
+        Nan without one.
 
         A collective.
         """
@@ -268,9 +270,9 @@ class Checkpoints(pl.Callback):
         mean = sum(values) / len(values)
         if trainer.is_global_zero and not self.is_unsynchronised:
             log.warning(
-                f"{self.monitor} was logged without sync_dist=True, and each rank has its own value "
-                f"({min(values):.4g} to {max(values):.4g}): the mean over the ranks chooses the "
-                "best checkpoint."
+                f"{self.monitor} was logged without sync_dist=True, and each rank has its own "
+                f"value ({min(values):.4g} to {max(values):.4g}): the mean over the ranks chooses "
+                "the best checkpoint."
             )
         self.is_unsynchronised = True
         return mean

@@ -37,7 +37,8 @@ OF_VALUES = ("experiment", "debug")
 # Keys that an option has, whatever its class.
 OPTIONAL_KEYS = {"_target_", "_partial_", "monitor", "mode", "outputs"}
 REFUSED_KEY = re.compile(
-    r"Could not (override|delete from config\.|append to config\. (?P<is_listed>An item is already at))"
+    r"Could not (override|delete from config\.|"
+    r"append to config\. (?P<is_listed>An item is already at))"
     r" '(?P<key>[\w./-]+)'"
 )
 

@@ -21,7 +21,8 @@ def instantiate(node: Any, **options: Any) -> Any:
     from hydra import utils
 
     if not is_hydra_1_3():
-        # Hydra 1.4 asks which targets may be called. No config of others comes here: config/foreign.py.
+        # Hydra 1.4 asks which targets may be called. No config of others comes here:
+        # config/foreign.py.
         checks = utils.UNSAFE_DISABLE_EXECUTION_CHECKS  # type: ignore[attr-defined]
         options["_execution_whitelist_"] = checks
     return utils.instantiate(node, **options)

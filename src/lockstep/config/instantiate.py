@@ -23,7 +23,10 @@ TUPLE = re.compile(r"(<class '|typing\.|Optional\[|Union\[)*[Tt]uple\b")
 
 
 def resolve_target(target: Any, where: str) -> Any:
-    """Return the class or function that a `_target_` names; a UserError names the key if there is none."""
+    """Return the class or function that a `_target_` names.
+
+    A UserError names the key if there is none.
+    """
     located = locate(str(target), where)
     if not callable(located):
         raise UserError(f"{where}={target!r} is neither a class nor a function.")
@@ -134,7 +137,9 @@ def _with_tuples(partial: Any, parameters: Mapping[str, inspect.Parameter]) -> A
 
 
 def _as_taken(value: Any, parameter: inspect.Parameter | None) -> Any:
-    """Return a list as a tuple if the parameter has one as its default, or its annotation says so."""
+    """Return a list as a tuple if the parameter has one as its default, or its annotation says
+    so.
+    """
     if parameter is None or not isinstance(value, list):
         return value
     takes_tuple = isinstance(parameter.default, tuple) or TUPLE.match(str(parameter.annotation))

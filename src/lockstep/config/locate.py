@@ -1,4 +1,7 @@
-"""Import the class that a config names; its file may say `pytorch_lightning` or `lightning.pytorch`."""
+"""Import the class that a config names.
+
+Its file may say `pytorch_lightning` or `lightning.pytorch`.
+"""
 
 import importlib
 import importlib.machinery
@@ -70,7 +73,10 @@ def join_packages() -> None:
 
 
 def foreign_import(cls: type) -> str | None:
-    """Return which line to change if a class comes from the other package of Lightning; else None."""
+    """Return which line to change if a class comes from the other package of Lightning.
+
+    Else None.
+    """
     bases = [base.__module__.partition(".")[0] for base in cls.__mro__]
     if "pytorch_lightning" not in bases:
         return None
@@ -84,7 +90,8 @@ def foreign_import(cls: type) -> str | None:
                 place = f" in {file}, line {number}"
     return (
         f"{cls.__name__} is of the package pytorch_lightning, which was imported before this run "
-        f"began, and Lockstep's Trainer is of lightning. Write `import lightning.pytorch as pl`{place}."
+        "began, and Lockstep's Trainer is of lightning. "
+        f"Write `import lightning.pytorch as pl`{place}."
     )
 
 

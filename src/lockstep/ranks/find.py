@@ -373,9 +373,11 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
 
 
 def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
-    """Return which rank this process is, and those around it, from the trainer's options and the environment.
+    """Return which rank this process is, and those around it, from the trainer's options and the
+    environment.
 
-    A rank that Lockstep's agent has started ends with it; its output goes to a file, but for the first rank of a node.
+    A rank that Lockstep's agent has started ends with it; its output goes to a file, but for the
+    first rank of a node.
 
     Args:
         environ: the environment variables; None: those of this process.
@@ -391,8 +393,9 @@ def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
     cluster = replace(describe(environ, requested), accelerator=accelerator)
     if requested.several_processes and accelerator == "gpu" and cluster.devices > gpus:
         raise UserError(
-            f"{cluster.devices} ranks on this node see {gpus} GPU{'s' if gpus != 1 else ''}: each rank must see "
-            "all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), and there must be one for each."
+            f"{cluster.devices} ranks on this node see {gpus} GPU{'s' if gpus != 1 else ''}: "
+            "each rank must see all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), "
+            "and there must be one for each."
         )
     if cluster.has_agent:
         _attach_to_agent(cluster, environ[AGENT])
@@ -400,7 +403,10 @@ def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
 
 
 def _attach_to_agent(cluster: Cluster, description: str) -> None:
-    """Let this rank end with its agent, and send its output to a file; the first rank writes to the terminal."""
+    """Let this rank end with its agent, and send its output to a file.
+
+    The first rank writes to the terminal.
+    """
     agent_pid, *_, output = description.split(maxsplit=6)
     die_with_parent(int(agent_pid))
     if cluster.local_rank:

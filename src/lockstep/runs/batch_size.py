@@ -18,7 +18,8 @@ Search = Callable[[Config, Cluster, Batch], dict[str, Any]]
 def is_lockstep_data(config: Config) -> bool:
     """Return whether data= makes the batches of a rank itself, from data.global_batch_size.
 
-    Lockstep's data modules have the method `attach_to_ranks`; another class may take the option as they do.
+    Lockstep's data modules have the method `attach_to_ranks`; another class may take the option as
+    they do.
     """
     data = config["data"]
     return "global_batch_size" in data or has_method(str(data.get("_target_")), "attach_to_ranks")

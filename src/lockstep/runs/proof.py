@@ -41,7 +41,8 @@ FIXED = {
     f"+{DIGEST}._target_": "lockstep.callbacks.step_digest.StepDigest",
     f"+{DIGEST}.folder": "${run:folder}",
 }
-# A function that starts a script with overrides and returns its exit code; the path gets its output.
+# A function that starts a script with overrides and returns its exit code; the path gets its
+# output.
 Run = Callable[[str, list[str], Path], int]
 
 

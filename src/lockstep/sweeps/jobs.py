@@ -111,7 +111,9 @@ def _parsed(overrides: list[str]) -> list[Any]:
 
 
 def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
-    """Raise UserError for an option of a sweep that does not exist, as in model=small_cnn,nosuch."""
+    """Raise UserError for an option of a sweep that does not exist, as in
+    model=small_cnn,nosuch.
+    """
     folders = CommandLine.parse(config_name, _first_values(overrides), CONFIGS).folders
     for text, override in zip(overrides, _parsed(overrides), strict=True):
         if not override.is_discrete_sweep() or not is_choice(text, folders):

@@ -109,7 +109,10 @@ def _require_cpu_compiler() -> None:
 
 
 def _compile_arguments(run: Run) -> dict[str, Any]:
-    """Return the arguments of torch.compile that trainer.compile lists; {} if it is true or auto."""
+    """Return the arguments of torch.compile that trainer.compile lists.
+
+    {} if it is true or auto.
+    """
     compile_option = run.trainer_config["compile"]
     return dict(compile_option) if isinstance(compile_option, Mapping) else {}
 

@@ -51,7 +51,10 @@ def test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains():
 
 
 def vote_many(place, speeds, ask_at, change_at):
-    """Each rank steps at its own speed by its own clock; returns (step it stopped at, number of votes)."""
+    """Each rank steps at its own speed by its own clock.
+
+    Returns (step it stopped at, number of votes).
+    """
     torch.distributed.init_process_group("gloo", rank=place.rank, world_size=place.world_size)
     now, votes = [0.0], [0]
     original = torch.distributed.all_reduce
@@ -172,7 +175,8 @@ def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase,
     )
 
 
-# A rank that hangs, dies or fails ends the run, is named in the last line, and leaves stacks if it hung.
+# A rank that hangs, dies or fails ends the run, is named in the last line, and leaves stacks if it
+# hung.
 
 TIMEOUT_S = 6
 SMALL = (

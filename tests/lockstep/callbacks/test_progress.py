@@ -68,7 +68,8 @@ def test_a_validation_within_an_epoch_has_a_line_and_so_has_an_end_there(clock, 
     ]
 
 
-# logger=wandb, mlflow and trackio without a network: a resumed run is one run there, with the steps of both starts.
+# logger=wandb, mlflow and trackio without a network: a resumed run is one run there, with the steps
+# of both starts.
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 WORDS = (
@@ -102,7 +103,9 @@ steps = [20 * (n + 1) for n, path in enumerate(files) if b"train/loss" in path.r
 
 @pytest.fixture(params=READ)
 def python(request, tmp_path_factory):
-    """The name of a package, and the Python of an environment that has it beside all packages of this one."""
+    """The name of a package, and the Python of an environment that has it beside all packages of
+    this one.
+    """
     folder = tmp_path_factory.mktemp(request.param)
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"

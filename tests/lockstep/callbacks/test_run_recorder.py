@@ -87,7 +87,8 @@ def test_the_best_is_that_of_the_best_checkpoint(path):
     assert record.best_checkpoint.metric == {"val/loss": 0.4, "val/acc": 0.7, "val/f1": 0.5}
 
 
-# HardwareStats: samples in a CSV file, medians and maxima in the record, nvidia-smi dumps; no reading ends a run.
+# HardwareStats: samples in a CSV file, medians and maxima in the record, nvidia-smi dumps; no
+# reading ends a run.
 
 
 class Tiny(Small):

@@ -139,7 +139,10 @@ def server():
 
 @pytest.fixture
 def start(server):
-    """Start a callback as a trainer does; returns it, the interruption and the upload that it reaches."""
+    """Start a callback as a trainer does.
+
+    Returns it, the interruption and the upload that it reaches.
+    """
     started = []
 
     def start(local_rank=0, stage="fit"):

@@ -18,7 +18,10 @@ from plain_task import Small, TwoOptimizers, fit
 
 
 class Net(Small):
-    """Its loss is the number of the batch; asks for the end at a micro-batch, as a swarm that is done does."""
+    """Its loss is the number of the batch.
+
+    Asks for the end at a micro-batch, as a swarm that is done does.
+    """
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__()
@@ -143,7 +146,8 @@ def test_images_per_second_step_times_and_data_wait():
     fit(Slow(), log, data=SlowRows(), batch_size=5, accumulate_grad_batches=2, log_every_n_steps=5)
     fields = log.record_fields()
     throughput = fields["throughput"]
-    # Two micro-batches of 6 ms compute and 4 ms data make a step of a little over 20 ms; the first step does not count.
+    # Two micro-batches of 6 ms compute and 4 ms data make a step of a little over 20 ms; the first
+    # step does not count.
     assert 0.020 < throughput["step_seconds"]["p50"] <= throughput["step_seconds"]["p95"] < 0.100
     assert throughput["images_per_s"] == pytest.approx(
         10 / throughput["step_seconds"]["mean"], rel=1e-3

@@ -1,4 +1,6 @@
-"""The moving average is what is validated and saved, and a stop in a validation leaves each weight in its place."""
+"""The moving average is what is validated and saved, and a stop in a validation leaves each weight
+in its place.
+"""
 
 import copy
 import signal

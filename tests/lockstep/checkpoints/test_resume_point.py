@@ -192,7 +192,8 @@ def test_data_without_a_length_train_save_and_go_on(tmp_path, caplog):
     assert steps == 6 and said[-1].startswith("epoch 2 · ")
 
 
-# Validation within an epoch, and a training that its time ends; resumed runs equal uninterrupted ones.
+# Validation within an epoch, and a training that its time ends; resumed runs equal uninterrupted
+# ones.
 
 WORDS = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.num_threads=1",
          "~callbacks.hardware", "run_id=r"]  # fmt: skip

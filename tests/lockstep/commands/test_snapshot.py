@@ -10,7 +10,10 @@ from lockstep.process.errors import UserError
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A repository with one commit, in whose src/train.py the command is typed; what it would start is in `started`."""
+    """A repository with one commit, in whose src/train.py the command is typed.
+
+    What it would start is in `started`.
+    """
     for name in ("src/train.py", "src/old.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -12,7 +12,10 @@ from lockstep.process.script import exit_code_of
 
 
 def composed(argv, configs=None, stored=None):
-    """Return the exit code of a script that composes a config; with a list, the config is added to it."""
+    """Return the exit code of a script that composes a config.
+
+    With a list, the config is added to it.
+    """
 
     def task():
         config = read_command("train", argv, "").compose(stored)

@@ -1,4 +1,6 @@
-"""What a checkpoint's or a bucket's config may say: options of this clone and plain values, and nothing else."""
+"""What a checkpoint's or a bucket's config may say: options of this clone and plain values, and
+nothing else.
+"""
 
 import copy
 import functools

@@ -1,4 +1,6 @@
-"""Config → objects: what a `_target_` names, and that every experiment's nodes fit what they build."""
+"""Config → objects: what a `_target_` names, and that every experiment's nodes fit what they
+build.
+"""
 
 from typing import Any
 

@@ -24,7 +24,9 @@ def train(global_batch_size=24, rank=0, world_size=1, accumulate=1, epoch=0, **o
 
 
 def pixels(selections):
-    """What decides the pixels of each image: its index, its draws, and the mixing of its pair, as one array (10, n)."""
+    """What decides the pixels of each image: its index, its draws, and the mixing of its pair, as
+    one array (10, n).
+    """
     parts = [
         np.vstack([each.positions, each.draws, each.mixing.repeat(2, axis=1)])
         for each in selections
@@ -54,7 +56,8 @@ def test_ranks_and_micro_batches_share_out_the_same_global_batch(world_size, acc
         list(train(rank=r, world_size=world_size, accumulate=accumulate)) for r in range(world_size)
     ]
     for step, expected in enumerate(whole):
-        # Micro-batch after micro-batch, and within each rank after rank, is the global batch in its order.
+        # Micro-batch after micro-batch, and within each rank after rank, is the global batch in its
+        # order.
         parts = [
             ranks[r][step * accumulate + j] for j in range(accumulate) for r in range(world_size)
         ]

@@ -1,4 +1,6 @@
-"""Squares as timm's evaluation makes them; mean, deviation, crop as stated, as weights want, or as the data have.
+"""Squares as timm's evaluation makes them.
+
+Mean, deviation, crop as stated, as weights want, or as the data have.
 
 Pixels of a whole batch against torchvision, image by image.
 """
@@ -116,7 +118,9 @@ def made(transforms, images, draws):
 
 
 def theirs(draws, framing):
-    """Resize, pad, crop at the drawn place, flip, normalise: one image after the other with torchvision."""
+    """Resize, pad, crop at the drawn place, flip, normalise: one image after the other with
+    torchvision.
+    """
     images, size = torch.from_numpy(RAW).permute(0, 3, 1, 2), framing.image_size
     if framing.resize != RAW.shape[1]:
         images = F.resize(

@@ -1,4 +1,6 @@
-"""The data module as Lightning drives it: facts, shares of ranks, resume in mid-epoch, short runs."""
+"""The data module as Lightning drives it: facts, shares of ranks, resume in mid-epoch, short
+runs.
+"""
 
 import warnings
 
@@ -80,7 +82,9 @@ def test_bad_options_end_before_training(make, options, message):
 
 
 class Recorder(LightningModule):
-    """A linear model that knows nothing of these data modules, and remembers a fingerprint of each image it saw."""
+    """A linear model that knows nothing of these data modules, and remembers a fingerprint of each
+    image it saw.
+    """
 
     def __init__(self):
         super().__init__()

@@ -41,7 +41,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": "src"}
 
 @pytest.mark.slow
 def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
-    """As SLURM sends it: to every process. The rank goes on, and its exit does not wait for its workers."""
+    """As SLURM sends it: to every process.
+
+    The rank goes on, and its exit does not wait for its workers.
+    """
     program = PROGRAM + "os.killpg(0, signal.SIGTERM)\ntime.sleep(0.5)\nshow()"
     started = time.monotonic()
     done = subprocess.run(
@@ -103,7 +106,10 @@ def build_slowly(part: Path):
 
 
 def test_one_of_several_builds_and_all_get_it(tmp_path):
-    """The lock belongs to an open file, so threads stand for processes. A killed build left its folder."""
+    """The lock belongs to an open file, so threads stand for processes.
+
+    A killed build left its folder.
+    """
     (tmp_path / ".entry.part").mkdir()
     (tmp_path / ".entry.part" / "stale.bin").write_bytes(b"old")
     with ThreadPoolExecutor(3) as pool:

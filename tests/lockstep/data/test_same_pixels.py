@@ -1,4 +1,6 @@
-"""Which pixels an image becomes follows from (seed, epoch, its place in the order), whoever makes them."""
+"""Which pixels an image becomes follows from (seed, epoch, its place in the order), whoever makes
+them.
+"""
 
 import itertools
 

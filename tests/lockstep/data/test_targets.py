@@ -1,4 +1,7 @@
-"""Targets that are no single class: several labels, numbers, masks, dicts; and several views of an image."""
+"""Targets that are no single class: several labels, numbers, masks, dicts.
+
+And several views of an image.
+"""
 
 import csv
 

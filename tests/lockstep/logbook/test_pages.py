@@ -67,7 +67,9 @@ def test_a_page_says_what_ended_a_run_and_what_its_code_and_its_data_were(folder
 
 @pytest.mark.parametrize("name, test", [("val_rmse", "test_rmse"), ("score", "test/score")])
 def test_any_metric_may_be_monitored(tmp_path, name, test):
-    """On the page, in the index, in a comparison, in the report and in the figure, before all other metrics."""
+    """On the page, in the index, in a comparison, in the report and in the figure, before all other
+    metrics.
+    """
     metrics = {
         name: 0.5,
         f"{name}_best": 0.75,

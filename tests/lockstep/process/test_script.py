@@ -1,4 +1,6 @@
-"""What a script prints, what ends it, and the signals that ask a run to stop, each in a process of its own."""
+"""What a script prints, what ends it, and the signals that ask a run to stop, each in a process of
+its own.
+"""
 
 import errno
 import io

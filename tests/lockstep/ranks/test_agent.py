@@ -1,4 +1,6 @@
-"""torch's agent with ranks that are tiny scripts: they import no torch, so each test takes a fraction of a second."""
+"""torch's agent with ranks that are tiny scripts: they import no torch, so each test takes a
+fraction of a second.
+"""
 
 import json
 import os
@@ -159,7 +161,9 @@ def test_the_rank_that_failed_first_is_named_not_the_one_that_noticed(run):
 
 
 def test_a_rank_that_the_agent_kills_after_its_grace_failed_because_of_the_first(tmp_path):
-    """One is stopped while the other waits for it inside of a collective, where no signal is handled."""
+    """One is stopped while the other waits for it inside of a collective, where no signal is
+    handled.
+    """
     stopped, stuck = (
         ProcessFailure(local, 1, code, str(tmp_path / "none")) for local, code in ((0, 75), (1, -9))
     )

@@ -1,4 +1,6 @@
-"""Ranks that meet, each in a thread: missing ones and differences named, rank 0's decisions given to all."""
+"""Ranks that meet, each in a thread: missing ones and differences named, rank 0's decisions given
+to all.
+"""
 
 import json
 import signal

@@ -116,7 +116,8 @@ def test_a_span_of_time_is_read_and_shown():
     assert {seconds: duration(seconds) for seconds in shown} == shown
 
 
-# A global batch is cut by ranks and accumulation; what does not divide is refused with the nearest sizes that do.
+# A global batch is cut by ranks and accumulation; what does not divide is refused with the nearest
+# sizes that do.
 
 
 def test_a_batch_divides_by_ranks_and_accumulation():

@@ -1,4 +1,6 @@
-"""The record on disk: what is kept, what is derived, what is refused, and how a restart goes on with it."""
+"""The record on disk: what is kept, what is derived, what is refused, and how a restart goes on
+with it.
+"""
 
 import json
 import time

@@ -23,7 +23,9 @@ SMALL = ["data=synthetic", "data.num_images=20000", "data.num_test_images=20", "
 
 
 def searched(memory, limit=16.0, bound=100_000, unit=1):
-    """The batches that are tried where `memory` is the peak of a batch, or None where it runs out."""
+    """The batches that are tried where `memory` is the peak of a batch, or None where it runs
+    out.
+    """
     tried, batch = {}, 8
     while batch is not None:
         tried[batch] = memory(batch)

@@ -1,4 +1,7 @@
-"""A prefix of a bucket on this disk: whole, resumed, and as the bucket is now; against a real S3 server."""
+"""A prefix of a bucket on this disk: whole, resumed, and as the bucket is now.
+
+Against a real S3 server.
+"""
 
 import os
 import signal

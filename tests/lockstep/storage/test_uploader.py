@@ -1,4 +1,7 @@
-"""Uploads of a run, what a killed process leaves, and what another machine fetches; against a real S3 server."""
+"""Uploads of a run, what a killed process leaves, and what another machine fetches.
+
+Against a real S3 server.
+"""
 
 import gc
 import hashlib
@@ -69,7 +72,9 @@ class Setting:
         return made
 
     def elsewhere(self, name: object, uuid: str = "5" * 32) -> "Setting":
-        """A run of this id on another machine, with a folder of its own: the same one, or another."""
+        """A run of this id on another machine, with a folder of its own: the same one, or
+        another.
+        """
         return Setting(self.folder.path.parents[2] / f"elsewhere-{name}", self.s3, uuid)
 
     def finish(self, code: int = EXIT_OK, **changes) -> int:
@@ -330,7 +335,9 @@ for step in itertools.count(int(first)):
 
 
 def kill_while_it_uploads(setting, first: int, uploads: int, after_s: float) -> None:
-    """Kill a process that uploads without end, some seconds after it began an upload, the first one or a later one."""
+    """Kill a process that uploads without end, some seconds after it began an upload, the first one
+    or a later one.
+    """
     words = [setting.s3["uri"], setting.s3["endpoint_url"], str(setting.folder.path), str(first)]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     with subprocess.Popen(
@@ -345,7 +352,10 @@ def kill_while_it_uploads(setting, first: int, uploads: int, after_s: float) -> 
 
 @pytest.mark.slow
 def test_kills_in_the_midst_of_uploads(setting):
-    """After each the pointer names a whole object; in the end what was left arrives, and nothing unfinished stays."""
+    """After each the pointer names a whole object.
+
+    In the end what was left arrives, and nothing unfinished stays.
+    """
     steps = []
     for number in range(KILLS):
         kill_while_it_uploads(setting, 1000 * number + 1, 1 + number % 2, 0.04 * (number % 8))

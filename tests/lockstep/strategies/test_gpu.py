@@ -1,4 +1,6 @@
-"""On one GPU: gpu, ddp and fsdp give the CPU's losses in bf16 and fp16, and an overflow skips the step everywhere."""
+"""On one GPU: gpu, ddp and fsdp give the CPU's losses in bf16 and fp16, and an overflow skips the
+step everywhere.
+"""
 
 from functools import partial
 

@@ -109,7 +109,9 @@ def test_shard_within_node_replicates_over_nodes():
 
 
 def communication(cluster):
-    """Count reductions of gradients, broadcasts of buffers, and distances from rank 0's weights, in one start."""
+    """Count reductions of gradients, broadcasts of buffers, and distances from rank 0's weights, in
+    one start.
+    """
     reduced, broadcast = [], []
 
     def counting(original, counted):

@@ -1,4 +1,6 @@
-"""SyncBatchNorm on the CPU equals BatchNorm over the whole batch, values, gradients and running statistics."""
+"""SyncBatchNorm on the CPU equals BatchNorm over the whole batch, values, gradients and running
+statistics.
+"""
 
 import pytest
 import torch

@@ -59,7 +59,9 @@ def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, 
 
 
 def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):
-    """SLURM with cgroups signals submitit's process alone, whose own handler would queue the job at once."""
+    """SLURM with cgroups signals submitit's process alone, whose own handler would queue the job at
+    once.
+    """
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     saved, queued = tmp_path / "saved", []
     words = (

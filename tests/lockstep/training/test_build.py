@@ -1,4 +1,7 @@
-"""Data, model and checkpoint against each other, before a run trains; torch.compile; loggers over a resume."""
+"""Data, model and checkpoint against each other, before a run trains.
+
+Torch.compile; loggers over a resume.
+"""
 
 import shutil
 import warnings

@@ -1,4 +1,7 @@
-"""Groups as timm makes them, for nets of timm and our own; refused where an optimizer has its own."""
+"""Groups as timm makes them, for nets of timm and our own.
+
+Refused where an optimizer has its own.
+"""
 
 import copy
 from functools import partial

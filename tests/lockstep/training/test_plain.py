@@ -146,7 +146,8 @@ def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alo
     assert resumed.record["epochs"] == 4, resumed.output
 
 
-# A run's data in a notebook: the images that the run saw; of a checkpoint from elsewhere words and numbers.
+# A run's data in a notebook: the images that the run saw; of a checkpoint from elsewhere words and
+# numbers.
 
 
 def save_first_batch(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Limits and intervals in whole steps; every argument of Lightning's Trainer works, or one sentence refuses it."""
+"""Limits and intervals in whole steps.
+
+Every argument of Lightning's Trainer works, or one sentence refuses it.
+"""
 
 import inspect
 import re

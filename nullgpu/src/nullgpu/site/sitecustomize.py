@@ -1,4 +1,6 @@
-"""Once torch starts CUDA, its operators compute (NULLGPU_COMPUTE=1), its synchronisations count (NULLGPU_SYNCS)."""
+"""Once torch starts CUDA, its operators compute (NULLGPU_COMPUTE=1), its synchronisations count
+(NULLGPU_SYNCS).
+"""
 
 import importlib.util
 import os
