@@ -78,6 +78,7 @@ check: install-dev  ## format, lint, types
 	  $(VENV)/bin/ruff check src tests benchmarks nullgpu launch; } || \
 	  { echo "make format mends the format, and of lint what ruff can."; exit 1; }
 	$(VENV)/bin/mypy
+	$(PY) tests/lint.py src tests/lint.py
 
 format: install-dev  ## mend the format, and of lint what ruff can
 	$(VENV)/bin/ruff check --fix-only src tests benchmarks nullgpu launch

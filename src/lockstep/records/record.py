@@ -119,7 +119,8 @@ class RunRecord:
     accumulate_grad_batches: int | None = None
     # "max_time" or "early_stopping" if that ended the training before its epochs and steps did
     ended_by: str | None = None
-    monitor: str = "val/acc"  # chooses the best checkpoint by its largest or smallest value
+    # Its largest or smallest value chooses the best checkpoint.
+    monitor: str = "val/acc"
     epochs: int | None = None
     steps: int | None = None
     num_parameters: int | None = None
