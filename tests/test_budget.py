@@ -44,18 +44,18 @@ def reached_from(script: str) -> set[Path]:
 
 # What is measured, and at most.
 LIMITS = {
-    "syntax nodes of src/": (lambda: source().nodes, 116_000),
-    "nodes a line of code": (lambda: round(source().nodes_a_line, 2), 6.6),
+    "syntax nodes of src/": (lambda: source().nodes, 126_000),
+    "nodes a line of code": (lambda: round(source().nodes_a_line, 2), 6.3),
     "share of functions with more than 10 branches": (
         lambda: source().branchy / source().functions,
-        0.03,
+        0.01,
     ),
-    "branches of one function": (lambda: source().most_branches, 25),
-    "lines over 100 columns": (lambda: source().wide, 700),
-    "fmt: skip": (lambda: source().skips, 15),
+    "branches of one function": (lambda: source().most_branches, 15),
+    "lines over 100 columns": (lambda: source().wide, 0),
+    "fmt: skip": (lambda: source().skips, 2),
     "tuple assignments in 1,000 lines": (
         lambda: 1000 * source().tuple_assignments / source().code_lines,
-        5,
+        1,
     ),
     "modules that src/train.py reaches": (lambda: len(reached_from("train")), 105),
     "lines in README.md": (lambda: len((ROOT / "README.md").read_text().splitlines()), 80),
@@ -72,4 +72,4 @@ def test_the_number_of_files_in_git_is_kept():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git repository")
-    assert len(listed.stdout.splitlines()) <= 550
+    assert len(listed.stdout.splitlines()) <= 590

@@ -141,7 +141,6 @@ def test_an_epoch_equals_that_of_a_plain_trainer(name, tmp_path):
 
 NOT_EXACT = {
     "backbone": "BaseFinetuning unfreezes at one epoch's start, which a resume does not repeat",
-    "self_supervised": "a stop is saved before the module's own on_train_batch_end",
 }
 
 

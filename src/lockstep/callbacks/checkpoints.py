@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -156,7 +157,7 @@ class Checkpoints(pl.Callback):
             # Otherwise Lightning would not validate a run that ends in mid-epoch.
             trainer.should_stop = True
         elif not place.ends_epoch(trainer) and self._is_time_over(trainer):
-            self.save(trainer, "last")
+            after_module_hook(pl_module, lambda: self.save(trainer, "last"))
 
     def _is_time_over(self, trainer: pl.Trainer) -> bool:
         """Return whether every_minutes have passed on rank 0.
@@ -410,6 +411,22 @@ class AfterEpoch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.checkpoints.save_ended(trainer, is_last=True)
+
+
+def after_module_hook(pl_module: pl.LightningModule, function: Callable[[], None]) -> None:
+    """Call a function once, when the module's own on_train_batch_end has returned.
+
+    Lightning calls it after those of all callbacks. It may update a moving average of the weights,
+    which a checkpoint of this step holds.
+    """
+    hook = pl_module.on_train_batch_end
+
+    def hook_and_function(*arguments: Any) -> None:
+        vars(pl_module).pop("on_train_batch_end", None)
+        hook(*arguments)
+        function()
+
+    pl_module.on_train_batch_end = hook_and_function  # type: ignore[method-assign]
 
 
 def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:

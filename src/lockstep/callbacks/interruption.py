@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.checkpoints import Checkpoints, after_module_hook
 from lockstep.checkpoints.resume_point import (
     ends_epoch,
     ends_step,
@@ -140,29 +140,30 @@ class Interruption(pl.Callback):
         if ends_epoch(trainer) and not is_validation_epoch(trainer):
             # The epoch's end is saved when all callbacks have had their turn: the next step votes.
             return
-        self._vote(trainer, "train")
+        if self._is_stop_due(trainer, "train"):
+            after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        self._vote(trainer, "evaluate")
+        if self._is_stop_due(trainer, "evaluate"):
+            self._stop(trainer, "evaluate")
 
     on_test_batch_end = on_validation_batch_end
 
-    def _vote(self, trainer: pl.Trainer, kind: str) -> None:
-        """Stop if any rank was asked to."""
-        is_fit = trainer.state.fn == "fit"
-        if is_fit and steps_are_over(trainer):
+    def _is_stop_due(self, trainer: pl.Trainer, kind: str) -> bool:
+        """Return whether any rank was asked to stop; the same on all ranks."""
+        if trainer.state.fn == "fit" and steps_are_over(trainer):
             # A resume would not validate the last step. The test stops instead.
-            return
-        vote = self.votes[kind]
-        if not vote(bool(self.reason)):
-            return
+            return False
+        return self.votes[kind](bool(self.reason))
 
-        if is_fit and not trainer.sanity_checking:
+    def _stop(self, trainer: pl.Trainer, kind: str) -> None:
+        """Save a checkpoint of a training, and end the run."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             save_last(trainer)
         stop = Interrupted(self.reason or "another rank was asked to stop")
-        asked = gather_objects((trainer.node_rank, bool(self.reason)), vote.group)
+        asked = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
         stop.agreed = True
         stop.elsewhere = (trainer.node_rank, True) not in asked
         raise stop

@@ -46,4 +46,5 @@ def register_resolver(name: str, resolver: Callable[..., Any], **options: bool) 
         OmegaConf.register_new_resolver(name, resolver, replace=True, **options)
     else:
         # OmegaConf 2.3 has another function of this name, which it deprecates.
-        OmegaConf.register_resolver(name, resolver, replace=True, **options)  # type: ignore[call-arg]
+        register: Any = OmegaConf.register_resolver
+        register(name, resolver, replace=True, **options)

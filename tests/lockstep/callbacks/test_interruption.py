@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from faults import signal_at_step
 from local_ranks import run_ranks
 from lockstep.callbacks import interruption as module
+from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption, Vote
 from lockstep.checkpoints.files import complete, fault_of
@@ -92,7 +93,8 @@ def stop_of_nodes(place, asked):
         node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False
     )
     with pytest.raises(Interrupted) as stopped:
-        interruption._vote(node, "test")
+        if interruption._is_stop_due(node, "test"):
+            interruption._stop(node, "test")
     return stopped.value.elsewhere
 
 
@@ -125,6 +127,31 @@ def test_a_terminal_that_goes_away_interrupts_a_run_and_nohup_keeps_it(tmp_path)
     assert (
         run_door("train", *one, logs=tmp_path / "nohup", before=partial(ignored, fault)).code == 0
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stop_saves_what_the_modules_own_hook_changes_after_the_step(tmp_path):
+    """Lightning calls the hooks of callbacks first, and then the module's."""
+    interruption = Interruption()
+    checkpoints = Checkpoints(tmp_path, monitor="val/loss", mode="min")
+
+    class Average(Small):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("hooks", torch.tensor(0))
+
+        def on_train_batch_end(self, *_):
+            self.hooks += 1
+
+        def training_step(self, batch, index):
+            if self.trainer.global_step == 2:
+                interruption.ask("spot notice")
+            return super().training_step(batch, index)
+
+    with pytest.raises(Interrupted):
+        fit(Average(), interruption, checkpoints)
+    [(path, sidecar)] = complete(tmp_path, "last")
+    assert sidecar.step == 3 and read_checkpoint(path)["state_dict"]["hooks"] == 3
 
 
 @pytest.mark.filterwarnings("ignore")
