@@ -3,6 +3,7 @@ object, line or
 process list that a run leaves. Each is a canary that no form gives away."""
 
 import json
+import logging
 from pathlib import Path
 
 import psutil
@@ -107,9 +108,11 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("word", OVERRIDES)
-def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path, capfd):
+def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path, capfd, monkeypatch):
     from train import main
 
+    # Of other tests in this process
+    monkeypatch.setattr(logging.root, "handlers", [])
     assert main(["data=cifar10", word, f"paths.log_dir={tmp_path}"]) == 2
     output = "".join(capfd.readouterr())
     assert OVERRIDES[word] in output and "Traceback" not in output and "ghp_" not in output

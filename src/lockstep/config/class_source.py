@@ -21,7 +21,11 @@ def has_method(target: str, method: str) -> bool:
     if file is None:
         return False
 
-    tree = ast.parse(file.read_text())
+    try:
+        tree = ast.parse(file.read_text())
+    except SyntaxError:
+        # Its import will name the line.
+        return False
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

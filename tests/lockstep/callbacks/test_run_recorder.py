@@ -30,20 +30,22 @@ from plain_task import Small, fit
 def trainer_at(step, fn="fit"):
     return SimpleNamespace(
         is_global_zero=True, global_step=step, current_epoch=0, callback_metrics={}, callbacks=[], strategy=None,
-        sanity_checking=False,
+        sanity_checking=False, should_stop=False,
         state=SimpleNamespace(fn=fn, stage=RunningStage.TRAINING if fn == "fit" else RunningStage.TESTING),
     )  # fmt: skip
 
 
 @pytest.fixture
 def path(tmp_path):
-    write_record(tmp_path / "run.json", RunRecord(started_at="2026-01-01T00:00:00Z", steps=0))
+    record = RunRecord(started_at="2026-01-01T00:00:00Z", steps=0, num_parameters=1)
+    write_record(tmp_path / "run.json", record)
     return tmp_path / "run.json"
 
 
 def restart(path, resumed_step):
     """What a start of the same run makes of the record."""
-    fresh = RunRecord(started_at="2026-01-01T01:00:00Z", steps=0, command="again")
+    started_at = "2026-01-01T01:00:00Z"
+    fresh = RunRecord(started_at=started_at, steps=0, command="again", num_parameters=1)
     write_record(path, continued(read_record(path), fresh, step=resumed_step))
     return RunRecorder(path, owns_run=False)
 
