@@ -124,6 +124,8 @@ def _process(
     sys.path[:0] = PATHS
     os.environ.update(environment)
     warnings.simplefilter("error")
+    # pytest-xdist's workers have a core each (tests/conftest.py).
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     sys.argv = [str(SRC / f"{door}.py"), *argv]
     code = 1
     try:

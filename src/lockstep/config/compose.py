@@ -6,6 +6,7 @@ Imports no torch, so that --help answers at once.
 import functools
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,12 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    with initialize_config_dir(str(CONFIGS), job_name=config_name, **version_base()):
+    with (
+        initialize_config_dir(str(CONFIGS), job_name=config_name, **version_base()),
+        warnings.catch_warnings(),
+    ):
+        # A resume stores options whose yaml it does not find; a later config may find the yaml.
+        warnings.filterwarnings("ignore", r"\s*'.*' is validated against ConfigStore schema")
         try:
             return hydra_compose(config_name, overrides, return_hydra_config=True)
         except (
