@@ -241,12 +241,15 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> dict[str, l
 
 
 def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
-    """Return the images of equal content; none where one is damaged, which the loader will name."""
+    """Return groups of images of equal content, two images or more in each.
+
+    There are none where an image is damaged, which the loader will name.
+    """
     groups: dict[bytes, list[int]] = {}
     with suppress(CorruptImage):
         for i in index.tolist():
             groups.setdefault(hashlib.blake2b(source.read(i)).digest(), []).append(i)
-        return list(groups.values())
+        return [group for group in groups.values() if len(group) > 1]
     return []
 
 
