@@ -1,6 +1,6 @@
 """The pages and the options: every command runs or composes as it is printed, every file that a
-page tells to write
-works, every link leads somewhere, and the comments in configs/ explain every option.
+page tells to write works, every link leads somewhere, and the comments in configs/ explain every
+option.
 """
 
 import importlib.util

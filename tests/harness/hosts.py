@@ -1,6 +1,5 @@
 """Two hosts on this machine: network namespaces that one cable joins, each with its own copy of the
-project in a
-folder that the other cannot see, and a real sshd. Needs root and Debian's iproute2 and
+project in a folder that the other cannot see, and a real sshd. Needs root and Debian's iproute2 and
 openssh-server.
 
     with two_hosts(tmp_path) as (one, two): one.start([...])

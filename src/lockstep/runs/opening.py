@@ -44,10 +44,8 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
     """Open the run of this rank, and close it when the block ends, however it ends.
 
     The ranks meet, rank 0 decides which run it is and where it begins, and its record is begun. An
-    exception that
-    leaves the block is logged and recorded and goes no further: `run.exit_code` says how the run
-        has ended. Then what
-    is left is uploaded, and the page is written.
+    exception that leaves the block is logged and recorded and goes no further: `run.exit_code` says
+    how the run has ended. Then what is left is uploaded, and the page is written.
 
     Raises:
         Ended: the run could not be opened; the reason has been logged.
