@@ -205,7 +205,7 @@ BAD = {  # the first four of them in make test
     "seed=-1": "from 0 to 4294967295",
     "data=synthetic data.image_size=32 model=airbench trainer=cpu data.global_batch_size=1": "size=2 or more",
     "experiment=quickstart trainer.precision=16-true": "optimizer.eps=1e-4",
-    "+callbacks.x._target_=lockstep.callbacks.checkpoints.write_checkpoint": "'checkpoint' and 'path'",
+    "+callbacks.x._target_=lockstep.checkpoints.io.write_checkpoint": "'checkpoint' and 'path'",
     "+callbacks.x._target_=collections.Counter": "Counter is not a Lightning callback",
     "+callbacks.x={_target_:lightning.pytorch.callbacks.StochasticWeightAveraging,swa_lrs:0.1}": "trainer.ema_decay",
     "task=simclr data.views=2 loss=focal": "SimCLR does not take loss=: remove loss=focal",

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -22,7 +21,6 @@ from faults import signal_at_step
 from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process.errors import UserError
-from lockstep.records.folder import read_config
 from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel
 from lockstep.training.task import Task
@@ -504,36 +502,4 @@ def test_two_views_come_from_the_datas_own_augmentation(tmp_path):
     assert (
         done.code == 2
         and "task=simclr needs two views of each image: add data.views=2" in done.output
-    )
-
-
-OLD = {"_target_": "classifier.ImageClassifier", "label_smoothing": 0.1, "test_time_flip": False}
-
-
-@pytest.mark.slow
-def test_a_run_of_version_1_whose_config_names_the_classifier_resumes_and_evaluates(tmp_path):
-    words = [
-        "experiment=quickstart",
-        "trainer.max_epochs=1",
-        "trainer.num_threads=1",
-        "task.label_smoothing=0.1",
-    ]
-    done = succeed("train", *words, "run_id=r", logs=tmp_path)
-    config = read_config(done.folder.config)
-    del config["task"], config["choices"]["task"]
-    config["callbacks"]["throughput"] = {"_target_": "lockstep.callbacks.throughput.Throughput"}
-    config["overrides"] = ["classifier.label_smoothing=0.1", *config["overrides"][:3]]
-    done.folder.config.write_text(yaml.safe_dump({**config, "classifier": OLD}))
-    evaluated = succeed("eval", "ckpt_path=r", logs=tmp_path)
-    assert evaluated.record["metrics"]["test/acc"] == done.record["metrics"]["test/acc"]
-    resumed = succeed("train", "resume=r", "trainer.max_epochs=2", logs=tmp_path)
-    now = read_config(resumed.folder.config)
-    assert (
-        resumed.record["steps"] == 40
-        and "classifier" not in now
-        and "task.label_smoothing=0.1" in now["overrides"]
-    )
-    assert (
-        now["task"]["_target_"] == "tasks.classifier.ImageClassifier"
-        and now["loss"]["label_smoothing"] == 0.1
     )

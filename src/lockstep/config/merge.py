@@ -107,14 +107,13 @@ def repeatable(
 
     repeated = _scaling_repeated(overrides, before)
     for override in overrides:
-        if override in repeated:
-            continue
-        if override.startswith("+"):
-            override = f"++{override.lstrip('+')}"
-        # Hydra says what is wrong with the removal of a key that the run never had.
-        is_lost = override.startswith("~") and not _has(values, fresh, key_of(override))
-        if not is_lost or override not in before:
-            changes.append(override)
+        if override.startswith("~"):
+            # Hydra says what is wrong with the removal of a key that the run never had.
+            if _has(values, fresh, key_of(override)) or override not in before:
+                changes.append(override)
+        elif override not in repeated:
+            is_added = override.startswith("+")
+            changes.append(f"++{override.lstrip('+')}" if is_added else override)
     return changes
 
 
