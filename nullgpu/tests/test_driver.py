@@ -190,13 +190,13 @@ def test_a_batch_is_copied_beside_the_step_before_it_and_waited_for():
 
 
 def taken(side):
-    from lockstep.data.framing import take
+    from lockstep.data.framing import indexed
 
     array = (
         torch.arange(5 * side * side * 3, dtype=torch.int64).to(torch.uint8).view(5, side, side, 3)
     )
     index = torch.tensor([4, 0, 0])
-    return torch.equal(take(array.cuda(), index.cuda()).cpu(), array[index])
+    return torch.equal(indexed(array.cuda(), index.cuda()).cpu(), array[index])
 
 
 @pytest.mark.parametrize("side", [8, 7])
