@@ -47,7 +47,7 @@ def plain_overrides(task: str = "Sound", data: str = "Points") -> list[str]:
 CAUSES = {
     ("Sound", "Points"): ((), (), ()),
     ("Normalised", "Points"): (("ddp", "fsdp"), ("accumulate",), ("trainer.sync_batchnorm=true",)),
-    ("LogsItsShare", "Points"): (("metric",), (), ("sync_dist=True",)),
+    ("LogsItsShare", "Points"): (("metric",), (), ("the ranks",)),
     ("MeanOfMeans", "Points"): (("metric",), (), ("mean of the ranks",)),
     ("Summed", "Points"): (("accumulate", "ddp", "fsdp"), (), ("a sum",)),
     ("Unused", "Points"): (("ddp",), (), ("find_unused_parameters=true", line_of("UNUSED"))),
