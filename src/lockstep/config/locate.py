@@ -73,10 +73,7 @@ def join_packages() -> None:
 
 
 def foreign_import(cls: type) -> str | None:
-    """Return which line to change if a class comes from the other package of Lightning.
-
-    Else None.
-    """
+    """Return which line to change where a class is of Lightning's other package; None elsewhere."""
     bases = [base.__module__.partition(".")[0] for base in cls.__mro__]
     if "pytorch_lightning" not in bases:
         return None

@@ -119,7 +119,7 @@ def split_stage(name: str) -> tuple[str, str]:
 def tested_name(monitor: str, metrics: Iterable[str] = ()) -> str:
     """Return the test metric that corresponds to a monitored one: test/mae for val/mae.
 
-    Test/acc for train/loss.
+    A monitored metric of training, as train/loss, has test/acc.
 
     Args:
         metrics: names that were logged; one of the same metric in the test comes first.

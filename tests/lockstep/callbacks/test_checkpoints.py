@@ -263,3 +263,25 @@ def test_the_log_names_hyperparameters_that_a_checkpoint_leaves_out(tmp_path, ca
     loaded = WithNet.load_from_checkpoint(path, net=torch.nn.Linear(2, 1), weights_only=True)
     saved = read_checkpoint(path)["state_dict"]["net.weight"]
     assert loaded.hparams["width"] == 5 and torch.equal(loaded.net.weight.cpu(), saved)
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "is_warned"),
+    [
+        ([0.5, 0.5], 0.5, False),
+        ([0.5, 0.5 + 1e-9], 0.5, False),
+        ([0.5, 0.7], 0.6, True),
+        ([0.5, None], 0.5, False),
+        ([math.nan, float("nan")], math.nan, False),
+        ([0.5, math.nan], math.nan, False),
+        ([None, None], math.nan, False),
+    ],
+)
+def test_ranks_of_different_values_have_their_mean_and_are_named(
+    values, chosen, is_warned, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("lockstep.callbacks.checkpoints.gather_objects", lambda value: values)
+    trainer = SimpleNamespace(callback_metrics={}, is_global_zero=True)
+    value = Checkpoints(tmp_path)._mean_over_ranks(trainer)
+    assert value == pytest.approx(chosen, nan_ok=True)
+    assert ("without sync_dist=True" in caplog.text) is is_warned
