@@ -20,6 +20,7 @@ from lockstep.config.overrides import (
     config_folders,
     is_choice,
     search_paths,
+    set_or_add,
 )
 from lockstep.config.schema import is_group, key_of, trainer_arguments, yaml_files
 from lockstep.config.schema import keys as listed_keys
@@ -150,7 +151,8 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
     # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
     # too. A key that no yaml lists may be of Lightning's Trainer.
     if refused["is_listed"] or _is_trainer_argument(key):
-        return _compose(config_name, _set_or_add(overrides, key), folders)
+        changed = [set_or_add(word) if key_of(word) == key else word for word in overrides]
+        return _compose(config_name, changed, folders)
     choices = [word for word in overrides if is_choice(word, folders)]
     options = _compose(config_name, [*search_paths(overrides), *choices], folders)
     raise UserError(unknown_key(key, unresolved(options), folders))
@@ -159,14 +161,6 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
 def _is_trainer_argument(key: str) -> bool:
     group, _, name = key.partition(".")
     return group == "trainer" and name in trainer_arguments()
-
-
-def _set_or_add(overrides: list[str], key: str) -> list[str]:
-    """Return the overrides with `++`, which sets or adds, before those of a key."""
-    return [
-        f"++{override.lstrip('+')}" if key_of(override) == key else override
-        for override in overrides
-    ]
 
 
 def for_multirun(typed: list[str]) -> list[str]:
@@ -183,7 +177,7 @@ def for_multirun(typed: list[str]) -> list[str]:
         if is_choice(override, folders):
             override = override.lstrip("+")
         elif override.startswith("+") or (is_new_argument and not override.startswith("~")):
-            override = f"++{override.lstrip('+')}"
+            override = set_or_add(override)
         overrides.append(override)
     return overrides
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.config import keys
 from lockstep.config.hydra_versions import store_config
+from lockstep.config.overrides import set_or_add
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of
 from lockstep.config.suggestions import missing_option
 from lockstep.records.config import ABSENT, Config, lookup
@@ -112,8 +113,7 @@ def repeatable(
             if _has(values, fresh, key_of(override)) or override not in before:
                 changes.append(override)
         elif override not in repeated:
-            is_added = override.startswith("+")
-            changes.append(f"++{override.lstrip('+')}" if is_added else override)
+            changes.append(set_or_add(override) if override.startswith("+") else override)
     return changes
 
 

@@ -111,6 +111,11 @@ def _quoted_if_needed(value: str) -> str:
     return value if READ.fullmatch(value) else quoted(value)
 
 
+def set_or_add(override: str) -> str:
+    """Return the override with `++`, which sets a key that the config has and adds any other."""
+    return f"++{override.lstrip('+')}"
+
+
 def quoted(value: str) -> str:
     """Quote a text for Hydra's grammar."""
     text = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
