@@ -183,7 +183,9 @@ class ImageClassifier(Task):
         return values
 
     def _total(self, counts: Tensor) -> Tensor:
-        return self.trainer.strategy.reduce(counts, reduce_op="sum")
+        """Return the sum over the ranks; a collective that leaves `counts` as they are."""
+        # Lightning's DDP sums in place, and some counts are read twice.
+        return self.trainer.strategy.reduce(counts.clone(), reduce_op="sum")
 
     def _test_scores(self) -> dict[str, float]:
         counts = self.counts
