@@ -333,6 +333,8 @@ def copy(tmp_path_factory):
                 f"{path.relative_to(root)},{number % 2},1,{number % 2},{number},{number / 2},p{number}"
             )
     (root / "FILE.csv").write_text("\n".join(rows))
+    for name in ("a.jpg", "b.jpg"):
+        Image.new("RGB", (20, 16), (99, 99, 40)).save(root / name)
     return root
 
 
