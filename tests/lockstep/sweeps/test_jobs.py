@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import logging
 import signal
 import subprocess
 import sys
@@ -31,7 +32,18 @@ def test_argparse_has_the_check_that_hydra_fails():
     assert hasattr(argparse.ArgumentParser, "_check_help")
 
 
-def test_hydras_options_survive_a_check_of_their_help(monkeypatch, capsys):
+@pytest.fixture
+def root_logger_restored():
+    """Hydra's `--info` configures the root logger, and later tests read what is logged."""
+    root = logging.getLogger()
+    level = root.level
+    handlers = root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+def test_hydras_options_survive_a_check_of_their_help(monkeypatch, capsys, root_logger_restored):
     def refuse(parser, action):
         raise ValueError("badly formed help string")
 
