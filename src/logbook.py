@@ -9,8 +9,8 @@
                     --sort KEY, --csv        metric, option or group as a column
     python src/logbook.py build              write all pages of the logbook again
 
-RUN is a run id, a part of one that only one run has, or a run folder. Every run has a page of its
-own, logs/train/runs/<run_id>/page.md. Its heading and the text between its two comments are yours,
+RUN is a run id, a part of one that only one run has, or a run folder. `keep` also takes
+s3://bucket/prefix/<run_id>, of a run whose machine is gone. Every run has a page of its own, logs/train/runs/<run_id>/page.md. Its heading and the text between its two comments are yours,
 and so are those of a comparison's page.
 """
 
@@ -19,6 +19,7 @@ import csv
 import io
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from lockstep.process.files import write_atomically
 from lockstep.process.output import say, set_up
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import exit_code_of
-from lockstep.records.folder import run_folders
+from lockstep.records.folder import checked_run_id, run_folders
 from lockstep.records.record import locked_record
+from lockstep.storage.s3 import is_s3
 
 COLUMNS = (
     "started_at",
@@ -55,8 +57,25 @@ COLUMNS = (
 
 
 def keep(options: argparse.Namespace) -> None:
-    for folder in [find_run(name, options.logs) for name in options.runs]:
-        say(build.keep_run(folder, options.logbook))
+    with tempfile.TemporaryDirectory() as fetched:
+        folders = {}
+        for name in options.runs:
+            if is_s3(name):
+                folders[_fetch(name.rstrip("/"), Path(fetched))] = name.rstrip("/")
+            else:
+                folders[find_run(name, options.logs)] = ""
+        for folder, address in folders.items():
+            say(build.keep_run(folder, options.logbook, address))
+
+
+def _fetch(address: str, root: Path) -> Path:
+    """Return a folder below `root` with the small files of a run in a bucket."""
+    from lockstep.storage.fetch import fetch_for_page
+    from lockstep.storage.s3 import Bucket
+
+    folder = root / checked_run_id(address.rpartition("/")[2])
+    fetch_for_page(Bucket(address), folder)
+    return folder
 
 
 def remove(options: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from lockstep.logbook.folders import NOTE, read_run
 from lockstep.logbook.report import report_html
 from lockstep.process.files import utc_now
 from lockstep.records.record import update_record
+from lockstep.storage.s3 import Bucket
 from logbook import main
 from object_store import shared_store
 
@@ -106,6 +107,46 @@ def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, c
         and b"<title>One</title>" in held["Body"].read()
     )
     assert f"[One]({address})" in (tmp_path / "logs/train/runs/run-ddp/page.md").read_text()
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The address of an empty bucket, which boto3's own variables lead to."""
+    store = shared_store()
+    for name, value in store.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.endpoint_url)
+    return Bucket(f"s3://{store.new_bucket()}/runs")
+
+
+def test_a_run_that_only_its_bucket_has_is_kept(logbook, bucket, tmp_path):
+    folder = tmp_path / "logs/train/runs/run-ddp"
+    for name in ("run.json", "config.yaml", "metrics.csv", "page.md"):
+        if (folder / name).exists():
+            bucket.upload(f"run-ddp/{name}", folder / name)
+    bucket.write("run-ddp/tensorboard/events.out.tfevents.1", b"1")
+    bucket.write("run-ddp/checkpoints/best-step00000001-00000000.ckpt", b"1")
+    shutil.rmtree(folder)
+    assert logbook("keep", f"{bucket.uri}/run-ddp") == 0
+    kept = read_run(tmp_path / "logbook/run-ddp")
+    assert kept.record.summary["folder"] == f"{bucket.uri}/run-ddp"
+    assert kept.value("optimizer.lr") == 0.0005 and kept.metrics["val/acc"]
+    page = (kept.folder / "page.md").read_text()
+    assert "tensorboard --logdir s3://models/vit/run-ddp/tensorboard" in page
+    assert "](run-ddp/page.md)" in (tmp_path / "logbook/README.md").read_text()
+    assert {path.name for path in kept.folder.iterdir()} == {
+        "page.md", "run.json", "metrics.csv", "curves.svg",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("below", "message"), [("", "no run at"), ("/..", "cannot name"), ("/a run", "cannot name")]
+)
+def test_an_address_without_a_run_is_refused(logbook, bucket, below, message, capsys, tmp_path):
+    assert logbook("keep", f"{bucket.uri}{below}") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "logbook").exists()
 
 
 def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, capsys):

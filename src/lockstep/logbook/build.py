@@ -154,10 +154,13 @@ def write_page(run: Run) -> Path:
     return _write(run.folder / "page.md", text)
 
 
-def keep_run(folder: Path, logbook: Path) -> Path:
+def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     """Copy what a reader needs of a run folder into the logbook, without secrets.
 
     The run is listed there.
+
+    Args:
+        address: where the run lies, if `folder` is a copy of its small files.
 
     Returns:
         its page.
@@ -166,6 +169,8 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     if target.resolve() == folder.resolve():
         raise UserError(f"{folder} is in the logbook already.")
     run = summarise(folder)
+    if address:
+        run.record.summary["folder"] = address
     # The copy has the summary also where run.json of a live run has none.
     record = as_json(run.record) | {"config": config_of(folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")

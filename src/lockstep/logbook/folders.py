@@ -61,6 +61,20 @@ class Run:
         return str(self.folder)
 
     @property
+    def events(self) -> str:
+        """Return where TensorBoard's files lie: in the bucket, or else in the run's folder.
+
+        It is empty if the run has none.
+        """
+        folder = self.record.summary.get("folder")
+        if not self.record.summary.get("tensorboard") or not folder:
+            return ""
+        if self.record.upload.uri:
+            beside = self.record.upload.uri.rpartition("/")[0]
+            folder = beside.removesuffix("/checkpoints")
+        return f"{folder}/tensorboard"
+
+    @property
     def borrowed(self) -> list[str]:
         """The folders beside the code that hold the run's data and weights.
 

@@ -147,6 +147,26 @@ def fetch_record(run: Bucket, folder: RunFolder) -> None:
             raise _cannot_be_fetched(run, folder, error) from None
 
 
+def fetch_for_page(run: Bucket, folder: Path) -> None:
+    """Copy the files of a run that its page is made of from the bucket into an empty folder.
+
+    Its TensorBoard files stay in the bucket: an empty folder says that there are some.
+
+    Raises:
+        S3Error: the bucket cannot be read.
+        UserError: the address is no run's.
+    """
+    for key, size, _ in list(run.list()):
+        if not RECORDED.fullmatch(key) or size > MAX_FILE_BYTES:
+            continue
+        if key.startswith("tensorboard/"):
+            (folder / "tensorboard").mkdir(exist_ok=True)
+            continue
+        run.download(key, folder / key)
+    if not (folder / "run.json").exists():
+        raise UserError(f"There is no run at {run.uri}: pass s3://bucket/prefix/<run_id>.")
+
+
 def _make_way(run: Bucket, pointers: Pointers, folder: RunFolder) -> None:
     """Let the run in the bucket take the place of a local start that trained nothing."""
     if belongs_to(run, pointers, folder):
