@@ -6,6 +6,7 @@
 #   S3=s3://bucket/prefix launch/vit_exercise.sh [overrides of train.py]
 #   S3=s3://bucket/prefix NODES=2 NODE=0 MASTER=10.0.0.1 launch/vit_exercise.sh     # on every node, NODE counts from 0
 #
+# DDP="trainer.max_epochs=40" FSDP="trainer.max_epochs=30" are overrides of one strategy alone.
 # STRATEGIES="ddp_sim fsdp_sim" runs on CPUs. NAME=second names other runs. ENDPOINT=http://… is another S3 service.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,8 +28,11 @@ done
 runs=()
 for strategy in "${strategies[@]}"; do
   runs+=("${NAME:-assignment}-$strategy")
+  alone=${strategy%_sim}
+  alone=${alone^^}
+  read -ra alone <<<"${!alone:-}"
   "$python" src/train.py "experiment=vit_${strategy%_sim}" "trainer=$strategy" "run_id=${runs[-1]}" resume=auto \
-    data.global_batch_size=max "${store[@]}" "${nodes[@]}" "$@"
+    data.global_batch_size=max "${store[@]}" "${nodes[@]}" "$@" "${alone[@]}"
 done
 [ "${NODE:-0}" = 0 ] || exit 0
 unset MASTER_ADDR MASTER_PORT NODE_RANK

@@ -146,6 +146,14 @@ def test_node_one_only_trains_its_overrides_win_and_an_interrupted_run_stops_the
     assert exercise(S3="bucket")[0] == 2 and exercise(NODES="2")[0] == 1
 
 
+def test_each_strategy_may_have_overrides_of_its_own(exercise):
+    code, commands = exercise("seed=3", DDP="trainer.max_epochs=40 optimizer.lr=0.1", FSDP="seed=4")
+    ddp, fsdp = (plain(compose("train", command[1:])) for command in commands[:2])
+    assert code == 0 and commands[4][1] == "compare"
+    assert (ddp["trainer"]["max_epochs"], ddp["optimizer"]["lr"], ddp["seed"]) == (40, 0.1, 3)
+    assert (fsdp["trainer"]["max_epochs"], fsdp["seed"]) == (26, 4)
+
+
 @pytest.mark.slow
 def test_in_small_on_cpus_and_again(tmp_path):
     server = shared_store()
