@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from lockstep.process.errors import UserError
-from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 # model.freeze=backbone means everything but the head.
 BACKBONE = "backbone"
@@ -139,7 +138,7 @@ def layer_numbers(net: nn.Module) -> dict[str, int]:
 def freeze(net: nn.Module, patterns: str | Sequence[str]) -> None:
     """Freeze by model.freeze.
 
-    BatchNorm in a part that is frozen as a whole stays in evaluation mode.
+    A part that is frozen as a whole stays in evaluation mode.
 
     Args:
         patterns: "backbone", or patterns of names of parameters and modules, as blocks.0 or
@@ -162,7 +161,7 @@ def freeze(net: nn.Module, patterns: str | Sequence[str]) -> None:
         )
     for name in frozen:
         parameters[name].requires_grad_(False)
-    _freeze_batch_norms(net, frozen)
+    _keep_in_evaluation_mode(net, frozen)
 
 
 def _matching_names(net: nn.Module, pattern: str) -> set[str]:
@@ -191,17 +190,19 @@ def _matches(name: str, pattern: str) -> bool:
     return False
 
 
-def _freeze_batch_norms(net: nn.Module, frozen: set[str]) -> None:
-    """Keep the BatchNorms of parts whose parameters are all frozen in evaluation mode."""
+def _keep_in_evaluation_mode(net: nn.Module, frozen: set[str]) -> None:
+    """Keep the parts whose parameters are all frozen in evaluation mode.
+
+    Their BatchNorm statistics stay, and their dropout does nothing.
+    """
     for name, part in net.named_modules():
         names = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
         if not names or not names <= frozen:
             continue
         for layer in part.modules():
-            if isinstance(layer, BATCH_NORMS):
-                layer.eval()
-                # Lightning, timm or an average may set the net to training. This layer stays.
-                layer.__dict__["train"] = partial(_stay, layer)
+            layer.training = False
+            # Lightning, timm or an average may set the net to training. This layer stays.
+            layer.__dict__["train"] = partial(_stay, layer)
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:

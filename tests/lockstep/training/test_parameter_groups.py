@@ -134,6 +134,17 @@ def test_patterns_name_parameters_and_modules_as_timm_or_as_the_state_dict_does_
         assert moved == {name for name in before if not name.startswith(first)} != set(before)
 
 
+def test_dropout_in_a_frozen_part_does_nothing():
+    net = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), nn.Dropout(0.5), nn.Linear(8, 2)
+    )
+    freeze(net, "0")
+    net.train()
+    assert [layer.training for layer in net] == [False, True, True]
+    images = torch.randn(4, 8)
+    assert torch.equal(net[0](images), net[0](images))
+
+
 def test_the_backbone_is_all_but_the_head():
     for net, head in (
         (timm_model("resnet10t"), "backbone.fc"),
