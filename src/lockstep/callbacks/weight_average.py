@@ -16,8 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 class WeightAverage(EMAWeightAveraging):
     """An exponential moving average of the weights, which is validated, tested and saved.
 
-    Its decay begins small. Lightning exchanges trained and averaged weights for a validation. A
-    checkpoint of a run that is stopped in a validation has each in its place, and all ranks
+    Its decay begins small. Trained and averaged weights and buffers are exchanged from the start of
+    a validation to its end, so that a module reads in its on_validation_epoch_end what it counted
+    in a buffer. A checkpoint of a run that is stopped in a validation has each in its place, and all ranks
     validate with rank 0's averaged buffers, which are those that are saved.
 
     Args:
@@ -32,6 +33,8 @@ class WeightAverage(EMAWeightAveraging):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        # A fit before may have been stopped in a validation.
+        self.is_exchanged = False
         average = self._average_model
         if average is None:
             return
@@ -48,6 +51,9 @@ class WeightAverage(EMAWeightAveraging):
         trainer.strategy.on_validation_start()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Exchange nothing: the module's own hook comes after this one."""
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_epoch_end(trainer, pl_module)
         self.is_exchanged = False
 
@@ -57,6 +63,7 @@ class WeightAverage(EMAWeightAveraging):
         averaged = checkpoint["state_dict"]
         super().on_save_checkpoint(trainer, module, checkpoint)
         if self.is_exchanged:
+            # The module holds the average now, and the average's module the trained weights.
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = averaged
 

@@ -6,13 +6,15 @@ import copy
 import signal
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from faults import signal_at_step
 from kills import differences
-from lockstep.callbacks.weight_average import update
+from lockstep.callbacks.weight_average import WeightAverage, update
 from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.load import read_checkpoint
 from runs import run_door
@@ -45,6 +47,50 @@ def test_its_decay_begins_small_and_it_stays_in_its_precision(dtype):
     assert average.n_averaged == 4 and average.module[1].num_batches_tracked == 4
     assert average.module[0].weight.dtype == torch.float32
     torch.testing.assert_close(average.module[0].weight.data, expected, rtol=1e-5, atol=1e-6)
+
+
+class Counting(pl.LightningModule):
+    """Counts its validation batches in a buffer, as metrics of some tasks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+        self.register_buffer("batches", torch.zeros(()), persistent=False)
+        self.counted = []
+        self.weights = []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def on_validation_epoch_start(self):
+        self.batches.zero_()
+
+    def validation_step(self, batch, batch_idx):
+        self.batches += 1
+
+    def on_validation_epoch_end(self):
+        self.counted.append(float(self.batches))
+        self.weights.append(self.net.weight.detach().clone())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_module_reads_what_it_counted_in_a_buffer():
+    module = Counting()
+    loader = DataLoader(torch.ones(12, 2), 4)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[WeightAverage(0.9)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, loader, loader)
+    assert module.counted[-2:] == [3, 3]
+    # After fit the module holds the average, which it was validated with.
+    assert torch.equal(module.weights[-1], module.net.weight)
 
 
 @pytest.mark.slow
