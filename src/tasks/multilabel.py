@@ -52,8 +52,10 @@ class MultiLabel(Task):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
         losses = losses_of_labels(self.net(images), targets, self.weight)
-        num_known = (~targets.isnan()).sum().clamp(min=1)  # a batch may have none
-        return losses.sum() / num_known
+        # The mean of an image is over its known labels, so that it does not depend on the other
+        # images of its rank. An image may have none: its loss is 0 then, not nan.
+        num_known = (~targets.isnan()).sum(1).clamp(min=1)
+        return (losses.sum(1) / num_known).mean()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, targets = batch

@@ -58,7 +58,11 @@ class Regression(Task):
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return (B,) numbers in the unit of the targets."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return self.net(images).squeeze(1) * self.std + self.mean
+        outputs = self.net(images).squeeze(1)
+        if outputs.dtype in (torch.float16, torch.bfloat16):
+            # 16 bits have no room for the unit of the targets, as prices of 300,000.
+            outputs = outputs.float()
+        return outputs * self.std + self.mean
 
     def fold_scale(self) -> None:
         """Let the net itself give numbers in the unit of the targets, as an export needs it.

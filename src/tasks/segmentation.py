@@ -37,10 +37,11 @@ class Segmentation(Task):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, masks = batch
-        total = F.cross_entropy(self(images), masks, ignore_index=-1, reduction="sum")
-        # A batch may have no labelled pixel. Its loss is 0 then, not nan.
-        labelled = (masks >= 0).sum().clamp(min=1)
-        return total / labelled
+        losses = F.cross_entropy(self(images), masks, ignore_index=-1, reduction="none")
+        # The mean of an image is over its labelled pixels, so that it does not depend on the other
+        # images of its rank. An image may have none: its loss is 0 then, not nan.
+        labelled = (masks >= 0).sum((1, 2)).clamp(min=1)
+        return (losses.sum((1, 2)) / labelled).mean()
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()

@@ -325,6 +325,43 @@ def test_masks_without_a_known_pixel_cost_nothing():
     assert task.training_step((torch.rand(2, 1, 4, 4), unknown), 0) == 0
 
 
+def sparse_masks():
+    masks = torch.randint(0, 2, (4, 4, 4))
+    masks[2:, 1:] = -1
+    return Segmentation(torch.nn.Conv2d(1, 2, 1), num_classes=2), masks
+
+
+def sparse_labels():
+    labels = torch.randint(0, 2, (4, 3)).float()
+    labels[2:, 1:] = float("nan")
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    return MultiLabel(net, num_classes=3), labels
+
+
+@pytest.mark.parametrize("make", [sparse_masks, sparse_labels])
+def test_unlabelled_targets_weigh_the_same_on_two_ranks(make):
+    """Two ranks train on the mean of their losses."""
+    torch.manual_seed(0)
+    task, targets = make()
+    images = torch.rand(4, 1, 4, 4)
+    halves = [
+        task.training_step((images[part], targets[part]), 0) for part in (slice(2), slice(2, 4))
+    ]
+    whole = task.training_step((images, targets), 0)
+    torch.testing.assert_close(whole, (halves[0] + halves[1]) / 2)
+
+
+def test_predictions_of_16_bits_keep_the_unit_of_the_targets():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 1))
+    task = Regression(net, mean=298_588, std=70_000)
+    images = torch.rand(3, 1, 2, 2)
+    expected = task.predict_step(images, 0)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            predicted = task.predict_step(images, 0)
+        torch.testing.assert_close(predicted, expected, rtol=0, atol=500)
+
+
 def test_a_gradient_that_overflows_leaves_the_weights(monkeypatch):
     task = SharpnessAware(torch.nn.Linear(2, 2), num_classes=2)
     task.net.weight.grad = torch.tensor([[float("inf"), 1.0], [1.0, 1.0]])
