@@ -10,8 +10,9 @@
     python src/logbook.py build              write all pages of the logbook again
 
 RUN is a run id, a part of one that only one run has, or a run folder. `keep` also takes
-s3://bucket/prefix/<run_id>, of a run whose machine is gone. Every run has a page of its own, logs/train/runs/<run_id>/page.md. Its heading and the text between its two comments are yours,
-and so are those of a comparison's page.
+s3://bucket/prefix/<run_id>, of a run whose machine is gone. Every run has a page of its own,
+logs/train/runs/<run_id>/page.md. Its heading and the text between its two comments are yours, and
+so are those of a comparison's page.
 """
 
 import argparse

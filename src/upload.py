@@ -14,18 +14,32 @@ from lockstep.process.project import REPOSITORY
 from lockstep.process.script import run_with_options
 from lockstep.records.folder import RunFolder, find_run, read_config
 from lockstep.records.record import read_record, status_of
+from lockstep.storage.errors import S3Error
+from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import finish_upload, send_files
 
 log = logging.getLogger(__name__)
 
+# In place of an option that the command line leaves to the run.
+OF_RUN = "that of the run"
 OPTIONS = {
     "run": None,
-    "s3.uri": "",
-    "s3.endpoint_url": "",
+    "s3.uri": OF_RUN,
+    "s3.endpoint_url": OF_RUN,
     "paths.log_dir": str(REPOSITORY / "logs"),
 }
 # There is no training to hold up, so the upload may take long.
 FLUSH_TIMEOUT_S = 3600.0
+# Codes of S3Error.
+LASTING_FAULTS = (
+    "NoSuchBucket",
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "NoCredentialsError",
+    "ProfileNotFound",
+    "PermanentRedirect",
+)
 
 
 def upload(options: dict[str, str]) -> int:
@@ -39,11 +53,12 @@ def upload(options: dict[str, str]) -> int:
     if status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
 
+    _refuse_unusable(Bucket.of(s3).at(folder.run_id))
     s3["flush_timeout_s"] = FLUSH_TIMEOUT_S
     code = finish_upload(s3, folder, EXIT_OK)
     if code != EXIT_OK:
-        reason = read_record(folder.record).upload.error
-        log.error(f"The best checkpoint of {folder.run_id} is not in {s3['uri']}: {reason}.")
+        reason = read_record(folder.record).upload.error or "the time was up"
+        log.error(f"The checkpoints of {folder.run_id} are not all in {s3['uri']}: {reason}.")
         return code
     if not send_files(s3, folder):
         log.error(f"The record and the page of {folder.run_id} are not in {s3['uri']}.")
@@ -52,14 +67,24 @@ def upload(options: dict[str, str]) -> int:
     return EXIT_OK
 
 
+def _refuse_unusable(run: Bucket) -> None:
+    """Raise UserError for a fault that waiting does not mend. Others are tried again."""
+    try:
+        run.check_writable()
+    except S3Error as error:
+        if error.code in LASTING_FAULTS:
+            raise UserError(f"{run.uri} cannot be used: {error}.") from None
+
+
 def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]:
     """Return the run's bucket, with what the command line names in its place."""
     s3: dict[str, Any] = {}
     if folder.config.exists():
         s3 = dict(read_config(folder.config).get("s3") or {})
     for key in ("uri", "endpoint_url"):
-        if options[f"s3.{key}"]:
-            s3[key] = options[f"s3.{key}"]
+        if options[f"s3.{key}"] != OF_RUN:
+            # An empty endpoint is Amazon's.
+            s3[key] = options[f"s3.{key}"] or None
     return s3
 
 

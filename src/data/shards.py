@@ -1,11 +1,13 @@
 """List images that lie in a few large files, each of which is read once per node."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from tqdm import tqdm
 
@@ -32,6 +34,13 @@ left_out: names by reason.
 data: the file that it wrote into `folder` with images that cannot be read in place; else None.
 splits: those of images in a file to train on, if a column says.
 """
+
+
+# As in the hub's own addresses: a revision such as refs/convert/parquet has two slashes.
+HUB_ADDRESS = re.compile(
+    r"hf://datasets/(?P<repository>[^/@]+/[^/@]+)"
+    r"(@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?(/(?P<folder>.+))?"
+)
 
 
 @dataclass
@@ -64,7 +73,8 @@ class Shards:
         items: list[Item] = []
         for name, split in tqdm(shards.items(), f"Reading {len(shards)} files", disable=None):
             items += self._items_of(folder, name, split, left_out)
-        if module.splits_option is True and all(item.split == TRAIN for item in items):
+        has_splits = any(map(_splits_of, shards)) or any(item.split != TRAIN for item in items)
+        if module.splits_option is True and not has_splits:
             raise UserError(
                 f"data.splits=true, but no file in {self._root} is named as a split: rename the "
                 "files train-…, val-… and test-…, or leave data.splits out."
@@ -112,7 +122,7 @@ class Shards:
         splits: dict[str, int] = {}
         others = []
         for name in names:
-            parts = splits_in("/".join(reversed(Path(name).parts)))
+            parts = _splits_of(name)
             if parts:
                 splits[name] = parts[0]
             else:
@@ -124,6 +134,11 @@ class Shards:
         return splits
 
 
+def _splits_of(name: str) -> list[int]:
+    """Return the splits that a file's name, or else its folders, stand for."""
+    return splits_in("/".join(reversed(Path(name).parts)))
+
+
 def from_hub(address: str, suffix: str, cache: Path) -> Path:
     """Copy the files of hf://datasets/OWNER/NAME[@REVISION][/FOLDER].
 
@@ -132,16 +147,18 @@ def from_hub(address: str, suffix: str, cache: Path) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    parts = address.removeprefix("hf://datasets/").strip("/")
-    owner, name, *inner = f"{parts}/".split("/")
-    name, _, revision = name.partition("@")
+    parts = HUB_ADDRESS.fullmatch(address.rstrip("/"))
+    if not parts:
+        raise UserError(f"data.root={address}: give hf://datasets/OWNER/NAME[@REVISION][/FOLDER].")
+    revision = parts["revision"]
+    folder = parts["folder"] or ""
     try:
         copy = snapshot_download(
-            f"{owner}/{name}",
+            parts["repository"],
             repo_type="dataset",
-            revision=revision or None,
+            revision=unquote(revision) if revision else None,
             cache_dir=cache,
-            allow_patterns="/".join([*inner[:-1], f"*{suffix}"]),
+            allow_patterns=f"{folder}/*{suffix}".lstrip("/"),
         )
     # The network, the hub and its authentication raise many kinds.
     except Exception as error:
@@ -149,4 +166,4 @@ def from_hub(address: str, suffix: str, cache: Path) -> Path:
         raise UserError(
             f"data.root={address} cannot be fetched ({type(error).__name__}: {reason})."
         ) from None
-    return Path(copy, *inner)
+    return Path(copy, folder)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lockstep.process.errors import UserError
 
 WHITENING_KERNEL = 2
+# 5,000 images of CIFAR-10, of which the patches take half a gigabyte.
+PIXELS_AT_ONCE = 5000 * 32 * 32
 WHITENING_EPS = 5e-4
 
 
@@ -112,10 +114,16 @@ class Airbench(nn.Module):
             images: (N, channels, H, W) normalised, N in the thousands.
         """
         kernel = WHITENING_KERNEL
-        patches = images.double().unfold(2, kernel, 1).unfold(3, kernel, 1)
         patch_size = images.shape[1] * kernel**2
-        flat_patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, patch_size)
-        covariance = flat_patches.T @ flat_patches / len(flat_patches)
+        covariance = torch.zeros(patch_size, patch_size, dtype=torch.double, device=images.device)
+        num_patches = 0
+        # All patches of large images at once would take gigabytes.
+        for chunk in images.split(max(1, PIXELS_AT_ONCE // images[0, 0].numel())):
+            patches = chunk.double().unfold(2, kernel, 1).unfold(3, kernel, 1)
+            flat_patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, patch_size)
+            covariance += flat_patches.T @ flat_patches
+            num_patches += len(flat_patches)
+        covariance /= num_patches
 
         eigenvalues, eigenvectors = torch.linalg.eigh(covariance)
         filters = (eigenvectors / (eigenvalues + WHITENING_EPS).sqrt()).T

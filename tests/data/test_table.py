@@ -458,6 +458,8 @@ def test_a_data_set_of_the_hub_is_fetched_and_has_its_layout(tmp_path, monkeypat
     dm = parquet_module("hf://datasets/me/colours@v1/data", tmp_path)
     assert counts(dm) == (42, 6, 3) and dm.class_names == sorted(COLOURS)
     assert asked == [("me/colours", None, "*.parquet"), ("me/colours", "v1", "data/*.parquet")]
+    parquet_module("hf://datasets/me/colours@refs/convert/parquet/data", tmp_path)
+    assert asked[2] == ("me/colours", "refs/convert/parquet", "data/*.parquet")
     dm.attach_to_ranks()
     ((images, labels),) = [
         dm.on_after_batch_transfer(batch, 0)[:2] for batch in dm.test_dataloader()

@@ -5,6 +5,7 @@ import torch
 from torchvision.models import alexnet
 
 from lockstep.process.errors import UserError
+from models import airbench
 from models.airbench import Airbench
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
@@ -156,3 +157,13 @@ def test_whitening_gives_uncorrelated_outputs_of_equal_power_is_the_same_each_ti
     rows = net.whiten.weight.flatten(1)[:12]  # an eigenvector's sign is fixed by its largest entry
     assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all()
     assert not net.whiten.weight.requires_grad and net.whiten.bias.requires_grad
+
+
+def test_whitening_of_large_images_goes_in_chunks(monkeypatch):
+    torch.manual_seed(0)
+    images = correlated_images()
+    whole, chunked = (Airbench(num_classes=10, image_size=12, channels=3) for _ in range(2))
+    whole.init_from_images(images)
+    monkeypatch.setattr(airbench, "PIXELS_AT_ONCE", 7 * 12 * 12)
+    chunked.init_from_images(images)
+    torch.testing.assert_close(chunked.whiten.weight, whole.whiten.weight)

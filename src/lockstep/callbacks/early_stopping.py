@@ -7,9 +7,7 @@ from lightning.pytorch import callbacks
 
 from lockstep.checkpoints.resume_point import is_ended_by_callback
 from lockstep.process.errors import UserError
-
-# The last part of a metric's name, where smaller is better. Other metrics are scores.
-SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "ece", "perplexity")
+from lockstep.process.output import is_lower_better
 
 
 class EarlyStopping(callbacks.EarlyStopping):
@@ -28,8 +26,9 @@ class EarlyStopping(callbacks.EarlyStopping):
             raise UserError(f"callbacks.early_stopping.mode={mode}: give auto, min or max.")
         self.options = {"patience": patience, **options}
         self.is_auto = mode == "auto"
-        direction = direction_of(monitor) if self.is_auto else mode
-        super().__init__(monitor, mode=direction, **self.options)
+        if self.is_auto:
+            mode = "min" if is_lower_better(monitor) else "max"
+        super().__init__(monitor, mode=mode, **self.options)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for part in trainer.callbacks:
@@ -37,12 +36,6 @@ class EarlyStopping(callbacks.EarlyStopping):
             if self.is_auto and is_of_best and part.mode != self.mode:
                 super().__init__(self.monitor, mode=part.mode, **self.options)
         super().setup(trainer, pl_module, stage)
-
-
-def direction_of(metric: str) -> str:
-    """Return min for losses and errors, max for scores: val/loss, val_rmse, val/acc."""
-    last_part = metric.replace("_", "/").rpartition("/")[2]
-    return "min" if last_part in SMALLER_IS_BETTER else "max"
 
 
 def reason_of_early_stop(trainer: pl.Trainer) -> str | None:

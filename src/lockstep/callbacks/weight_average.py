@@ -18,8 +18,8 @@ class WeightAverage(EMAWeightAveraging):
 
     Its decay begins small. Trained and averaged weights and buffers are exchanged from the start of
     a validation to its end, so that a module reads in its on_validation_epoch_end what it counted
-    in a buffer. A checkpoint of a run that is stopped in a validation has each in its place, and all ranks
-    validate with rank 0's averaged buffers, which are those that are saved.
+    in a buffer. A checkpoint of a run that is stopped in a validation has each in its place, and
+    all ranks validate with rank 0's averaged buffers, which are those that are saved.
 
     Args:
         decay: share of the average that stays in each step, once there have been many.

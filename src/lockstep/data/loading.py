@@ -152,6 +152,15 @@ def _start_workers(
     # Workers are born with these blocked: a signal to all processes of a job is for the rank, which
     # saves first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        return _loader_iterator(samples, selections, pin_memory, seed)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _loader_iterator(
+    samples: "Samples", selections: Iterable[Selection], pin_memory: bool, seed: int
+) -> Iterator[Any]:
     with warnings.catch_warnings():
         # Every DataLoader forks beside idle threads, of which Python 3.12 warns.
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
@@ -167,9 +176,7 @@ def _start_workers(
             multiprocessing_context=start_method(samples.num_workers),
             generator=torch.Generator().manual_seed(seed),
         )
-        batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return batches
+        return iter(loader)
 
 
 @atexit.register

@@ -243,14 +243,13 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> dict[str, l
 def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
     """Return groups of images of equal content, two images or more in each.
 
-    There are none where an image is damaged, which the loader will name.
+    An image that cannot be read is in none of them: the loader will name it.
     """
     groups: dict[bytes, list[int]] = {}
-    with suppress(CorruptImage):
-        for i in index.tolist():
+    for i in index.tolist():
+        with suppress(CorruptImage):
             groups.setdefault(hashlib.blake2b(source.read(i)).digest(), []).append(i)
-        return [group for group in groups.values() if len(group) > 1]
-    return []
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _add_pairs(data: Any, group: list[int], pairs: dict[str, list[str]]) -> None:

@@ -10,6 +10,9 @@ from typing import TextIO
 
 from lockstep.process.project import REPOSITORY
 
+# Metrics of which the lower one is better, as words of a name. Others are scores.
+ERRORS = {"mae", "mse", "rmse", "mape", "nll", "ece", "brier", "perplexity", "ppl", "fid"}
+ERRORS |= {"wer", "cer"}
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
 PLAIN = "\033[0m"
 # Control characters but for line ends and tabs, marks that change the direction of writing, and
@@ -114,6 +117,14 @@ def split_stage(name: str) -> tuple[str, str]:
         return "", name
     stage = next(stage for stage in ("train", "val", "test") if match[1].startswith(stage))
     return stage, name[match.end() :]
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether a metric's name is that of a loss or an error: val/loss, val_rmse, nll."""
+    name = metric.lower()
+    if "loss" in name or "error" in name:
+        return True
+    return not ERRORS.isdisjoint(re.split("[^a-z]+", name))
 
 
 def tested_name(monitor: str, metrics: Iterable[str] = ()) -> str:

@@ -57,6 +57,7 @@ PLAIN = ("UserError", "Diverged", "NoRoom")
 # For the other ranks to publish their error, or that they have lost a peer
 PEER_TIMEOUT_S = 6.0
 POLL_INTERVAL_S = 0.05
+# In the text of a RuntimeError, for which torch has no type of its own.
 NETWORK_ERRORS = (
     "connection closed",
     "connection reset",
@@ -184,7 +185,10 @@ class _Publisher:
         if isinstance(self.error, DistError):
             return True
         text = str(self.error).lower()
-        return isinstance(self.error, RuntimeError) and any(word in text for word in NETWORK_ERRORS)
+        if not isinstance(self.error, RuntimeError) or text.startswith("dataloader timed out"):
+            # A DataLoader waits for its own workers.
+            return False
+        return any(word in text for word in NETWORK_ERRORS)
 
     def _lost_peer(self) -> RankError | None:
         """Return the error of a rank that says nothing, or of unequal data, unless one is known."""
@@ -254,7 +258,7 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
         _tell_agent(error, first)
         return exit_code(mine)
     if cluster.is_rank_zero and folder is not None:
-        record_end(folder, exit_code(mine), first)
+        record_end(folder, exit_code(first), first)
     log_failure(first, traceback.format_exc() if first["rank"] == cluster.rank else "")
     return exit_code(mine)
 

@@ -83,6 +83,8 @@ def read_config(path: Path) -> dict[str, Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         config = yaml.load(path.read_bytes(), Loader=loader)
+        if not isinstance(config, dict):
+            raise ValueError("it holds no options")
         for group in GROUPS:
             if not isinstance(config.get(group), dict | None):
                 raise ValueError(f"its {group} is a {type(config[group]).__name__}")

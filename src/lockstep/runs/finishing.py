@@ -7,7 +7,12 @@ import signal
 from pathlib import Path
 
 from lockstep.process import signals
-from lockstep.process.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.process.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_NOT_UPLOADED,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+)
 from lockstep.process.output import as_read, tested_name
 from lockstep.ranks.find import Cluster
 from lockstep.records.config import Config
@@ -93,9 +98,11 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> int:
     if code == EXIT_OK and record.status == "finished":
         paths = [os.path.relpath(page) for page in pages or [folder.path]]
         log.info(" · ".join(["finished", *_shown_metrics(record), *paths]))
+    again = f"python src/upload.py {folder.run_id} sends it"
     if record.upload.error:
-        again = f"python src/upload.py {folder.run_id} sends it"
         log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")
+    elif code == EXIT_NOT_UPLOADED:
+        log.info(f"The last checkpoint is NOT in the bucket yet: {again}.")
     return code
 
 

@@ -362,14 +362,14 @@ def _timeout_s(s3: Mapping[str, Any] | None, is_short: bool) -> float:
 def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) -> int:
     """Upload what the run's own process did not, and update the run record.
 
-    The exit code becomes EXIT_NOT_UPLOADED if it was EXIT_OK and the best checkpoint is not in the
-    bucket.
+    The exit code becomes EXIT_NOT_UPLOADED if it was EXIT_OK and something of the run, such as its
+    last checkpoint, is not in the bucket.
     """
     uploader = _last_uploader(s3, folder)
     if uploader is None:
         return code
     uploader.start()
-    uploader.flush(_timeout_s(s3, code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)))
+    is_sent = uploader.flush(_timeout_s(s3, code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)))
     uploader.stop()
 
     status = uploader.status()
@@ -378,7 +378,9 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
         record.upload = status if status.sha256 else JsonObject(record.upload, error=status.error)
         if status.sha256 and record.best_checkpoint.step == status.step:
             record.best_checkpoint.s3_uri = status.uri
-    return EXIT_NOT_UPLOADED if status.error and code == EXIT_OK else code
+    if code == EXIT_OK and not is_sent:
+        return EXIT_NOT_UPLOADED
+    return code
 
 
 def send_files(s3: Mapping[str, Any] | None, folder: RunFolder, is_short: bool = False) -> bool:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ from lockstep.process.output import tested_name
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
 from lockstep.sweeps.ranking import Job, is_minimized, ranking
-from lockstep.sweeps.stopping import forward_stop_signals, running
+from lockstep.sweeps.stopping import asked, forward_stop_signals, running
 
 log = logging.getLogger(__name__)
 
@@ -211,4 +212,10 @@ def run_child(
         command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output
     )
     running.add(process)
-    return process.wait()
+    if asked:
+        # The signal came between the start of the process and its entry in `running`.
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait()
+    finally:
+        running.discard(process)

@@ -1,7 +1,6 @@
 """The ranking of a sweep's jobs."""
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config.keys import REPEATS
 from lockstep.config.schema import key_of
-from lockstep.process.output import as_read, tested_name
-
-# Names of metrics of which the lower one is better.
-ERRORS = re.compile(r"loss|error|(?<![a-z])(mse|mae|rmse|ece|nll)(?![a-z])")
+from lockstep.process.output import as_read, is_lower_better, tested_name
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ def is_minimized(config: Any) -> bool:
     checkpoints = OmegaConf.select(config, "callbacks.checkpoints")
     if checkpoints and checkpoints.monitor == config.optimized_metric:
         return bool(checkpoints.mode == "min")
-    return bool(ERRORS.search(str(config.optimized_metric)))
+    return is_lower_better(str(config.optimized_metric))
 
 
 def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> list[str]:

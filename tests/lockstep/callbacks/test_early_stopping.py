@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.early_stopping import EarlyStopping, direction_of
+from lockstep.callbacks.early_stopping import EarlyStopping
 from plain_task import Small, fit
 from runs import succeed
 
@@ -27,12 +27,6 @@ def test_the_direction_follows_the_metric(monitor, mode, epochs, tmp_path):
     loader = DataLoader(torch.ones(1, 2))
     trainer = fit(Rising(), stop, best, val_loader=loader, max_epochs=4, num_sanity_val_steps=0)
     assert trainer.current_epoch == epochs
-
-
-def test_losses_and_errors_are_better_when_smaller():
-    smaller = ("val/loss", "val_loss", "val/rmse", "train/class_error")
-    assert [direction_of(metric) for metric in smaller] == ["min"] * 4
-    assert [direction_of(metric) for metric in ("val/acc", "val/f1_macro")] == ["max"] * 2
 
 
 def test_log_page_and_record_name_early_stopping(tmp_path):

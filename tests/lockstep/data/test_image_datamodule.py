@@ -13,6 +13,7 @@ from data.digits import DigitsDataModule
 from data.synthetic import SyntheticDataModule
 from lockstep.checkpoints.resume_point import TRAINING, VALIDATION, loop_state
 from lockstep.data.augmentation import CropFlip
+from lockstep.data.decoding import CorruptImage
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.data.report import identical_images
 from lockstep.process.errors import UserError
@@ -215,6 +216,23 @@ def test_a_data_set_of_ones_own_needs_no_name_and_no_cache(tmp_path):
     assert [
         len(list(getattr(alone, f"{name}_dataloader")())) for name in ("train", "val", "test")
     ] == [8, 1, 1]
+
+
+def test_an_unreadable_image_hides_no_equal_ones(tmp_path, monkeypatch):
+    dm = Own(image_size=4, global_batch_size=4, cache_dir=tmp_path)
+    run(tmp_path / "logs", dm, max_epochs=1)
+    read = dm.source.read
+
+    def read_but_one(position):
+        if position == 7:
+            raise CorruptImage("image 7 cannot be read")
+        return read(position)
+
+    monkeypatch.setattr(dm.source, "read", read_but_one)
+    assert identical_images(dm)["2 images occur under two labels"] == [
+        "image 0 = image 1",
+        "image 3 = image 4",
+    ]
 
 
 def test_labels_follow_the_classes_of_a_checkpoint(make):

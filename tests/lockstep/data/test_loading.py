@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -149,6 +150,18 @@ def test_a_large_new_folder_says_what_the_cache_takes(tmp_path, monkeypatch, cap
     for _ in range(2):
         cached(tmp_path / "large", build(300_000))
     assert caplog.text.count(f"{tmp_path} holds 0.0 GB of prepared images in 2 folders") == 1
+
+
+def test_workers_that_cannot_start_leave_signals_unblocked(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOMEM, "no memory to fork")
+
+    monkeypatch.setattr(loading, "DataLoader", refuse)
+    selection = Selection(np.arange(2), np.zeros((2, 1), np.int64))
+    samples = loading.Samples(None, None, num_workers=1)
+    with pytest.raises(OSError, match="no memory"):
+        list(loading.stream(samples, [selection]))
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_workers_share_the_list_where_python_has_a_fork_server():

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._inductor.exc import InductorError
+from torch.distributed import HashStore
 
-from lockstep.ranks.failures import log_failure, rank_error, unequal_epochs
+from local_ranks import local_cluster
+from lockstep.ranks import failures
+from lockstep.ranks.failures import log_failure, rank_error, unequal_epochs, with_culprit
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,20 @@ def test_out_of_memory_and_a_failed_compilation_are_told_with_what_helps(kind, m
     log_failure(rank_error(1, kind.__new__(kind, "no"), host="node-b", phase="training"), "")
     place, hint = capsys.readouterr().err.splitlines()
     assert f"rank 1 on node-b, in training: {kind.__name__}" in place and mend in hint
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "kind"),
+    [
+        ("DataLoader timed out after 30 seconds", 0, "RuntimeError"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 300000ms", 1, "hangs"),
+    ],
+)
+def test_only_a_network_error_blames_a_silent_rank(text, rank, kind, monkeypatch):
+    monkeypatch.setattr(failures, "PEER_TIMEOUT_S", 0.1)
+    cluster = local_cluster(0, 2, 0)
+    error = with_culprit(RuntimeError(text), HashStore(), cluster, ["node-a", "node-b"])
+    assert (error.culprit["rank"], error.culprit["kind"]) == (rank, kind)
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,42 @@ def test_bad_input_of_upload_py(setting, capsys, argv, status, sentence):
     assert sentence in err and err.count("\n") == 1
 
 
+def test_upload_py_waits_for_the_last_checkpoint_too(setting, capsys, monkeypatch):
+    setting.checkpoint(10)
+    assert setting.finish() == EXIT_OK
+    setting.checkpoint(20, kind="last")
+    send = Uploader._send_checkpoint
+
+    def send_slowly(uploader, kind):
+        if kind == "last":
+            raise TimeoutError
+        send(uploader, kind)
+
+    monkeypatch.setattr(Uploader, "_send_checkpoint", send_slowly)
+    monkeypatch.setattr(upload, "FLUSH_TIMEOUT_S", 1.0)
+    words = ["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]
+    assert upload.main(words) == EXIT_NOT_UPLOADED
+    captured = capsys.readouterr()
+    assert "not all in" in captured.err and "the-run is in" not in captured.out
+    assert setting.pointed() == 10 and setting.pointed("last") is None
+
+
+def test_upload_py_refuses_a_bucket_that_does_not_exist(setting, capsys):
+    setting.checkpoint(10)
+    words = ["the-run", "s3.uri=s3://missing", f"paths.log_dir={setting.folder.path.parents[2]}"]
+    assert upload.main(words) == 2
+    assert "the bucket missing does not exist" in capsys.readouterr().err
+
+
+def test_an_empty_endpoint_of_upload_py_is_amazons(setting):
+    options = dict(upload.OPTIONS, **{"s3.endpoint_url": "", "s3.uri": "s3://other/x"})
+    assert upload._bucket_config(setting.folder, options) == {
+        "uri": "s3://other/x",
+        "endpoint_url": None,
+        "flush_timeout_s": 30.0,
+    }
+
+
 def test_upload_py_does_not_say_that_files_are_there_which_were_not_sent(setting, capsys):
     write_record(setting.folder.record, RunRecord(status="failed"))
     assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 3

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.config.compose import compose, register_resolvers
-from lockstep.sweeps import jobs, local
+from lockstep.sweeps import jobs, local, stopping
 from lockstep.sweeps.jobs import run_child
 from lockstep.sweeps.ranking import Job, is_minimized, ranking
 from lockstep.sweeps.stopping import forward_stop_signals
@@ -68,6 +68,12 @@ def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, 
         run_child(job(words))
     assert end.value.code == code and saved.exists() == (code == 75)
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_job_that_starts_as_the_sweep_stops_is_told(monkeypatch):
+    monkeypatch.setattr(jobs, "asked", [signal.SIGTERM])
+    assert run_child(job("time.sleep(60)")) == -signal.SIGTERM
+    assert not stopping.running
 
 
 def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):
