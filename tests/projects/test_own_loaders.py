@@ -50,6 +50,15 @@ def test_data_that_was_chosen_stays(overrides, option):
     assert chosen_options(compose("train", overrides))["data"] == option
 
 
+def test_data_of_an_experiment_that_another_includes_stays(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    yaml = "# @package _global_\ndefaults: [mnist, _self_]\nseed: 3\n"
+    (tmp_path / "experiment/mine.yaml").write_text(yaml)
+    overrides = [f"hydra.searchpath=[file://{tmp_path}]", MODULE, "experiment=mine"]
+    config = compose("train", overrides)
+    assert (chosen_options(config)["data"], config.seed) == ("mnist", 3)
+
+
 def test_a_module_without_loaders_is_told_so(tmp_path):
     overrides = ("task._target_=projects.vae.VAE", "data=none", *SHORT)
     done = run_door("train", *overrides, logs=tmp_path, before=PROJECTS)

@@ -28,7 +28,7 @@ from lockstep.config.suggestions import missing_option, unknown_key
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
-from lockstep.records.config import Config
+from lockstep.records.config import Config, flatten
 from lockstep.records.folder import new_run_id
 
 CONFIGS = REPOSITORY / "configs"
@@ -39,7 +39,7 @@ OF_VALUES = ("experiment", "debug")
 # Keys that an option has, whatever its class.
 OPTIONAL_KEYS = {"_target_", "_partial_", "monitor", "mode", "outputs"}
 REFUSED_KEY = re.compile(
-    r"Could not (override|delete from config\.|"
+    r"Could not (override|(?P<is_removed>delete from config)\.|"
     r"append to config\. (?P<is_listed>An item is already at))"
     r" '(?P<key>[\w./-]+)'"
 )
@@ -82,12 +82,30 @@ def _brings_loaders(cfg: Any, line: CommandLine) -> bool:
     if any(key_of(word).partition(".")[0] == "data" for word in line.overrides):
         return False
     recipe = line.choices.get("experiment")
-    for folder in line.folders:
-        yaml = folder / "experiment" / f"{recipe}.yaml"
-        is_about_data = re.compile(r"^(\s*- override /?data:|data:)", re.MULTILINE)
-        if yaml.is_file() and is_about_data.search(yaml.read_text()):
-            return False
+    if recipe and _chooses_data(str(recipe), line.folders):
+        return False
     return has_method(str(cfg.task.get("_target_")), "train_dataloader")
+
+
+def _chooses_data(experiment: str, folders: tuple[Path, ...]) -> bool:
+    """Return whether an experiment, or one that its defaults include, is about data."""
+    import yaml
+
+    for folder in folders:
+        path = folder / "experiment" / f"{experiment}.yaml"
+        if not path.is_file():
+            continue
+        content = yaml.safe_load(path.read_text()) or {}
+        if "data" in content:
+            return True
+        for entry in content.get("defaults") or []:
+            if isinstance(entry, dict):
+                # Keys are `data`, `/data` and `override /data`.
+                if any(key.split()[-1].lstrip("/") == "data" for key in entry):
+                    return True
+            elif entry != "_self_" and _chooses_data(str(entry).rpartition("/")[2], folders):
+                return True
+    return False
 
 
 def _keeps_experiment(line: CommandLine, stored: Config) -> bool:
@@ -151,11 +169,27 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
     # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
     # too. A key that no yaml lists may be of Lightning's Trainer.
     if refused["is_listed"] or _is_trainer_argument(key):
-        changed = [set_or_add(word) if key_of(word) == key else word for word in overrides]
-        return _compose(config_name, changed, folders)
+        return _compose(config_name, _repaired(overrides, key), folders)
     choices = [word for word in overrides if is_choice(word, folders)]
-    options = _compose(config_name, [*search_paths(overrides), *choices], folders)
-    raise UserError(unknown_key(key, unresolved(options), folders))
+    options = unresolved(_compose(config_name, [*search_paths(overrides), *choices], folders))
+    if refused["is_removed"] and key in flatten(options):
+        return _compose(config_name, _repaired(overrides, key), folders)
+    raise UserError(unknown_key(key, options, folders))
+
+
+def _repaired(overrides: list[str], key: str) -> list[str]:
+    """Return overrides of `key` that Hydra takes.
+
+    It refuses to set a key that is new, to add one that is there, and to remove a null, which is
+    left out.
+    """
+    repaired = []
+    for override in overrides:
+        if key_of(override) != key:
+            repaired.append(override)
+        elif not override.startswith("~"):
+            repaired.append(set_or_add(override))
+    return repaired
 
 
 def _is_trainer_argument(key: str) -> bool:

@@ -83,8 +83,8 @@ def search_paths(overrides: list[str]) -> list[str]:
 def config_folders(overrides: list[str], configs: Path) -> tuple[Path, ...]:
     """Return `configs` and the folders that the overrides add to it."""
     values = "".join(override.partition("=")[2] for override in search_paths(overrides))
-    paths = re.findall(r"file://(.*?)(?<!\\)'", values)
-    return (configs, *(Path(path.replace("\\'", "'")) for path in paths))
+    paths = re.findall(r"'file://(.*?)(?<!\\)'|file://([^',\]]+)", values)
+    return (configs, *(Path(quoted.replace("\\'", "'") or plain) for quoted, plain in paths))
 
 
 def is_choice(override: str, folders: tuple[Path, ...]) -> bool:

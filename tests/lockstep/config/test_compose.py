@@ -117,6 +117,11 @@ def test_callbacks_and_loggers_are_added_to_those_of_every_run(words, group, wan
     )
 
 
+@pytest.mark.parametrize("key", ["trainer.max_time", "model.freeze", "trainer.barebones"])
+def test_a_null_may_be_removed(key):
+    assert plain(compose("train", [f"~{key}"])) == plain(compose("train", []))
+
+
 def test_data_of_another_class_get_no_recipe_of_the_default_data():
     cfg = compose("train", ["task._target_=a.Gan", "data._target_=a.Data"])
     assert (cfg.trainer.max_epochs, cfg.trainer.gradient_clip_val, list(cfg.data)) == (
