@@ -46,8 +46,18 @@ PIN_OF_TEST_PACKAGE = re.compile(rf"(?m)^({'|'.join(TEST_PACKAGES)})==.*\\\n( +-
 KEPT_LOGS = "logs/.gitkeep"
 REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
+# Our distribution and the stem of its wheel; it was called lockstep up to 2.0.0.
+DISTRIBUTION = "lockstep-vision"
+STEM = "lockstep_vision"
+WHEELS = ("lockstep-*.whl", f"{STEM}-*.whl")
 WHEEL = re.compile(
-    r"(?:\./)?vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n"
+    r"(?:\./)?vendor/lockstep(?:_vision)?-(?P<version>[\w.]+)-py3-none-any\.whl \\\n"
+    r" +--hash=sha256:[0-9a-f]{64}\n"
+)
+# The lines of a project's pyproject.toml that name the distribution and its wheel.
+DEPENDENCY = re.compile(r'"lockstep(?:-vision)?==[\w.]+"')
+SOURCE = re.compile(
+    r'(?m)^lockstep(?:-vision)? = \{ path = "vendor/lockstep(?:_vision)?-[\w.]+-py3-none-any\.whl" \}'
 )
 
 
@@ -98,8 +108,8 @@ def build_wheel(source: Path, vendor: Path) -> Path:
         for path in sorted((source / "src" / package).rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    info = f"lockstep-{project['version']}.dist-info"
-    metadata = ["Metadata-Version: 2.1", "Name: lockstep", f"Version: {project['version']}",
+    info = f"{STEM}-{project['version']}.dist-info"
+    metadata = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {project['version']}",
                 f"Requires-Python: {project['requires-python']}",
                 *(f"Requires-Dist: {name}" for name in project["dependencies"])]  # fmt: skip
     files[f"{info}/METADATA"] = "".join(f"{line}\n" for line in metadata).encode()
@@ -112,13 +122,17 @@ def build_wheel(source: Path, vendor: Path) -> Path:
         record += f"{name},sha256={digest},{len(content)}\n"
     files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     vendor.mkdir(exist_ok=True)
-    for old in vendor.glob("lockstep-*.whl"):
+    for old in wheels_in(vendor):
         old.unlink()
-    wheel = vendor / f"lockstep-{project['version']}-py3-none-any.whl"
+    wheel = vendor / f"{STEM}-{project['version']}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return wheel
+
+
+def wheels_in(vendor: Path) -> list[Path]:
+    return [path for pattern in WHEELS for path in vendor.glob(pattern)]
 
 
 def pin(wheel: Path, requirements: Path) -> None:
@@ -199,10 +213,7 @@ def upgrade(version: str, source: str) -> None:
         release = Path(folder) / "lockstep"
         run("git", "clone", "-q", "--depth=1", f"--branch=v{version}", source, release, cwd=ROOT)
         pin(build_wheel(release, ROOT / "vendor"), ROOT / "requirements.txt")
-        text = project.read_text().replace(f"lockstep=={found['version']}", f"lockstep=={version}")
-        project.write_text(
-            text.replace(f"lockstep-{found['version']}-py3", f"lockstep-{version}-py3")
-        )
+        name_wheel(project, version)
         print(changes_between((release / "CHANGELOG.md").read_text(), found["version"], version))
     try:
         run("make", "lock", cwd=ROOT)
@@ -226,6 +237,13 @@ def upgrade(version: str, source: str) -> None:
         run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"resume={last}", cwd=ROOT)
         print(f"All recipes compose, and run {last} can be resumed.")
     print(f"lockstep {found['version']} → {version}. Commit them after make test.")
+
+
+def name_wheel(project: Path, version: str) -> None:
+    """Let a project's pyproject.toml name the wheel of a version, under its present name."""
+    wheel = f"vendor/{STEM}-{version}-py3-none-any.whl"
+    text = DEPENDENCY.sub(f'"{DISTRIBUTION}=={version}"', project.read_text())
+    project.write_text(SOURCE.sub(f'{DISTRIBUTION} = {{ path = "{wheel}" }}', text))
 
 
 def changes_between(changelog: str, old: str, new: str) -> str:
@@ -267,7 +285,7 @@ def vendor() -> None:
     target = ROOT / "src" / "lockstep"
     if target.exists():
         raise Refused("src/lockstep exists already.")
-    [wheel] = (ROOT / "vendor").glob("lockstep-*.whl")
+    [wheel] = wheels_in(ROOT / "vendor")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(
             ROOT / "src", [name for name in archive.namelist() if ".dist-info/" not in name]
@@ -278,9 +296,10 @@ def vendor() -> None:
     requirements, project = ROOT / "requirements.txt", ROOT / "pyproject.toml"
     requirements.write_text(WHEEL.sub("", requirements.read_text()))
     needed = "".join(f'  "{name}",\n' for name in REQUIRED.findall(metadata))
-    text = re.sub(r'  "lockstep==.*\n', lambda _: needed, project.read_text())
-    project.write_text(re.sub(r"\[tool\.uv\.sources\]\nlockstep = .*\n\n", "", text))
-    run(sys.executable, "-m", "pip", "uninstall", "-q", "-y", "lockstep", cwd=ROOT)
+    text = re.sub(rf"  {DEPENDENCY.pattern},\n", lambda _: needed, project.read_text())
+    text = SOURCE.sub("", text).replace("[tool.uv.sources]\n\n\n", "")
+    project.write_text(text)
+    run(sys.executable, "-m", "pip", "uninstall", "-q", "-y", DISTRIBUTION, cwd=ROOT)
     print("src/lockstep holds the package now, and nothing installs a wheel any more.")
 
 
