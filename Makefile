@@ -50,11 +50,12 @@ test-hydra: install-dev  ## the tests of configs and sweeps with Hydra 1.4 and O
 	fi
 WITH_HYDRA := $(addprefix tests/,lockstep/config lockstep/commands lockstep/sweeps optimizers)
 
-install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=cpu: without CUDA
+install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=auto, cpu, cu126: another build of PyTorch
 
 install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
 
-DEVICE ?= $(shell cat $(VENV)/.device 2>/dev/null)# what the first install was told
+INSTALLED := $(shell cat $(VENV)/.device 2>/dev/null)# the build of PyTorch that is there
+DEVICE ?= $(INSTALLED)
 
 $(VENV)/bin/python:
 	@python=$$(for p in python3.12 python3.11 python3.13 python3.14 python3; do \
@@ -64,10 +65,11 @@ $(VENV)/bin/python:
 	  { echo "$$python has no venv: install it first, e.g. apt-get install python3-venv"; exit 1; }; \
 	"$$python" -m venv $(VENV)
 
-$(VENV)/.installed: requirements.txt | $(VENV)/bin/python
+$(VENV)/.installed: requirements.txt $(if $(filter-out $(INSTALLED),$(DEVICE)),another-device) | $(VENV)/bin/python
 	@DEVICE="$(DEVICE)" bash launch/install.sh requirements.txt
-	@echo "$(DEVICE)" >$(VENV)/.device
 	@touch $@
+
+another-device:
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@DEVICE="$(DEVICE)" bash launch/install.sh requirements-dev.txt
