@@ -79,6 +79,23 @@ def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tm
     assert (tmp_path / "again/vendor" / ours.name).read_bytes() == ours.read_bytes()
 
 
+def test_a_project_from_an_installed_wheel_is_the_same(first, tmp_path):
+    site = tmp_path / "site-packages"
+    code = "import pathlib, project, sys; project.write_template(project.ROOT, pathlib.Path(sys.argv[1]))"
+    launch = {"PYTHONPATH": str(ROOT / "launch")}
+    run(sys.executable, "-c", code, site / "lockstep/template", cwd=ROOT, **launch)
+    shutil.copytree(ROOT / "src/lockstep", site / "lockstep", dirs_exist_ok=True)
+    command = [sys.executable, "-m", "lockstep.commands.entry_point", "new", "birds"]
+    run(*command, cwd=tmp_path, PYTHONPATH=str(site), PYTHONDONTWRITEBYTECODE="1")
+    of_wheel = tmp_path / "birds"
+    assert git("ls-files", cwd=of_wheel) == git("ls-files", cwd=first)
+    differing = run("diff", "-rq", "-x", ".git", first, of_wheel, cwd=tmp_path, code=1).splitlines()
+    # A wheel knows no address of releases.
+    assert len(differing) == 1 and "pyproject.toml" in differing[0]
+    refused = run(sys.executable, "launch/project.py", "upgrade", "9.0.0", cwd=of_wheel, code=2)
+    assert "FROM=ADDRESS" in refused
+
+
 def read_metadata(archive):
     return archive.read(
         next(name for name in archive.namelist() if name.endswith("METADATA"))
