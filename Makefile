@@ -50,6 +50,14 @@ test-hydra: install-dev  ## the tests of configs and sweeps with Hydra 1.4 and O
 	fi
 WITH_HYDRA := $(addprefix tests/,lockstep/config lockstep/commands lockstep/sweeps optimizers)
 
+test-ends: install-dev  ## the contract with the lowest and the newest packages of pyproject.toml's ranges; needs the index
+	for end in lowest-direct highest; do \
+	  $(VENV)/bin/uv venv -q --clear -p $(PY) $(VENV)/$$end && \
+	  $(VENV)/bin/uv pip install -q -p $(VENV)/$$end --resolution $$end . && \
+	  $(VENV)/bin/uv pip install -q -p $(VENV)/$$end --group dev && \
+	  $(VENV)/$$end/bin/python -m pytest -m contract -o filterwarnings=default -p no:warnings $(SIDE_BY_SIDE) tests || exit 1; \
+	done
+
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=auto, cpu, cu126: another build of PyTorch
 
 install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
@@ -143,8 +151,14 @@ logbook: install  ## write the pages of the runs in logbook/ anew
 new:  ## make a project of your own: make new NAME=birds DIR=../birds
 	@python3 launch/project.py new "$(NAME)" "$(DIR)"
 
-release:  ## name what the changelog calls unreleased, commit and tag it: make release VERSION=1.0.0
+wheel: install  ## build and check wheel and sdist, into dist/
+	rm -rf dist
+	$(VENV)/bin/uv build -q -p $(PY) --no-build-isolation -o dist
+	@$(PY) launch/check_wheel.py dist
+
+release: wheel  ## name what the changelog calls unreleased, commit, tag and build it: make release VERSION=1.0.0
 	@python3 launch/release.py "$(VERSION)"
+	@$(MAKE) wheel
 
 clean:  ## remove caches; runs and .venv stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +

@@ -119,6 +119,67 @@ def test_a_version_that_cannot_be_and_changes_that_are_not_committed_are_refused
         assert code == 2 and said in words and git(clone, "tag") == ""
 
 
+# make wheel: what is built for an index
+
+OF_VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+GOOD = f"Metadata-Version: 2.4\nName: lockstep-vision\nVersion: {OF_VERSION}\n"
+README = "Description-Content-Type: text/markdown\n\n# Lockstep\n"
+
+
+def check_wheel(folder):
+    command = [sys.executable, ROOT / "launch/check_wheel.py", folder]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (GOOD.replace("lockstep-vision", "lockstep") + README, "is lockstep"),
+        (GOOD.replace(f"Version: {OF_VERSION}", "Version: 0.0.1") + README, "not of this version"),
+        (GOOD, "has no README"),
+        (
+            GOOD + "Requires-Dist: torch @ https://example.org/torch.whl\n" + README,
+            "an index refuses",
+        ),
+        (GOOD + "Requires-Dist: torch=2\n" + README, "torch=2"),
+    ],
+)
+def test_metadata_that_an_index_refuses_are_named(metadata, said, tmp_path):
+    name = f"lockstep_vision-{OF_VERSION}"
+    with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.dist-info/METADATA", metadata)
+    refused = check_wheel(tmp_path)
+    assert refused.returncode == 1 and said in refused.stderr, refused
+
+
+@pytest.mark.slow
+def test_a_built_wheel_is_fit_for_an_index_and_makes_a_project(tmp_path):
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.exists():
+        pytest.skip("uv is not beside this Python")
+    build = [
+        uv,
+        "build",
+        "-q",
+        "-p",
+        sys.executable,
+        "--no-build-isolation",
+        "-o",
+        tmp_path / "dist",
+    ]
+    # An sdist is made of a copy, because setuptools leaves a folder behind.
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "source" / name)
+    subprocess.run(build, cwd=tmp_path / "source", check=True)
+    done = check_wheel(tmp_path / "dist")
+    assert done.returncode == 0, done
+
+
 # make install against a local index: a package whose hash is not the pinned one is refused, with uv
 # and with pip.
 
