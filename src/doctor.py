@@ -11,7 +11,6 @@ as the run would.
 import json
 import logging
 import os
-import resource
 import shutil
 import socket
 import sys
@@ -111,6 +110,9 @@ def _machine(config: Config) -> Iterator[Finding]:
     yield Finding(
         shared > SHARED, f"{shared / MIB:.0f} MiB of shared memory", "docker run --shm-size=8g"
     )
+    # Windows has no such module, and is refused in a sentence.
+    import resource
+
     # A negative limit means none.
     handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield Finding(handles < 0 or handles >= HANDLES, f"{handles} file handles", "ulimit -n 65536")
