@@ -12,10 +12,19 @@ hashed=(--require-hashes --compile-bytecode)
 if [ ! -x .venv/bin/uv ]; then
   $python -m pip install -q --require-hashes -r launch/uv.txt || echo "uv cannot be installed; going on with pip."
 fi
+# The package was the distribution lockstep up to 2.0.0: its files would stay below the new ones.
+if compgen -G '.venv/lib/python*/site-packages/lockstep-*.dist-info' >/dev/null; then
+  $python -m pip uninstall -q -y lockstep
+fi
 if grep -q '^torch==' "$file"; then
   device=${DEVICE:-}
   if [ "$device" = auto ]; then # the package is in src/, or in the wheel of a project
-    device=$(PYTHONPATH=$(echo src vendor/*.whl | tr ' ' :) $python -m lockstep.process.gpu_builds)
+    package=src
+    if [ ! -d src/lockstep ]; then
+      package=.venv/package
+      $python -m zipfile -e vendor/lockstep_vision-*.whl $package
+    fi
+    device=$(PYTHONPATH=$package $python -m lockstep.process.gpu_builds)
   fi
   case $device in
   "" | cpu | cu126 | cu128 | cu130) ;;

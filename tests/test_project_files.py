@@ -377,3 +377,13 @@ def test_auto_takes_the_build_for_driver_and_gpus(gpus, device, stand_in):
     assert done.returncode == 0 and f"DEVICE=auto chose {device}: driver" in done.stderr
     assert (stand_in / ".venv/.device").read_text().strip() == device
     assert ("--torch-backend cu126" in asked(stand_in)[-1]) == (device == "cu126")
+
+
+def test_auto_finds_the_package_in_the_wheel_of_a_project(stand_in):
+    (stand_in / "vendor").mkdir()
+    wheel = shutil.make_archive(stand_in / "vendor/wheel", "zip", stand_in / "src")
+    Path(wheel).rename(stand_in / "vendor/lockstep_vision-9.0-py3-none-any.whl")
+    shutil.rmtree(stand_in / "src/lockstep")
+    write_tool(stand_in / "nvidia-smi", "echo '580.95.05, 6.1, GTX 1080'")
+    done = make_install(stand_in, "DEVICE=auto", path=stand_in)
+    assert done.returncode == 0 and "DEVICE=auto chose cu126" in done.stderr, done
