@@ -103,7 +103,7 @@ def read_machine() -> Machine | None:
             "name the build yourself, as DEVICE=cu130 or DEVICE=cu126."
         ) from None
     rows = [row.split(", ", 2) for row in answer.stdout.splitlines()]
-    if answer.returncode or not rows or any(len(row) != 3 for row in rows):
+    if not rows or any(len(row) != 3 for row in rows):
         complaint = " ".join(answer.stdout.split())[:200]
         raise UserError(
             f"nvidia-smi cannot list GPUs ({complaint}): mend the driver, or pass DEVICE=cpu."
