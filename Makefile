@@ -50,11 +50,20 @@ test-hydra: install-dev  ## the tests of configs and sweeps with Hydra 1.4 and O
 	fi
 WITH_HYDRA := $(addprefix tests/,lockstep/config lockstep/commands lockstep/sweeps optimizers)
 
-install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=cpu: without CUDA
+test-ends: install-dev  ## the contract with the lowest and the newest packages of pyproject.toml's ranges; needs the index
+	for end in lowest-direct highest; do \
+	  $(VENV)/bin/uv venv -q --clear -p $(PY) $(VENV)/$$end && \
+	  $(VENV)/bin/uv pip install -q -p $(VENV)/$$end --resolution $$end . && \
+	  $(VENV)/bin/uv pip install -q -p $(VENV)/$$end --group dev && \
+	  $(VENV)/$$end/bin/python -m pytest -m contract -o filterwarnings=default -p no:warnings $(SIDE_BY_SIDE) tests || exit 1; \
+	done
+
+install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=auto, cpu, cu126: another build of PyTorch
 
 install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
 
-DEVICE ?= $(shell cat $(VENV)/.device 2>/dev/null)# what the first install was told
+INSTALLED := $(shell cat $(VENV)/.device 2>/dev/null)# the build of PyTorch that is there
+DEVICE ?= $(INSTALLED)
 
 $(VENV)/bin/python:
 	@python=$$(for p in python3.12 python3.11 python3.13 python3.14 python3; do \
@@ -64,10 +73,11 @@ $(VENV)/bin/python:
 	  { echo "$$python has no venv: install it first, e.g. apt-get install python3-venv"; exit 1; }; \
 	"$$python" -m venv $(VENV)
 
-$(VENV)/.installed: requirements.txt | $(VENV)/bin/python
+$(VENV)/.installed: requirements.txt $(if $(filter-out $(INSTALLED),$(DEVICE)),another-device) | $(VENV)/bin/python
 	@DEVICE="$(DEVICE)" bash launch/install.sh requirements.txt
-	@echo "$(DEVICE)" >$(VENV)/.device
 	@touch $@
+
+another-device:
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@DEVICE="$(DEVICE)" bash launch/install.sh requirements-dev.txt
@@ -141,8 +151,14 @@ logbook: install  ## write the pages of the runs in logbook/ anew
 new:  ## make a project of your own: make new NAME=birds DIR=../birds
 	@python3 launch/project.py new "$(NAME)" "$(DIR)"
 
-release:  ## name what the changelog calls unreleased, commit and tag it: make release VERSION=1.0.0
+wheel: install  ## build and check wheel and sdist, into dist/
+	rm -rf dist
+	$(VENV)/bin/uv build -q -p $(PY) --no-build-isolation -o dist
+	@$(PY) launch/check_wheel.py dist
+
+release: wheel  ## name what the changelog calls unreleased, commit, tag and build it: make release VERSION=1.0.0
 	@python3 launch/release.py "$(VERSION)"
+	@$(MAKE) wheel
 
 clean:  ## remove caches; runs and .venv stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +

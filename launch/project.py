@@ -1,10 +1,14 @@
 """Make a project of your own from this repository, and upgrade the package that it uses.
 
-make new NAME=birds DIR=../birds      scripts, configs, tests and an empty logbook; the package as a
-wheel in vendor/ make upgrade TO=2.1.0                 in a project: replace the wheel and its pins;
-your files stay as they are make adopt FILE=strategies/fsdp.py    in a project: copy one file of the
-package into src/adopted/ and use the copy make vendor                           in a project: copy
-the package into src/lockstep/, without a wheel from then on
+make new NAME=birds DIR=../birds      scripts, configs, tests and an empty logbook, and the
+                                      package as a wheel in vendor/
+lockstep-vision new birds             the same, from the files in an installed wheel
+make upgrade TO=2.1.0                 in a project: replace the wheel and its pins; your files
+                                      stay as they are
+make adopt FILE=strategies/fsdp.py    in a project: copy one file of the package into
+                                      src/adopted/ and use the copy
+make vendor                           in a project: copy the package into src/lockstep/,
+                                      without a wheel from then on
 """
 
 import argparse
@@ -46,8 +50,18 @@ PIN_OF_TEST_PACKAGE = re.compile(rf"(?m)^({'|'.join(TEST_PACKAGES)})==.*\\\n( +-
 KEPT_LOGS = "logs/.gitkeep"
 REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
+# Our distribution and the stem of its wheel; it was called lockstep up to 2.0.0.
+DISTRIBUTION = "lockstep-vision"
+STEM = "lockstep_vision"
+WHEELS = ("lockstep-*.whl", f"{STEM}-*.whl")
 WHEEL = re.compile(
-    r"(?:\./)?vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n"
+    r"(?:\./)?vendor/lockstep(?:_vision)?-(?P<version>[\w.]+)-py3-none-any\.whl \\\n"
+    r" +--hash=sha256:[0-9a-f]{64}\n"
+)
+# The lines of a project's pyproject.toml that name the distribution and its wheel.
+DEPENDENCY = re.compile(r'"lockstep(?:-vision)?==[\w.]+"')
+SOURCE = re.compile(
+    r'(?m)^lockstep(?:-vision)? = \{ path = "vendor/lockstep(?:_vision)?-[\w.]+-py3-none-any\.whl" \}'
 )
 
 
@@ -56,7 +70,10 @@ class Refused(Exception):
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
+    try:
+        done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Refused(f"{command[0]} is not installed: install it first.") from None
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise Refused(f"{' '.join(map(str, command[:4]))} failed: {' '.join(last)}")
@@ -65,23 +82,36 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 def git(*words: str, cwd: Path) -> str:
     """Run git; where nobody has told it a name, it commits as lockstep."""
-    known = (
-        subprocess.run(["git", "config", "user.email"], cwd=cwd, capture_output=True).returncode
-        == 0
-    )
-    who = () if known else ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
+    who = ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
+    if run("git", "config", "--default", "", "--get", "user.email", cwd=cwd):
+        who = ()
     return run("git", *who, *words, cwd=cwd)
+
+
+def files_in(source: Path, *names: str) -> list[str]:
+    """Return the files under some names that git knows or would add.
+
+    An installed wheel and an sdist are no repository: there it is all that they hold.
+    """
+    if (source / ".git").exists():
+        return run(
+            "git", "ls-files", "-co", "--exclude-standard", "--", *names, cwd=source
+        ).splitlines()
+    paths: list[Path] = []
+    for name in names:
+        path = source / name
+        paths += sorted(path.rglob("*")) if path.is_dir() else [path]
+    kept = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
+    return [path.relative_to(source).as_posix() for path in kept]
 
 
 def listed(source: Path) -> list[Path]:
     """Return the files of the template that git knows or would add, without those that a project
     does not get.
     """
-    found = run(
-        "git", "ls-files", "-co", "--exclude-standard", "--", *TAKEN, cwd=source
-    ).splitlines()
     left = [pattern.rstrip("/") + "*" for pattern in LEFT]
-    kept = [Path(name) for name in found if not any(fnmatchcase(name, pattern) for pattern in left)]
+    names = files_in(source, *TAKEN)
+    kept = [Path(name) for name in names if not any(fnmatchcase(name, pattern) for pattern in left)]
     return [path for path in kept if (source / path).is_file()]
 
 
@@ -98,8 +128,8 @@ def build_wheel(source: Path, vendor: Path) -> Path:
         for path in sorted((source / "src" / package).rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    info = f"lockstep-{project['version']}.dist-info"
-    metadata = ["Metadata-Version: 2.1", "Name: lockstep", f"Version: {project['version']}",
+    info = f"{STEM}-{project['version']}.dist-info"
+    metadata = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {project['version']}",
                 f"Requires-Python: {project['requires-python']}",
                 *(f"Requires-Dist: {name}" for name in project["dependencies"])]  # fmt: skip
     files[f"{info}/METADATA"] = "".join(f"{line}\n" for line in metadata).encode()
@@ -112,13 +142,35 @@ def build_wheel(source: Path, vendor: Path) -> Path:
         record += f"{name},sha256={digest},{len(content)}\n"
     files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     vendor.mkdir(exist_ok=True)
-    for old in vendor.glob("lockstep-*.whl"):
+    for old in wheels_in(vendor):
         old.unlink()
-    wheel = vendor / f"lockstep-{project['version']}-py3-none-any.whl"
+    wheel = vendor / f"{STEM}-{project['version']}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return wheel
+
+
+def wheels_in(vendor: Path) -> list[Path]:
+    return [path for pattern in WHEELS for path in vendor.glob(pattern)]
+
+
+def write_template(source: Path, target: Path) -> None:
+    """Copy what `new` needs into a folder: it goes into the wheel, as does the one for vendor/."""
+    names = [*map(str, listed(source)), *files_in(source, OWN_FILES), "pyproject.toml"]
+    for name in names:
+        write(target / name, (source / name).read_bytes())
+    build_wheel(source, target / "vendor")
+
+
+def add_wheel(target: Path) -> Path:
+    """Put the package's wheel into a project's vendor/; an installed template has it ready."""
+    vendor = target / "vendor"
+    ready = wheels_in(ROOT / "vendor")
+    if not ready:
+        return build_wheel(ROOT, vendor)
+    vendor.mkdir()
+    return Path(shutil.copy(ready[0], vendor))
 
 
 def pin(wheel: Path, requirements: Path) -> None:
@@ -148,13 +200,12 @@ def new(name: str, folder: str) -> None:
         shutil.copymode(ROOT / path, target / path)
     pins = target / "requirements-dev.txt"
     pins.write_text(PIN_OF_TEST_PACKAGE.sub("", pins.read_text()))
-    own_files = run("git", "ls-files", "-co", "--exclude-standard", "--", OWN_FILES, cwd=ROOT)
-    for file in own_files.splitlines():
+    for file in files_in(ROOT, OWN_FILES):
         text = (ROOT / file).read_text().replace("{{name}}", name)
         text = text.replace("{{source}}", origin_of(ROOT)).replace("{{version}}", version_of(ROOT))
         path = target / file.removeprefix(f"{OWN_FILES}/").removesuffix(".in")
         write(path, text.encode())
-    pin(build_wheel(ROOT, target / "vendor"), target / "requirements.txt")
+    pin(add_wheel(target), target / "requirements.txt")
     text = "# Logbook\n\nNo runs yet: `python src/logbook.py keep <run_id>`.\n"
     write(target / "logbook" / "README.md", text.encode())
     # SLURM writes the output of launch/train.sbatch there, and makes no folder.
@@ -176,7 +227,12 @@ def version_of(source: Path) -> str:
 
 
 def origin_of(source: Path) -> str:
-    """Return where newer releases come from: the clone's origin, else the clone itself."""
+    """Return where newer releases come from: the clone's origin, else the clone itself.
+
+    An installed wheel does not know.
+    """
+    if not (source / ".git").exists():
+        return ""
     found = subprocess.run(
         ["git", "remote", "get-url", "origin"], cwd=source, capture_output=True, text=True
     )
@@ -195,14 +251,16 @@ def upgrade(version: str, source: str) -> None:
         return
     project = ROOT / "pyproject.toml"
     source = source or tomllib.loads(project.read_text())["tool"]["lockstep"]["source"]
+    if not source:
+        raise Refused(
+            "This project was made from a wheel and knows no address of releases: "
+            f"make upgrade TO={version} FROM=ADDRESS, or set source in pyproject.toml."
+        )
     with tempfile.TemporaryDirectory() as folder:
         release = Path(folder) / "lockstep"
         run("git", "clone", "-q", "--depth=1", f"--branch=v{version}", source, release, cwd=ROOT)
         pin(build_wheel(release, ROOT / "vendor"), ROOT / "requirements.txt")
-        text = project.read_text().replace(f"lockstep=={found['version']}", f"lockstep=={version}")
-        project.write_text(
-            text.replace(f"lockstep-{found['version']}-py3", f"lockstep-{version}-py3")
-        )
+        name_wheel(project, version)
         print(changes_between((release / "CHANGELOG.md").read_text(), found["version"], version))
     try:
         run("make", "lock", cwd=ROOT)
@@ -226,6 +284,13 @@ def upgrade(version: str, source: str) -> None:
         run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"resume={last}", cwd=ROOT)
         print(f"All recipes compose, and run {last} can be resumed.")
     print(f"lockstep {found['version']} → {version}. Commit them after make test.")
+
+
+def name_wheel(project: Path, version: str) -> None:
+    """Let a project's pyproject.toml name the wheel of a version, under its present name."""
+    wheel = f"vendor/{STEM}-{version}-py3-none-any.whl"
+    text = DEPENDENCY.sub(f'"{DISTRIBUTION}=={version}"', project.read_text())
+    project.write_text(SOURCE.sub(f'{DISTRIBUTION} = {{ path = "{wheel}" }}', text))
 
 
 def changes_between(changelog: str, old: str, new: str) -> str:
@@ -267,7 +332,7 @@ def vendor() -> None:
     target = ROOT / "src" / "lockstep"
     if target.exists():
         raise Refused("src/lockstep exists already.")
-    [wheel] = (ROOT / "vendor").glob("lockstep-*.whl")
+    [wheel] = wheels_in(ROOT / "vendor")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(
             ROOT / "src", [name for name in archive.namelist() if ".dist-info/" not in name]
@@ -278,9 +343,10 @@ def vendor() -> None:
     requirements, project = ROOT / "requirements.txt", ROOT / "pyproject.toml"
     requirements.write_text(WHEEL.sub("", requirements.read_text()))
     needed = "".join(f'  "{name}",\n' for name in REQUIRED.findall(metadata))
-    text = re.sub(r'  "lockstep==.*\n', lambda _: needed, project.read_text())
-    project.write_text(re.sub(r"\[tool\.uv\.sources\]\nlockstep = .*\n\n", "", text))
-    run(sys.executable, "-m", "pip", "uninstall", "-q", "-y", "lockstep", cwd=ROOT)
+    text = re.sub(rf"  {DEPENDENCY.pattern},\n", lambda _: needed, project.read_text())
+    text = SOURCE.sub("", text).replace("[tool.uv.sources]\n\n\n", "")
+    project.write_text(text)
+    run(sys.executable, "-m", "pip", "uninstall", "-q", "-y", DISTRIBUTION, cwd=ROOT)
     print("src/lockstep holds the package now, and nothing installs a wheel any more.")
 
 

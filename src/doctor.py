@@ -11,7 +11,6 @@ as the run would.
 import json
 import logging
 import os
-import resource
 import shutil
 import socket
 import sys
@@ -88,7 +87,7 @@ def examine(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _ranks(cluster)
     yield from _interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
     if cluster.accelerator == "gpu":
-        yield from _gpus()
+        yield from _gpus(cluster.devices)
     s3 = config.get("s3") or {}
     if s3.get("uri"):
         yield from _bucket(s3)
@@ -111,6 +110,9 @@ def _machine(config: Config) -> Iterator[Finding]:
     yield Finding(
         shared > SHARED, f"{shared / MIB:.0f} MiB of shared memory", "docker run --shm-size=8g"
     )
+    # Windows has no such module, and is refused in a sentence.
+    import resource
+
     # A negative limit means none.
     handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield Finding(handles < 0 or handles >= HANDLES, f"{handles} file handles", "ulimit -n 65536")
@@ -180,18 +182,18 @@ def _interfaces(socket_ifname: str) -> Iterator[Finding]:
             )
 
 
-def _gpus() -> Iterator[Finding]:
-    """Check the driver, and the plugin of NCCL where the network is EFA."""
+def _gpus(devices: int) -> Iterator[Finding]:
+    """Check driver, kernels for the first GPUs, and NCCL's plugin where the network is EFA."""
     import torch
 
-    cuda = torch.version.cuda
-    is_fine = torch.cuda.is_available()
-    verb = "uses" if is_fine else "cannot use"
-    yield Finding(
-        is_fine,
-        f"torch {torch.__version__} with CUDA {cuda} {verb} the driver",
-        f"apt-get install a driver for CUDA {cuda}, or pip install a torch for the driver's CUDA",
-    )
+    from lockstep.ranks.gpus import check_gpus
+
+    try:
+        check_gpus(range(devices))
+        build = f"torch {torch.__version__} with CUDA {torch.version.cuda}"
+        yield Finding(True, f"{build} uses the driver and has kernels for the GPUs")
+    except UserError as error:
+        yield Finding(False, str(error))
     if any(INFINIBAND.glob("efa*")):
         yield Finding(
             find_library("nccl-net") is not None,

@@ -6,7 +6,7 @@ It takes a few steps on a simulated CUDA driver, and prints what fails with file
 parameters without a gradient, lines that make the host wait for the device in every step, and the
 peak memory with your batch. Exit code 0 only if nothing fails. Needs the package in nullgpu/, Linux
 on x86-64 and cc; no GPU. --capability is the GPU's: 8.0 (the default) has bf16, 7.5 (T4) has fp16
-only.
+only; one that the installed torch has no kernels for, such as 7.0 (V100), is refused.
 """
 
 import importlib

@@ -174,6 +174,7 @@ OTHERS = {
     "copier",
     "sky",
     "docker",
+    "uvx",
 }  # programs of others
 VALUES = {"<run_id>": "faster", "…": "x"}
 

@@ -8,6 +8,8 @@ import pytest
 import doctor
 from local_ranks import run_ranks
 from lockstep.config.compose import compose, plain
+from lockstep.process.gpu_builds import Card, Machine
+from lockstep.ranks import gpus
 from ranks import free_port
 
 NODES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
@@ -82,12 +84,10 @@ def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
 
 def test_a_driver_that_torch_cannot_use_and_efa_without_its_plugin_are_named(monkeypatch, tmp_path):
     (tmp_path / "efa_0").mkdir()
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(doctor, "INFINIBAND", tmp_path)
-    driver, efa = doctor._gpus()
-    assert (
-        not driver[0] and "cannot use the driver" in driver[1] and "a driver for CUDA" in driver[2]
-    )
+    monkeypatch.setattr(gpus, "read_machine", lambda: Machine("535.54.03", [Card("T4", (7, 5))]))
+    driver, efa = doctor._gpus(1)
+    assert not driver[0] and "cannot use the driver" in driver[1] and "DEVICE=cu126" in driver[1]
     assert not efa[0] and "install aws-ofi-nccl" in efa[2]
 
 

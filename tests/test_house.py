@@ -46,6 +46,7 @@ WITH_TORCH = {
     "lockstep/ranks/agent.py",
     "lockstep/ranks/collectives.py",
     "lockstep/ranks/failures.py",  # inside of functions: runs/opening.py imports it
+    "lockstep/ranks/gpus.py",
     "lockstep/ranks/heartbeat.py",
     "lockstep/ranks/meeting.py",
     "lockstep/runs/join.py",

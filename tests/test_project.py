@@ -79,6 +79,23 @@ def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tm
     assert (tmp_path / "again/vendor" / ours.name).read_bytes() == ours.read_bytes()
 
 
+def test_a_project_from_an_installed_wheel_is_the_same(first, tmp_path):
+    site = tmp_path / "site-packages"
+    code = "import pathlib, project, sys; project.write_template(project.ROOT, pathlib.Path(sys.argv[1]))"
+    launch = {"PYTHONPATH": str(ROOT / "launch")}
+    run(sys.executable, "-c", code, site / "lockstep/template", cwd=ROOT, **launch)
+    shutil.copytree(ROOT / "src/lockstep", site / "lockstep", dirs_exist_ok=True)
+    command = [sys.executable, "-m", "lockstep.commands.entry_point", "new", "birds"]
+    run(*command, cwd=tmp_path, PYTHONPATH=str(site), PYTHONDONTWRITEBYTECODE="1")
+    of_wheel = tmp_path / "birds"
+    assert git("ls-files", cwd=of_wheel) == git("ls-files", cwd=first)
+    differing = run("diff", "-rq", "-x", ".git", first, of_wheel, cwd=tmp_path, code=1).splitlines()
+    # A wheel knows no address of releases.
+    assert len(differing) == 1 and "pyproject.toml" in differing[0]
+    refused = run(sys.executable, "launch/project.py", "upgrade", "9.0.0", cwd=of_wheel, code=2)
+    assert "FROM=ADDRESS" in refused
+
+
 def read_metadata(archive):
     return archive.read(
         next(name for name in archive.namelist() if name.endswith("METADATA"))
@@ -100,7 +117,7 @@ def test_a_new_project_is_small_committed_and_has_no_machinery(first):
         "Makefile",
         "pyproject.toml",
     } <= set(files)
-    assert (first / "requirements.txt").read_text().startswith("./vendor/lockstep-")
+    assert (first / "requirements.txt").read_text().startswith("./vendor/lockstep_vision-")
     assert "{{" not in (first / "README.md").read_text() + (first / "pyproject.toml").read_text()
 
 
@@ -212,13 +229,25 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
         )
         git("add", "-A", cwd=project)
         changed = git("diff", "--cached", "--name-only", "--no-renames", cwd=project).splitlines()
-        wheels = [f"vendor/lockstep-{each}-py3-none-any.whl" for each in (old, new)]
+        wheels = [f"vendor/lockstep_vision-{each}-py3-none-any.whl" for each in (old, new)]
         assert changed == ["pyproject.toml", "requirements.txt", *wheels]
-        assert f"lockstep=={old}" not in (project / "pyproject.toml").read_text()
+        assert f"=={old}" not in (project / "pyproject.toml").read_text()
         git("commit", "-qm", new, cwd=project)
     assert "already uses lockstep 9.2.0" in run(
         *upgrade, "9.2.0", "--from", template, cwd=project, **own
     )
+
+
+def test_an_upgrade_gives_a_project_of_2_0_0_the_new_name(project):
+    pyproject = project / "pyproject.toml"
+    before = pyproject.read_text()
+    older = before.replace("lockstep-vision", "lockstep").replace("lockstep_vision", "lockstep")
+    pyproject.write_text(older)
+    version = re.search(r"lockstep-vision==(.*)\"", before)[1]
+    code = "import project, pathlib, sys; "
+    code += "project.name_wheel(pathlib.Path('pyproject.toml'), sys.argv[1])"
+    run(sys.executable, "-c", code, version, cwd=project, PYTHONPATH=str(project / "launch"))
+    assert pyproject.read_text() == before != older
 
 
 def test_adopt_copies_a_file_and_points_its_yaml_at_the_copy(project):
@@ -275,6 +304,7 @@ def test_uv_resolves_it(project):
     lock = tomllib.loads((project / "uv.lock").read_text())
     versions = {package["name"]: package["version"] for package in lock["package"]}
     assert versions["torch"] in (ROOT / "requirements.txt").read_text() and "pytest" in versions
+    assert "lockstep-vision" in versions and "lockstep" not in versions
     (project / ".venv/bin").mkdir(parents=True)
     (project / ".venv/bin/python").symlink_to(sys.executable)
     (project / ".venv/bin/uv").symlink_to(uv)
@@ -282,7 +312,7 @@ def test_uv_resolves_it(project):
     before = set((project / "requirements.txt").read_text().splitlines())
     run("make", "lock", cwd=project)
     changed = before ^ set((project / "requirements.txt").read_text().splitlines())
-    assert all("vendor/lockstep-" in line for line in changed), changed
+    assert all("vendor/lockstep_vision-" in line for line in changed), changed
     assert "\npytest==" in (project / "requirements-dev.txt").read_text()
 
 

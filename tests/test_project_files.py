@@ -119,6 +119,67 @@ def test_a_version_that_cannot_be_and_changes_that_are_not_committed_are_refused
         assert code == 2 and said in words and git(clone, "tag") == ""
 
 
+# make wheel: what is built for an index
+
+OF_VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+GOOD = f"Metadata-Version: 2.4\nName: lockstep-vision\nVersion: {OF_VERSION}\n"
+README = "Description-Content-Type: text/markdown\n\n# Lockstep\n"
+
+
+def check_wheel(folder):
+    command = [sys.executable, ROOT / "launch/check_wheel.py", folder]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (GOOD.replace("lockstep-vision", "lockstep") + README, "is lockstep"),
+        (GOOD.replace(f"Version: {OF_VERSION}", "Version: 0.0.1") + README, "not of this version"),
+        (GOOD, "has no README"),
+        (
+            GOOD + "Requires-Dist: torch @ https://example.org/torch.whl\n" + README,
+            "an index refuses",
+        ),
+        (GOOD + "Requires-Dist: torch=2\n" + README, "torch=2"),
+    ],
+)
+def test_metadata_that_an_index_refuses_are_named(metadata, said, tmp_path):
+    name = f"lockstep_vision-{OF_VERSION}"
+    with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.dist-info/METADATA", metadata)
+    refused = check_wheel(tmp_path)
+    assert refused.returncode == 1 and said in refused.stderr, refused
+
+
+@pytest.mark.slow
+def test_a_built_wheel_is_fit_for_an_index_and_makes_a_project(tmp_path):
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.exists():
+        pytest.skip("uv is not beside this Python")
+    build = [
+        uv,
+        "build",
+        "-q",
+        "-p",
+        sys.executable,
+        "--no-build-isolation",
+        "-o",
+        tmp_path / "dist",
+    ]
+    # An sdist is made of a copy, because setuptools leaves a folder behind.
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "source" / name)
+    subprocess.run(build, cwd=tmp_path / "source", check=True)
+    done = check_wheel(tmp_path / "dist")
+    assert done.returncode == 0, done
+
+
 # make install against a local index: a package whose hash is not the pinned one is refused, with uv
 # and with pip.
 
@@ -212,30 +273,117 @@ CUDA = (
     "triton==3.0",
     "nvidia-cublas==1.0",
     "cuda-bindings==1.0",
+    "cuda-toolkit==13.0.3",
 )
 KEPT = "torchmetrics==1.0", "nvidia-ml-py==13.0"
+HASH = f" \\\n    --hash=sha256:{'0' * 64}\n"
+TORCH = "torch==2.1.0 torchvision==0.2.0"
+AGAIN = "--reinstall-package torch --reinstall-package torchvision"
 
 
-def test_without_cuda_only_pytorch_has_no_hash_and_the_choice_stays(tmp_path):
-    """A uv in its place says what it was asked for."""
+@pytest.fixture
+def stand_in(tmp_path):
+    """What make install needs, with a uv that says what it was asked for."""
     folder = copied(tmp_path, "0" * 64, with_uv=True)
-    (folder / ".venv/bin/uv").unlink()
-    line = f" \\\n    --hash=sha256:{'0' * 64}\n"
-    (folder / "requirements.txt").write_text(line.join([*CUDA, *KEPT, ""]))
-    (folder / ".venv/bin/uv").write_text('#!/bin/sh\necho "$*" >>asked\n')
-    (folder / ".venv/bin/uv").chmod(0o755)
-    make = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
-    refused = make(["make", "install", "DEVICE=gpu"])
-    assert (
-        "error: DEVICE=gpu is not known" in refused.stderr
-        and not (folder / ".venv/.installed").exists()
+    shutil.copytree(ROOT / "src/lockstep/process", folder / "src/lockstep/process")
+    (folder / "requirements.txt").write_text(HASH.join([*CUDA, *KEPT, ""]))
+    write_tool(folder / ".venv/bin/uv", 'echo "$*" >>asked')
+    return folder
+
+
+def write_tool(path, script):
+    path.unlink(missing_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def make_install(folder, *variables, path=""):
+    environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}".lstrip(":")}
+    return subprocess.run(
+        ["make", "install", *variables], cwd=folder, env=environment, capture_output=True, text=True
     )
-    assert make(["make", "install", "DEVICE=cpu"]).returncode == 0
-    own, rest = (folder / "asked").read_text().splitlines()
-    assert own.endswith("--no-deps --torch-backend cpu torch==2.1.0 torchvision==0.2.0")
-    assert "--require-hashes" in rest and rest.endswith("-r .venv/cpu.txt")
-    assert (folder / ".venv/cpu.txt").read_text() == line.join([*KEPT, ""])
-    (folder / "requirements.txt").write_text(line.join(["torch==2.2.0", ""]))
-    os.utime(folder / "requirements.txt", (2e9, 2e9))
-    make(["make", "install"])
-    assert "--torch-backend cpu torch==2.2.0" in (folder / "asked").read_text()
+
+
+def asked(folder):
+    """The commands that uv got since the last call."""
+    path = folder / "asked"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return [line.replace("--python .venv/bin/python ", "") for line in lines]
+
+
+def test_an_unknown_device_is_refused(stand_in):
+    refused = make_install(stand_in, "DEVICE=gpu")
+    assert refused.returncode and "error: DEVICE=gpu is not known" in refused.stderr
+    assert not (stand_in / ".venv/.installed").exists() and asked(stand_in) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cu126", "cu128"])
+def test_another_build_has_no_hashes_and_all_else_has(device, stand_in):
+    assert make_install(stand_in, f"DEVICE={device}").returncode == 0
+    trial, rest, build = asked(stand_in)
+    libraries = " --no-deps" if device == "cpu" else ""
+    assert trial == f"pip install -q --dry-run --torch-backend {device} {AGAIN}{libraries} {TORCH}"
+    assert rest == "pip install --no-deps --require-hashes --compile-bytecode -r .venv/rest.txt"
+    assert build == trial.replace("-q --dry-run", "--compile-bytecode")
+    assert (stand_in / ".venv/rest.txt").read_text() == HASH.join([*KEPT, ""])
+
+
+@pytest.mark.parametrize("words", [[], ["DEVICE=cu130"]], ids=["none", "cu130"])
+def test_the_pinned_build_comes_with_hashes(words, stand_in):
+    assert make_install(stand_in, *words).returncode == 0
+    [command] = asked(stand_in)
+    assert "--require-hashes" in command and command.endswith("-r requirements.txt")
+
+
+def test_the_chosen_build_stays_until_another_is_named(stand_in):
+    make_install(stand_in, "DEVICE=cu126")
+    asked(stand_in)
+    make_install(stand_in)
+    assert asked(stand_in) == []
+    make_install(stand_in, "DEVICE=cpu")
+    assert f"--torch-backend cpu {AGAIN}" in asked(stand_in)[-1]
+    (stand_in / "requirements.txt").write_text(HASH.join(["torch==2.2.0", ""]))
+    os.utime(stand_in / "requirements.txt", (2e9, 2e9))
+    make_install(stand_in)
+    assert asked(stand_in)[-1].endswith("--torch-backend cpu --no-deps torch==2.2.0")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("cause: Failed to fetch: https://index", "which cannot be reached from here"),
+        ("Because there is no version of torch==2.1.0", "has no torch==2.1.0 torchvision==0.2.0"),
+    ],
+)
+def test_an_index_without_the_build_is_one_sentence(answer, said, stand_in):
+    write_tool(stand_in / ".venv/bin/uv", f"echo '{answer}' >&2; exit 2")
+    refused = make_install(stand_in, "DEVICE=cu126")
+    first, *rest = refused.stderr.splitlines()
+    assert refused.returncode and first.startswith("error: ") and said in first
+    assert all(line.startswith("make: ") for line in rest)
+    assert not (stand_in / ".venv/.installed").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device"),
+    [("535.54.03, 8.0, NVIDIA A100", "cu126"), ("580.95.05, 7.0, Tesla V100", "cu126"), ("580.95.05, 9.0, H100", "cu130")],
+)  # fmt: skip
+def test_auto_takes_the_build_for_driver_and_gpus(gpus, device, stand_in):
+    tools = stand_in / "tools"
+    tools.mkdir()
+    write_tool(tools / "nvidia-smi", f"echo '{gpus}'")
+    done = make_install(stand_in, "DEVICE=auto", path=tools)
+    assert done.returncode == 0 and f"DEVICE=auto chose {device}: driver" in done.stderr
+    assert (stand_in / ".venv/.device").read_text().strip() == device
+    assert ("--torch-backend cu126" in asked(stand_in)[-1]) == (device == "cu126")
+
+
+def test_auto_finds_the_package_in_the_wheel_of_a_project(stand_in):
+    (stand_in / "vendor").mkdir()
+    wheel = shutil.make_archive(stand_in / "vendor/wheel", "zip", stand_in / "src")
+    Path(wheel).rename(stand_in / "vendor/lockstep_vision-9.0-py3-none-any.whl")
+    shutil.rmtree(stand_in / "src/lockstep")
+    write_tool(stand_in / "nvidia-smi", "echo '580.95.05, 6.1, GTX 1080'")
+    done = make_install(stand_in, "DEVICE=auto", path=stand_in)
+    assert done.returncode == 0 and "DEVICE=auto chose cu126" in done.stderr, done

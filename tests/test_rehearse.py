@@ -149,3 +149,10 @@ def test_what_it_refuses(monkeypatch, capfd):
         UserError, match="No dry run here: nullgpu needs cc: apt-get install gcc binutils."
     ):
         next(rehearse.lines({}, [], "8.0", Path(), lambda *_: 0))
+
+
+@needs_null_gpus
+@pytest.mark.slow
+def test_a_capability_without_kernels_names_the_build_to_install(tmp_path):
+    with pytest.raises(UserError, match=r"no kernels for .*7\.0.* make install DEVICE=cu126"):
+        list(report(*SMALL, *ONE, folder=tmp_path, capability="7.0"))

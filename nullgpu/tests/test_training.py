@@ -154,6 +154,29 @@ def test_the_largest_batch_fills_the_device_and_trains(tmp_path):
     )  # the context takes 400 MiB
 
 
+REFUSED = [
+    ({"NULLGPU_CAPABILITY": "7.0"}, "no kernels for simulated GPU (capability 7.0)"),
+    ({"NULLGPU_DRIVER": "535.54.03"}, "cannot use the driver's GPUs"),
+]
+
+
+@pytest.mark.parametrize(("environment", "said"), REFUSED, ids=["volta", "driver"])
+def test_a_run_on_gpus_that_torch_cannot_use_names_the_build(environment, said, tmp_path):
+    done = run_on_null_gpus("train", *SMALL, "trainer=gpu", logs=tmp_path, environment=environment)
+    assert done.code == 2 and said in done.output, done.output
+    assert "make install DEVICE=cu126" in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("environment", "said"), REFUSED, ids=["volta", "driver"])
+def test_the_doctor_names_the_build_for_gpus_that_torch_cannot_use(environment, said):
+    command = [sys.executable, REPOSITORY / "src/doctor.py", "trainer=gpu"]
+    done = subprocess.run(
+        command, env=null_gpus() | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and said in done.stdout, done
+    assert "make install DEVICE=cu126" in done.stdout
+
+
 def test_the_doctor_of_two_nodes_sees_their_gpus_and_measures_nccl():
     command = [
         sys.executable,

@@ -29,7 +29,7 @@
 #define MAX_DEVICES 16
 #define MAX_BLOCKS 65536
 #define CUDA_VERSION 13000
-enum { OK = 0, INVALID = 1, OOM = 2, NO_DEVICE = 100, BAD_DEVICE = 101, NOT_FOUND = 500, LOST = 719, NOT_READY = 600, UNSUPPORTED = 801,
+enum { OK = 0, INVALID = 1, OOM = 2, OLD_DRIVER = 35, NO_DEVICE = 100, BAD_DEVICE = 101, NOT_FOUND = 500, LOST = 719, NOT_READY = 600, UNSUPPORTED = 801,
        CAPTURE_UNSUPPORTED = 900 };
 
 typedef struct { unsigned x, y, z; } dim3;
@@ -44,8 +44,9 @@ static const char *setting(const char *name, const char *otherwise) {
 }
 
 static int physical_count(void) { int n = atoi(setting("NULLGPU_DEVICES", "1")); return n > MAX_DEVICES ? MAX_DEVICES : n; }
-static const char *model_name(void) { return setting("NULLGPU_NAME", "NVIDIA A100-SXM4-80GB"); }
 static int capability(void) { return (int)(atof(setting("NULLGPU_CAPABILITY", "8.0")) * 10 + 0.5); }
+static const char *model_name(void) { return setting("NULLGPU_NAME", capability() == 80 ? "NVIDIA A100-SXM4-80GB" : "simulated GPU"); }
+static const char *driver(void) { return setting("NULLGPU_DRIVER", "580.00.00"); }
 static uint64_t total_memory(void) { return (uint64_t)(atof(setting("NULLGPU_MEMORY_GIB", "16")) * GIB); }
 static uint64_t context_memory(void) { return (uint64_t)(atof(setting("NULLGPU_CONTEXT_MIB", "400")) * MIB); }
 static int multiprocessors(void) { return capability() >= 90 ? 132 : 108; }
@@ -344,7 +345,7 @@ API int cudaPointerGetAttributes(struct { int type, device; void *dev, *host; lo
 
 // --- devices -------------------------------------------------------------------------------------------------------
 
-API int cudaGetDeviceCount(int *n) { *n = device_count(); FAIL(*n ? OK : NO_DEVICE); }
+API int cudaGetDeviceCount(int *n) { *n = device_count(); if (atoi(driver()) < 580) FAIL(OLD_DRIVER); FAIL(*n ? OK : NO_DEVICE); }
 API int cudaGetDevice(int *d) { if (!device_count()) FAIL(NO_DEVICE); *d = current_device; return OK; }
 API int cudaSetDevice(int d) {
     if (!device_count()) FAIL(NO_DEVICE);
@@ -414,7 +415,7 @@ API const char *cudaGetErrorName(int e) {
 }
 API const char *cudaGetErrorString(int e) {
     switch (e) { case OK: return "no error"; case INVALID: return "invalid argument"; case OOM: return "out of memory";
-        case NO_DEVICE: return "no CUDA-capable device is detected"; case BAD_DEVICE: return "invalid device ordinal"; case LOST: return "unspecified launch failure"; case NOT_READY: return "device not ready";
+        case OLD_DRIVER: return "CUDA driver version is insufficient for CUDA runtime version"; case NO_DEVICE: return "no CUDA-capable device is detected"; case BAD_DEVICE: return "invalid device ordinal"; case LOST: return "unspecified launch failure"; case NOT_READY: return "device not ready";
         case UNSUPPORTED: return "operation not supported"; case CAPTURE_UNSUPPORTED: return "operation not permitted when stream is capturing"; default: return "unknown error"; }
 }
 
@@ -786,7 +787,7 @@ NVML(DeviceGetTotalEccErrors, void *h, int type, int since, unsigned long long *
     return 0;
 }
 NVML(DeviceGetFanSpeed, void *h, unsigned *v) { (void)h; (void)v; return 3; }
-NVML(SystemGetDriverVersion, char *out, unsigned n) { snprintf(out, n, "580.00.00"); return 0; }
+NVML(SystemGetDriverVersion, char *out, unsigned n) { snprintf(out, n, "%s", driver()); return 0; }
 NVML(SystemGetCudaDriverVersion_v2, int *v) { *v = CUDA_VERSION; return 0; }
 NVML(SystemGetCudaDriverVersion, int *v) { *v = CUDA_VERSION; return 0; }
 NVML(SystemGetNVMLVersion, char *out, unsigned n) { snprintf(out, n, "13.580.00"); return 0; }

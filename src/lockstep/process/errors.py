@@ -6,6 +6,7 @@ Imports no torch.
 import errno
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 EXIT_OK = 0
@@ -15,6 +16,11 @@ EXIT_USER_ERROR = 2
 EXIT_NOT_UPLOADED = 3
 # EX_TEMPFAIL of sysexits.h: a checkpoint was saved, and starting again goes on.
 EXIT_INTERRUPTED = 75
+
+# Every script imports this file before it needs more: Windows has no fcntl, no SIGUSR1 and no fork.
+if sys.platform == "win32":
+    print("error: Lockstep needs Linux: on Windows install and start it in WSL.", file=sys.stderr)
+    sys.exit(EXIT_USER_ERROR)
 
 
 class UserError(Exception):

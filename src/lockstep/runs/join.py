@@ -25,6 +25,7 @@ from lockstep.ranks import heartbeat
 from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.failures import with_culprit
 from lockstep.ranks.find import Cluster
+from lockstep.ranks.gpus import check_gpus
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.meeting import join
 from lockstep.records import provenance
@@ -275,11 +276,7 @@ def prepare_process(run: Run) -> None:
 
 def _prepare_gpu(run: Run) -> None:
     """Check that torch can use the GPU, and set the precision of its products."""
-    if not torch.cuda.is_available():
-        raise UserError(
-            f"The driver shows GPUs, but torch {torch.__version__} cannot use them: update the "
-            "driver, or install a torch for its CUDA; trainer=cpu does without."
-        )
+    check_gpus([device_of(run).index or 0])
     cores = cores_of_rank()
     if cores < MIN_CORES and run.cluster.is_rank_zero:
         log.warning(

@@ -112,3 +112,20 @@ def test_signals(name):
         [sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, " ".join(done.stdout.split())) == wanted, done.stderr
+
+
+WINDOWS = """
+import ctypes.util, multiprocessing, runpy, subprocess, sys, tempfile, urllib.request
+sys.modules |= dict.fromkeys(("fcntl", "resource"))
+sys.platform = "win32"
+sys.argv = [sys.argv[1], "--help"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["train.py", "doctor.py", "lockstep/commands/entry_point.py"])
+def test_windows_is_refused_in_one_sentence(script):
+    command = [sys.executable, "-c", WINDOWS, str(SRC / script)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: Lockstep needs Linux: on Windows install and start it in WSL.\n"

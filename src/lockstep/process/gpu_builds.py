@@ -1,0 +1,163 @@
+"""Find the build of PyTorch that this machine's driver and GPUs can run: the word of DEVICE=.
+
+    python -m lockstep.process.gpu_builds      prints it, and why on stderr; launch/install.sh asks
+
+Imports nothing that has to be installed.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+from lockstep.process.environment import DRIVER
+from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+
+Capability = tuple[int, int]
+
+SMI = ("nvidia-smi", "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader")
+SMI_WAIT_S = 30
+ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
+
+
+class Build(NamedTuple):
+    """A build of PyTorch 2.14 for CUDA.
+
+    Attributes:
+        device: the word of DEVICE=.
+        driver: the lowest major version of NVIDIA's driver.
+        architectures: what it has kernels for.
+    """
+
+    device: str
+    driver: int
+    architectures: tuple[str, ...]
+
+    def serves(self, cards: list["Card"]) -> bool:
+        return all(has_kernels(self.architectures, card.capability) for card in cards)
+
+
+# The best one first. The drivers are those of docs.nvidia.com/deploy/cuda-compatibility. The
+# architectures of CUDA 13.0 are torch's own, and those of 12.6 are from PyTorch's plan of release
+# 2.14 (github.com/pytorch/pytorch/issues/190355), which has no build for CUDA 12.8.
+BUILDS = (
+    Build("cu130", 580, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")),
+    Build("cu126", 525, ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")),
+)
+
+
+class Card(NamedTuple):
+    """A GPU as the driver describes it."""
+
+    name: str
+    capability: Capability
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return f"{self.name} (capability {major}.{minor})"
+
+
+class Machine(NamedTuple):
+    """The NVIDIA driver, as 580.95.05, and its GPUs."""
+
+    driver: str
+    cards: list[Card]
+
+
+def has_kernels(architectures: list[str] | tuple[str, ...], capability: Capability) -> bool:
+    """Return whether a build with these architectures runs on a GPU of this capability.
+
+    Kernels of sm_XY run on GPUs with the same X and at least Y, those of sm_XYa on XY alone. The
+    driver compiles compute_XY (PTX) for every GPU from XY on.
+    """
+    return any(_runs_on(architecture, capability) for architecture in architectures)
+
+
+def _runs_on(architecture: str, capability: Capability) -> bool:
+    match = ARCHITECTURE.fullmatch(architecture)
+    if match is None:
+        return False
+    kind, major, minor, is_exact = match.groups()
+    target = (int(major), int(minor))
+    if is_exact:
+        return target == capability
+    if kind == "compute":
+        return capability >= target
+    return capability[0] == target[0] and capability >= target
+
+
+def read_machine() -> Machine | None:
+    """Ask nvidia-smi for the driver and its GPUs; None without an NVIDIA driver.
+
+    Raises:
+        UserError: there is a driver, and nvidia-smi does not answer.
+    """
+    try:
+        answer = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_WAIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        if not any(map(os.path.exists, DRIVER)):
+            return None
+        raise UserError(
+            f"This machine has an NVIDIA driver, but nvidia-smi does not answer ({error}): "
+            "name the build yourself, as DEVICE=cu130 or DEVICE=cu126."
+        ) from None
+    rows = [row.split(", ", 2) for row in answer.stdout.splitlines()]
+    if not rows or any(len(row) != 3 for row in rows):
+        complaint = " ".join(answer.stdout.split())[:200]
+        raise UserError(
+            f"nvidia-smi cannot list GPUs ({complaint}): mend the driver, or pass DEVICE=cpu."
+        )
+    cards = [Card(name, _capability(capability)) for _, capability, name in rows]
+    return Machine(rows[0][0], cards)
+
+
+def _capability(text: str) -> Capability:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor or 0)
+
+
+def device_for(machine: Machine) -> str:
+    """Return the word of DEVICE= whose build runs on all GPUs of a machine.
+
+    Raises:
+        UserError: there is none, with what to do.
+    """
+    fitting = [build for build in BUILDS if build.serves(machine.cards)]
+    cards = _names_of(machine.cards)
+    if not fitting:
+        raise UserError(
+            f"No build of PyTorch 2.14 has kernels for {cards}: train without, by DEVICE=cpu."
+        )
+    driver = int(machine.driver.partition(".")[0])
+    for build in fitting:
+        if driver >= build.driver:
+            return build.device
+    raise UserError(
+        f"The driver {machine.driver} is too old for {cards}: install {fitting[-1].driver} or "
+        "later, or train without GPUs, by DEVICE=cpu."
+    )
+
+
+def _names_of(cards: list[Card]) -> str:
+    return ", ".join(dict.fromkeys(map(str, cards)))
+
+
+def main() -> int:
+    """Print the word of DEVICE= that fits this machine, and on stderr what it was chosen by."""
+    try:
+        machine = read_machine()
+        device = "cpu" if machine is None else device_for(machine)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    reason = "no NVIDIA driver"
+    if machine is not None:
+        reason = f"driver {machine.driver}, {_names_of(machine.cards)}"
+    print(f"DEVICE=auto chose {device}: {reason}.", file=sys.stderr)
+    print(device)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

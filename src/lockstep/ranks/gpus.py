@@ -1,0 +1,58 @@
+"""Refuse GPUs that this build of torch cannot use, with the build that can."""
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from lockstep.process.errors import UserError
+from lockstep.process.gpu_builds import Card, Machine, device_for, has_kernels, read_machine
+
+
+def check_gpus(indices: Iterable[int]) -> None:
+    """Refuse a driver that this torch cannot use, and a GPU that it has no kernels for.
+
+    Raises:
+        UserError: with the build of torch to install.
+    """
+    try:
+        # torch itself warns of a GPU without kernels, in twelve lines.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.init()
+    except (RuntimeError, AssertionError):
+        # A build without CUDA raises AssertionError.
+        raise UserError(
+            f"torch {torch.__version__} cannot use the driver's GPUs. {_build_to_install()}"
+        ) from None
+
+    architectures = torch.cuda.get_arch_list()
+    for index in indices:
+        card = Card(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+        if not has_kernels(architectures, card.capability):
+            raise UserError(
+                f"torch {torch.__version__} has no kernels for {card}, only for "
+                f"{', '.join(architectures)}. {_build_to_install(card)}"
+            )
+
+
+def _build_to_install(card: Card | None = None) -> str:
+    """Return the sentence that says what to type for a build that this machine can run.
+
+    Args:
+        card: without kernels; None where the driver is at fault.
+    """
+    try:
+        machine = read_machine()
+        if machine is None:
+            return "Mend the driver, or pass trainer=cpu."
+        if card is not None:
+            machine = Machine(machine.driver, [card])
+        device = device_for(machine)
+    except UserError as error:
+        return str(error)
+    if f"+{device}" in torch.__version__:
+        return f"The driver is {machine.driver}: mend it, or pass trainer=cpu."
+    return (
+        f"Type make install DEVICE={device} (the driver is {machine.driver}), or pass trainer=cpu."
+    )

@@ -1,0 +1,54 @@
+"""GPUs that this build of torch cannot use are refused, with the build that can."""
+
+import pytest
+import torch
+
+from lockstep.process.errors import UserError
+from lockstep.process.gpu_builds import Card, Machine
+from lockstep.ranks import gpus
+from lockstep.ranks.gpus import check_gpus
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """A function that lets torch and the driver show GPUs of these capabilities."""
+
+    def show(*capabilities, driver="580.95.05"):
+        cards = [Card("card", capability) for capability in capabilities]
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "card")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+        monkeypatch.setattr(gpus, "read_machine", lambda: Machine(driver, cards))
+
+    return show
+
+
+def no_driver():
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+
+
+def test_a_gpu_without_kernels_is_refused_with_the_build_to_install(shown):
+    shown((9, 0), (7, 0))
+    with pytest.raises(UserError, match="no kernels for card .capability 7.0.*DEVICE=cu126"):
+        check_gpus([1])
+
+
+def test_a_gpu_that_the_run_does_not_use_is_not_looked_at(shown):
+    shown((9, 0), (7, 0))
+    check_gpus([0])
+
+
+def test_a_driver_that_is_too_old_is_refused_with_the_build_to_install(shown, monkeypatch):
+    shown((8, 0), driver="535.54.03")
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    with pytest.raises(UserError, match="cannot use the driver's GPUs.*DEVICE=cu126.*535.54.03"):
+        check_gpus([0])
+
+
+def test_a_build_that_fits_is_not_to_be_installed_again(shown, monkeypatch):
+    shown((8, 0))
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    with pytest.raises(UserError, match="The driver is 580.95.05: mend it"):
+        check_gpus([0])
