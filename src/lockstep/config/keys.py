@@ -151,8 +151,10 @@ LABELS = ("logbook", "tags", "test")
 LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
 # The images, as the command line names them; data=NAME is a choice of them too.
 IMAGES = ("data.root", "data.images", "data.*dataset")
+# The fold that validates.
+FOLD = "data.fold"
 # Jobs of a sweep that differ in these alone repeat one configuration.
-REPEATS = ("data.fold", "data.seed", "seed")
+REPEATS = (FOLD, "data.seed", "seed")
 # Keys whose value is a name: `run_id=2025_11_25` is not a number.
 TEXTS = (
     "ckpt_path",

@@ -92,9 +92,14 @@ def sentence(differences: Sample, *, minimize: bool, unit: str = "") -> str:
     count = len(differences.values)
     pairs = f"{count} {'fold' if differences.fold_ratio else 'pair'}{'s' if count != 1 else ''}"
     if count < MIN_PAIRS:
-        return f"{pairs} give no interval, which takes {MIN_PAIRS} or more"
-    if not any(differences.values):
-        return f"equal in all {pairs}"
+        return (
+            f"{pairs} give{'s' if count == 1 else ''} no interval, which takes {MIN_PAIRS} or more"
+        )
+    first = differences.values[0]
+    if all(value == first for value in differences.values):
+        # Without a spread there is nothing to make an interval of.
+        size = f"{rounded(abs(first), 2)} {unit}".rstrip()
+        return f"other by {size} in each of {pairs}" if first else f"equal in all {pairs}"
 
     width = differences.half_width
     if not is_told(differences):

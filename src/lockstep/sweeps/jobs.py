@@ -21,6 +21,7 @@ from unittest import mock
 
 from lockstep.config.compose import CONFIGS, compose, for_multirun, one_sentence
 from lockstep.config.hydra_versions import version_base
+from lockstep.config.keys import FOLD
 from lockstep.config.overrides import CommandLine, as_typed, is_choice, quoted, search_paths
 from lockstep.config.schema import key_of
 from lockstep.config.suggestions import missing_option
@@ -181,8 +182,12 @@ def run_job(
 def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, metric: str) -> Job:
     """Return how a job has ended, with its metrics where it has finished."""
     metrics: dict[str, Any] = {}
+    fold_ratio = 0.0
     if code == 0 and folder.record.exists():
-        metrics = read_record(folder.record).metrics
+        record = read_record(folder.record)
+        metrics = record.metrics
+        if FOLD in map(key_of, overrides):
+            fold_ratio = (record.num_val or 0) / (record.num_train or 1)
         if not {metric, f"{metric}_best"} & metrics.keys():
             log.warning(
                 f"job {number} logs no {metric}. optimized_metric= takes what it logs: "
@@ -192,7 +197,8 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
     # A process that a signal killed has a negative code.
     exit_code = code if code >= 0 else 128 - code
     value = _best(metrics, metric)
-    return Job(number, exit_code, overrides, value, _best(metrics, tested_name(metric)))
+    tested = _best(metrics, tested_name(metric))
+    return Job(number, exit_code, overrides, value, tested, fold_ratio)
 
 
 def _best(metrics: Mapping[str, Any], name: str) -> float:
