@@ -1,6 +1,6 @@
 """Keep, compare and list runs: the logbook.
 
-    python src/logbook.py keep RUN …         copy runs from logs/ into the logbook
+    python src/logbook.py keep RUN …         copy runs or sweeps from logs/ into the logbook
     python src/logbook.py remove RUN …       delete them from the logbook, not from logs/
     python src/logbook.py compare RUN RUN …  side by side, with ratios to the first
                     --md FILE                write the comparison as a page, listed in the logbook
@@ -27,6 +27,7 @@ from lockstep.logbook.compare import as_text, title_of, write_comparison
 from lockstep.logbook.folders import Run, find_run, read_run
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
+from lockstep.logbook.sweep_page import find_sweep, keep_sweep
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.output import say, set_up
@@ -55,15 +56,28 @@ COLUMNS = (
 
 
 def keep(options: argparse.Namespace) -> None:
-    for folder in [find_run(name, options.logs) for name in options.runs]:
-        say(build.keep_run(folder, options.logbook))
+    sweeps = {name: find_sweep(name, options.logs) for name in options.runs}
+    folders = {name: sweeps[name] or find_run(name, options.logs) for name in options.runs}
+    for name, folder in folders.items():
+        if sweeps[name]:
+            say(keep_sweep(folder, options.logbook))
+        else:
+            say(build.keep_run(folder, options.logbook))
+    # The page of a sweep links the pages of its jobs that are kept.
+    build.write_sweep_pages(options.logbook)
+    build.write_index(options.logbook)
 
 
 def remove(options: argparse.Namespace) -> None:
     # A folder in logs/ names the run in the logbook.
-    for folder in [find_run(Path(name).name, options.logbook) for name in options.runs]:
+    names = [Path(name).name for name in options.runs]
+    folders = [
+        find_sweep(name, options.logbook) or find_run(name, options.logbook) for name in names
+    ]
+    for folder in folders:
         shutil.rmtree(folder)
         say(f"{folder} removed")
+    build.write_sweep_pages(options.logbook)
     build.write_index(options.logbook)
 
 

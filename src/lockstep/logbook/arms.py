@@ -109,7 +109,7 @@ class Trials:
 
     @property
     def has_repeats(self) -> bool:
-        """Whether several seeds or folds were run."""
+        """True if several seeds or folds were run."""
         return len({run.repeat for run in self.runs}) > 1
 
     @cached_property
@@ -159,6 +159,10 @@ class Trials:
         if len(self.settings) == 1:
             yield self.tested_text(arm)
         yield arm.name
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.metric)
 
     def winner_lines(self) -> list[str]:
         """Return the arm with the best mean, its test metric, and how many arms were tried.

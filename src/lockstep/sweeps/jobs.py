@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,9 @@ from lockstep.process.errors import UserError
 from lockstep.process.output import tested_name
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
-from lockstep.sweeps.ranking import Job, is_minimized, ranking
+from lockstep.sweeps.against import paired_sweep
+from lockstep.sweeps.ranking import Job, is_minimized, ranking, trials_of
+from lockstep.sweeps.record import write_sweep
 from lockstep.sweeps.stopping import forward_stop_signals, running
 
 log = logging.getLogger(__name__)
@@ -40,11 +43,13 @@ RESULTS_FOLDER = ".exit-codes"
 
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
-    """Run Hydra's multirun, log the ranking of its jobs, and return their worst exit code."""
+    """Run Hydra's multirun, report its jobs, and return their worst exit code."""
+    command = f"python src/{Path(sys.argv[0]).name} -m {shlex.join(overrides)}"
     # A wrong key or option is refused before the first job.
     overrides = for_multirun(overrides)
     cfg = compose(config_name, _first_values(overrides))
     refuse_missing_options(config_name, overrides)
+    overrides = paired_sweep(overrides, _parsed(overrides))
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
     program = str(Path(sys.argv[0]).resolve())
     shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
@@ -57,14 +62,23 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
             return run_job(cfg, HydraConfig.get(), program)
 
     folder = f"hydra.sweep.dir={quoted(str(sweep_dir))}"
-    run_hydra(config_name, job, ["--multirun", "--", *overrides, folder])
-
-    jobs = _ended_jobs(sweep_dir)
-    if jobs:
-        metric = str(cfg.optimized_metric)
-        lines = ranking(jobs, sweep_dir.name, metric, minimize=is_minimized(cfg))
-        log.info("\n" + "\n".join(lines))
+    try:
+        run_hydra(config_name, job, ["--multirun", "--", *overrides, folder])
+    finally:
+        # Also of a sweep that was stopped, the jobs that have ended are reported.
+        jobs = _ended_jobs(sweep_dir)
+        if jobs:
+            _report(jobs, sweep_dir, cfg, command)
     return max((job.code for job in jobs), default=0)
+
+
+def _report(jobs: list[Job], sweep_dir: Path, cfg: Any, command: str) -> None:
+    """Log the ranking of the jobs, and write sweep.json and page.md into the sweep's folder."""
+    metric = str(cfg.optimized_metric)
+    minimize = is_minimized(cfg)
+    log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=minimize)))
+    trials = trials_of(jobs, sweep_dir.name, metric, minimize=minimize)
+    log.info(f"\n{write_sweep(sweep_dir, command, jobs, trials)}")
 
 
 def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> None:
