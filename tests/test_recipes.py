@@ -62,10 +62,21 @@ def test_a_recipe_composes_what_its_source_states(experiment):
     assert {key: found[key] for key in SOURCES[experiment]} == SOURCES[experiment]
 
 
+def test_folds_bring_no_values_of_another_recipe():
+    composed = plain(compose("train", ["experiment=kfold", "data=digits"]))
+    default = plain(compose("train", ["data=digits"]))
+    assert (composed["data"]["fold"], composed["data"]["num_folds"]) == (0, 5)
+    assert composed["logbook"] is None
+    assert {key: composed[key] for key in ("model", "optimizer", "trainer")} == {
+        key: default[key] for key in ("model", "optimizer", "trainer")
+    }
+
+
 @pytest.mark.slow
 def test_the_folds_of_a_sweep_are_averaged_at_its_end(tmp_path):
     done = succeed(
-        "train", "-m", "experiment=kfold", "data.num_folds=3", "data.fold=0,1,2", "trainer.max_epochs=2",
+        "train", "-m", "experiment=kfold", "data=digits", "model=small_cnn", "trainer=cpu", "data.num_folds=3", "data.fold=0,1,2",
+        "trainer.max_epochs=2",
         f"hydra.sweep.dir={tmp_path}/train/multiruns/s", "~callbacks.hardware", logs=tmp_path,
     )  # fmt: skip
     records = [
