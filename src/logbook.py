@@ -2,7 +2,8 @@
 
     python src/logbook.py keep RUN …         copy runs or sweeps from logs/ into the logbook
     python src/logbook.py remove RUN …       delete them from the logbook, not from logs/
-    python src/logbook.py compare RUN RUN …  side by side, with ratios to the first
+    python src/logbook.py compare RUN RUN …  side by side, with ratios to the first; groups of runs
+                                             with means and intervals: KEY=VALUE, or RUN,RUN,RUN
                     --md FILE                write the comparison as a page, listed in the logbook
                     --html FILE|s3://…       write interactive curves, linked from the runs' pages
     python src/logbook.py table [KEY …]      runs of logs/ and of the logbook, with any field,
@@ -23,8 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook import build
+from lockstep.logbook.arms import Trials
 from lockstep.logbook.compare import as_text, title_of, write_comparison
-from lockstep.logbook.folders import Run, find_run, read_run
+from lockstep.logbook.folders import Run, find_run, heading_of, read_run, text_of
+from lockstep.logbook.groups import (
+    differs_between,
+    is_group,
+    members_of,
+    runs_of_group,
+    trials_of_groups,
+)
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
 from lockstep.logbook.sweep_page import find_sweep, keep_sweep
@@ -88,13 +97,40 @@ def build_pages(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
+    if any(is_group(word) for word in options.runs):
+        compare_groups(options)
+        return
     runs = [read_run(find_run(name, options.logs, options.logbook)) for name in options.runs]
     if len(runs) < 2 and not options.html:
         raise UserError("A comparison needs at least two runs: logbook.py compare RUN RUN.")
     title = options.title or title_of(runs, options.md)
     say(as_text(runs))
+    write_files(options, runs, title, None)
+
+
+def compare_groups(options: argparse.Namespace) -> None:
+    """Compare groups of runs as a sweep compares its arms."""
+    folders = _folders_by_id(options.logbook) | _folders_by_id(options.logs)
+    every = [read_run(folder) for folder in folders.values()]
+
+    def find(name: str) -> Run:
+        return read_run(find_run(name, options.logs, options.logbook))
+
+    groups = {word: runs_of_group(word, every, find) for word in options.runs}
+    trials = trials_of_groups(groups)
+    lines = [*trials.lines(), *trials.winner_lines(), differs_between(groups, trials)]
+    say("\n".join(filter(None, lines)))
+    title = options.title or (options.md and heading_of(text_of(options.md)))
+    runs = members_of(groups)
+    write_files(options, runs, title or " beside ".join(groups), trials)
+
+
+def write_files(
+    options: argparse.Namespace, runs: list[Run], title: str, trials: Trials | None
+) -> None:
+    """Write the page and the report that the command line asks for."""
     if options.md:
-        write_comparison(options.md, runs, title)
+        write_comparison(options.md, runs, title, trials)
         say(options.md)
     if options.html:
         address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))

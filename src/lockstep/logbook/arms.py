@@ -4,7 +4,7 @@ The runs are the jobs of a sweep, or those of a comparison of groups.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,6 +112,11 @@ class Trials:
         """True if several seeds or folds were run."""
         return len({run.repeat for run in self.runs}) > 1
 
+    @property
+    def repeats_alone(self) -> bool:
+        """True if the runs differ in seed or fold alone."""
+        return self.has_repeats and len(self.settings) == 1
+
     @cached_property
     def comparisons(self) -> list[Comparison]:
         """Each other arm beside the reference, in order, if they share a seed or fold."""
@@ -196,6 +201,14 @@ def mean_and_error(metric: str, sample: Sample) -> str:
 
 def unit_of(metric: str) -> str:
     return "points" if is_share(metric) else ""
+
+
+def best_of(metrics: Mapping[str, Any], name: str) -> float:
+    """Return the best value of a metric, or else the last one; nan without any."""
+    for key in (f"{name}_best", name):
+        if metrics.get(key) is not None:
+            return float(metrics[key])
+    return math.nan
 
 
 def refuse_equal_repeats(runs: Iterable[ArmRun]) -> None:

@@ -48,17 +48,12 @@ class Sweep:
     def jobs(self) -> list[dict[str, Any]]:
         """The best value first and failed jobs last; in order where none is the best."""
         jobs: list[dict[str, Any]] = self.record["jobs"]
-        if self.repeats_alone:
+        if self.trials.repeats_alone:
             return jobs
         sign = 1 if self.trials.minimize else -1
         return sorted(
             jobs, key=lambda job: (job["value"] is None, sign * (job["value"] or 0), job["number"])
         )
-
-    @property
-    def repeats_alone(self) -> bool:
-        """True if the jobs differ in seed or fold alone."""
-        return self.trials.has_repeats and len(self.trials.settings) == 1
 
     @property
     def result(self) -> str:

@@ -9,7 +9,6 @@ job would leak into the next, and each rank would start the whole sweep again. S
 import argparse
 import json
 import logging
-import math
 import shlex
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from lockstep.config.keys import FOLD
 from lockstep.config.overrides import CommandLine, as_typed, is_choice, quoted, search_paths
 from lockstep.config.schema import key_of
 from lockstep.config.suggestions import missing_option
+from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.output import tested_name
@@ -210,17 +210,9 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
 
     # A process that a signal killed has a negative code.
     exit_code = code if code >= 0 else 128 - code
-    value = _best(metrics, metric)
-    tested = _best(metrics, tested_name(metric))
+    value = best_of(metrics, metric)
+    tested = best_of(metrics, tested_name(metric))
     return Job(number, exit_code, overrides, value, tested, fold_ratio)
-
-
-def _best(metrics: Mapping[str, Any], name: str) -> float:
-    """Return the best value of a metric, or else the last one; nan without any."""
-    for key in (f"{name}_best", name):
-        if metrics.get(key) is not None:
-            return float(metrics[key])
-    return math.nan
 
 
 def run_child(

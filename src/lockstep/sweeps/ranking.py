@@ -62,7 +62,7 @@ def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool
     Of seeds or folds alone none is the best: their mean comes first, and they stay in order.
     """
     trials = trials_of(jobs, sweep_name, metric, minimize=minimize)
-    if trials.has_repeats and len(trials.settings) == 1:
+    if trials.repeats_alone:
         return [*trials.lines(), *_job_lines(jobs, sweep_name, metric, f"{len(jobs)} jobs:")]
 
     finished = [job for job in jobs if not job.has_failed]
