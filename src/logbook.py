@@ -1,8 +1,9 @@
 """Keep, compare and list runs: the logbook.
 
-    python src/logbook.py keep RUN …         copy runs from logs/ into the logbook
+    python src/logbook.py keep RUN …         copy runs or sweeps from logs/ into the logbook
     python src/logbook.py remove RUN …       delete them from the logbook, not from logs/
-    python src/logbook.py compare RUN RUN …  side by side, with ratios to the first
+    python src/logbook.py compare RUN RUN …  side by side, with ratios to the first; groups of runs
+                                             with means and intervals: KEY=VALUE, or RUN,RUN,RUN
                     --md FILE                write the comparison as a page, listed in the logbook
                     --html FILE|s3://…       write interactive curves, linked from the runs' pages
     python src/logbook.py table [KEY …]      runs of logs/ and of the logbook, with any field,
@@ -25,10 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook import build
+from lockstep.logbook.arms import Trials
 from lockstep.logbook.compare import as_text, title_of, write_comparison
-from lockstep.logbook.folders import Run, find_run, read_run
+from lockstep.logbook.folders import Run, find_run, heading_of, read_run, text_of
+from lockstep.logbook.groups import (
+    differs_between,
+    is_group,
+    members_of,
+    runs_of_group,
+    trials_of_groups,
+)
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
+from lockstep.logbook.sweep_page import find_sweep, keep_sweep
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.output import say, set_up
@@ -59,14 +69,24 @@ COLUMNS = (
 
 def keep(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as fetched:
-        folders = {}
+        sweeps = {}
+        runs = {}
         for name in options.runs:
-            if is_s3(name):
-                folders[_fetch(name.rstrip("/"), Path(fetched))] = name.rstrip("/")
+            sweep = None if is_s3(name) else find_sweep(name, options.logs)
+            if sweep:
+                sweeps[name] = sweep
+            elif is_s3(name):
+                runs[name] = _fetch(name.rstrip("/"), Path(fetched))
             else:
-                folders[find_run(name, options.logs)] = ""
-        for folder, address in folders.items():
+                runs[name] = find_run(name, options.logs)
+        for name, folder in runs.items():
+            address = name.rstrip("/") if is_s3(name) else ""
             say(build.keep_run(folder, options.logbook, address))
+        for folder in sweeps.values():
+            say(keep_sweep(folder, options.logbook))
+    # The page of a sweep links the pages of its jobs that are kept.
+    build.write_sweep_pages(options.logbook)
+    build.write_index(options.logbook)
 
 
 def _fetch(address: str, root: Path) -> Path:
@@ -81,9 +101,14 @@ def _fetch(address: str, root: Path) -> Path:
 
 def remove(options: argparse.Namespace) -> None:
     # A folder in logs/ names the run in the logbook.
-    for folder in [find_run(Path(name).name, options.logbook) for name in options.runs]:
+    names = [Path(name).name for name in options.runs]
+    folders = [
+        find_sweep(name, options.logbook) or find_run(name, options.logbook) for name in names
+    ]
+    for folder in folders:
         shutil.rmtree(folder)
         say(f"{folder} removed")
+    build.write_sweep_pages(options.logbook)
     build.write_index(options.logbook)
 
 
@@ -94,13 +119,40 @@ def build_pages(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
+    if any(is_group(word) for word in options.runs):
+        compare_groups(options)
+        return
     runs = [read_run(find_run(name, options.logs, options.logbook)) for name in options.runs]
     if len(runs) < 2 and not options.html:
         raise UserError("A comparison needs at least two runs: logbook.py compare RUN RUN.")
     title = options.title or title_of(runs, options.md)
     say(as_text(runs))
+    write_files(options, runs, title, None)
+
+
+def compare_groups(options: argparse.Namespace) -> None:
+    """Compare groups of runs as a sweep compares its arms."""
+    folders = _folders_by_id(options.logbook) | _folders_by_id(options.logs)
+    every = [read_run(folder) for folder in folders.values()]
+
+    def find(name: str) -> Run:
+        return read_run(find_run(name, options.logs, options.logbook))
+
+    groups = {word: runs_of_group(word, every, find) for word in options.runs}
+    trials = trials_of_groups(groups)
+    lines = [*trials.lines(), *trials.winner_lines(), differs_between(groups, trials)]
+    say("\n".join(filter(None, lines)))
+    title = options.title or (options.md and heading_of(text_of(options.md)))
+    runs = members_of(groups)
+    write_files(options, runs, title or " beside ".join(groups), trials)
+
+
+def write_files(
+    options: argparse.Namespace, runs: list[Run], title: str, trials: Trials | None
+) -> None:
+    """Write the page and the report that the command line asks for."""
     if options.md:
-        write_comparison(options.md, runs, title)
+        write_comparison(options.md, runs, title, trials)
         say(options.md)
     if options.html:
         address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))

@@ -62,10 +62,21 @@ def test_a_recipe_composes_what_its_source_states(experiment):
     assert {key: found[key] for key in SOURCES[experiment]} == SOURCES[experiment]
 
 
+def test_folds_bring_no_values_of_another_recipe():
+    composed = plain(compose("train", ["experiment=kfold", "data=digits"]))
+    default = plain(compose("train", ["data=digits"]))
+    assert (composed["data"]["fold"], composed["data"]["num_folds"]) == (0, 5)
+    assert composed["logbook"] is None
+    assert {key: composed[key] for key in ("model", "optimizer", "trainer")} == {
+        key: default[key] for key in ("model", "optimizer", "trainer")
+    }
+
+
 @pytest.mark.slow
 def test_the_folds_of_a_sweep_are_averaged_at_its_end(tmp_path):
     done = succeed(
-        "train", "-m", "experiment=kfold", "data.num_folds=3", "data.fold=0,1,2", "trainer.max_epochs=2",
+        "train", "-m", "experiment=kfold", "data=digits", "model=small_cnn", "trainer=cpu", "data.num_folds=3", "data.fold=0,1,2",
+        "trainer.max_epochs=2",
         f"hydra.sweep.dir={tmp_path}/train/multiruns/s", "~callbacks.hardware", logs=tmp_path,
     )  # fmt: skip
     records = [
@@ -76,5 +87,5 @@ def test_the_folds_of_a_sweep_are_averaged_at_its_end(tmp_path):
         r["num_train"] for r in records
     } == {958}
     values = [record["metrics"]["test/acc"] for record in records]
-    said = next(line for line in done.output.splitlines() if "test/acc" in line and "±" in line)
-    assert f"test/acc {sum(values) / 3:.2%} ± " in said and "3 jobs" in said
+    line = next(line for line in done.output.splitlines() if "of 3 folds" in line)
+    assert f"test/acc {sum(values) / 3:.2%} ± " in line

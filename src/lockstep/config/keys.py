@@ -79,6 +79,7 @@ OUTPUT = Kind(
 )
 
 TABLE = {
+    "against": START,
     "callbacks": OUTPUT,
     "ckpt_path": START,
     "data.*.root": PLACE,
@@ -151,8 +152,30 @@ LABELS = ("logbook", "tags", "test")
 LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
 # The images, as the command line names them; data=NAME is a choice of them too.
 IMAGES = ("data.root", "data.images", "data.*dataset")
+# The fold that validates.
+FOLD = "data.fold"
 # Jobs of a sweep that differ in these alone repeat one configuration.
-REPEATS = ("data.fold", "data.seed", "seed")
+REPEATS = (FOLD, "data.seed", "seed")
+# Both arms of against=baseline have these: images, their split, what is predicted, and the length.
+SHARED_BY_ARMS = (
+    "debug",
+    "experiment",
+    "data.*column*",
+    "data.*fraction",
+    "data.channels",
+    "data.group",
+    "data.name",
+    "data.num_folds",
+    "data.num_val",
+    "data.splits",
+    "data.suffix",
+    "data.target",
+    "data.unknown",
+    "task.mode",
+    "task.monitor",
+    "trainer.limit_train_batches",
+    "trainer.overfit_batches",
+)
 # Keys whose value is a name: `run_id=2025_11_25` is not a number.
 TEXTS = (
     "ckpt_path",
@@ -266,6 +289,14 @@ def is_left_out_of_trials(key: str) -> bool:
 def names_images(key: str) -> bool:
     """Return whether an override names the images that are read."""
     return key == "data" or any(is_below(key, pattern) for pattern in IMAGES)
+
+
+def is_of_arm(key: str) -> bool:
+    """Return whether the baseline of a sweep with against=baseline omits an override."""
+    if key == "task" or names_images(key) or key in REPEATS:
+        return False
+    is_shared = any(is_below(key, pattern) for pattern in SHARED_BY_ARMS)
+    return kind_of(key) is RECIPE and not is_shared
 
 
 def is_placement(key: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.logbook.figures import drawn, run_panels, write_figure
 from lockstep.logbook.folders import NOTE, Run, config_of, read_run
 from lockstep.logbook.render import render
+from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.redact import redact, redact_text
@@ -227,19 +228,30 @@ def build(logbook: Path) -> list[str]:
     runs, errors = readable(logbook)
     for run in runs:
         write_page(run)
+    errors += write_sweep_pages(logbook)
     write_index(logbook)
     return errors
 
 
+def write_sweep_pages(logbook: Path) -> list[str]:
+    """Write the pages of all sweeps; return a sentence for each unreadable folder."""
+    sweeps, errors = readable_sweeps(logbook)
+    for sweep in sweeps:
+        write_sweep_page(sweep.folder)
+    return errors
+
+
 def write_index(logbook: Path) -> None:
-    """Write README.md: the comparisons, the reports and the runs, the newest first."""
+    """Write README.md: comparisons, reports, sweeps and runs, the newest first."""
     pages = {}
     for path in sorted([*logbook.glob("*.md"), *logbook.glob("*.html")]):
         title = re.search("(?:^# |<title>)(.*?)(?:</title>|$)", path.read_text(), re.MULTILINE)
         pages[path.name] = title[1] if title else path.name
     pages.pop("README.md", None)
     runs, _ = readable(logbook)
-    _write(logbook / "README.md", render("index.md.j2", runs=runs, pages=pages, marks=MARKS))
+    sweeps, _ = readable_sweeps(logbook)
+    text = render("index.md.j2", runs=runs, sweeps=sweeps, pages=pages, marks=MARKS)
+    _write(logbook / "README.md", text)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -44,6 +44,10 @@ def check_options(config: Config, cluster: Cluster) -> None:
     may_resume = config.get("resume") or cluster.launcher == "torchrun"
     resolve_batch(config, cluster, limit=math.inf if may_resume else None)
 
+    if config.get("against"):
+        raise UserError(
+            f"against={config['against']} compares the arms of a sweep: add -m and seed=1,2,3."
+        )
     if config["task_name"] == "train":
         _check_training(config)
         if cluster.accelerator == "cpu":

@@ -9,7 +9,7 @@ job would leak into the next, and each rank would start the whole sweep again. S
 import argparse
 import json
 import logging
-import math
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,15 +22,19 @@ from unittest import mock
 
 from lockstep.config.compose import CONFIGS, compose, for_multirun, one_sentence
 from lockstep.config.hydra_versions import version_base
+from lockstep.config.keys import FOLD
 from lockstep.config.overrides import CommandLine, as_typed, is_choice, quoted, search_paths
 from lockstep.config.schema import key_of
 from lockstep.config.suggestions import missing_option
+from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.output import tested_name
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
-from lockstep.sweeps.ranking import Job, is_minimized, ranking
+from lockstep.sweeps.against import paired_sweep
+from lockstep.sweeps.ranking import Job, is_minimized, ranking, trials_of
+from lockstep.sweeps.record import write_sweep
 from lockstep.sweeps.stopping import asked, forward_stop_signals, running
 
 log = logging.getLogger(__name__)
@@ -40,11 +44,13 @@ RESULTS_FOLDER = ".exit-codes"
 
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
-    """Run Hydra's multirun, log the ranking of its jobs, and return their worst exit code."""
+    """Run Hydra's multirun, report its jobs, and return their worst exit code."""
+    command = f"python src/{Path(sys.argv[0]).name} -m {shlex.join(overrides)}"
     # A wrong key or option is refused before the first job.
     overrides = for_multirun(overrides)
     cfg = compose(config_name, _first_values(overrides))
     refuse_missing_options(config_name, overrides)
+    overrides = paired_sweep(overrides, _parsed(overrides))
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
     program = str(Path(sys.argv[0]).resolve())
     shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
@@ -57,14 +63,23 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
             return run_job(cfg, HydraConfig.get(), program)
 
     folder = f"hydra.sweep.dir={quoted(str(sweep_dir))}"
-    run_hydra(config_name, job, ["--multirun", "--", *overrides, folder])
-
-    jobs = _ended_jobs(sweep_dir)
-    if jobs:
-        metric = str(cfg.optimized_metric)
-        lines = ranking(jobs, sweep_dir.name, metric, minimize=is_minimized(cfg))
-        log.info("\n" + "\n".join(lines))
+    try:
+        run_hydra(config_name, job, ["--multirun", "--", *overrides, folder])
+    finally:
+        # Also of a sweep that was stopped, the jobs that have ended are reported.
+        jobs = _ended_jobs(sweep_dir)
+        if jobs:
+            _report(jobs, sweep_dir, cfg, command)
     return max((job.code for job in jobs), default=0)
+
+
+def _report(jobs: list[Job], sweep_dir: Path, cfg: Any, command: str) -> None:
+    """Log the ranking of the jobs, and write sweep.json and page.md into the sweep's folder."""
+    metric = str(cfg.optimized_metric)
+    minimize = is_minimized(cfg)
+    log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=minimize)))
+    trials = trials_of(jobs, sweep_dir.name, metric, minimize=minimize)
+    log.info(f"\n{write_sweep(sweep_dir, command, jobs, trials)}")
 
 
 def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> None:
@@ -182,8 +197,12 @@ def run_job(
 def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, metric: str) -> Job:
     """Return how a job has ended, with its metrics where it has finished."""
     metrics: dict[str, Any] = {}
+    fold_ratio = 0.0
     if code == 0 and folder.record.exists():
-        metrics = read_record(folder.record).metrics
+        record = read_record(folder.record)
+        metrics = record.metrics
+        if FOLD in map(key_of, overrides):
+            fold_ratio = (record.num_val or 0) / (record.num_train or 1)
         if not {metric, f"{metric}_best"} & metrics.keys():
             log.warning(
                 f"job {number} logs no {metric}. optimized_metric= takes what it logs: "
@@ -192,16 +211,9 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
 
     # A process that a signal killed has a negative code.
     exit_code = code if code >= 0 else 128 - code
-    value = _best(metrics, metric)
-    return Job(number, exit_code, overrides, value, _best(metrics, tested_name(metric)))
-
-
-def _best(metrics: Mapping[str, Any], name: str) -> float:
-    """Return the best value of a metric, or else the last one; nan without any."""
-    for key in (f"{name}_best", name):
-        if metrics.get(key) is not None:
-            return float(metrics[key])
-    return math.nan
+    value = best_of(metrics, metric)
+    tested = best_of(metrics, tested_name(metric))
+    return Job(number, exit_code, overrides, value, tested, fold_ratio)
 
 
 def run_child(

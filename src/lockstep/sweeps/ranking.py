@@ -1,16 +1,16 @@
 """The ranking of a sweep's jobs."""
 
 import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from lockstep.config.keys import REPEATS
 from lockstep.config.schema import key_of
-from lockstep.process.output import as_read, is_lower_better, tested_name
+from lockstep.logbook.arms import BASELINE, ArmRun, Trials
+from lockstep.process.output import as_read, is_lower_better
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Job:
         code: the worst exit code of its SLURM tasks.
         value: the best value of the optimized metric; nan if the job failed.
         tested: the test metric that belongs to it.
+        fold_ratio: validation images per training image, of a fold; otherwise 0.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Job:
     overrides: list[str]
     value: float
     tested: float = math.nan
+    fold_ratio: float = 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -50,25 +52,36 @@ def is_minimized(config: Any) -> bool:
 
 
 def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> list[str]:
-    """Return the ranking as lines, then the means of jobs that differ in fold or seed alone.
+    """Return the ranking as lines, then the arms beside each other where seeds or folds repeat.
 
     The line of a job has the overrides that are not common to all jobs. Failed jobs are the last.
+    Of seeds or folds alone none is the best: their mean comes first, and they stay in order.
     """
+    trials = trials_of(jobs, sweep_name, metric, minimize=minimize)
+    if trials.repeats_alone:
+        return [*trials.lines(), *_job_lines(jobs, sweep_name, metric, f"{len(jobs)} jobs:")]
+
     finished = [job for job in jobs if not job.has_failed]
     finished.sort(key=lambda job: job.value, reverse=not minimize)
     ranked = [*finished, *(job for job in jobs if job.has_failed)]
-    common = _common_overrides(jobs)
-
     order = ", the lowest first" if minimize else ""
     title = f"{len(jobs)} jobs by {metric}{order}:"
-    if all(job.has_failed for job in jobs) and any(job.code == 0 for job in jobs):
+    if not finished and any(job.code == 0 for job in jobs):
         title = f"{len(jobs)} jobs, of which none logs {metric}:"
+    lines = _job_lines(ranked, sweep_name, metric, title)
+    if trials.has_repeats:
+        lines += trials.lines()
+    return [*lines, *trials.winner_lines()]
+
+
+def _job_lines(jobs: Sequence[Job], sweep_name: str, metric: str, title: str) -> list[str]:
+    common = _common_overrides(jobs)
     lines = [title]
-    for job in ranked:
+    for job in jobs:
         result = _result(job, metric)
         overrides = [override for override in job.overrides if override not in common]
         lines.append(f"  {result}  {' '.join(overrides)}  {sweep_name}_{job.number}")
-    return [*lines, *_means(ranked, common, metric)]
+    return lines
 
 
 def _result(job: Job, metric: str) -> str:
@@ -86,28 +99,24 @@ def _common_overrides(jobs: Sequence[Job]) -> set[str]:
     return set.intersection(*(set(job.overrides) for job in jobs))
 
 
-def _means(jobs: Iterable[Job], common: set[str], metric: str) -> Iterator[str]:
-    """Yield mean ± standard deviation of each group of jobs that differ in fold or seed alone."""
-    groups: dict[str, list[Job]] = {}
+def trials_of(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> Trials:
+    """Return the jobs as arms: jobs of one arm differ in fold or seed alone."""
+    common = _common_overrides(jobs)
+    runs = []
     for job in jobs:
-        settings = []
-        for override in job.overrides:
-            if override not in common and key_of(override) not in REPEATS:
-                settings.append(override)
-        groups.setdefault(" ".join(settings), []).append(job)
-
-    for settings_of_group, group in groups.items():
-        means = [
-            *_mean(metric, [job.value for job in group]),
-            *_mean(tested_name(metric), [job.tested for job in group]),
-        ]
-        if means:
-            parts = [f"{len(group)} jobs", *means, settings_of_group]
-            yield "  mean of " + " · ".join(filter(None, parts))
-
-
-def _mean(name: str, values: Sequence[float]) -> Iterator[str]:
-    """Yield the mean of a metric, or nothing where a job lacks it."""
-    if len(values) > 1 and all(map(math.isfinite, values)):
-        mean = as_read(name, statistics.fmean(values))
-        yield f"{name} {mean} ± {as_read(name, statistics.stdev(values))}"
+        overrides = [word for word in job.overrides if word not in common]
+        repeats = [word for word in overrides if key_of(word) in REPEATS]
+        settings = [word for word in overrides if key_of(word) not in REPEATS]
+        run = ArmRun(
+            f"{sweep_name}_{job.number}",
+            " ".join(settings),
+            " ".join(sorted(repeats)),
+            job.value,
+            job.tested,
+            job.fold_ratio,
+        )
+        runs.append(run)
+    if len({run.arm for run in runs}) > 1:
+        # An arm that sets nothing of its own is that of against=baseline.
+        runs = [run if run.arm else replace(run, arm=BASELINE) for run in runs]
+    return Trials(runs, metric, minimize)

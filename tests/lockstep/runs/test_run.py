@@ -62,6 +62,20 @@ def refused(*words, accelerator="cpu", **changed):
     return None
 
 
+@pytest.mark.parametrize("decay", [-0.1, 1, 1.5, "nan", "inf"])
+def test_a_decay_outside_zero_to_one_is_refused(decay):
+    assert "give a number from 0 to below 1" in refused("data=digits", f"trainer.ema_decay={decay}")
+
+
+@pytest.mark.parametrize("decay", [0, 0.999, "null"])
+def test_a_decay_that_is_a_share_is_taken(decay):
+    assert refused("data=digits", f"trainer.ema_decay={decay}") is None
+
+
+def test_arms_need_a_sweep():
+    assert "add -m and seed=1,2,3" in refused("data=digits", "against=baseline")
+
+
 def test_a_root_that_is_not_there_is_refused_unless_a_class_of_ones_own_may_make_it(tmp_path):
     for data in ("cifar10", "csv", "webdataset"):
         said = refused(f"data={data}", f"data.root={tmp_path / 'nowhere'}")

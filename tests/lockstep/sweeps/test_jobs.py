@@ -161,7 +161,7 @@ def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too
     both = [subprocess.Popen(command, cwd=SRC, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:
         said = process.communicate()[0]
-        assert process.returncode == 0 and "2 jobs by val/acc:" in said, said
+        assert process.returncode == 0 and "val/acc, mean ± standard error:" in said, said
     sweeps = list(tmp_path.glob("train/multiruns/*"))
     assert len(sweeps) == 2
     for folder in sweeps:
@@ -183,10 +183,11 @@ def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
     )
 
 
-def folds(rate, values):
+def folds(rate, values, first=0):
     words = ("experiment=kfold", f"optimizer.lr={rate}")
     return [
-        Job(n, int(v != v), (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)
+        Job(first + n, int(v != v), [*words, f"data.fold={n}"], v, v - 0.25, 0.5)
+        for n, v in enumerate(values)
     ]
 
 
@@ -198,20 +199,51 @@ def test_errors_are_minimized_and_other_metrics_are_not():
         assert is_minimized(config) is (metric in ("val/mae", "test/loss", "ece")), metric
 
 
-def test_a_sweep_ends_with_its_ranking_failed_jobs_last_and_the_mean_of_folds_and_seeds():
-    jobs = [*folds(0.1, [0.5, 0.75, 1.0]), *folds(0.2, [0.5, float("nan")])]
-    assert ranking(jobs, "night", "val/acc", minimize=False) == [
-        "5 jobs by val/acc:",
-        "  100.00%       optimizer.lr=0.1 data.fold=2  night_2",
+def test_settings_and_folds_are_ranked_and_compared_by_fold():
+    jobs = [*folds(0.1, [0.5, 0.75, 1.0]), *folds(0.2, [0.75, 0.75, 0.75], 3)]
+    assert ranking(jobs, "night", "val/acc", minimize=False)[2:] == [
         "  75.00%        optimizer.lr=0.1 data.fold=1  night_1",
+        "  75.00%        optimizer.lr=0.2 data.fold=0  night_3",
+        "  75.00%        optimizer.lr=0.2 data.fold=1  night_4",
+        "  75.00%        optimizer.lr=0.2 data.fold=2  night_5",
         "  50.00%        optimizer.lr=0.1 data.fold=0  night_0",
-        "  50.00%        optimizer.lr=0.2 data.fold=0  night_0",
-        "  exit code 1   optimizer.lr=0.2 data.fold=1  night_1",
-        "  mean of 3 jobs · val/acc 75.00% ± 25.00% · test/acc 50.00% ± 25.00% · optimizer.lr=0.1",
+        "val/acc, mean ± standard error:",
+        "  75.00% ± 22.82% of 3 folds · deviation 25.00% · optimizer.lr=0.1",
+        "  75.00% ± 0.00% of 3 folds · deviation 0.00% · optimizer.lr=0.2",
+        "  optimizer.lr=0.2 against optimizer.lr=0.1: no difference larger than 100 points can be "
+        "told from these 3 folds, which share training images: with Nadeau and Bengio's correction",
+        "best: optimizer.lr=0.1 · test/acc 50.00% ± 22.82% · 2 settings were tried on the same "
+        "validation images",
     ]
-    lowest = ranking(jobs, "night", "val/loss", minimize=True)
-    assert lowest[0] == "5 jobs by val/loss, the lowest first:" and lowest[1].startswith(
-        "  0.5           optimizer.lr="
+
+
+def test_failed_jobs_are_the_last_and_the_lowest_may_be_first():
+    jobs = [*folds(0.1, [0.5, float("nan"), 1.0]), *folds(0.2, [0.75], 3)]
+    lines = ranking(jobs, "night", "val/loss", minimize=True)
+    assert lines[0] == "4 jobs by val/loss, the lowest first:"
+    assert lines[1].startswith("  0.5 ")
+    assert lines[4] == "  exit code 1   optimizer.lr=0.1 data.fold=1  night_1"
+    assert lines[8].endswith("1 fold gives no interval, which takes 3 or more")
+
+
+def test_seeds_alone_have_a_mean_first_and_stay_in_order():
+    jobs = [Job(n, 0, [f"seed={n}"], value) for n, value in enumerate((0.5, 1.0, 0.75))]
+    assert ranking(jobs, "night", "val/acc", minimize=False) == [
+        "val/acc, mean ± standard error:",
+        "  75.00% ± 14.43% of 3 runs · deviation 25.00%",
+        "3 jobs:",
+        "  50.00%        seed=0  night_0",
+        "  100.00%       seed=1  night_1",
+        "  75.00%        seed=2  night_2",
+    ]
+
+
+def test_the_winner_of_settings_has_its_test_metric():
+    jobs = [Job(n, 0, [f"optimizer.lr={n}"], 0.5 + n / 4, 0.25) for n in range(2)]
+    lines = ranking(jobs, "night", "val/acc", minimize=False)
+    assert lines[-1] == (
+        "best: optimizer.lr=1 · test/acc 25.00% · 2 settings were tried on the same validation "
+        "images"
     )
 
 
@@ -242,7 +274,8 @@ def test_a_sweep_takes_arguments_that_no_yaml_lists(tmp_path):
         "seed=1,2",
         logs=tmp_path,
     )
-    assert done.code == 0 and "2 jobs by val_loss, the lowest first:" in done.output, done.output
+    assert done.code == 0, done.output
+    assert "val_loss, mean ± standard error:" in done.output and "of 2 runs" in done.output
 
 
 def test_a_sweep_of_a_module_without_validation_names_no_foreign_metric(tmp_path):

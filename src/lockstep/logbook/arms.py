@@ -1,0 +1,248 @@
+"""Group runs by their settings into arms, and compare arms by the pairs that share seed and fold.
+
+The runs are the jobs of a sweep, or those of a comparison of groups.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lockstep.logbook.paired import Sample, sentence
+from lockstep.logbook.render import is_share
+from lockstep.process.errors import UserError
+from lockstep.process.output import as_read, tested_name
+
+PERCENT = 100
+DIGITS = 10
+SEVERAL = (
+    "Each interval is 95 % by itself: of twenty equal settings one is likely to seem different."
+)
+# The arm that sets nothing of its own, of against=baseline.
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """One run of an arm.
+
+    Args:
+        arm: the settings that the runs of its arm share, and those of other arms do not.
+        repeat: what it shares with one run of each other arm, as seed=1 data.fold=0.
+        value: of the metric that ranks, in validation; nan if the run failed.
+        tested: the test metric that belongs to it; nan without one.
+        fold_ratio: validation images per training image where folds are repeated, otherwise 0.
+    """
+
+    run_id: str
+    arm: str
+    repeat: str
+    value: float
+    tested: float = math.nan
+    fold_ratio: float = 0.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The runs of equal settings that have finished; at least one."""
+
+    name: str
+    runs: Sequence[ArmRun]
+
+    @property
+    def values(self) -> Sample:
+        return self._sample([run.value for run in self.runs])
+
+    @property
+    def tested(self) -> Sample | None:
+        """The test metric; None where a run lacks it."""
+        values = [run.tested for run in self.runs]
+        return self._sample(values) if all(map(math.isfinite, values)) else None
+
+    def _sample(self, values: Sequence[float]) -> Sample:
+        return Sample(values, max(run.fold_ratio for run in self.runs))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm beside the reference, by the runs of both that share seed and fold.
+
+    Args:
+        differences: arm minus reference, in percentage points of a share.
+    """
+
+    arm: str
+    reference: str
+    differences: Sample
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The arms of a sweep or a comparison.
+
+    Args:
+        runs: in order. The arm of the first one is the reference of the others.
+        metric: that ranks, of the validation.
+        minimize: whether a lower value is better.
+    """
+
+    runs: Sequence[ArmRun]
+    metric: str
+    minimize: bool
+
+    @cached_property
+    def arms(self) -> list[Arm]:
+        """Arms with a finished run, the best mean first."""
+        arms = []
+        for name in self.settings:
+            runs = [run for run in self.runs if run.arm == name and math.isfinite(run.value)]
+            if runs:
+                arms.append(Arm(name, runs))
+        return sorted(arms, key=lambda arm: arm.values.mean, reverse=not self.minimize)
+
+    @property
+    def settings(self) -> list[str]:
+        """The names of all arms, also of those that failed, in order."""
+        return list(dict.fromkeys(run.arm for run in self.runs))
+
+    @property
+    def has_repeats(self) -> bool:
+        """True if several seeds or folds were run."""
+        return len({run.repeat for run in self.runs}) > 1
+
+    @property
+    def repeats_alone(self) -> bool:
+        """True if the runs differ in seed or fold alone."""
+        return self.has_repeats and len(self.settings) == 1
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Each other arm beside the reference, in order, if they share a seed or fold."""
+        arms = {arm.name: arm for arm in self.arms}
+        first, *others = self.settings
+        if not self.has_repeats or first not in arms:
+            return []
+        compared = [self._comparison(arms[name], arms[first]) for name in others if name in arms]
+        return [comparison for comparison in compared if comparison]
+
+    def _comparison(self, arm: Arm, reference: Arm) -> Comparison | None:
+        values = {run.repeat: run.value for run in reference.runs}
+        scale = PERCENT if is_share(self.metric) else 1
+        differences = []
+        for run in arm.runs:
+            if run.repeat in values:
+                # Beyond these digits there are errors of floating point alone.
+                difference = round(scale * (run.value - values[run.repeat]), DIGITS)
+                differences.append(difference)
+        if not differences:
+            return None
+        sample = Sample(differences, arm.values.fold_ratio)
+        text = sentence(sample, minimize=self.minimize, unit=unit_of(self.metric))
+        return Comparison(arm.name, reference.name, sample, text)
+
+    def lines(self) -> list[str]:
+        """Return the arms, the best mean first, and the comparisons, for a terminal."""
+        if not self.arms:
+            return []
+        lines = [f"{self.metric}, mean ± standard error:"]
+        for arm in self.arms:
+            lines.append("  " + " · ".join(filter(None, self._parts(arm))))
+        for comparison in self.comparisons:
+            names = f"{comparison.arm} against {comparison.reference}"
+            lines.append(f"  {names}: {comparison.sentence}")
+        if len(self.comparisons) > 1:
+            lines.append(f"  {SEVERAL}")
+        return lines
+
+    def _parts(self, arm: Arm) -> Iterable[str]:
+        """Yield what the line of an arm has."""
+        yield f"{mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
+        if len(arm.runs) > 1:
+            yield f"deviation {as_read(self.metric, arm.values.deviation)}"
+        if len(self.settings) == 1:
+            yield self.tested_text(arm)
+        yield arm.name
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.metric)
+
+    def winner_lines(self) -> list[str]:
+        """Return the arm with the best mean, its test metric, and how many arms were tried.
+
+        The test metric of the others is not shown: who chooses by it needs another test.
+        """
+        if len(self.arms) < 2:
+            return []
+        best = self.arms[0]
+        tried = f"{len(self.settings)} settings were tried on the same validation images"
+        return [" · ".join(filter(None, [f"best: {best.name}", self.tested_text(best), tried]))]
+
+    def tested_text(self, arm: Arm) -> str:
+        """Return the test metric of an arm; empty where a run lacks it."""
+        name = tested_name(self.metric)
+        return f"{name} {mean_and_error(name, arm.tested)}" if arm.tested else ""
+
+
+def count_of_runs(arm: Arm) -> str:
+    unit = "fold" if arm.values.fold_ratio else "run"
+    return f"{len(arm.runs)} {unit}{'s' if len(arm.runs) > 1 else ''}"
+
+
+def mean_and_error(metric: str, sample: Sample) -> str:
+    """Return "95.10% ± 0.40%", the mean with its standard error, or the only value."""
+    mean = as_read(metric, sample.mean)
+    if len(sample.values) == 1:
+        return mean
+    return f"{mean} ± {as_read(metric, sample.error)}"
+
+
+def unit_of(metric: str) -> str:
+    return "points" if is_share(metric) else ""
+
+
+def best_of(metrics: Mapping[str, Any], name: str) -> float:
+    """Return the best value of a metric, or else the last one; nan without any."""
+    for key in (f"{name}_best", name):
+        if metrics.get(key) is not None:
+            return float(metrics[key])
+    return math.nan
+
+
+def refuse_equal_repeats(runs: Iterable[ArmRun]) -> None:
+    """Raise UserError where an arm has two runs of one seed and fold, which could not be paired."""
+    first: dict[tuple[str, str], str] = {}
+    for run in runs:
+        other = first.setdefault((run.arm, run.repeat), run.run_id)
+        if other != run.run_id:
+            raise UserError(
+                f"{other} and {run.run_id} of {run.arm} both have {run.repeat}. Add a condition "
+                "that tells them apart, as KEY=VALUE,data=digits, or list the run ids."
+            )
+
+
+def as_record(trials: Trials) -> dict[str, Any]:
+    """Return arms and comparisons as sweep.json holds them."""
+    arms = []
+    for arm in trials.arms:
+        record = {"arm": arm.name, "runs": [run.run_id for run in arm.runs]}
+        arms.append(record | _figures(arm.values))
+    comparisons = []
+    for comparison in trials.comparisons:
+        record = {"arm": comparison.arm, "against": comparison.reference}
+        record |= _figures(comparison.differences)
+        comparisons.append(record | {"sentence": comparison.sentence})
+    return {"arms": arms, "comparisons": comparisons}
+
+
+def _figures(sample: Sample) -> dict[str, Any]:
+    figures = {
+        "mean": sample.mean,
+        "deviation": sample.deviation,
+        "standard_error": sample.error,
+        "half_of_95_percent_interval": sample.half_width,
+    }
+    finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+    return {"count": len(sample.values), **finite}

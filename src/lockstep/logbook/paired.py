@@ -1,0 +1,149 @@
+"""Tell whether one setting is better than another: pairs of runs that share a seed or a fold.
+
+Student's t over the differences of the pairs. Folds share training images, so their differences
+are not independent: Nadeau and Bengio (2003), "Inference for the generalization error", equation
+(19), add the ratio of validation to training images to 1/n.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Of the interval.
+CONFIDENCE = 0.95
+# How often so many pairs would show the difference that the sentence names.
+POWER = 0.9
+# Two differences have a spread with one degree of freedom, which says next to nothing.
+MIN_PAIRS = 3
+MOST_PAIRS = 1000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Values of one setting, or differences of pairs.
+
+    Args:
+        values: of single runs; at least one.
+        fold_ratio: validation images per training image, of folds that share training images; 0
+            for values of independent runs.
+    """
+
+    values: Sequence[float]
+    fold_ratio: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of single values; nan of one value."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean, corrected for folds; nan of one value."""
+        return self.deviation * math.sqrt(1 / len(self.values) + self.fold_ratio)
+
+    @property
+    def half_width(self) -> float:
+        """Half of the mean's interval; nan of fewer values than MIN_PAIRS."""
+        if len(self.values) < MIN_PAIRS:
+            return math.nan
+        return t_quantile((1 + CONFIDENCE) / 2, len(self.values) - 1) * self.error
+
+
+def t_quantile(share: float, degrees: int) -> float:
+    """Return the quantile of Student's t distribution."""
+    # scikit-learn brings scipy. The import takes a tenth of a second.
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, share))
+
+
+def pairs_that_tell(deviation: float, difference: float) -> int:
+    """Return how many independent pairs show a difference of that size with the power POWER.
+
+    Args:
+        deviation: of the differences of single pairs.
+    """
+    for pairs in range(MIN_PAIRS, MOST_PAIRS):
+        degrees = pairs - 1
+        quantiles = t_quantile((1 + CONFIDENCE) / 2, degrees) + t_quantile(POWER, degrees)
+        if quantiles * deviation / math.sqrt(pairs) <= difference:
+            return pairs
+    return MOST_PAIRS
+
+
+def is_told(differences: Sample) -> bool:
+    """Return whether the interval of the mean difference omits zero."""
+    return abs(differences.mean) > differences.half_width
+
+
+def sentence(differences: Sample, *, minimize: bool, unit: str = "") -> str:
+    """Return what the pairs say, and no more.
+
+    Args:
+        differences: of a setting to its reference, in the unit.
+        minimize: whether a lower value is better.
+        unit: `points` of a share in percent; empty for other metrics.
+    """
+    count = len(differences.values)
+    pairs = f"{count} {'fold' if differences.fold_ratio else 'pair'}{'s' if count != 1 else ''}"
+    if count < MIN_PAIRS:
+        return (
+            f"{pairs} give{'s' if count == 1 else ''} no interval, which takes {MIN_PAIRS} or more"
+        )
+    first = differences.values[0]
+    if all(value == first for value in differences.values):
+        # Without a spread there is nothing to make an interval of.
+        size = f"{rounded(abs(first), 2)} {unit}".rstrip()
+        return f"other by {size} in each of {pairs}" if first else f"equal in all {pairs}"
+
+    width = differences.half_width
+    if not is_told(differences):
+        return _not_told(differences, pairs, unit)
+    verdict = "better" if (differences.mean < 0) is minimize else "worse"
+    size = with_error(abs(differences.mean), width, unit)
+    basis = f"{CONFIDENCE * 100:.0f} %, {pairs}"
+    if differences.fold_ratio:
+        basis += ", which share training images: with Nadeau and Bengio's correction"
+    return f"{verdict} by {size} ({basis})"
+
+
+def _not_told(differences: Sample, pairs: str, unit: str) -> str:
+    width = differences.half_width
+    largest = f"{rounded(width, 1)} {unit}".rstrip()
+    text = f"no difference larger than {largest} can be told from these {pairs}"
+    if differences.fold_ratio:
+        # More folds share still more images.
+        return f"{text}, which share training images: with Nadeau and Bengio's correction"
+    smaller = float(rounded(width, 1)) / 2
+    needed = pairs_that_tell(differences.deviation, smaller)
+    if needed >= MOST_PAIRS:
+        return text
+    return f"{text}; about {needed} would tell {smaller:.4g}"
+
+
+def with_error(value: float, error: float, unit: str = "") -> str:
+    """Return "0.34 ± 0.15 points": both with the decimals of the error's two digits."""
+    decimals = _decimals(error, 2)
+    return f"{value:.{decimals}f} ± {error:.{decimals}f} {unit}".rstrip()
+
+
+def rounded(value: float, digits: int) -> str:
+    """Return a number with so many significant digits, without an exponent."""
+    decimals = digits - 1 - _magnitude(value, digits)
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    return max(0, digits - 1 - _magnitude(value, digits))
+
+
+def _magnitude(value: float, digits: int) -> int:
+    """Return the exponent of ten of the rounded value; -1 for zero."""
+    if not value or not math.isfinite(value):
+        return -1
+    return int(f"{value:.{digits - 1}e}".partition("e")[2])

@@ -1,0 +1,183 @@
+"""The page of a sweep: its ranking, its arms beside each other, and a figure, from sweep.json."""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lockstep.logbook.arms import SEVERAL, ArmRun, Trials
+from lockstep.logbook.folders import NOTE, heading_of, note_of, text_of
+from lockstep.logbook.render import render
+from lockstep.logbook.sweep_figure import write_sweep_figure
+from lockstep.process.errors import UserError
+from lockstep.process.files import write_atomically
+from lockstep.process.redact import redact
+
+SWEEP_FILE = "sweep.json"
+FIGURE = "arms.svg"
+SCHEMA_VERSION = 1
+# Sweeps below logs/ and below logbook/.
+SWEEPS = (f"*/{SWEEP_FILE}", f"train/multiruns/*/{SWEEP_FILE}")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A folder with a sweep.json.
+
+    Args:
+        record: the content of sweep.json.
+        trials: its jobs as arms.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    trials: Trials
+
+    @property
+    def sweep_id(self) -> str:
+        return self.folder.name
+
+    @cached_property
+    def title(self) -> str:
+        """The heading of page.md, which the user may change; at first the sweep's id."""
+        return heading_of(text_of(self.folder / "page.md")) or self.sweep_id
+
+    @property
+    def jobs(self) -> list[dict[str, Any]]:
+        """The best value first and failed jobs last; in order where none is the best."""
+        jobs: list[dict[str, Any]] = self.record["jobs"]
+        if self.trials.repeats_alone:
+            return jobs
+        sign = 1 if self.trials.minimize else -1
+        return sorted(
+            jobs, key=lambda job: (job["value"] is None, sign * (job["value"] or 0), job["number"])
+        )
+
+    @property
+    def result(self) -> str:
+        """The words for the list of the logbook."""
+        compared = [f"{item.arm}: {item.sentence}" for item in self.trials.comparisons]
+        return "; ".join(compared or self.trials.winner_lines() or [f"{len(self.jobs)} jobs"])
+
+    def page_of(self, run_id: str) -> str:
+        """Return the address of a job's page beside this one; empty if there is none."""
+        for address in (f"{run_id}/page.md", f"../{run_id}/page.md"):
+            if (self.folder / address).is_file():
+                return address
+        return ""
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Return the sweep of a folder; raise UserError without a sweep.json that can be read."""
+    path = folder.resolve() / SWEEP_FILE
+    try:
+        record = json.loads(path.read_bytes())
+        if record["schema_version"] > SCHEMA_VERSION:
+            raise UserError(f"{path} is of a newer version of the code: update the code.")
+        runs = [_arm_run(job) for job in record["jobs"]]
+        trials = Trials(runs, str(record["metric"]), bool(record["minimize"]))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not the record of a sweep: {error!r}.") from None
+    return Sweep(path.parent, record, trials)
+
+
+def _arm_run(job: dict[str, Any]) -> ArmRun:
+    return ArmRun(
+        run_id=str(job["run_id"]),
+        arm=str(job["arm"]),
+        repeat=str(job["repeat"]),
+        value=_number(job["value"]),
+        tested=_number(job["tested"]),
+        fold_ratio=float(job["fold_ratio"]),
+    )
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def write_sweep_page(folder: Path) -> Path:
+    """Write page.md and its figure; the user's heading and words on the page before stay."""
+    sweep = read_sweep(folder)
+    page = sweep.folder / "page.md"
+    has_figure = write_sweep_figure(sweep.folder / FIGURE, sweep.trials, numeric_keys(sweep.record))
+    text = render(
+        "sweep.md.j2",
+        sweep=sweep,
+        trials=sweep.trials,
+        several=SEVERAL,
+        figure=FIGURE if has_figure else "",
+        note=note_of(text_of(page)),
+        note_marks=NOTE,
+    )
+    write_atomically(page, lambda file: file.write(text))
+    return page
+
+
+def numeric_keys(record: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the number that each run has of a key, for the keys that all arms set to numbers.
+
+    More than two keys are left out: each picture would mix the others.
+    """
+    columns: dict[str, dict[str, float]] = {}
+    for job in record["jobs"]:
+        for word in str(job["arm"]).split():
+            key, _, value = word.partition("=")
+            try:
+                columns.setdefault(key, {})[str(job["run_id"])] = float(value)
+            except ValueError:
+                continue
+    everywhere = {
+        key: column for key, column in columns.items() if len(column) == len(record["jobs"])
+    }
+    return everywhere if len(everywhere) <= 2 else {}
+
+
+def sweep_folders(root: Path) -> list[Path]:
+    """Return the folders of all sweeps below logs/ or logbook/."""
+    folders = set()
+    for pattern in SWEEPS:
+        folders |= {path.parent for path in root.glob(pattern)}
+    return sorted(folders)
+
+
+def find_sweep(name: str, *roots: Path) -> Path | None:
+    """Return the folder of a sweep, by its path or its id; None if there is none."""
+    if (Path(name) / SWEEP_FILE).is_file():
+        return Path(name)
+    for root in roots:
+        for folder in sweep_folders(root):
+            if folder.name == name:
+                return folder
+    return None
+
+
+def keep_sweep(folder: Path, logbook: Path) -> Path:
+    """Copy a sweep into the logbook, without secrets and without its runs; return its page."""
+    target = logbook / folder.resolve().name
+    if target.resolve() == folder.resolve():
+        raise UserError(f"{folder} is in the logbook already.")
+    sweep = read_sweep(folder)
+    text = json.dumps(redact(sweep.record), indent=1) + "\n"
+    target.mkdir(parents=True, exist_ok=True)
+    write_atomically(target / SWEEP_FILE, lambda file: file.write(text))
+    page = target / "page.md"
+    if not page.exists() and (sweep.folder / "page.md").exists():
+        # This is for the user's words: the rest is written anew.
+        before = text_of(sweep.folder / "page.md") + "\n"
+        write_atomically(page, lambda file: file.write(before))
+    return write_sweep_page(target)
+
+
+def readable_sweeps(logbook: Path) -> tuple[list[Sweep], list[str]]:
+    """Return the sweeps of a logbook, the newest first, and a sentence for each unreadable one."""
+    sweeps = []
+    errors = []
+    for folder in sweep_folders(logbook):
+        try:
+            sweeps.append(read_sweep(folder))
+        except UserError as error:
+            errors.append(str(error))
+    return sweeps[::-1], errors

@@ -1,0 +1,79 @@
+"""A sweep with against=baseline: its arms, with and without the overrides of the recipe."""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.config.keys import REPEATS, is_of_arm
+from lockstep.config.schema import key_of
+from lockstep.process.errors import UserError
+
+log = logging.getLogger(__name__)
+
+AGAINST = "against"
+EXAMPLE = "-m experiment=quickstart seed=1,2,3 against=baseline optimizer.lr=0.01"
+SWEEPER = "hydra/sweeper"
+
+
+def paired_sweep(overrides: list[str], parsed: Sequence[Any]) -> list[str]:
+    """Return the overrides of a sweep, with the sweeper of arms where against= asks for it.
+
+    Args:
+        parsed: Hydra's objects of the overrides.
+    Raises:
+        UserError: against= has no arm or no seeds to compare.
+    """
+    asked = [word for word in overrides if key_of(word) == AGAINST]
+    if not asked:
+        return overrides
+    if asked[-1].partition("=")[2] != "baseline":
+        raise UserError(f"{asked[-1]}: against=baseline is the only one. {EXAMPLE} is an example.")
+    if any(key_of(word) == SWEEPER for word in overrides):
+        raise UserError("against=baseline runs given values: leave hydra/sweeper= out.")
+
+    of_arm = [word for word in overrides if is_of_arm_word(word)]
+    if not of_arm:
+        raise UserError(
+            f"against=baseline needs an override that the baseline omits, as in {EXAMPLE}. Data, "
+            "task, trainer, seeds and places are the same in both arms."
+        )
+    repeats = [word for word in parsed if key_of(word.input_line) in REPEATS]
+    if not any(word.is_sweep_override() for word in repeats):
+        raise UserError(
+            "against=baseline compares pairs of runs: add seed=1,2,3 (or data.fold=0,1,2), three "
+            "or more."
+        )
+    for word in parsed:
+        if word.is_sweep_override() and not word.is_discrete_sweep():
+            raise UserError(f"{word.input_line} is a range: give values, as KEY=1,2.")
+    log.info(f"the baseline omits {' '.join(of_arm)}; both arms have the other overrides")
+    return [*overrides, f"{SWEEPER}=paired"]
+
+
+def is_of_arm_word(override: str) -> bool:
+    """Return whether the baseline omits an override."""
+    return is_of_arm(key_of(override)) and not override.startswith("hydra")
+
+
+def jobs_of_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
+    """Return the overrides of each job: the baseline's first.
+
+    Args:
+        overrides: Hydra's objects, of the whole command line.
+    """
+    everywhere = [word for word in overrides if key_of(word.input_line) != AGAINST]
+    shared = [word for word in everywhere if not is_of_arm_word(word.input_line)]
+    return [*_product(shared), *_product(everywhere)]
+
+
+def _product(overrides: Sequence[Any]) -> list[Sequence[str]]:
+    """Return the overrides of each job that takes one value of each key."""
+    choices = []
+    for override in overrides:
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([override.input_line])
+    return list(itertools.product(*choices))

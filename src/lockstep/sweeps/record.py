@@ -1,0 +1,65 @@
+"""The record of a sweep: sweep.json in its folder, and the page that is made of it."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.logbook.arms import ArmRun, Trials, as_record
+from lockstep.logbook.sweep_page import SCHEMA_VERSION, SWEEP_FILE, write_sweep_page
+from lockstep.process.files import utc_now, write_atomically
+from lockstep.process.output import tested_name
+from lockstep.process.redact import redact_text
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord, read_record, status_of
+from lockstep.sweeps.ranking import Job
+
+
+def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], trials: Trials) -> str:
+    """Write sweep.json and page.md; return the page's path from here.
+
+    Args:
+        trials: the arms of the jobs, in the same order.
+    """
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "sweep_id": sweep_dir.name,
+        "command": redact_text(command),
+        "finished_at": utc_now(),
+        "metric": trials.metric,
+        "test_metric": tested_name(trials.metric),
+        "minimize": trials.minimize,
+        "jobs": [_job(sweep_dir, job, run) for job, run in zip(jobs, trials.runs, strict=True)],
+        **as_record(trials),
+    }
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    write_atomically(sweep_dir / SWEEP_FILE, lambda file: file.write(text))
+    return os.path.relpath(write_sweep_page(sweep_dir))
+
+
+def _job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
+    """Return what sweep.json says of a job."""
+    path = RunFolder(sweep_dir / run.run_id).record
+    # A job that was refused has no folder.
+    record = read_record(path) if path.exists() else RunRecord(status="refused")
+    return {
+        "number": job.number,
+        "run_id": run.run_id,
+        "overrides": job.overrides,
+        "arm": run.arm,
+        "repeat": run.repeat,
+        "status": status_of(record) if path.exists() else record.status,
+        "exit_code": job.code,
+        "value": _finite(job.value),
+        "tested": _finite(job.tested),
+        "fold_ratio": job.fold_ratio,
+        "num_train": record.num_train,
+        "num_val": record.num_val,
+        "metrics": record.metrics,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

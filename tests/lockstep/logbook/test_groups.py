@@ -1,0 +1,75 @@
+"""Groups of runs beside each other: chosen by a value or by their ids, and paired by seed."""
+
+import pytest
+
+from example_runs import write_run
+from logbook import main
+
+VALUES = {"none": (0.90, 0.91, 0.92), "trivial": (0.93, 0.945, 0.95)}
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """Calls compare on six runs; returns the exit code."""
+    for augmentation, values in VALUES.items():
+        for seed, value in enumerate(values, 1):
+            folder = write_run(
+                tmp_path / "logs" / "train" / "runs",
+                f"{augmentation}-{seed}",
+                seed=seed,
+                metrics={"val/acc": 0.5, "val/acc_best": value, "test/acc": value - 0.1},
+                tags=["night", augmentation],
+            )
+            (folder / "config.yaml").write_text(
+                f"seed: {seed}\ndata: {{seed: {seed}}}\noptimizer: {{lr: 0.0005}}\n"
+                f"choices: {{augmentation: {augmentation}}}\n"
+            )
+    places = ["--logbook", str(tmp_path / "logbook"), "--logs", str(tmp_path / "logs")]
+    return lambda *words: main([*places, "compare", *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ("augmentation=none", "augmentation=trivial"),
+        ("tags=none", "tags=trivial,optimizer.lr=5e-4"),
+        ("none-1,none-2,none-3", "trivial-3,trivial-2,trivial-1"),
+    ],
+)
+def test_groups_are_compared_by_pairs_of_seeds(compare, capsys, groups):
+    assert compare(*groups) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "val/acc, mean ± standard error:",
+        f"  94.17% ± 0.60% of 3 runs · deviation 1.04% · {groups[1]}",
+        f"  91.00% ± 0.58% of 3 runs · deviation 1.00% · {groups[0]}",
+        f"  {groups[1]} against {groups[0]}: better by 3.17 ± 0.72 points (95 %, 3 pairs)",
+        f"best: {groups[1]} · test/acc 84.17% ± 0.60% · 2 settings were tried on the same "
+        "validation images",
+    ]
+
+
+def test_the_page_of_groups_has_the_arms(compare, tmp_path):
+    page = tmp_path / "arms.md"
+    assert compare("augmentation=none", "augmentation=trivial", "--md", page) == 0
+    text = page.read_text()
+    assert text.startswith("# augmentation=none beside augmentation=trivial\n")
+    assert "**better by 3.17 ± 0.72 points (95 %, 3 pairs)**" in text and "trivial-3" in text
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        (("augmentation=none", "augmentation=other"), "No run has augmentation=other"),
+        (("tags=night", "augmentation=none"), "both have seed=1"),
+        (("augmentation=none",), "at least two"),
+    ],
+)
+def test_groups_that_cannot_be_compared_are_refused(compare, capsys, groups, reason):
+    assert compare(*groups) == 2 and reason in capsys.readouterr().err
+
+
+def test_what_differs_between_the_runs_of_a_pair_is_named(compare, tmp_path, capsys):
+    write_run(tmp_path / "logs/train/runs", "longer-1", seed=1, epochs=99, tags=["longer"])
+    assert compare("none-1,none-2", "tags=longer") == 0
+    assert "Not held fixed between these runs: the number of epochs" in capsys.readouterr().out

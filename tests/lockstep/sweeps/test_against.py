@@ -1,0 +1,81 @@
+"""A sweep with against=baseline: its jobs, what is refused, and what the runs of a pair share."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lockstep.config.keys import is_of_arm
+from lockstep.process.errors import UserError
+from lockstep.sweeps.against import jobs_of_arms, paired_sweep
+
+
+def parsed(*overrides):
+    return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def test_each_seed_runs_with_and_without_the_recipes_overrides():
+    jobs = jobs_of_arms(
+        parsed(
+            "experiment=mine",
+            "seed=1,2",
+            "against=baseline",
+            "augmentation=none,trivial_augment",
+            "trainer.max_epochs=2",
+            "~callbacks.hardware",
+        )
+    )
+    end = ("trainer.max_epochs=2", "~callbacks.hardware")
+    assert jobs == [
+        ("experiment=mine", "seed=1", *end),
+        ("experiment=mine", "seed=2", *end),
+        ("experiment=mine", "seed=1", "augmentation=none", *end),
+        ("experiment=mine", "seed=1", "augmentation=trivial_augment", *end),
+        ("experiment=mine", "seed=2", "augmentation=none", *end),
+        ("experiment=mine", "seed=2", "augmentation=trivial_augment", *end),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("augmentation", True),
+        ("model.dropout", True),
+        ("data.image_size", True),
+        ("trainer.ema_decay", True),
+        ("data", False),
+        ("data.root", False),
+        ("data.num_folds", False),
+        ("data.val_fraction", False),
+        ("data.fold", False),
+        ("experiment", False),
+        ("task", False),
+        ("task.label_smoothing", True),
+        ("trainer.max_epochs", False),
+        ("trainer.limit_train_batches", False),
+        ("paths.log_dir", False),
+        ("tags", False),
+    ],
+)
+def test_the_baseline_omits_the_recipe_alone(key, expected):
+    assert is_of_arm(key) is expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["seed=1,2,3", "against=baseline"], "needs an override"),
+        (["seed=1", "against=baseline", "loss=bce"], "seed=1,2,3"),
+        (["seed=1,2", "against=other", "loss=bce"], "against=baseline"),
+        (["seed=1,2", "against=baseline", "optimizer.lr=interval(0,1)"], "range"),
+        (["seed=1,2", "against=baseline", "loss=bce", "hydra/sweeper=optuna"], "hydra/sweeper"),
+    ],
+)
+def test_a_sweep_without_pairs_is_refused(overrides, reason):
+    with pytest.raises(UserError, match=reason):
+        paired_sweep(overrides, parsed(*overrides))
+
+
+def test_only_against_changes_the_sweeper():
+    overrides = ["seed=1,2", "loss=bce,focal"]
+    assert paired_sweep(overrides, parsed(*overrides)) == overrides
+    compared = ["seed=1,2", "loss=bce", "against=baseline"]
+    assert paired_sweep(compared, parsed(*compared)) == [*compared, "hydra/sweeper=paired"]

@@ -1,0 +1,152 @@
+"""sweep.json and the page of a sweep: in its folder, in the logbook, and of a whole sweep."""
+
+import json
+
+import pytest
+
+from example_runs import write_run
+from lockstep.logbook.folders import NOTE
+from lockstep.logbook.sweep_page import numeric_keys, read_sweep, write_sweep_page
+from lockstep.process.errors import UserError
+from lockstep.sweeps.ranking import Job, trials_of
+from lockstep.sweeps.record import write_sweep
+from logbook import main
+from runs import succeed
+
+VALUES = {"0.1": (0.90, 0.91, 0.92), "0.2": (0.93, 0.945, 0.95)}
+
+
+def example_jobs():
+    jobs = []
+    for rate, values in VALUES.items():
+        for seed, value in enumerate(values, 1):
+            overrides = ["data=digits", f"optimizer.lr={rate}", f"seed={seed}"]
+            jobs.append(Job(len(jobs), 0, overrides, value, value - 0.1))
+    jobs.append(Job(6, 2, ["data=digits", "optimizer.lr=0.2", "seed=4"], float("nan")))
+    return jobs
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """The folder of an invented sweep of two rates and three seeds."""
+    folder = tmp_path / "logs" / "train" / "multiruns" / "night"
+    jobs = example_jobs()
+    for job in jobs[:-1]:
+        write_run(folder, f"night_{job.number}", num_train=900, metrics={"val/acc": job.value})
+    trials = trials_of(jobs, "night", "val/acc", minimize=False)
+    write_sweep(folder, "python src/train.py -m <b>", jobs, trials)
+    return folder
+
+
+def test_the_record_has_jobs_arms_and_comparisons(sweep):
+    record = json.loads((sweep / "sweep.json").read_text())
+    job = record["jobs"][4]
+    assert job["run_id"] == "night_4" and job["overrides"][1:] == ["optimizer.lr=0.2", "seed=2"]
+    assert job["metrics"] == {"val/acc": 0.945} and job["num_train"] == 900
+    assert [job["status"] for job in record["jobs"]] == ["finished"] * 6 + ["refused"]
+    assert record["jobs"][6]["value"] is None and record["jobs"][6]["exit_code"] == 2
+    assert [arm["arm"] for arm in record["arms"]] == ["optimizer.lr=0.2", "optimizer.lr=0.1"]
+    assert record["arms"][0]["mean"] == pytest.approx(0.941667, abs=1e-6)
+    comparison = record["comparisons"][0]
+    assert comparison["count"] == 3 and comparison["mean"] == pytest.approx(3.1667, abs=1e-4)
+    assert comparison["sentence"] == "better by 3.17 ± 0.72 points (95 %, 3 pairs)"
+
+
+def test_the_page_has_arms_sentence_winner_and_ranking(sweep):
+    page = (sweep / "page.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert "| `optimizer.lr=0.2` | 3 | 94.17 % | 0.60 % | 1.04 % |" in page
+    assert "**better by 3.17 ± 0.72 points (95 %, 3 pairs)**" in page
+    assert "test/acc 84.17% ± 0.60% · 2 settings were tried on the same validation" in page
+    assert page.count("84.17%") == 1 and "81.00%" not in page
+    jobs = [line for line in page.splitlines() if line.startswith(("| [night_", "| night_"))]
+    assert (
+        jobs[0].startswith("| [night_5](night_5/page.md)") is (sweep / "night_5/page.md").exists()
+    )
+    assert "night_5" in jobs[0] and "night_0" in jobs[5] and "refused, exit code 2" in jobs[6]
+    assert "optimizer.lr" in (sweep / "arms.svg").read_text()
+
+
+def test_words_of_the_user_stay_on_the_page(sweep):
+    page = sweep / "page.md"
+    text = page.read_text().replace("# night", "# The rate").replace(NOTE[1], f"mine\n{NOTE[1]}")
+    page.write_text(text)
+    write_sweep_page(sweep)
+    assert page.read_text().startswith("# The rate\n") and "\nmine\n" in page.read_text()
+
+
+def test_seeds_alone_have_their_mean_and_no_ranking(tmp_path):
+    jobs = [Job(n, 0, [f"seed={n}"], value, 0.5) for n, value in enumerate((0.8, 0.9, 0.85))]
+    write_sweep(tmp_path, "", jobs, trials_of(jobs, "s", "val/acc", minimize=False))
+    page = (tmp_path / "page.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert "| 3 | 85.00 % | 2.89 % | 5.00 % |" in page and "best" not in page.split("## Mean")[1]
+    assert page.index("s_0") < page.index("s_1") < page.index("s_2")
+
+
+def test_the_logbook_keeps_builds_lists_and_removes_a_sweep(sweep, tmp_path, capsys):
+    places = ["--logbook", str(tmp_path / "logbook"), "--logs", str(tmp_path / "logs")]
+    kept = tmp_path / "logbook" / "night"
+    assert main([*places, "keep", "night", "night_3"]) == 0
+    assert (tmp_path / "logbook" / "night_3" / "page.md").exists()
+    assert "(../night_3/page.md)" in (kept / "page.md").read_text()
+    index = (tmp_path / "logbook" / "README.md").read_text()
+    assert "- [night](night/page.md): optimizer.lr=0.2: better by 3.17" in index
+    (kept / "page.md").unlink()
+    assert main([*places, "build"]) == 0 and (kept / "arms.svg").exists()
+    assert (kept / "page.md").exists()
+    (kept / "sweep.json").write_text("{}")
+    assert main([*places, "build"]) == 0 and "not the record of a sweep" in capsys.readouterr().out
+    assert main([*places, "remove", "night"]) == 0 and not kept.exists()
+
+
+def test_a_torn_record_is_refused(tmp_path):
+    (tmp_path / "sweep.json").write_text('{"schema_version": 1, "jobs": [{}]}')
+    with pytest.raises(UserError, match="not the record of a sweep"):
+        read_sweep(tmp_path)
+
+
+def test_keys_that_all_arms_set_to_numbers_are_drawn():
+    jobs = [
+        {"run_id": "a", "arm": "lr=1e-3 model=vit dropout=0"},
+        {"run_id": "b", "arm": "lr=1 model=mlp"},
+    ]
+    assert numeric_keys({"jobs": jobs}) == {"lr": {"a": 0.001, "b": 1.0}}
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_pair_share_weights_order_and_draws(tmp_path):
+    digest = "lockstep.callbacks.step_digest.StepDigest"
+    succeed(
+        "train",
+        "-m",
+        "experiment=quickstart",
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=2",
+        "seed=1,2",
+        "against=baseline",
+        "task.label_smoothing=0.3",
+        f"+callbacks.digest={{_target_:{digest},folder:'${{run:folder}}'}}",
+        f"hydra.sweep.dir={tmp_path}/train/multiruns/s",
+        logs=tmp_path,
+    )
+    sweep = tmp_path / "train" / "multiruns" / "s"
+    record = json.loads((sweep / "sweep.json").read_text())
+    assert [(job["arm"], job["repeat"]) for job in record["jobs"]] == [
+        ("baseline", "seed=1"),
+        ("baseline", "seed=2"),
+        ("task.label_smoothing=0.3", "seed=1"),
+        ("task.label_smoothing=0.3", "seed=2"),
+    ]
+    assert "2 pairs give no interval" in record["comparisons"][0]["sentence"]
+
+    starts = []
+    images = []
+    losses = []
+    for number in range(4):
+        text = (sweep / f"s_{number}" / "steps-rank0.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        starts.append(next(row["weights"] for row in rows if row["kind"] == "start"))
+        images.append([row["images"] for row in rows if row["kind"] == "step"])
+        losses.append([row["loss"] for row in rows if row["kind"] == "step"])
+    assert starts[0] == starts[2] and starts[1] == starts[3] and starts[0] != starts[1]
+    assert images[0] == images[2] and images[1] == images[3] and images[0] != images[1]
+    assert losses[0] != losses[2]
