@@ -26,6 +26,7 @@ from lockstep.data.framing import Framing, resize_of, resolve_normalisation
 from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch
 from lockstep.data.making import BatchMaker
+from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
 from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, Split, Splits
 from lockstep.data.targets import as_masks, scale_of
@@ -52,6 +53,9 @@ class ImageOptions:
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
         views: how often each training image is augmented.
+        sampling: balanced: each class is drawn equally often; sqrt: in proportion to the root of
+            its images; else a column of weights; None: each training image once.
+        epoch_size: images of an epoch; None: as many as there are training images.
 
     Raises:
         UserError: a value is out of its range.
@@ -77,6 +81,8 @@ class ImageOptions:
     num_workers: int | str = "auto"
     views: int = 1
     seed: int = 0
+    sampling: str | None = None
+    epoch_size: int | None = None
 
     def __post_init__(self) -> None:
         name = self.name or "images"
@@ -87,6 +93,8 @@ class ImageOptions:
         for key in ("views", "eval_batch_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"data.{key}={getattr(self, key)} must be at least 1.")
+        if self.epoch_size is not None and self.epoch_size < 1:
+            raise UserError(f"data.epoch_size={self.epoch_size} must be at least 1, or null.")
         if self.seed < 0:
             raise UserError(f"seed={self.seed} must be at least 0.")
         workers = self.num_workers
@@ -140,6 +148,9 @@ class ImageDataModule(LightningDataModule):
         self.faults: list[str] = []
         # What keeps images together, for the log and the page.
         self.groups_note = ""
+        # How the images of an epoch are drawn, likewise; "": each is taken once.
+        self.sampling_note = ""
+        self.sampling: Sampling | None = None
         # The arguments rank and world_size of the loaders; {} before attach_to_ranks.
         self._ranks: dict[str, int] = {}
         self.set_augmentation()
@@ -205,6 +216,8 @@ class ImageDataModule(LightningDataModule):
         if hasattr(self, "splits"):
             return
         self.source = self.open_source()
+        if self.stage != "test":
+            check_sampling(self.options.sampling, self.source)
         self.data_hash = self.source.hash()
         self.decode_source()
         self._set_splits(self._assigned())
@@ -213,6 +226,7 @@ class ImageDataModule(LightningDataModule):
         if self.source.groups is not None:
             self.groups_note = self._note_on_groups(self.source.groups)
         if self.stage != "test":
+            self._set_sampling()
             self._check_training_images()
 
     def _assigned(self) -> Splits:
@@ -239,16 +253,31 @@ class ImageDataModule(LightningDataModule):
         self.num_val = len(splits.val)
         self.num_test = len(splits.test)
 
-    def _check_training_images(self) -> None:
+    def _set_sampling(self) -> None:
+        """Set how the images of an epoch are drawn."""
         if not self.num_train:
             raise UserError(
                 f"{self.name} has no images to train on: all are for validation or test."
             )
-        if not 1 <= self.global_batch_size <= self.num_train:
+        options = self.options
+        self.sampling = sampling_of(
+            options.sampling, options.epoch_size, self.source, self.splits.train
+        )
+        if not 1 <= self.global_batch_size <= self.epoch_size:
+            images = f"{self.name} has {self.num_train} training images"
+            if options.epoch_size is not None:
+                images = f"an epoch has {self.epoch_size} images"
             raise UserError(
-                f"data.global_batch_size={self.global_batch_size}, but {self.name} has "
-                f"{self.num_train} training images: give a size from 1 to {self.num_train}."
+                f"data.global_batch_size={self.global_batch_size}, but {images}: give a size from "
+                f"1 to {self.epoch_size}."
             )
+        if self.sampling is not None:
+            count = self.steps_per_epoch * self.global_batch_size
+            self.sampling_note = note_on_sampling(
+                options.sampling, self.sampling, count, self.source
+            )
+
+    def _check_training_images(self) -> None:
         for name, *counts in zip(self.class_names, *self.counts_per_split.values()):
             if counts[0]:
                 continue
@@ -270,6 +299,16 @@ class ImageDataModule(LightningDataModule):
     @property
     def num_classes(self) -> int:
         return len(self.class_names) or 1
+
+    @property
+    def epoch_size(self) -> int:
+        """Images of an epoch; the last incomplete batch is dropped."""
+        return self.options.epoch_size or self.num_train
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return self.epoch_size // self.global_batch_size
 
     @property
     def target_kind(self) -> str:
@@ -448,6 +487,7 @@ class ImageDataModule(LightningDataModule):
             global_batch_size=self.global_batch_size,
             accumulate_grad_batches=self._accumulate,
             seed=self.options.seed,
+            sampling=self.sampling,
             fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
             **self._ranks,
         )

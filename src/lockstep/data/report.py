@@ -59,6 +59,8 @@ def report_of(
     }
     if data.groups_note:
         fields["groups"] = data.groups_note
+    if data.sampling_note:
+        fields["sampling"] = data.sampling_note
     return fields, {**data.left_out, **identical}
 
 
@@ -125,6 +127,8 @@ def log_classes(data: Any) -> None:
         mean, std = data.target_scale.values()
         targets = f"numbers, mean {mean:.6g} and deviation {std:.6g} of the training images"
     log.info(f"data: {targets} · {_counts(data)}")
+    if data.sampling_note:
+        log.info(f"sampling: {data.sampling_note}")
 
 
 def _counts(data: Any) -> str:

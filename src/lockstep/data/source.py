@@ -4,8 +4,9 @@ A data module reads everything about its images here, whether they lie in memory
 a torch Dataset.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Source:
         splits: (n,) int8: 0 train, 1 val, 2 test, in ascending order.
         targets: (n, …) by name, all but the masks.
         mask_names: of the masks, which come with their image.
+        columns: (n,) float64 by name, further numbers of each image, from the columns of a table.
         groups: (n,) int64, images that stay in one split together; None: each image is alone.
         has_grey_levels: the classes of pixels are numbered, and the masks have their grey levels.
         left_out: names of what is skipped, by reason.
@@ -40,6 +42,7 @@ class Source:
     splits: np.ndarray
     targets: Arrays
     mask_names: Sequence[str] = ()
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})
     groups: np.ndarray | None = None
     has_grey_levels = False
     left_out: LeftOut

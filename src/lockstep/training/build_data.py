@@ -34,7 +34,7 @@ FACTS_OF_TARGETS = ("target_mean", "target_std")
 FACTS_OF_IMAGES = ("mean", "std", "data_hash", "list_hash", "class_counts")
 FACTS_OF_FRAMING = ("resize", "fit", "interpolation")
 # Options in the config of any data set, which need not have them.
-OPTIONAL = ("fold", "num_folds", "views")
+OPTIONAL = ("fold", "num_folds", "sampling", "epoch_size", "views")
 
 
 def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
@@ -54,6 +54,7 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     config = run.config
     cluster = run.cluster
     if run.choices.get("data") == "none":
+        _refuse_sampling(config["data"])
         return None
     options = {**config["data"], "global_batch_size": run.batch.global_size}
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
@@ -75,6 +76,16 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     if cluster.is_rank_zero:
         _report(data, run, is_training=trained_on is None)
     return data
+
+
+def _refuse_sampling(node: Config) -> None:
+    """Refuse options of the order of images that a module with its own loaders does not read."""
+    for key in ("sampling", "epoch_size"):
+        if node.get(key) is not None:
+            raise UserError(
+                f"data.{key}={node[key]} is of Lockstep's data modules, and this module has its "
+                "own loaders. Give its train_dataloader a sampler."
+            )
 
 
 def _match_training(data: Any, trained_on: DataFacts, run: Run) -> None:
@@ -109,10 +120,21 @@ def _report(data: Any, run: Run, *, is_training: bool) -> None:
     augmentation = run.choices.get("augmentation") if is_training else None
     report.log_contents(data, {}, augmentation)
     if is_training:
+        _warn_of_two_corrections(run.config)
         run.data_report = DataReport(data, run.folder)
         run.data_report.start()
     else:
         data.report = {}
+
+
+def _warn_of_two_corrections(config: Config) -> None:
+    weights = (config.get("loss") or {}).get("class_weights")
+    sampling = config["data"].get("sampling")
+    if weights is not None and sampling is not None:
+        log.warning(
+            f"data.sampling={sampling} and loss.class_weights={weights} both correct for classes "
+            "of unequal size, so rare classes count twice. Leave one of them out."
+        )
 
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:
