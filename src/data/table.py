@@ -73,7 +73,7 @@ def columns_of_numbers(
     """Return the table's column for each name that the module's options give."""
     columns = {}
     for name, option in module.column_options.items():
-        # Weights are of training images alone, and the table of an evaluation need not have them.
+        # Weights are of training images alone: the table of an evaluation need not have them.
         is_needed = option != "sampling" or module.stage != "test"
         if is_needed or find_column(names, name):
             columns[name] = column_of(path, names, name, option)

@@ -90,8 +90,10 @@ class ListedDataModule(ImageDataModule):
     @property
     def column_options(self) -> dict[str, str]:
         """Return the option that names each further column of numbers in a table."""
-        sampling = self.options.sampling
-        return {} if sampling in (None, *BY_CLASS) else {sampling: "sampling"}
+        options = {}
+        if self.options.sampling not in (None, *BY_CLASS):
+            options[self.options.sampling] = "sampling"
+        return options | dict.fromkeys(self.options.inputs, "inputs")
 
     def list_images(self) -> ImageList:
         """

@@ -5,7 +5,7 @@ a torch Dataset.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -138,6 +138,7 @@ class ImageSet(Source):
         class_names: of each class, of each column of labels, or of each class in masks.
         num_test: how many of the last images test; 0: they are drawn.
         num_val: how many images before those validate; 0: drawn from the training images.
+        columns: (n,) numbers of each image by name, for data.inputs and data.sampling.
 
     Raises:
         UserError: the targets do not fit the images or the class names.
@@ -148,8 +149,10 @@ class ImageSet(Source):
     class_names: list[str]
     num_test: int
     num_val: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.columns = {name: np.asarray(each, float) for name, each in self.columns.items()}
         self.left_out = {}
         self.warnings = []
         count = len(self.images)
@@ -162,7 +165,8 @@ class ImageSet(Source):
         self.mask_names = [name for name, each in self.targets.items() if each.dtype == np.uint8]
         if kind_of(self.targets, ()) == "class":
             self._refuse_other_classes(self.targets[""])
-        self._hash = hash_of_arrays([self.images], self.targets, self.class_names, self.splits)
+        arrays = self.targets | {f"column {name}": each for name, each in self.columns.items()}
+        self._hash = hash_of_arrays([self.images], arrays, self.class_names, self.splits)
 
         masks = [self.targets.pop(name)[..., None] for name in self.mask_names]
         # torchvision's CIFAR10 has the channels outermost.
