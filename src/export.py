@@ -337,6 +337,12 @@ def check_exportable(model: Any) -> None:
             "which an export writes down."
         )
     model.check_prediction()
+    inputs = model.facts.get("inputs")
+    if inputs:
+        raise UserError(
+            f"The task takes {', '.join(inputs)} beside an image, and an export takes images "
+            "alone. Predict with `python src/predict.py`."
+        )
     parts = model.parts_beside_net(example_images(model.facts, 2))
     if parts:
         raise UserError(

@@ -5,7 +5,8 @@
 
     python src/predict.py ckpt_path=<run_id> [out=predictions-<run_id>.pt]
 
-The second command predicts the predict_dataloader of the run's data module.
+Where the task takes numbers beside images, images= is a CSV file with the columns path and those of
+data.inputs. The second command predicts the predict_dataloader of the run's data module.
 
 The CSV has classes and probabilities, a column for each label, a number, or the file of a mask, by
 the run's task. The contact sheet of a classifier, a PNG beside the CSV, shows the first images;
@@ -69,15 +70,22 @@ class Outputs:
 
 def predict(options: dict[str, str]) -> int:
     """Predict images into a CSV, or the run's own data into a .pt file."""
+    from data.predicted import listed_images
     from lockstep.training.inference import load_finished
 
     top = positive_number("top", options["top"])
     batch = positive_number("batch", options["batch"])
-    files = image_files(options["images"])
+    is_table = Path(options["images"]).suffix.lower() == ".csv"
+    files = {} if is_table else image_files(options["images"])
     check_out(options)
 
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     model.check_prediction()
+    numbers: dict[str, dict[str, float]] = {}
+    if is_table:
+        files, numbers = listed_images(Path(options["images"]), model.facts.get("inputs", ()))
+    elif files:
+        refuse_missing_numbers(model)
     if not files:
         return predict_own_data(model, options)
     if "image_size" not in model.facts or "mean" not in model.facts:
@@ -91,7 +99,7 @@ def predict(options: dict[str, str]) -> int:
     names = list(files)
     for start in range(0, len(names), batch):
         part = {name: files[name] for name in names[start : start + batch]}
-        rows |= predict_files(model, part, outputs.masks, top)
+        rows |= predict_files(model, part, outputs.masks, top, numbers)
     return report(rows, files, outputs, options["images"])
 
 
@@ -186,8 +194,31 @@ def _shown(reason: str, names: list[str]) -> str:
     return f"{len(names)} {reason} ({first})"
 
 
-def predict_files(model: Any, files: dict[str, Path], masks: Path, top: int) -> dict[str, Row]:
-    """Return the row of each file; its only column is `error` if it cannot be decoded."""
+def refuse_missing_numbers(model: Any) -> None:
+    """
+    Raises:
+        UserError: the task takes numbers beside an image, which a folder does not have.
+    """
+    inputs = model.facts.get("inputs")
+    if inputs:
+        raise UserError(
+            f"The task takes {', '.join(inputs)} beside an image. Pass images=FILE.csv with the "
+            f"columns path, {', '.join(inputs)}, or leave images= out."
+        )
+
+
+def predict_files(
+    model: Any,
+    files: dict[str, Path],
+    masks: Path,
+    top: int,
+    numbers: dict[str, dict[str, float]],
+) -> dict[str, Row]:
+    """Return the row of each file; its only column is `error` if it cannot be decoded.
+
+    Args:
+        numbers: those beside each image, where the task takes them.
+    """
     import numpy as np
     import torch
 
@@ -207,7 +238,8 @@ def predict_files(model: Any, files: dict[str, Path], masks: Path, top: int) -> 
         return decoded
 
     images = model.prepared(torch.from_numpy(np.stack(list(pixels.values()))))
-    rows = rows_of(model, model.predict(images), list(pixels), masks, top)
+    inputs = model.with_numbers(images, [numbers.get(name, {}) for name in pixels])
+    rows = rows_of(model, model.predict(inputs), list(pixels), masks, top)
     return decoded | dict(zip(pixels, rows, strict=True))
 
 

@@ -29,7 +29,8 @@ ReadShard = Callable[[Path, Path], Content]
 """(file, folder of the cache) → what the file holds, as JSON values:
 
 items: for each image its name in the file, its label (text, or a list of numbers), first byte,
-    size, and group if a column says it, else None.
+    size, and group if a column says it, else None; perhaps numbers of further columns by
+    name.
 left_out: names by reason.
 data: the file that it wrote into `folder` with images that cannot be read in place; else None.
 splits: those of images in a file to train on, if a column says.
@@ -99,12 +100,14 @@ class Shards:
         file = str(cache / shard["data"] if shard["data"] else path)
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
-        for i, (inner, label, start, size, group) in enumerate(shard["items"]):
+        for i, (inner, label, start, size, group, *rest) in enumerate(shard["items"]):
             if group_option and group is None:
                 group = group_of(group_option, inner)
             part = splits[i] if splits else split
             title = f"{name}: {inner}"
-            yield Item(title, label, part, size, stat.st_mtime_ns, group, file, start)
+            item = Item(title, label, part, size, stat.st_mtime_ns, group, file, start)
+            item.numbers = rest[0] if rest else {}
+            yield item
         for reason, names in shard["left_out"].items():
             left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
 

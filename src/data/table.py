@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,19 @@ def column_of(path: Path, names: Sequence[str], column: str, option: str) -> str
     raise UserError(f"{path} has no column {column}: it has {listed}. Give data.{option}=COLUMN.")
 
 
+def columns_of_numbers(
+    module: ListedDataModule, path: Path, names: Sequence[str]
+) -> dict[str, str]:
+    """Return the table's column for each name that the module's options give."""
+    columns = {}
+    for name, option in module.column_options.items():
+        # Weights are of training images alone: the table of an evaluation need not have them.
+        is_needed = option != "sampling" or module.stage != "test"
+        if is_needed or find_column(names, name):
+            columns[name] = column_of(path, names, name, option)
+    return columns
+
+
 def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -> list[int]:
     """Return the split that each value of a column names; [] where it is about something else.
 
@@ -97,6 +110,7 @@ class Columns:
     labels: list[str]
     are_several: bool = False  # several labels for each image
     are_one_hot: bool = False  # a column for each class, with a single 1 in each row
+    numbers: dict[str, str] = field(default_factory=dict)  # as of `columns_of_numbers`
 
     @property
     def used(self) -> set[str]:
@@ -141,9 +155,11 @@ class CSVDataModule(ListedDataModule):
     def list_images(self) -> ImageList:
         table = read_csv(self._table)
         columns = self._columns(table)
+        columns.numbers = columns_of_numbers(self, self._table, table.names)
         splits = self._splits(table, columns)
         if self.target == "number" or columns.are_several:
             table.read_decimal_commas(columns.labels)
+        table.read_decimal_commas(list(columns.numbers.values()))
 
         faults: list[str] = []
         items = []
@@ -157,7 +173,7 @@ class CSVDataModule(ListedDataModule):
         if left_out:
             table.warnings.append(
                 "Lines that repeat an earlier one count once. To give rare classes more weight, "
-                "give loss.class_weights=auto."
+                "give data.sampling=balanced or loss.class_weights=auto."
             )
         return ImageList(
             self._folder,
@@ -266,8 +282,10 @@ class CSVDataModule(ListedDataModule):
         group = None
         if self.group:
             group = row[self.group] if self.group in row else group_of(self.group, name)
-        line = table.lines[i]
-        return Item(name, label, split, stat.st_size, stat.st_mtime_ns, group, line=line)
+        item = Item(name, label, split, stat.st_size, stat.st_mtime_ns, group)
+        item.line = table.lines[i]
+        item.numbers = {name: row[column] for name, column in columns.numbers.items()}
+        return item
 
     def _local(self, name: str) -> str:
         """Return a path as this system writes it, also of one that was written on Windows."""
@@ -283,11 +301,11 @@ class CSVDataModule(ListedDataModule):
         repeated = []
         for item in items:
             first = first_of.setdefault(os.path.normpath(item.name), item)
-            if (first.split, first.label) != (item.split, item.label):
+            said = (first.split, first.label, first.numbers)
+            if said != (item.split, item.label, item.numbers):
                 faults.append(
                     f"{self._table}, lines {first.line} and {item.line}: {item.name} is "
-                    f"{SPLITS[first.split]} {first.label} and {SPLITS[item.split]} {item.label}: "
-                    "give one."
+                    f"{_said_of(first)} and {_said_of(item)}: give one."
                 )
             elif first is not item:
                 repeated.append(f"line {item.line}: {item.name}")
@@ -303,6 +321,11 @@ class CSVDataModule(ListedDataModule):
                 if path.with_name(path.name + ending).exists():
                     return f"{path.name}{ending} exists: give data.suffix={ending}."
         return ""
+
+
+def _said_of(item: Item) -> str:
+    """Return "train cat 63", the split, the label and further numbers of an image."""
+    return " ".join(map(str, (SPLITS[item.split], item.label, *item.numbers.values())))
 
 
 def _rest(names: Iterable[str], path: str) -> list[str]:
@@ -327,10 +350,12 @@ class ParquetColumns:
     class_names: list[str]  # as the file declares them; [] if it does not
     group: str
     split: str
+    numbers: dict[str, str]  # as of `columns_of_numbers`
 
     @property
     def all(self) -> list[str]:
-        return sorted({self.image, *self.labels, *filter(None, (self.group, self.split))})
+        named = filter(None, (self.group, self.split))
+        return sorted({self.image, *self.labels, *named, *self.numbers.values()})
 
 
 class ParquetDataModule(ListedDataModule):
@@ -356,6 +381,8 @@ class ParquetDataModule(ListedDataModule):
         columns = [image_column, label_column, self._label_columns, self.target, self.group]
         if self.splits_option is False:
             columns.append("splits=false")
+        if self.column_options:
+            columns.append(list(self.column_options))
         self._shards = Shards(self, root, ".parquet", self._read_shard, columns)
 
     def list_images(self) -> ImageList:
@@ -403,7 +430,8 @@ class ParquetDataModule(ListedDataModule):
                 start = out.tell()
                 size = out.write(_encoded(row[columns.image], where, path.parent))
                 group = str(row[columns.group]) if columns.group else None
-                items.append([name, label, start, size, group])
+                numbers = {key: _plain(row[column]) for key, column in columns.numbers.items()}
+                items.append([name, label, start, size, group, numbers])
                 if columns.split:
                     parts.append(str(row[columns.split]))
         return items, parts, unlabelled
@@ -426,18 +454,19 @@ class ParquetDataModule(ListedDataModule):
         image = self._image_of(path, kinds, declared)
         group = str(self.group) if self.group in kinds else ""
         split = find_column(list(kinds), "split")
+        numbers = columns_of_numbers(self, path, list(kinds))
         if self._label_columns:
             labels = [
                 column_of(path, list(kinds), name, "label_columns") for name in self._label_columns
             ]
-            return ParquetColumns(image, labels, [], group, split)
+            return ParquetColumns(image, labels, [], group, split, numbers)
         classes = _declared_as(declared, "ClassLabel")
         column = self._label_column or (classes[0] if len(classes) == 1 else "label")
         label = column_of(path, list(kinds), column, "label_column")
         class_names = []
         if label in classes:
             class_names = [str(name) for name in declared[label].get("names") or ()]
-        return ParquetColumns(image, [label], class_names, group, split)
+        return ParquetColumns(image, [label], class_names, group, split, numbers)
 
     def _image_of(
         self, path: Path, kinds: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]
@@ -492,6 +521,11 @@ def _encoded(image: Any, where: str, folder: Path) -> bytes:
         kind = f", but a {type(value).__name__}" if value else ""
         raise UserError(f"{where} holds no image{kind}.")
     return value
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as it is, and text of anything else, such as a decimal, for JSON."""
+    return value if isinstance(value, int | float) else str(value)
 
 
 def _class_of(value: Any, where: str, names: list[str]) -> str:

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.training.task import Task
@@ -27,11 +27,15 @@ def pictures(number: int, seed: int = 0) -> dict[str, torch.Tensor]:
         image[0, y : y + 6, x : x + 6] += level
         label[y : y + 6, x : x + 6] = 1
     halves = corner >= (SIZE - 6) // 2
+    # The class of kind=inputs needs both: the place of the square and the number beside it.
+    age = 50 + 10 * torch.randn(number, generator=generator)
     targets = {
         "labels": halves.float(),
         "number": 10 * bright,
         "mask": mask,
         "class": halves[:, 0].long(),
+        "age": age,
+        "inputs": (halves[:, 0] & (age > 50)).long(),
     }
     return {"images": images, **targets}
 
@@ -39,7 +43,8 @@ def pictures(number: int, seed: int = 0) -> dict[str, torch.Tensor]:
 class Shapes(pl.LightningDataModule):
     """
     Args:
-        kind: class, labels, number, mask or views (two of each image, with other noise).
+        kind: class, labels, number, mask, views (two of each image, with other noise) or inputs
+            (a number beside each image).
     """
 
     image_size, channels = SIZE, 1
@@ -49,15 +54,20 @@ class Shapes(pl.LightningDataModule):
         self.kind, self.batch_size = kind, batch_size
         self.class_names = ["top", "left"] if kind == "labels" else ["none", "square"]
         self.num_classes = 2
+        if kind == "inputs":
+            self.inputs = ["age"]
 
     def setup(self, stage: str) -> None:
         self.parts = [self._part(512, 0), self._part(64, 1)]
 
-    def _part(self, number: int, seed: int) -> TensorDataset:
+    def _part(self, number: int, seed: int) -> Dataset:
         made = pictures(number, seed)
         images, targets = made["images"], made["class" if self.kind == "views" else self.kind]
         if self.kind == "views" and seed == 0:
             images = torch.stack([images, images + 0.1 * torch.randn(images.shape)], 1)
+        if self.kind == "inputs":
+            numbers = StackDataset(age=(made["age"] - 50) / 10)
+            return StackDataset(StackDataset(images, numbers), targets)
         return TensorDataset(images, targets)
 
     def train_dataloader(self) -> DataLoader:
@@ -73,7 +83,7 @@ class ShapeImages(ImageDataModule):
     """The same pictures by Lockstep's data module, whose order does not depend on the ranks.
 
     Args:
-        kind: class, labels, number, mask, or dict: a class and a number.
+        kind: class, labels, number, mask, inputs, or dict: a class and a number.
     """
 
     channels = 1
@@ -91,7 +101,8 @@ class ShapeImages(ImageDataModule):
             if self.kind == "dict"
             else made[self.kind]
         )
-        return ImageSet(images, targets, names, num_test=32)
+        columns = {"age": made["age"]} if self.kind == "inputs" else {}
+        return ImageSet(images, targets, names, num_test=32, columns=columns)
 
 
 class ClassAndNumber(Task):

@@ -49,6 +49,7 @@ CASES = {
     "distillation": ("class", ("task.teacher=teacher",), 3, "val/acc", 0.95),
     "simclr": ("views", ("task.outputs=32",), 2, "train/loss", None),
     "manual_optimization": ("class", (), 3, "val/acc", 0.95),
+    "image_and_numbers": ("inputs", ("task.outputs=32",), 5, "val/acc", 0.9),
 }
 CHECKS = ("cpu", "ddp_sim", "fsdp_sim", "resume", "eval", "predict", "S3", "page")
 
@@ -162,6 +163,8 @@ def test_two_ranks_and_a_resume_in_mid_epoch_give_the_weights_of_one_process(tas
     kind, more = (
         ("class", ["data.views=2"]) if kind == "views" else (kind, ["trainer.sync_batchnorm=true"])
     )
+    if kind == "inputs":
+        more.append("data.inputs=[age]")
     words = [f"task={task}", *words, *more]
     one, expected = exact(kind, logs, *words, "trainer=cpu", f"run_id={task}-1")
     assert one.code == 0 and expected, one.output

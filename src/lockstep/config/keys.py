@@ -184,6 +184,7 @@ TEXTS = (
     "data.images",
     "data.name",
     "data.root",
+    "data.sampling",
     "experiment_name",
     "hydra.sweep.dir",
     "hydra.sweeper.study",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import SequentialSampler
 
+from lockstep.data.sampling import Sampling
 from lockstep.process.errors import UserError
 from lockstep.records.batch import Batch
 
@@ -59,6 +60,7 @@ class TrainBatches:
 
     Args:
         indices: positions of the training images.
+        sampling: draws the images of an epoch; None: each is taken once, in random order.
         fixed: repeat the order and augmentation of epoch 0 (Lightning's overfit_batches).
     """
 
@@ -73,13 +75,16 @@ class TrainBatches:
         world_size: int = 1,
         accumulate_grad_batches: int = 1,
         seed: int = 0,
+        sampling: Sampling | None = None,
         fixed: bool = False,
     ) -> None:
         self.seed = seed
-        self.steps_per_epoch = len(indices) // global_batch_size
+        epoch_size = sampling.epoch_size if sampling else len(indices)
+        self.steps_per_epoch = epoch_size // global_batch_size
         self._deliver = deliver
         self._indices = indices
         self._draw = draw
+        self._sampling = sampling
         self._global_batch_size = global_batch_size
         self._accumulate = accumulate_grad_batches
 
@@ -146,7 +151,7 @@ class TrainBatches:
     def _selections(self, first_step: int) -> Iterator[Selection]:
         size = self._global_batch_size
         count = self.steps_per_epoch * size
-        order = random_stream(self.seed, ORDER, self._epoch).permutation(self._indices)
+        order = self._order(count)
         draws, mixing = self._draw(self.seed, self._epoch, count)
 
         for start in range(first_step * size, count, size):
@@ -157,6 +162,13 @@ class TrainBatches:
                 if mixing is not None:
                     pairs = mixing[:, first // 2 : end // 2]
                 yield Selection(order[first:end], draws[:, first:end], pairs)
+
+    def _order(self, count: int) -> np.ndarray:
+        """Return the positions of this epoch's images, `count` at least, in their order."""
+        generator = random_stream(self.seed, ORDER, self._epoch)
+        if self._sampling is None:
+            return generator.permutation(self._indices)
+        return self._sampling.draw(generator, count)
 
 
 class EvalBatches:

@@ -39,6 +39,7 @@ def hash_of_files(images: Any) -> str:
     images do.
     """
     arrays = {"targets": images.numbers, "sizes": images.size}
+    arrays |= {f"column {name}": values for name, values in images.columns.items()}
     digest = _started(images.class_names, images.splits, arrays)
     positions = _positions(images.size)
     is_whole = len(positions) == len(images)

@@ -26,6 +26,7 @@ from lockstep.data.framing import Framing, resize_of, resolve_normalisation
 from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch
 from lockstep.data.making import BatchMaker
+from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
 from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, Split, Splits
 from lockstep.data.targets import as_masks, scale_of
@@ -52,6 +53,10 @@ class ImageOptions:
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
         views: how often each training image is augmented.
+        inputs: columns of numbers that a batch has beside each image.
+        sampling: balanced: each class is drawn equally often; sqrt: in proportion to the root of
+            its images; else a column of weights; None: each training image once.
+        epoch_size: images of an epoch; None: as many as there are training images.
 
     Raises:
         UserError: a value is out of its range.
@@ -77,6 +82,9 @@ class ImageOptions:
     num_workers: int | str = "auto"
     views: int = 1
     seed: int = 0
+    inputs: Sequence[str] = ()
+    sampling: str | None = None
+    epoch_size: int | None = None
 
     def __post_init__(self) -> None:
         name = self.name or "images"
@@ -87,6 +95,11 @@ class ImageOptions:
         for key in ("views", "eval_batch_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"data.{key}={getattr(self, key)} must be at least 1.")
+        if isinstance(self.inputs, str):
+            raise UserError(f"data.inputs={self.inputs}: give a list, data.inputs=[{self.inputs}].")
+        self.inputs = [str(name) for name in self.inputs or ()]
+        if self.epoch_size is not None and self.epoch_size < 1:
+            raise UserError(f"data.epoch_size={self.epoch_size} must be at least 1, or null.")
         if self.seed < 0:
             raise UserError(f"seed={self.seed} must be at least 0.")
         workers = self.num_workers
@@ -106,7 +119,8 @@ class ImageDataModule(LightningDataModule):
     A batch is (images, targets). Images are (n, channels, image_size, image_size) float, in
     training with several views (n, views, channels, image_size, image_size). Targets are (n,)
     int64 classes, (n, C) float32 labels, (n,) float32 numbers, (n, image_size, image_size) int64
-    classes of pixels, −1 where none counts, or a dict of these.
+    classes of pixels, −1 where none counts, or a dict of these. With data.inputs a batch is
+    ((images, inputs), targets), and inputs have (n,) float32 by name, standardised.
 
     Args:
         options: as of ImageOptions.
@@ -140,6 +154,11 @@ class ImageDataModule(LightningDataModule):
         self.faults: list[str] = []
         # What keeps images together, for the log and the page.
         self.groups_note = ""
+        # How the images of an epoch are drawn, likewise; "": each is taken once.
+        self.sampling_note = ""
+        self.sampling: Sampling | None = None
+        # Mean and deviation of each number beside the images, over the training images.
+        self.inputs: dict[str, list[float]] = {}
         # The arguments rank and world_size of the loaders; {} before attach_to_ranks.
         self._ranks: dict[str, int] = {}
         self.set_augmentation()
@@ -205,14 +224,19 @@ class ImageDataModule(LightningDataModule):
         if hasattr(self, "splits"):
             return
         self.source = self.open_source()
+        if self.stage != "test":
+            check_sampling(self.options.sampling, self.source)
         self.data_hash = self.source.hash()
+        self._check_inputs()
         self.decode_source()
         self._set_splits(self._assigned())
+        self._set_inputs()
         if self.splits.drew_test:
             self.data_hash = with_drawn_test(self.data_hash, self.splits.test)
         if self.source.groups is not None:
             self.groups_note = self._note_on_groups(self.source.groups)
         if self.stage != "test":
+            self._set_sampling()
             self._check_training_images()
 
     def _assigned(self) -> Splits:
@@ -239,16 +263,52 @@ class ImageDataModule(LightningDataModule):
         self.num_val = len(splits.val)
         self.num_test = len(splits.test)
 
-    def _check_training_images(self) -> None:
+    def _check_inputs(self) -> None:
+        for name in self.options.inputs:
+            if name not in self.source.columns:
+                raise UserError(
+                    f"data.inputs: {self.name} has no column {name}. Numbers beside images are of "
+                    "data=csv and data=parquet; leave data.inputs out."
+                )
+
+    def _set_inputs(self) -> None:
+        """Set the scale of the numbers beside the images: that of the training images."""
+        for name in self.options.inputs:
+            numbers = self.source.columns[name][self.splits.train]
+            self.inputs[name] = list(scale_of(numbers).values()) or [0.0, 1.0]
+
+    def _standardised_inputs(self) -> dict[str, np.ndarray]:
+        """Return (n,) float32 by name."""
+        inputs = {}
+        for name, (mean, std) in self.inputs.items():
+            inputs[name] = ((self.source.columns[name] - mean) / std).astype(np.float32)
+        return inputs
+
+    def _set_sampling(self) -> None:
+        """Set how the images of an epoch are drawn."""
         if not self.num_train:
             raise UserError(
                 f"{self.name} has no images to train on: all are for validation or test."
             )
-        if not 1 <= self.global_batch_size <= self.num_train:
+        options = self.options
+        self.sampling = sampling_of(
+            options.sampling, options.epoch_size, self.source, self.splits.train
+        )
+        if not 1 <= self.global_batch_size <= self.epoch_size:
+            images = f"{self.name} has {self.num_train} training images"
+            if options.epoch_size is not None:
+                images = f"an epoch has {self.epoch_size} images"
             raise UserError(
-                f"data.global_batch_size={self.global_batch_size}, but {self.name} has "
-                f"{self.num_train} training images: give a size from 1 to {self.num_train}."
+                f"data.global_batch_size={self.global_batch_size}, but {images}: give a size from "
+                f"1 to {self.epoch_size}."
             )
+        if self.sampling is not None:
+            count = self.steps_per_epoch * self.global_batch_size
+            self.sampling_note = note_on_sampling(
+                options.sampling, self.sampling, count, self.source
+            )
+
+    def _check_training_images(self) -> None:
         for name, *counts in zip(self.class_names, *self.counts_per_split.values()):
             if counts[0]:
                 continue
@@ -270,6 +330,16 @@ class ImageDataModule(LightningDataModule):
     @property
     def num_classes(self) -> int:
         return len(self.class_names) or 1
+
+    @property
+    def epoch_size(self) -> int:
+        """Images of an epoch; the last incomplete batch is dropped."""
+        return self.options.epoch_size or self.num_train
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return self.epoch_size // self.global_batch_size
 
     @property
     def target_kind(self) -> str:
@@ -392,12 +462,18 @@ class ImageDataModule(LightningDataModule):
             on_device=fits and self.path_taken()[0] == "array",
             num_workers=self.options.num_workers,
             views=self.options.views,
+            inputs=self._standardised_inputs(),
         )
 
     def _check_mixing(self) -> None:
         views = self.options.views
         if not self.augmentation.mixing:
             return
+        if self.inputs:
+            raise UserError(
+                "augmentation.mixup_alpha and cutmix_alpha cannot mix the numbers of data.inputs: "
+                "give both 0."
+            )
         if views > 1 or self.target_kind not in ("class", "labels"):
             what = f"data.views={views}" if views > 1 else f"targets of the kind {self.target_kind}"
             raise UserError(
@@ -448,6 +524,7 @@ class ImageDataModule(LightningDataModule):
             global_batch_size=self.global_batch_size,
             accumulate_grad_batches=self._accumulate,
             seed=self.options.seed,
+            sampling=self.sampling,
             fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
             **self._ranks,
         )
@@ -472,12 +549,13 @@ class ImageDataModule(LightningDataModule):
             (count, channels, image_size, image_size)
         """
         self.setup()
-        batches = self._eval_batches(self.splits.train[:count])
-        return torch.cat([self.on_after_batch_transfer(batch, 0)[0].cpu() for batch in batches])
+        images = []
+        for batch in self._eval_batches(self.splits.train[:count]):
+            inputs = self.on_after_batch_transfer(batch, 0)[0]
+            images.append((inputs[0] if self.inputs else inputs).cpu())
+        return torch.cat(images)
 
-    def on_after_batch_transfer(
-        self, batch: LoadedBatch, dataloader_idx: int
-    ) -> tuple[Tensor, Any]:
+    def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Any, Any]:
         """Return images and targets. Mixed images have shares of classes, (n, num_classes)."""
         finished = self._maker.finish(batch)
         if self.trainer is None:

@@ -1,5 +1,6 @@
 """The source of encoded images in files or shards, which are listed before any image is opened."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,10 @@ class ImageList(Source):
         items = sorted(items, key=lambda item: item.split)
         self._store(items)
 
+        self.columns = {}
+        for column in items[0].numbers:
+            numbers = [_further_number(folder, item, column) for item in items]
+            self.columns[column] = np.array(numbers)
         labels = [item.label for item in items]
         self.has_grey_levels = target == "mask"
         self.class_names = list(label_columns)
@@ -201,4 +206,20 @@ def _number(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
         line = f" (line {item.line})" if item.line else ""
         label = str(item.label)[:50]
         raise UserError(f"{folder / item.name}: the target {label} is not a number{line}.")
+    return number
+
+
+def _further_number(folder: Path, item: Item, column: str) -> float:
+    value: Any = item.numbers.get(column)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        line = f" (line {item.line})" if item.line else ""
+        shown = str(value)[:50] or "empty"
+        raise UserError(
+            f"{folder / item.name}: the column {column} is {shown}, which is not a number{line}. "
+            "Write a number there, or leave the column out of the command."
+        )
     return number

@@ -16,6 +16,7 @@ from lockstep.data.image_datamodule import CHECK, ImageDataModule
 from lockstep.data.image_list import ImageList
 from lockstep.data.listing import fingerprint
 from lockstep.data.node_cache import Content, cached
+from lockstep.data.sampling import BY_CLASS
 from lockstep.data.source import Source
 from lockstep.data.targets import levels_in, mask_classes, note_on_levels
 from lockstep.process.errors import UserError
@@ -85,6 +86,14 @@ class ListedDataModule(ImageDataModule):
             self.own_std = (0.226,)
         super().__init__(image_size=image_size, **options)
         self.split = replace(self.split, test_fraction=test_fraction)
+
+    @property
+    def column_options(self) -> dict[str, str]:
+        """Return the option that names each further column of numbers in a table."""
+        options = {}
+        if self.options.sampling not in (None, *BY_CLASS):
+            options[self.options.sampling] = "sampling"
+        return options | dict.fromkeys(self.options.inputs, "inputs")
 
     def list_images(self) -> ImageList:
         """

@@ -5,8 +5,8 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Item:
     file: str | None = None  # the file that holds it; None: the one of its name
     start: int = 0  # its first byte in that file
     line: int = 0  # its line in a table; 0: it is in none
+    # Its values in further columns of a table.
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:

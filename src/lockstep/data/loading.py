@@ -30,7 +30,7 @@ from lockstep.process.errors import UserError
 LoadedBatch = dict[str, Any]
 """`targets` by name; `pixels` of images and each mask, (n, side, side, channels) uint8, or `index`
 into the device's arrays; `draws` (3, n) unless the images are augmented already; `mixing` where
-images are mixed."""
+images are mixed; `inputs` by name where there are numbers beside the images."""
 OpenSample = Callable[[int], tuple[Any, ...]]
 """position → the whole image (Pillow's, RGB or L) and its masks (torchvision's Mask)"""
 

@@ -1,7 +1,7 @@
 """Make the batches of one rank on its device, from arrays there or from worker processes."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class BatchMaker:
         on_device: keep all pixels of the source on the device; else workers read each image.
         num_workers: as of `workers_of`.
         views: how often each training image is augmented.
+        inputs: (n,) float32 by name, the numbers beside each image; {}: there are none.
     """
 
     source: Source
@@ -36,6 +37,7 @@ class BatchMaker:
     on_device: bool
     num_workers: int | str
     views: int
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         flips = self.pipeline is None and self.augmentation.flips(self.framing)
@@ -93,6 +95,11 @@ class BatchMaker:
             for name, values in self.source.targets.items():
                 targets[name] = torch.from_numpy(values[selection.positions])
             batch["targets"] = targets
+            if self.inputs:
+                batch["inputs"] = {
+                    name: torch.from_numpy(values[selection.positions])
+                    for name, values in self.inputs.items()
+                }
             if pipeline is None:
                 batch["draws"] = torch.from_numpy(selection.draws)
             if selection.mixing is not None:
@@ -110,8 +117,14 @@ class BatchMaker:
         samples = Samples(self.source.open, self.framing, pipeline, workers)
         yield from stream(samples, selections, pin_memory=self.device.type == "cuda")
 
-    def finish(self, batch: LoadedBatch) -> tuple[Tensor, Any]:
+    def finish(self, batch: LoadedBatch) -> tuple[Any, Any]:
         """Return images and targets of a batch on the device, as ImageDataModule describes them."""
+        images, targets = self._images_and_targets(batch)
+        if "inputs" in batch:
+            images = (images, batch["inputs"])
+        return images, targets
+
+    def _images_and_targets(self, batch: LoadedBatch) -> tuple[Any, Any]:
         names = self.source.mask_names
         if "index" in batch:
             pixels = [indexed(array, batch["index"]) for array in self._arrays]

@@ -59,7 +59,18 @@ def report_of(
     }
     if data.groups_note:
         fields["groups"] = data.groups_note
+    if data.inputs:
+        fields["inputs"] = "; ".join(_scales(data))
+    if data.sampling_note:
+        fields["sampling"] = data.sampling_note
     return fields, {**data.left_out, **identical}
+
+
+def _scales(data: Any) -> list[str]:
+    """Return "age: mean 61.2, deviation 9.4" for each number beside the images."""
+    return [
+        f"{name}: mean {mean:.6g}, deviation {std:.6g}" for name, (mean, std) in data.inputs.items()
+    ]
 
 
 def _counts_per_class(data: Any) -> dict[str, dict[str, int]]:
@@ -125,6 +136,10 @@ def log_classes(data: Any) -> None:
         mean, std = data.target_scale.values()
         targets = f"numbers, mean {mean:.6g} and deviation {std:.6g} of the training images"
     log.info(f"data: {targets} · {_counts(data)}")
+    if data.inputs:
+        log.info(f"inputs: images and numbers beside them · {' · '.join(_scales(data))}")
+    if data.sampling_note:
+        log.info(f"sampling: {data.sampling_note}")
 
 
 def _counts(data: Any) -> str:

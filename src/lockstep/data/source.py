@@ -4,8 +4,9 @@ A data module reads everything about its images here, whether they lie in memory
 a torch Dataset.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Source:
         splits: (n,) int8: 0 train, 1 val, 2 test, in ascending order.
         targets: (n, …) by name, all but the masks.
         mask_names: of the masks, which come with their image.
+        columns: (n,) float64 by name, further numbers of each image, from the columns of a table.
         groups: (n,) int64, images that stay in one split together; None: each image is alone.
         has_grey_levels: the classes of pixels are numbered, and the masks have their grey levels.
         left_out: names of what is skipped, by reason.
@@ -40,6 +42,7 @@ class Source:
     splits: np.ndarray
     targets: Arrays
     mask_names: Sequence[str] = ()
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})
     groups: np.ndarray | None = None
     has_grey_levels = False
     left_out: LeftOut
@@ -135,6 +138,7 @@ class ImageSet(Source):
         class_names: of each class, of each column of labels, or of each class in masks.
         num_test: how many of the last images test; 0: they are drawn.
         num_val: how many images before those validate; 0: drawn from the training images.
+        columns: (n,) numbers of each image by name, for data.inputs and data.sampling.
 
     Raises:
         UserError: the targets do not fit the images or the class names.
@@ -145,8 +149,10 @@ class ImageSet(Source):
     class_names: list[str]
     num_test: int
     num_val: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.columns = {name: np.asarray(each, float) for name, each in self.columns.items()}
         self.left_out = {}
         self.warnings = []
         count = len(self.images)
@@ -159,7 +165,8 @@ class ImageSet(Source):
         self.mask_names = [name for name, each in self.targets.items() if each.dtype == np.uint8]
         if kind_of(self.targets, ()) == "class":
             self._refuse_other_classes(self.targets[""])
-        self._hash = hash_of_arrays([self.images], self.targets, self.class_names, self.splits)
+        arrays = self.targets | {f"column {name}": each for name, each in self.columns.items()}
+        self._hash = hash_of_arrays([self.images], arrays, self.class_names, self.splits)
 
         masks = [self.targets.pop(name)[..., None] for name in self.mask_names]
         # torchvision's CIFAR10 has the channels outermost.

@@ -34,7 +34,7 @@ FACTS_OF_TARGETS = ("target_mean", "target_std")
 FACTS_OF_IMAGES = ("mean", "std", "data_hash", "list_hash", "class_counts")
 FACTS_OF_FRAMING = ("resize", "fit", "interpolation")
 # Options in the config of any data set, which need not have them.
-OPTIONAL = ("fold", "num_folds", "views")
+OPTIONAL = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
 
 
 def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
@@ -54,6 +54,7 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     config = run.config
     cluster = run.cluster
     if run.choices.get("data") == "none":
+        _refuse_options(config["data"])
         return None
     options = {**config["data"], "global_batch_size": run.batch.global_size}
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
@@ -77,10 +78,22 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     return data
 
 
+def _refuse_options(node: Config) -> None:
+    """Refuse options that a module with its own loaders does not read."""
+    for key in ("inputs", "sampling", "epoch_size"):
+        if node.get(key) is not None:
+            raise UserError(
+                f"data.{key}={node[key]} is of Lockstep's data modules, and this module has its "
+                "own loaders. Leave it out, and do the same in its train_dataloader."
+            )
+
+
 def _match_training(data: Any, trained_on: DataFacts, run: Run) -> None:
     """Give evaluated data the classes of the training, and say where the images are others."""
     # Data modules of the user's own may state no classes.
     data.match_classes(trained_on.get("class_names", data.class_names))
+    if trained_on.get("inputs"):
+        data.inputs = trained_on["inputs"]
     typed = {key_of(override) for override in run.config["overrides"]}
     is_new = any(names_images(key) for key in typed)
     is_same = is_same_data(data, trained_on)
@@ -109,10 +122,21 @@ def _report(data: Any, run: Run, *, is_training: bool) -> None:
     augmentation = run.choices.get("augmentation") if is_training else None
     report.log_contents(data, {}, augmentation)
     if is_training:
+        _warn_of_two_corrections(run.config)
         run.data_report = DataReport(data, run.folder)
         run.data_report.start()
     else:
         data.report = {}
+
+
+def _warn_of_two_corrections(config: Config) -> None:
+    weights = (config.get("loss") or {}).get("class_weights")
+    sampling = config["data"].get("sampling")
+    if weights is not None and sampling is not None:
+        log.warning(
+            f"data.sampling={sampling} and loss.class_weights={weights} both correct for classes "
+            "of unequal size, so rare classes count twice. Leave one of them out."
+        )
 
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:
@@ -193,11 +217,13 @@ def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
 def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "attach_to_ranks"):
-        names = (*FACTS_OF_ANY, *FACTS_OF_TARGETS)
+        names = (*FACTS_OF_ANY, *FACTS_OF_TARGETS, "inputs")
         return {key: getattr(data, key) for key in names if hasattr(data, key)}
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *FACTS_OF_IMAGES)}
     facts |= {key: getattr(data.framing, key) for key in FACTS_OF_FRAMING}
     facts |= data.target_scale
+    if data.inputs:
+        facts["inputs"] = data.inputs
     facts["hash_method"] = getattr(data, "hash_method", None)
     facts["class_names"] = [str(name) for name in data.class_names]
     facts["crop_pct"] = float(data.settings.crop_pct)

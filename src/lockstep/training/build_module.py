@@ -31,6 +31,7 @@ FACTS = (
     "class_counts",
     "target_mean",
     "target_std",
+    "inputs",
 )
 # Options of optimizer= that are no arguments of the optimizer's class.
 OPTIONS_OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
@@ -59,7 +60,12 @@ TARGETS = {
     "tasks.multilabel.MultiLabel": "labels",
     "tasks.segmentation.Segmentation": "mask",
     "tasks.regression.Regression": "number",
+    "tasks.image_and_numbers.ImageAndNumbers": "class",
 }
+
+
+# The example tasks that take numbers beside the images.
+TAKE_INPUTS = ("tasks.image_and_numbers.ImageAndNumbers",)
 
 
 def build_module(
@@ -133,7 +139,9 @@ def _further_parts(config: Config, asked: Set[str], facts: DataFacts, outputs: A
     if "loss" in asked and "num_classes" in facts:
         parts["loss"] = build_loss(config, facts)
     if "metrics" in asked:
-        parts["metrics"] = _metrics(config, outputs)
+        # The outputs of the net are features where the task makes classes of them.
+        classes = facts.get("num_classes", outputs) if "num_classes" in asked else outputs
+        parts["metrics"] = _metrics(config, classes)
     return parts
 
 
@@ -154,6 +162,11 @@ def check_target(target: str, facts: DataFacts) -> None:
     expected = TARGETS.get(target)
     if expected and kind and kind != expected:
         raise UserError(f"The task takes {KINDS[expected]}, and the data has {KINDS[kind]}.")
+    if expected and facts.get("inputs") and target not in TAKE_INPUTS:
+        raise UserError(
+            f"The task takes images alone, and data.inputs gives {', '.join(facts['inputs'])} "
+            "beside them. Give task=image_and_numbers, or leave data.inputs out."
+        )
 
 
 def check_module(module: Any, target: str) -> None:

@@ -93,7 +93,7 @@ def _training_steps(run: Run, data: Any) -> int:
     """
     max_steps = run.trainer_config["max_steps"]
     max_epochs = run.trainer_config["max_epochs"] or -1
-    steps_of_epochs = max_epochs * (data.num_train // data.global_batch_size)
+    steps_of_epochs = max_epochs * data.steps_per_epoch
     limits = [limit for limit in (steps_of_epochs, max_steps) if limit >= 0]
     return min(limits, default=PAYS_FROM_STEPS)
 

@@ -25,11 +25,12 @@ def facts_of_data(run: Run, data: Any) -> dict[str, Any]:
     if not hasattr(data, "attach_to_ranks"):
         # The loaders of a data module of Lightning's own kind decide the batch.
         return {"global_batch_size": None, "per_device_batch_size": None}
+    left_out = 0 if data.sampling else data.num_train % data.global_batch_size
     return {
         "num_train": data.num_train,
         "num_val": data.num_val,
         "num_test": data.num_test,
-        "left_out_per_epoch": data.num_train % data.global_batch_size,
+        "left_out_per_epoch": left_out,
         "data_hash": data.data_hash,
         "data_report": data.report,
         "images": settings_of(data, run.choices.get("augmentation")),

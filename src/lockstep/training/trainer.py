@@ -158,7 +158,7 @@ def _limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
 
     options = run.trainer_config
     accumulate = run.batch.accumulate
-    batches = data.num_train // data.global_batch_size * accumulate
+    batches = data.steps_per_epoch * accumulate
     limit = whole_steps(options["limit_train_batches"], batches, accumulate)
     batches_of_epoch = options.get("overfit_batches") or limit
     if not isinstance(batches_of_epoch, int):

@@ -46,7 +46,7 @@ def test_auto_compiles_long_runs_on_gpus(strategy, changes, expected, monkeypatc
     own = {"compile": "auto", "max_epochs": given["max_epochs"], "max_steps": given["max_steps"]}
     cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None, accelerator=given["accelerator"])
     run = Run({"trainer": own}, cluster, RunFolder(Path("r")), Batch(128, 128, 1))
-    data = SimpleNamespace(attach_to_ranks=None, num_train=12_900, global_batch_size=128)
+    data = SimpleNamespace(attach_to_ranks=None, steps_per_epoch=100)
     module = SimpleNamespace(
         net=nn.Linear(1, 1), automatic_optimization=given["automatic_optimization"]
     )

@@ -1,0 +1,52 @@
+"""The images that a CSV file lists for a prediction, with the numbers beside them."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from data.csv_file import read_csv
+from data.table import column_of
+from lockstep.process.errors import UserError
+
+Numbers = dict[str, float]
+
+
+def listed_images(path: Path, inputs: Iterable[str]) -> tuple[dict[str, Path], dict[str, Numbers]]:
+    """Return the files of a table with a column path, and the numbers of each, by name.
+
+    Args:
+        inputs: the columns of numbers that are needed.
+
+    Raises:
+        UserError: a column is missing, or a value is no number.
+    """
+    table = read_csv(path)
+    names = table.column(column_of(path, table.names, "path", "path_column"))
+    columns = {name: _column(path, table.names, name) for name in inputs}
+    table.read_decimal_commas(list(columns.values()))
+    files = {name: path.parent / name for name in names}
+    numbers: dict[str, Numbers] = {}
+    for i, name in enumerate(names):
+        row = table.rows[i]
+        numbers[name] = {
+            key: _number(row[column], column, table.where(i)) for key, column in columns.items()
+        }
+    return files, numbers
+
+
+def _column(path: Path, names: list[str], name: str) -> str:
+    if name in names:
+        return name
+    raise UserError(
+        f"{path} has no column {name}, which the net takes beside an image. Add the column."
+    )
+
+
+def _number(text: str, column: str, where: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: {column} is {text or 'empty'}. Write a number there.")
+    return number
