@@ -55,7 +55,7 @@ class MultiLabel(Task):
         num_known = (~targets.isnan()).sum().clamp(min=1)  # a batch may have none
         return losses.sum() / num_known
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, targets = batch
         if ((targets < 0) | (targets > 1)).any():
             raise UserError(
@@ -69,6 +69,8 @@ class MultiLabel(Task):
         self.count(loss=losses[is_known], acc=((logits > 0) == present)[is_known])
         self.average_precision.update(logits, present.long().where(is_known, UNKNOWN))
         self.present += present.sum(0)
+        num_known = is_known.sum(1).clamp(min=1)
+        return {"losses": losses.sum(1) / num_known, "predictions": logits.sigmoid()}
 
     test_step = validation_step
 
