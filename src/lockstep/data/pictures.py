@@ -34,7 +34,7 @@ Tile = tuple[list[Any], list[str], str]
 
 
 class Normalisation(NamedTuple):
-    """What was subtracted from the channels of images, and what they were divided by."""
+    """The mean and the deviation of each channel, by which images were normalised."""
 
     mean: Sequence[float]
     std: Sequence[float]
