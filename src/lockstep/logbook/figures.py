@@ -151,7 +151,7 @@ def _draw(ax: Any, panel: Panel, labels: list[str]) -> None:
 
 def _add_legend(figure: Any, axes: Sequence[Any], labels: list[str]) -> None:
     """Add one legend below the panels, on a taller figure, so that no curve lies under it."""
-    line_of = {}
+    line_of: dict[str, Any] = {}
     for ax in axes:
         for line in ax.get_lines():
             line_of.setdefault(line.get_label(), line)
