@@ -1,10 +1,11 @@
 """Check labelled images without training: skipped files, duplicates, images with two labels.
 
-    python src/check_data.py data=image_folder data.root=DIR [key=value …]
+    python src/check_data.py data=image_folder data.root=DIR [key=value …] [--augmented]
 
 It logs the same as a run, and finds near duplicates: pairs whose 8 × 8 grey thumbnails are far
 more similar than those of the next similar images. The names and a contact sheet of suspicious
-pairs are written to logs/check_data/<data.name>/. The exit code is 1 if a test image is identical
+pairs are written to logs/check_data/<data.name>/; with --augmented also batch.png, training images
+as the net sees them. The exit code is 1 if a test image is identical
 to a training image, or if rows of a table cannot be used.
 """
 
@@ -18,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.commands.command_line import read_command
+from lockstep.commands.command_line import read_command, take_flag
 from lockstep.config.schema import key_of
-from lockstep.process.errors import EXIT_FAILED, EXIT_OK
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.script import script
 from lockstep.records.config import Config
 
@@ -131,6 +132,26 @@ def draw_pairs(data: Any, kinds: Mapping[tuple[int, int], str], path: Path) -> N
         contact_sheet(path, tiles, columns=4)
 
 
+def draw_batch(data: Any, path: Path) -> None:
+    """Draw the first training images of a prepared data module, augmented, with their targets."""
+    from lockstep.data.pictures import SHOWN, write_batch
+
+    # Mixing takes images in pairs.
+    data.global_batch_size = min(SHOWN, data.num_train // 2 * 2)
+    if not data.global_batch_size:
+        log.info(f"{path.name} is not drawn: it takes two training images.")
+        return
+    data.attach_to_ranks()
+    try:
+        batch = next(iter(data.train_dataloader()))
+    except UserError as error:
+        # A damaged image is among those that have been listed.
+        log.info(f"{path.name} is not drawn: {error}")
+        return
+    write_batch(path, data.on_after_batch_transfer(batch, 0), data)
+    log.info(f"{path}: training images as the net sees them")
+
+
 def log_report(data: Any, *, names_model: bool) -> Lists:
     """Log what a run says of its data, and return the names of the images that it counts."""
     from lockstep.data.report import log_classes, log_findings, log_settings, report_of
@@ -158,8 +179,12 @@ def log_images(thumbnails: Thumbnails, lists: Lists) -> None:
         log.info(f"sizes: {smallest[0]}×{smallest[1]} to {largest[0]}×{largest[1]} px")
 
 
-def check(config: Config) -> int:
-    """Check the data of a config, and return the exit code."""
+def check(config: Config, *, is_augmented: bool = False) -> int:
+    """Check the data of a config, and return the exit code.
+
+    Args:
+        is_augmented: draw training images as the net sees them.
+    """
     from lockstep.data.report import write_lists
     from lockstep.training.build_data import prepared_data
 
@@ -167,6 +192,8 @@ def check(config: Config) -> int:
     if "path" in options:
         # It opens no image before it is needed.
         options["path"] = "loader"
+    if "num_workers" in options:
+        options["num_workers"] = 0
     data = prepared_data(config, options, "check")
     groups = [key_of(override).partition(".")[0] for override in config["overrides"]]
     lists = log_report(data, names_model="model" in groups)
@@ -184,6 +211,8 @@ def check(config: Config) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_lists(folder, lists)
     draw_pairs(data, kinds, folder / "pairs.png")
+    if is_augmented:
+        draw_batch(data, folder / "batch.png")
     if any(lists.values()):
         files = ", ".join(sorted(path.name for path in folder.iterdir()))
         log.info(f"{folder}: {files}")
@@ -193,7 +222,9 @@ def check(config: Config) -> int:
 
 @script
 def main(argv: list[str]) -> int:
-    return check(read_command("train", argv, __doc__ or "").compose())
+    overrides, is_augmented = take_flag(argv, "--augmented")
+    config = read_command("train", overrides, __doc__ or "").compose()
+    return check(config, is_augmented=is_augmented)
 
 
 if __name__ == "__main__":

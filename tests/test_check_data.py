@@ -126,3 +126,12 @@ def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path):
         "test/cat/copy.png = train/cat/1.png" in (done.folder.path / "data_report.txt").read_text()
     )
     assert "1 test image is identical" in (done.folder.path / "page.md").read_text()
+
+
+def test_a_batch_is_drawn_as_the_net_sees_it(photos, tmp_path, capsys):
+    more = ("--augmented", "augmentation=trivial_augment", "augmentation.mixup_alpha=0.5")
+    main(ask(photos, tmp_path, "data.image_size=16", *more))
+    picture = tmp_path / "logs" / "check_data" / "photos" / "batch.png"
+    assert f"{picture}: training images" in capsys.readouterr().out
+    with Image.open(picture) as sheet:
+        assert sheet.size == (8 * 136 + 8, 2 * 168 + 8)

@@ -138,17 +138,20 @@ class ImageClassifier(Task):
         for metric in self.metrics.values():
             metric.reset()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, labels = batch
         logits = self.predict_logits(images)
         best = logits.topk(min(5, self.num_classes), dim=1).indices
         hits = best == labels[:, None]
-        self.count(acc=hits[:, 0], loss=losses_of_images(self.loss, logits.float(), labels))
+        losses = losses_of_images(self.loss, logits.float(), labels)
+        probabilities = probabilities_of(self.loss, logits.float())
+        self.count(acc=hits[:, 0], loss=losses)
         if self.num_classes >= TOP5_FROM_CLASSES:
             self.count(acc_top5=hits.any(1))
-        self.counts.add(best[:, 0], labels, probabilities_of(self.loss, logits.float()))
+        self.counts.add(best[:, 0], labels, probabilities)
         for metric in self.metrics.values():
             metric.update(logits, labels)
+        return {"losses": losses, "predictions": probabilities}
 
     test_step = validation_step
 

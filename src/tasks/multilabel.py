@@ -57,7 +57,7 @@ class MultiLabel(Task):
         num_known = (~targets.isnan()).sum(1).clamp(min=1)
         return (losses.sum(1) / num_known).mean()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, targets = batch
         if ((targets < 0) | (targets > 1)).any():
             raise UserError(
@@ -71,6 +71,8 @@ class MultiLabel(Task):
         self.count(loss=losses[is_known], acc=((logits > 0) == present)[is_known])
         self.average_precision.update(logits, present.long().where(is_known, UNKNOWN))
         self.present += present.sum(0)
+        num_known = is_known.sum(1).clamp(min=1)
+        return {"losses": losses.sum(1) / num_known, "predictions": logits.sigmoid()}
 
     test_step = validation_step
 

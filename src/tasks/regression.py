@@ -49,9 +49,11 @@ class Regression(Task):
         standardised = (targets - self.mean) / self.std
         return F.huber_loss(self.net(images).squeeze(1), standardised)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        errors = self.predict_step(batch, batch_idx) - batch[1]
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        predictions = self.predict_step(batch, batch_idx)
+        errors = predictions - batch[1]
         self.count(mae=errors.abs(), mse=errors.square())
+        return {"losses": errors.square(), "predictions": predictions}
 
     test_step = validation_step
 

@@ -49,7 +49,7 @@ class Segmentation(Task):
 
     on_test_epoch_start = on_validation_epoch_start
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, masks = batch
         logits = self(images)
         is_labelled = masks >= 0
@@ -57,10 +57,13 @@ class Segmentation(Task):
         losses = F.cross_entropy(logits, masks, ignore_index=-1, reduction="none")
         self.count(loss=losses[is_labelled])
 
-        predicted = logits.argmax(1)[is_labelled]
-        cells = masks[is_labelled] * self.num_classes + predicted
+        predicted = logits.argmax(1)
+        cells = masks[is_labelled] * self.num_classes + predicted[is_labelled]
         ones = torch.ones_like(cells, dtype=torch.float64)
         self.confusion.view(-1).index_add_(0, cells, ones)
+
+        num_labelled = is_labelled.sum((1, 2)).clamp(min=1)
+        return {"losses": losses.sum((1, 2)) / num_labelled, "predictions": predicted}
 
     test_step = validation_step
 

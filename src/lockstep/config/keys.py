@@ -104,6 +104,7 @@ TABLE = {
     "optimized_metric": OUTPUT,
     "overrides": START,
     "paths": PLACE,
+    "pictures": OUTPUT,
     "quiet": START,
     "resume": START,
     "run_id": START,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import SequentialSampler
 
 from lockstep.data.sampling import Sampling
@@ -201,6 +202,10 @@ class EvalBatches:
 
     def __len__(self) -> int:
         return len(self._selections)
+
+    def positions(self, batch_idx: int) -> torch.Tensor:
+        """Return (n,) int64, the images of a batch of this rank."""
+        return torch.from_numpy(self._selections[batch_idx].positions)
 
     def __iter__(self) -> Iterator[Any]:
         return self._deliver(self._selections)

@@ -5,6 +5,7 @@ ImageDataModule.
 """
 
 import hashlib
+import io
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ SHOWN_CLASSES = 10  # in the log
 SAMPLE = 64  # images that are opened for their size
 MAX_COMPARED = 50_000  # files of equal size that a start may open
 TILE = 128  # side of a picture in a contact sheet, in pixels
+SMALL_BYTES = 80_000  # of a contact sheet in git
+COLOURS = (256, 64, 16)  # of a small one, as many as its size allows
 IDENTICAL = {  # by kind: the words for one image and for several
     "test": (
         "test image is identical to a training image",
@@ -187,18 +190,24 @@ def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
 
 
 def contact_sheet(
-    path: Path, tiles: Sequence[tuple[list[Any], list[str], str]], columns: int
+    path: Path,
+    tiles: Sequence[tuple[list[Any], list[str], str]],
+    columns: int,
+    *,
+    is_small: bool = False,
 ) -> None:
     """Write a PNG of pictures with captions.
 
     Args:
         tiles: Pillow images that stand side by side, the lines of their caption, and the colour
             of its first line.
+        is_small: reduce the colours until the file belongs into git.
     """
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
+    font = ImageFont.load_default(11)
     width = TILE * max(len(pictures) for pictures, _, _ in tiles) + 8
-    height = TILE + 40
+    height = TILE + 12 + 14 * max(2, *(len(lines) for _, lines, _ in tiles))
     num_columns = min(columns, len(tiles))
     num_rows = -(-len(tiles) // columns)
     sheet = Image.new("RGB", (num_columns * width + 8, num_rows * height + 8), "white")
@@ -209,11 +218,38 @@ def contact_sheet(
         for k, picture in enumerate(pictures):
             sheet.paste(_thumbnail(picture), (x + k * TILE, y))
         for k, line in enumerate(lines):
-            text = printable(line[: 20 * len(pictures)])
+            text = _fitting(printable(line), TILE * len(pictures), font)
             fill = "#777777" if k else colour
-            draw.text((x, y + TILE + 2 + 14 * k), text, fill)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+            draw.text((x, y + TILE + 2 + 14 * k), text, fill, font)
+    data = _small_png(sheet) if is_small else _png(sheet)
+    write_atomically(path, lambda file: file.write(data), binary=True)
+
+
+def _fitting(text: str, width: int, font: Any) -> str:
+    """Return a text that is at most `width` pixels wide."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def _png(picture: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _small_png(picture: Any) -> bytes:
+    """Return a PNG of at most SMALL_BYTES, or one of the fewest colours."""
+    from PIL.Image import Dither
+
+    data = b""
+    for colours in COLOURS:
+        data = _png(picture.quantize(colours, dither=Dither.NONE))
+        if len(data) <= SMALL_BYTES:
+            break
+    return data
 
 
 def _thumbnail(picture: Any) -> Any:

@@ -33,6 +33,8 @@ MARKS = {
 # The record has the confusion matrix and the scores of at most so many classes.
 MAX_CONFUSION = 50
 MAX_CLASSES = 1000
+# They are written while the run trains and tests.
+PICTURES = ("batch.png", "mistakes.png")
 # Rows of metrics.csv in the logbook, beside those of validations.
 MAX_ROWS = 300
 
@@ -151,7 +153,14 @@ def _share(part: int, whole: int) -> float | None:
 def write_page(run: Run) -> Path:
     """Write page.md and curves.svg from the record, with the user's words on the page before."""
     has_curves = write_figure(run.folder / "curves.svg", run_panels(run))
-    text = render("run.md.j2", run=run, marks=MARKS, note_marks=NOTE, has_curves=has_curves)
+    text = render(
+        "run.md.j2",
+        run=run,
+        marks=MARKS,
+        note_marks=NOTE,
+        has_curves=has_curves,
+        pictures=[name for name in PICTURES if (run.folder / name).is_file()],
+    )
     return _write(run.folder / "page.md", text)
 
 
@@ -179,6 +188,8 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
         _write(target / "metrics.csv", _fewer_rows(run.text("metrics.csv")))
     if run.text("code.diff"):
         _copy_diff(folder / "code.diff", target / "code.diff")
+    for name in PICTURES:
+        _copy_picture(folder / name, target / name)
 
     kept = Run(target, run.record)
     if kept.title == run.run_id and not kept.note:
@@ -194,6 +205,12 @@ def _copy_diff(source: Path, target: Path) -> None:
     diff = redact_text(source.read_bytes().decode(errors="surrogateescape"))
     content = diff.encode(errors="surrogateescape")
     write_atomically(target, lambda file: file.write(content), binary=True)
+
+
+def _copy_picture(source: Path, target: Path) -> None:
+    if source.is_file():
+        content = source.read_bytes()
+        write_atomically(target, lambda file: file.write(content), binary=True)
 
 
 def _fewer_rows(metrics: str) -> str:

@@ -25,6 +25,11 @@ from lockstep.process.files import write_atomically
 from lockstep.process.output import split_stage
 
 SHA256_DIGITS = 16
+PLUS_MINUS = "±"
+MEANING_OF_ERROR = (
+    "±: standard error of a share of the images of that run's validation or test; it says nothing "
+    "of other seeds."
+)
 # The name of a row, and a cell for each run.
 Row = tuple[str, list[str]]
 Show = Callable[[Any], str]
@@ -131,7 +136,7 @@ def _best_rows(runs: Sequence[Run]) -> list[Row]:
     best = [run.record.summary.get("best", {}) for run in runs]
     rows = []
     for name in dict.fromkeys(run.record.monitor for run in runs):
-        rows += _metric_row(f"Best {name}", name, best)
+        rows += _metric_row(f"Best {name}", name, best, _errors_of(runs, name))
     return rows
 
 
@@ -141,7 +146,7 @@ def _test_rows(runs: Sequence[Run]) -> list[Row]:
     for name in sorted(set().union(*of_test)):
         is_count = name.endswith(("/images", "/correct"))
         if split_stage(name)[0] == "test" and not is_count:
-            rows += _metric_row(name, name, of_test)
+            rows += _metric_row(name, name, of_test, _errors_of(runs, name))
     return rows
 
 
@@ -156,10 +161,28 @@ def _measured_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _metric_row(title: str, name: str, metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the metric of each run; a share with its difference to the first run in points."""
+def _errors_of(runs: Sequence[Run], name: str) -> list[float | None]:
+    """Return the standard error of a metric in each run; None where it is no share of images."""
+    return [run.record.summary.get("errors", {}).get(name) for run in runs]
+
+
+def _metric_row(
+    title: str,
+    name: str,
+    metrics: Sequence[Mapping[str, Any]],
+    errors: Sequence[float | None],
+) -> list[Row]:
+    """Return the metric of each run with its standard error.
+
+    A share has its difference to the first run in points.
+    """
     values = [of_run.get(name) for of_run in metrics]
-    cells = [metric(value, name) for value in values]
+    cells = []
+    for value, error in zip(values, errors, strict=True):
+        cell = metric(value, name)
+        if isinstance(value, int | float) and error is not None:
+            cell += f" {PLUS_MINUS} {percent(error)}"
+        cells.append(cell)
     if is_share(name):
         cells = _with_difference(cells, values, _points)
     return _row(title, cells)
@@ -229,7 +252,13 @@ def as_text(runs: Sequence[Run]) -> str:
     empty = ("", [""] * len(runs))
     rows = [head, *number_rows(runs), empty, *setting_rows(runs)]
     table = aligned([[name, *cells] for name, cells in rows])
-    return f"{table}\n\n{not_held_fixed(runs)}".rstrip()
+    return "\n\n".join(filter(None, [table, meaning_of_error(rows), not_held_fixed(runs)]))
+
+
+def meaning_of_error(rows: Sequence[Row]) -> str:
+    """Say what ± means where a row has one; empty where none has."""
+    has_error = any(PLUS_MINUS in "".join(cells) for _, cells in rows)
+    return MEANING_OF_ERROR if has_error else ""
 
 
 def title_of(runs: Sequence[Run], page: Path | None) -> str:
@@ -261,14 +290,16 @@ def write_comparison(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".svg")
-    has_picture = write_figure(picture, compare_panels(runs))
+    has_picture = write_figure(picture, compare_panels(runs), has_one_legend=True)
+    numbers = number_rows(runs)
     text = render(
         "compare.md.j2",
         title=title,
         trials=trials,
         several=SEVERAL,
         runs=runs,
-        numbers=number_rows(runs),
+        numbers=numbers,
+        meaning_of_error=meaning_of_error(numbers),
         settings=setting_rows(runs),
         caution="" if trials else not_held_fixed(runs),
         picture=picture.name if has_picture else "",

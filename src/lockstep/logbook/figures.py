@@ -4,6 +4,7 @@ The picture has the same bytes each time.
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,10 @@ MAX_POINTS = 120  # of a line
 MIN_POINTS = 5  # of the longest line
 ROW_HEIGHT = 2.9  # inches
 WIDTH = 10.0  # inches
+# A legend below the panels.
+CHARACTERS_A_LINE = 130
+CHARACTERS_OF_HANDLE = 8
+LEGEND_LINE = 0.2  # inches
 
 
 class Panel(NamedTuple):
@@ -103,8 +108,12 @@ def _longest_line(panel: Panel) -> int:
     return max((len(steps) for steps, _ in panel.lines.values()), default=0)
 
 
-def write_figure(path: Path, panels: Sequence[Panel]) -> bool:
-    """Write the picture; remove it if there is nothing to draw."""
+def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = False) -> bool:
+    """Write the picture; remove it if there is nothing to draw.
+
+    Args:
+        has_one_legend: a label has one colour in all panels, and the legend stands below them.
+    """
     path.unlink(missing_ok=True)
     shown = drawn(panels)
     if not shown:
@@ -115,22 +124,40 @@ def write_figure(path: Path, panels: Sequence[Panel]) -> bool:
 
     columns = 3 if len(shown) == 3 else min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
+    labels = list(ChainMap(*(panel.lines for panel in reversed(shown))))
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, ROW_HEIGHT * rows), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for ax, panel in zip(axes, shown, strict=False):
-            _draw(ax, panel)
+            _draw(ax, panel, labels if has_one_legend else list(panel.lines))
+            if not has_one_legend and panel.title != "Learning rate":
+                ax.legend()
+        if has_one_legend:
+            _add_legend(figure, axes, labels)
         for ax in axes[len(shown) :]:
             ax.set_axis_off()
         figure.savefig(path, transparent=True, metadata={"Date": None})
     return True
 
 
-def _draw(ax: Any, panel: Panel) -> None:
+def _draw(ax: Any, panel: Panel, labels: list[str]) -> None:
+    """Draw the lines of a panel, each in the colour of its place among the labels."""
     for label, curve in panel.lines.items():
-        ax.plot(*thin(curve, MAX_POINTS), label=label)
+        ax.plot(*thin(curve, MAX_POINTS), color=f"C{labels.index(label)}", label=label)
     ax.set(title=panel.title, xlabel=panel.along)
     if panel.title.startswith("Utilisation"):
         ax.set_ylim(0, 105)
-    if panel.title != "Learning rate":
-        ax.legend()
+
+
+def _add_legend(figure: Any, axes: Sequence[Any], labels: list[str]) -> None:
+    """Add one legend below the panels, on a taller figure, so that no curve lies under it."""
+    line_of: dict[str, Any] = {}
+    for ax in axes:
+        for line in ax.get_lines():
+            line_of.setdefault(line.get_label(), line)
+    longest = max(map(len, labels)) + CHARACTERS_OF_HANDLE
+    columns = max(1, min(len(labels), CHARACTERS_A_LINE // longest))
+    height = LEGEND_LINE * (math.ceil(len(labels) / columns) + 1)
+    figure.set_size_inches(WIDTH, figure.get_figheight() + height)
+    lines = [line_of[label] for label in labels]
+    figure.legend(lines, labels, loc="outside lower left", ncols=columns)

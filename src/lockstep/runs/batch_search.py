@@ -245,6 +245,7 @@ def _overrides(
         f"trainer.limit_train_batches={2 * accumulate}",
         "trainer.limit_val_batches=1",
         "test=false",
+        "pictures=false",
         "logbook=null",
         "s3.uri=null",
         "++callbacks.checkpoints=null",

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 STEP = re.compile(r"-step(\d{1,12})")
 # What a run records. Nothing in it decides anything, because others may write to the bucket.
 RECORDED = re.compile(
-    r"run\.json|config\.yaml|page\.md|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|txt)"
+    r"run\.json|config\.yaml|page\.md|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|png|txt)"
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
 MAX_FILE_BYTES = 64 * 2**20

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import MaxTime
+from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
@@ -209,6 +210,8 @@ def build_callbacks(run: Run, facts: DataFacts, *, is_training: bool) -> list[An
     # These run first, because other callbacks read trainer.should_stop and the averaged weights.
     first = _deciding_callbacks(run, is_training=is_training)
     chosen = _chosen_callbacks(run, facts, batch_size)
+    if run.config["pictures"]:
+        chosen.append(Pictures(run.folder.path))
     # The checkpoints come after the others, because they save their states.
     chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))
     if is_training and (run.config.get("s3") or {}).get("uri"):

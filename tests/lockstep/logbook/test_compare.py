@@ -14,6 +14,7 @@ from lockstep.logbook.compare import (
     setting_rows,
     write_comparison,
 )
+from lockstep.logbook.figures import compare_panels, write_figure
 from lockstep.logbook.folders import NOTE
 from lockstep.logbook.report import STATIC, report_data, report_html
 
@@ -39,7 +40,7 @@ def test_numbers_stand_beside_their_ratio_to_the_first_run_and_what_is_not_held_
         "14 min 22 s (×2.00)",
         "7 min 11 s (×1.00)",
     ]
-    assert rows["test/acc"] == ["86.43 %", "86.51 % (+0.08)", "–"]
+    assert rows["test/acc"] == ["86.43 % ± 0.34 %", "86.51 % ± 0.34 % (+0.08)", "–"]
     assert rows["Epochs"] == ["12", "24", "12"] and rows["Largest batch per device"][0] == "412"
     assert rows["Status"] == ["finished", "finished", "out of memory"]
     assert not_held_fixed(runs[:2]) == "Not held fixed between these runs: the number of epochs."
@@ -60,6 +61,34 @@ def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):
     assert lines[0].split() == ["ddp", "fsdp"] and table["choices.trainer"] == ["ddp", "fsdp"]
     assert lines[1].index("finished") == lines[0].index("ddp")
     assert lines[-1].startswith("Not held fixed")
+
+
+def test_the_meaning_of_plus_and_minus_is_told_where_there_is_one(runs, tmp_path):
+    meaning = "±: standard error of a share"
+    write_comparison(tmp_path / "c.md", runs, "c")
+    assert meaning in as_text(runs) and meaning in (tmp_path / "c.md").read_text()
+    for run in runs:
+        run.record.summary.pop("errors", None)
+    assert "±" not in as_text(runs)
+
+
+def test_one_legend_stands_below_the_panels_of_a_comparison(runs, tmp_path):
+    write_comparison(tmp_path / "c.md", runs[:2], "c")
+    picture = (tmp_path / "c.svg").read_text()
+    assert picture.count(">fsdp</text>") == 1
+    texts = re.findall(r' y="(\S+)"[^>]*>([^<]+)</text>', picture)
+    height_of = {label: float(height) for height, label in texts}
+    assert height_of["fsdp"] > height_of["epoch"]
+
+
+def test_a_run_has_one_colour_in_all_panels(runs, tmp_path):
+    runs[0].metrics.pop("train/loss")
+    panels = [panel for panel in compare_panels(runs[:2]) if panel.lines]
+    write_figure(tmp_path / "c.svg", panels, has_one_legend=True)
+    colours = re.findall(
+        "stroke: (#[0-9a-f]{6}); stroke-width: 1.4", (tmp_path / "c.svg").read_text()
+    )
+    assert colours[0] == colours[2] != colours[1]
 
 
 def test_other_initial_weights_are_a_difference(runs):

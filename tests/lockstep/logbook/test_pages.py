@@ -124,6 +124,13 @@ def test_pictures_have_the_same_bytes_each_time_and_parse(folders, tmp_path):
     } <= set(titles)
 
 
+def test_the_pictures_of_a_run_are_copied_and_shown(folders, tmp_path):
+    (folders[0] / "mistakes.png").write_bytes(b"\x89PNG")
+    page = keep_run(folders[0], tmp_path / "logbook")
+    assert (page.parent / "mistakes.png").read_bytes() == b"\x89PNG"
+    assert "](mistakes.png)" in page.read_text() and "batch.png" not in page.read_text()
+
+
 def test_a_run_in_the_logbook_is_a_slim_copy_without_secrets(folders, tmp_path):
     logbook = tmp_path / "logbook"
     logbook.mkdir()
