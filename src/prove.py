@@ -26,6 +26,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, User
 from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
+from lockstep.records.proof_table import CHECKS, Result, nothing, write_table
 from lockstep.runs.batch_search import TRAIN, run_train
 from lockstep.runs.proof import DIGEST, Failed, Proof, Run, test_metrics
 from lockstep.runs.proof_causes import (
@@ -37,10 +38,10 @@ from lockstep.runs.proof_causes import (
     has_same_targets,
     unseeded,
 )
-from lockstep.runs.proof_table import CHECKS, Result, differs, nothing, write_table
 from lockstep.runs.recording import (
     Difference,
     Recording,
+    differs,
     first_difference,
     metric_difference,
     other_attributes,

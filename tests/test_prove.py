@@ -8,7 +8,7 @@ import pytest
 import broken_modules
 import prove
 from lockstep.config.compose import compose, whole_config
-from lockstep.runs.proof_table import Result, write_table
+from lockstep.records.proof_table import Result, write_table
 from runs import run_door, small
 
 BROKEN = Path(broken_modules.__file__)
