@@ -26,8 +26,9 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, User
 from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
+from lockstep.records.proof_table import CHECKS, Result, nothing, write_table
 from lockstep.runs.batch_search import TRAIN, run_train
-from lockstep.runs.proof import DIGEST, Failed, Proof, Run, test_metrics
+from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof, Run, test_metrics
 from lockstep.runs.proof_causes import (
     cause_of_metric,
     cause_of_parts,
@@ -37,10 +38,10 @@ from lockstep.runs.proof_causes import (
     has_same_targets,
     unseeded,
 )
-from lockstep.runs.proof_table import CHECKS, Result, differs, nothing, write_table
 from lockstep.runs.recording import (
     Difference,
     Recording,
+    differs,
     first_difference,
     metric_difference,
     other_attributes,
@@ -188,7 +189,7 @@ def check_metric(proof: Proof) -> Result:
     if reason or proof.one_process == "gpu":
         return nothing("metric", reason or "trainer=gpu computes on one GPU: leave trainer=gpu out")
     run = proof.two_ranks("ddp")
-    if not run.metrics:
+    if any(len(ranks) < RANKS for ranks in run.metrics.values()) or not run.metrics:
         return nothing("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
 
     # Metrics are compared as long as the weights are equal: the sanity check is before any step.

@@ -81,6 +81,9 @@ def test_best(trainer: Any, module: Any, data: Any) -> None:
     from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
+    if any(getattr(callback, "is_pruned", False) for callback in trainer.callbacks):
+        log.info("Nothing is tested: the trial is pruned.")
+        return
     # Without a data module the module has its own loaders.
     loaders = data or module
     if not is_overridden("test_step", module) or not is_overridden("test_dataloader", loaders):

@@ -1,14 +1,17 @@
 """prove.py finds the fault of a training and names its cause, and finds none in sound ones."""
 
 import json
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import broken_modules
 import prove
 from lockstep.config.compose import compose, whole_config
-from lockstep.runs.proof_table import Result, write_table
+from lockstep.records.proof_table import Result, write_table
+from lockstep.runs.recording import Recording
 from runs import run_door, small
 
 BROKEN = Path(broken_modules.__file__)
@@ -26,11 +29,16 @@ def line_of(mark: str) -> str:
     return f"{BROKEN.name}:{before.count(chr(10)) + 1}"
 
 
+def allow_shares():
+    # The tests take warnings for errors, and Lightning recommends sync_dist.
+    warnings.filterwarnings("ignore", ".*sync_dist=True.*")
+
+
 def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16):
     """The lines of prove.py, whose runs are forked from a server."""
 
     def forked(name, overrides, output):
-        done = run_door(name, *overrides, logs=output.parent)
+        done = run_door(name, *overrides, logs=output.parent, before=allow_shares)
         output.write_text(done.output)
         return done.code
 
@@ -47,7 +55,7 @@ def plain_overrides(task: str = "Sound", data: str = "Points") -> list[str]:
 CAUSES = {
     ("Sound", "Points"): ((), (), ()),
     ("Normalised", "Points"): (("ddp", "fsdp"), ("accumulate",), ("trainer.sync_batchnorm=true",)),
-    ("LogsItsShare", "Points"): (("metric",), (), ("the ranks",)),
+    ("LogsItsShare", "Points"): (("metric",), (), ("self.log('val_loss', …, sync_dist=True)",)),
     ("MeanOfMeans", "Points"): (("metric",), (), ("mean of the ranks",)),
     ("Summed", "Points"): (("accumulate", "ddp", "fsdp"), (), ("a sum",)),
     ("Unused", "Points"): (("ddp",), (), ("find_unused_parameters=true", line_of("UNUSED"))),
@@ -78,6 +86,20 @@ def test_it_names_the_cause_of_a_fault(parts, tmp_path):
     if failing:
         causes = "\n".join(str(result.cause) for result in results if result.equal is False)
         assert [part for part in cause if part not in causes] == [], lines
+
+
+def test_a_run_that_ends_before_its_first_validation_has_no_metric(tmp_path):
+    values = {("sanity", 0): [{"val_loss": 1.0}]}
+    proof = SimpleNamespace(
+        config={"task": {"monitor": "val_loss"}},
+        reference=Recording(metrics=values),
+        is_lockstep=True,
+        one_process="cpu",
+        two_ranks=lambda name: Recording(metrics={("sanity", 0): [{"val_loss": 0.5}]}),
+        failures={"ddp": "rank 0 is lost"},
+    )
+    result = prove.check_metric(proof)
+    assert result.equal is None and "rank 0 is lost" in result.cause
 
 
 def test_resume_names_both_of_its_kind():

@@ -9,7 +9,9 @@ Hydra finds its plugins here; what they do is in lockstep/sweeps.
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,7 +23,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lockstep.process.errors import EXIT_USER_ERROR, UserError
-from lockstep.sweeps.local import jobs_at_once, run_side_by_side
+from lockstep.records.trial import check_pruner
+from lockstep.sweeps.local import StartJob, jobs_at_once, side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -50,39 +53,57 @@ class LocalJobs(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        jobs = []
-        for number, overrides in enumerate(job_overrides, initial_job_idx):
-            job = self.loader.load_sweep_config(self.config, list(overrides))
-            with open_dict(job):
-                job.hydra.job.num = number
-            jobs.append(job)
+        with self.starting() as start:
+            futures = []
+            for number, overrides in enumerate(job_overrides, initial_job_idx):
+                futures.append(start(overrides, number))
+            return [future.result() for future in futures]
 
+    @contextmanager
+    def starting(self) -> Iterator[StartJob]:
+        """Yield a function that starts a job; the block ends when all jobs have."""
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         program = str(Path(sys.argv[0]).resolve())
         number_at_once, gpus = self.at_once()
-        return run_side_by_side(jobs, folder, program, number_at_once, gpus)
+        with side_by_side(folder, program, number_at_once, gpus) as start:
+            yield lambda overrides, number: start(self._job(overrides, number))
+
+    def _job(self, overrides: Sequence[str], number: int) -> DictConfig:
+        """Return a job's composed config, with Hydra's node."""
+        job = self.loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(job):
+            job.hydra.job.num = number
+        return job
 
 
 class OptunaSearch(Sweeper):
     """Search the ranges of the command line with Optuna's TPE, one job per trial.
 
     Failed trials are skipped. The study is in a journal file, named by the search space: the same
-    command continues it until num_trials have finished.
+    command continues it, and the trials that were stopped, until num_trials have ended.
 
     Args:
         study: name of the study; None: made from the search space, so that another search has
             another study.
-        num_trials: number of finished trials at the end, over all starts.
+        num_trials: number of finished and pruned trials at the end, over all starts.
+        pruner: hyperband or median, which end hopeless trials after a validation; None: no trial.
         direction: maximize or minimize optimized_metric; auto: the mode of the checkpoints.
         folder: of the journal.
         seed: of Optuna's sampler.
     """
 
     def __init__(
-        self, study: str | None, num_trials: int, direction: str, folder: str, seed: int | None
+        self,
+        study: str | None,
+        num_trials: int,
+        direction: str,
+        folder: str,
+        seed: int | None,
+        pruner: str | None = None,
     ) -> None:
         self.study = study
         self.num_trials = num_trials
+        self.pruner = pruner
         self.folder = Path(folder)
         self.seed = seed
 
@@ -98,9 +119,12 @@ class OptunaSearch(Sweeper):
         from lockstep.sweeps.search import Search
 
         try:
+            check_pruner(self.pruner)
             overrides = OverridesParser.create().parse_overrides(arguments)
-            search = Search(overrides, self.config, self.study, self.folder, self.seed)
-            search.run(self.num_trials, self._number_at_once(), self.launcher.launch)
+            search = Search(overrides, self.config, self.study, self.folder, self.seed, self.pruner)
+            with self._starting() as start:
+                search.run(self.num_trials, self._number_at_once(), start)
+            search.report()
         except UserError as error:
             # Hydra would print a traceback.
             log.error(str(error))
@@ -111,3 +135,14 @@ class OptunaSearch(Sweeper):
             number, _ = self.launcher.at_once()
             return number
         return 1
+
+    def _starting(self) -> AbstractContextManager[StartJob]:
+        """Yield a function that starts a job. Other launchers wait until it has ended."""
+        if isinstance(self.launcher, LocalJobs):
+            return self.launcher.starting()
+        return nullcontext(self._launch)
+
+    def _launch(self, overrides: Sequence[str], number: int) -> Future[JobReturn]:
+        ended: Future[JobReturn] = Future()
+        ended.set_result(self.launcher.launch([list(overrides)], number)[0])
+        return ended

@@ -134,6 +134,7 @@ TABLE = {
     "trainer.strategy.initial_peers": PLACE,
     "trainer.timeout_s": MACHINE,
     "trainer.use_distributed_sampler": RECIPE,
+    "trial": START,
     "verbose": START,
 }
 
@@ -211,7 +212,7 @@ WORD_OF_NUMBER = {
 # They may be a node in place of their default.
 MAY_BE_NODE = ("trainer.compile", "trainer.strategy")
 # Hydra and the project set them, and nobody types them.
-INTERNAL = ("_target_", "_partial_", "task_name", "sweep_dir")
+INTERNAL = ("_target_", "_partial_", "task_name", "sweep_dir", "trial")
 # The lengths of a training, over which a schedule stretches.
 LENGTHS = ("trainer.max_epochs", "trainer.max_steps")
 

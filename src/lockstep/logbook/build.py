@@ -20,6 +20,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.redact import redact, redact_text
 from lockstep.records.folder import run_folders
+from lockstep.records.proof_table import proof_of_run
 from lockstep.records.record import RunRecord, as_json, locked_record, save_record
 
 MARKS = {
@@ -181,6 +182,12 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     run = summarise(folder)
     if address:
         run.record.summary["folder"] = address
+    # A run folder is logs/train/runs/<run_id>, or a job's, a folder deeper.
+    for logs in folder.resolve().parents[2:4]:
+        proof = proof_of_run(run.record, logs)
+        if proof:
+            run.record.summary["proof"] = proof
+            break
     # The copy has the summary also where run.json of a live run has none.
     record = as_json(run.record) | {"config": config_of(folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")

@@ -67,7 +67,8 @@ class RunRecord:
         compiled: by torch.compile.
         per_device_batch_limit: of the last start that set accumulate_grad_batches, else of the
             first one.
-        ended_by: "max_time" if that ended the training before its epochs and steps did.
+        ended_by: "max_time", "early_stopping" or "pruned" if that ended the training before its
+            epochs and steps did.
         monitor: the metric that chooses the best checkpoint.
         data_report: images by class and split, and files left out.
         images: how they are preprocessed.
@@ -117,7 +118,7 @@ class RunRecord:
     per_device_batch_size: int | None = None
     per_device_batch_limit: int | None = None
     accumulate_grad_batches: int | None = None
-    # "max_time" or "early_stopping" if that ended the training before its epochs and steps did
+    # "max_time", "early_stopping" or "pruned" if that ended the training before its epochs did
     ended_by: str | None = None
     # Its largest or smallest value chooses the best checkpoint.
     monitor: str = "val/acc"

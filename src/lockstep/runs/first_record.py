@@ -101,8 +101,10 @@ def _command(run: Run) -> dict[str, Any]:
     script = (
         str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
     )
+    # A repeated run is no trial of the search.
+    arguments = [word for word in sys.argv[1:] if key_of(word) != "trial"]
     return {
-        "command": f"python {shlex.join([script, *sys.argv[1:]])}",
+        "command": f"python {shlex.join([script, *arguments])}",
         "overrides": list(run.config["overrides"]),
         "experiment": run.config.get("experiment_name") or run.choices.get("experiment"),
         "summary": {"changed": changes_of_recipe(run)},

@@ -6,7 +6,7 @@ from typing import IO
 
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError, is_full
-from lockstep.process.files import lock
+from lockstep.process.files import lock, locked_file
 from lockstep.ranks.find import agent_id
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder, checked_run_id, find_run, new_run_id
@@ -77,6 +77,14 @@ def hold_run_lock(folder: RunFolder, wait_s: float = LOCK_WAIT_S) -> IO[str]:
         f"that shares {folder.path.parent}: end it; where its machine is gone, "
         f"remove {folder.alive}."
     )
+
+
+def is_alive(folder: RunFolder) -> bool:
+    """Return whether a process trains the run."""
+    if not folder.alive.exists():
+        return False
+    with locked_file(folder.alive, wait_s=0) as is_free:
+        return not is_free
 
 
 def _open_lock(folder: RunFolder) -> IO[str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.records.proof_table import Result
+
 # Digests are compared relative to the largest norm of their kind.
 DIGESTS = ("weights", "optimizer")
 
@@ -30,6 +32,11 @@ class Difference:
     def __str__(self) -> str:
         text = f"{self.kind} {self.name}".strip()
         return text if self.amount is None else f"{text} by {self.amount:.1e}"
+
+
+def differs(check: str, difference: Difference, cause: str) -> Result:
+    """Return the line of a check that has found a difference."""
+    return Result(check, False, difference.step, str(difference), cause)
 
 
 @dataclass

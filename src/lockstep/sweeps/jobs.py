@@ -9,6 +9,7 @@ job would leak into the next, and each rank would start the whole sweep again. S
 import argparse
 import json
 import logging
+import math
 import shlex
 import shutil
 import signal
@@ -169,19 +170,22 @@ def run_job(
     """
     sweep_dir = Path(str(hydra.sweep.dir)).resolve()
     number = hydra.job.num
-    folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
+    trial = cfg.get("trial")
+    # A trial that an earlier start of the search has begun has a folder of another sweep.
+    folder = RunFolder(Path(trial.folder) if trial else sweep_dir / f"{sweep_dir.name}_{number}")
 
     overrides = [
         override
         for override in hydra.overrides.task
-        if key_of(override) not in ("run_id", "sweep_dir")
+        if key_of(override) not in ("run_id", "sweep_dir", "trial")
     ]
-    if int(environment().get("SLURM_RESTART_COUNT") or 0):
-        # SLURM has put the job into the queue again.
+    if int(environment().get("SLURM_RESTART_COUNT") or 0) or (trial and folder.record.exists()):
+        # SLURM has put the job into the queue again, or the search was stopped.
         overrides.append("resume=auto")
     search_path = search_paths(hydra.overrides.hydra)
     log.info(f"\njob {number}: {' '.join(overrides)}")
-    place = [f"run_id={folder.run_id}", f"sweep_dir={sweep_dir}"]
+    place = [f"run_id={folder.run_id}", f"sweep_dir={folder.path.parent}"]
+    place += [word for word in hydra.overrides.task if trial and key_of(word) == "trial"]
     code = run_child(
         [sys.executable, program, *overrides, *search_path, *place], environ=environ, output=output
     )
@@ -197,10 +201,12 @@ def run_job(
 def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, metric: str) -> Job:
     """Return how a job has ended, with its metrics where it has finished."""
     metrics: dict[str, Any] = {}
+    is_pruned = False
     fold_ratio = 0.0
     if code == 0 and folder.record.exists():
         record = read_record(folder.record)
         metrics = record.metrics
+        is_pruned = record.ended_by == "pruned"
         if FOLD in map(key_of, overrides):
             fold_ratio = (record.num_val or 0) / (record.num_train or 1)
         if not {metric, f"{metric}_best"} & metrics.keys():
@@ -211,6 +217,9 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
 
     # A process that a signal killed has a negative code.
     exit_code = code if code >= 0 else 128 - code
+    if is_pruned:
+        # Its value is that of a shorter run.
+        return Job(number, exit_code, overrides, math.nan, pruned=True)
     value = best_of(metrics, metric)
     tested = best_of(metrics, tested_name(metric))
     return Job(number, exit_code, overrides, value, tested, fold_ratio)

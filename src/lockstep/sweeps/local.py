@@ -1,9 +1,9 @@
 """Run the jobs of a sweep side by side on this machine, each with GPUs of its own."""
 
 import queue
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from hydra.core.utils import JobReturn, JobStatus
 from lockstep.process.environment import JOBS, environment, visible_gpus
 from lockstep.sweeps import jobs as sweep_jobs
 from lockstep.sweeps.stopping import asked, forward_stop_signals
+
+# Starts a job, given its overrides and its number.
+StartJob = Callable[[Sequence[str], int], Future[JobReturn]]
 
 
 def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
@@ -39,13 +42,15 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
     return number, [",".join(names[start : start + gpus_of_job]) for start in starts]
 
 
-def run_side_by_side(
-    jobs: Sequence[Any], folder: Path, program: str, number: int, gpus: list[str]
-) -> list[JobReturn]:
-    """Run jobs in child processes; return how each has ended, in order.
+@contextmanager
+def side_by_side(
+    folder: Path, program: str, number: int, gpus: list[str]
+) -> Iterator[Callable[[Any], Future[JobReturn]]]:
+    """Yield a function that starts a job in a child process as soon as a place is free.
+
+    It takes the job's composed config, with Hydra's node. The block ends when all jobs have.
 
     Args:
-        jobs: their composed configs, with Hydra's node.
         folder: of the sweep; with several jobs at a time each prints into a file there.
         program: path of the script that started the sweep.
         number, gpus: as from `jobs_at_once`.
@@ -75,6 +80,4 @@ def run_side_by_side(
         return result
 
     with forward_stop_signals(), ThreadPoolExecutor(number) as pool:
-        if number == 1:
-            return [run(job) for job in jobs]
-        return list(pool.map(run, jobs))
+        yield lambda cfg: pool.submit(run, cfg)

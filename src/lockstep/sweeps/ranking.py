@@ -19,9 +19,10 @@ class Job:
 
     Args:
         code: the worst exit code of its SLURM tasks.
-        value: the best value of the optimized metric; nan if the job failed.
+        value: the best value of the optimized metric; nan if the job failed or was pruned.
         tested: the test metric that belongs to it.
         fold_ratio: validation images per training image, of a fold; otherwise 0.
+        pruned: its search gave it up.
     """
 
     number: int
@@ -30,6 +31,7 @@ class Job:
     value: float
     tested: float = math.nan
     fold_ratio: float = 0.0
+    pruned: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -88,6 +90,8 @@ def _result(job: Job, metric: str) -> str:
     """Return a job's value of the metric, or else how it ended."""
     if not job.has_failed:
         return f"{as_read(metric, job.value):<12}"
+    if job.pruned:
+        return f"{'pruned':<12}"
     if job.code == 0:
         return f"{'finished':<12}"
     return f"exit code {job.code:<2}"

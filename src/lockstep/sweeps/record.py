@@ -43,14 +43,17 @@ def _job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
     """Return what sweep.json says of a job."""
     path = RunFolder(sweep_dir / run.run_id).record
     # A job that was refused has no folder.
-    record = read_record(path) if path.exists() else RunRecord(status="refused")
+    record = read_record(path) if path.exists() else RunRecord()
+    status = status_of(record) if path.exists() else "refused"
+    if job.pruned:
+        status = "pruned"
     return {
         "number": job.number,
         "run_id": run.run_id,
         "overrides": job.overrides,
         "arm": run.arm,
         "repeat": run.repeat,
-        "status": status_of(record) if path.exists() else record.status,
+        "status": status,
         "exit_code": job.code,
         "value": _finite(job.value),
         "tested": _finite(job.tested),

@@ -3,19 +3,24 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 
+from lockstep.config.overrides import quoted
 from lockstep.process.errors import UserError
+from lockstep.records.folder import RunFolder
+from lockstep.records.record import RunRecord, read_record
+from lockstep.records.trial import build_pruner, journal_storage
+from lockstep.runs.place import is_alive
+from lockstep.sweeps.local import StartJob
 from lockstep.sweeps.ranking import is_minimized
+from lockstep.sweeps.stopping import asked
 
 log = logging.getLogger(__name__)
-
-# Runs jobs, given the overrides of each and the number of the first; returns how each has ended.
-RunJobs = Callable[[Sequence[Sequence[str]], int], Sequence[Any]]
 
 
 class Search:
@@ -29,6 +34,10 @@ class Search:
         study_name: None: made from the search space, so that another search has another study.
         folder: of the journal.
         seed: of Optuna's sampler.
+        pruner: hyperband or median; None: every trial runs to its end.
+
+    Attributes:
+        started: numbers of the trials that this start has run.
     """
 
     def __init__(
@@ -38,6 +47,7 @@ class Search:
         study_name: str | None,
         folder: Path,
         seed: int | None,
+        pruner: str | None = None,
     ) -> None:
         self.ranges = [override for override in overrides if override.is_sweep_override()]
         if not self.ranges:
@@ -51,23 +61,92 @@ class Search:
             if override not in self.ranges
         ]
         self.config = config
+        self.pruner = pruner
+        self.sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
+        self.started: set[int] = set()
         self.study = self._open(study_name, folder, seed)
 
-    def run(self, num_trials: int, at_once: int, run_jobs: RunJobs) -> None:
-        """Run trials until `num_trials` have finished, over all starts; at most as many may fail.
+    def run(self, num_trials: int, at_once: int, start: StartJob) -> None:
+        """Run trials until `num_trials` have ended, over all starts; at most as many may fail.
+
+        A place that becomes free takes the next trial at once.
+        """
+        jobs: dict[Future[Any], Any] = {}
+        limit = 2 * num_trials
+        while True:
+            missing = num_trials - len(self._trials("COMPLETE", "PRUNED")) - len(jobs)
+            free = min(at_once - len(jobs), missing, limit - len(self.started))
+            for _ in range(0 if asked else free):
+                trial = self._next_trial()
+                self.started.add(trial.number)
+                jobs[start(self._overrides(trial), trial.number)] = trial
+            if not jobs:
+                break
+            ended, _ = wait(jobs, return_when=FIRST_COMPLETED)
+            for job in ended:
+                self._end(jobs.pop(job), job.result().return_value)
+        if asked:
+            log.info(f"The search was stopped. The same command goes on with {self.journal}.")
+
+    def _next_trial(self) -> Any:
+        """Return a trial whose run was stopped in an earlier start, or else a new one."""
+        for trial in self._trials("RUNNING"):
+            if trial.number in self.started or "folder" not in trial.user_attrs:
+                continue
+            folder = _folder_of(trial)
+            # Another search may share the study.
+            if folder.record.exists() and not is_alive(folder):
+                return trial
+
+        trial = self.study.ask()
+        trial.set_user_attr("folder", str(self.sweep_dir / f"{self.sweep_dir.name}_{trial.number}"))
+        return trial
+
+    def _overrides(self, trial: Any) -> list[str]:
+        """Return the overrides of a trial's job."""
+        texts = {
+            "journal": str(self.journal),
+            "study": self.study.study_name,
+            "folder": trial.user_attrs["folder"],
+        }
+        items = [f"{name}:{quoted(text)}" for name, text in texts.items()]
+        items += [f"number:{trial.number}", f"pruner:{self.pruner or 'null'}"]
+        return [*self.fixed, *self._settings(trial), f"trial={{{','.join(items)}}}"]
+
+    def _end(self, trial: Any, value: float | None) -> None:
+        """Tell the study how a trial's job has ended. A stopped one stays for the next start."""
+        record = _record_of(trial)
+        outcome = "failed"
+        if value is not None and math.isfinite(value):
+            self._tell(trial, "COMPLETE", float(value))
+            outcome = str(float(value))
+        elif record.ended_by == "pruned":
+            self._tell(trial, "PRUNED")
+            outcome = f"pruned in epoch {record.epochs}"
+        elif record.status and (asked or record.status == "interrupted"):
+            outcome = "stopped"
+        else:
+            self._tell(trial, "FAIL")
+        log.info(f"trial {trial.number}: {' '.join(self._settings(trial))} → {outcome}")
+
+    def _tell(self, trial: Any, state: str, value: float | None = None) -> None:
+        from optuna.trial import TrialState
+
+        # Optuna gives a pruned trial the value that it has reported last.
+        self.study.tell(trial.number, value, state=TrialState[state], skip_if_finished=True)
+
+    def _trials(self, *states: str) -> list[Any]:
+        """Return the trials that are in one of these states, by number."""
+        return [trial for trial in self.study.trials if trial.state.name in states]
+
+    def report(self) -> None:
+        """Log the best trial, and what the pruner has saved.
 
         Raises:
             UserError: no trial has finished.
         """
-        first = len(self.study.trials)
-        limit = first + 2 * num_trials
-        while first < limit:
-            left = num_trials - self._number_finished()
-            if left <= 0:
-                break
-            first += self._run_trials(min(at_once, left), first, run_jobs)
-
-        if not self._number_finished():
+        finished = self._trials("COMPLETE")
+        if not finished:
             raise UserError(
                 f"No trial of the study {self.study.study_name} has finished. Their output states "
                 "the errors."
@@ -75,22 +154,20 @@ class Search:
         best = self.study.best_trial
         settings = " ".join(f"{key}={value}" for key, value in best.params.items())
         log.info(f"best of {len(self.study.trials)} trials: {best.value:.6g} with {settings}")
+        if not self.pruner:
+            return
 
-    def _run_trials(self, number: int, first: int, run_jobs: RunJobs) -> int:
-        """Run so many trials at once, and tell the study how each has ended.
-
-        Returns:
-            their number.
-        """
-        trials = [self.study.ask() for _ in range(number)]
-        settings = [self._settings(trial) for trial in trials]
-        results = run_jobs([(*self.fixed, *job) for job in settings], first)
-        for trial, job, result in zip(trials, settings, results, strict=True):
-            value = math.nan if result.return_value is None else float(result.return_value)
-            self._tell(trial, value)
-            outcome = value if math.isfinite(value) else "failed"
-            log.info(f"trial {trial.number}: {' '.join(job)} → {outcome}")
-        return number
+        pruned = self._trials("PRUNED")
+        share = share_of_whole_runs(list(map(_seconds, finished)), list(map(_seconds, pruned)))
+        log.info(
+            f"{len(finished)} trials finished, {len(pruned)} were pruned: {share:.0%} of the "
+            f"training time of {len(finished) + len(pruned)} whole runs"
+        )
+        if not any(trial.intermediate_values for trial in finished):
+            log.warning(
+                f"No validation logs {self.config.optimized_metric}, so no trial was pruned. "
+                "Pass a metric of the validation as optimized_metric=."
+            )
 
     def _settings(self, trial: Any) -> list[str]:
         """Return the overrides that a trial searches."""
@@ -98,21 +175,9 @@ class Search:
             f"{override.get_key_element()}={suggest(trial, override)}" for override in self.ranges
         ]
 
-    def _tell(self, trial: Any, value: float) -> None:
-        from optuna.trial import TrialState
-
-        if math.isfinite(value):
-            self.study.tell(trial, value)
-        else:
-            self.study.tell(trial, state=TrialState.FAIL)
-
-    def _number_finished(self) -> int:
-        return sum(trial.value is not None for trial in self.study.trials)
-
     def _open(self, study_name: str | None, folder: Path, seed: int | None) -> Any:
         """Return the study, new or from its journal; refuse the study of another search."""
         import optuna
-        from optuna.storages.journal import JournalFileBackend, JournalStorage
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         direction = "minimize" if is_minimized(self.config) else "maximize"
@@ -121,10 +186,14 @@ class Search:
         name = study_name or _name_of_search([*space, *sorted(self.fixed)])
 
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.journal"
-        storage = JournalStorage(JournalFileBackend(str(path)))
+        path = (folder / f"{name}.journal").resolve()
+        self.journal = path
         study = optuna.create_study(
-            storage=storage, study_name=name, direction=direction, load_if_exists=True
+            storage=journal_storage(path),
+            study_name=name,
+            direction=direction,
+            load_if_exists=True,
+            pruner=build_pruner(self.pruner),
         )
         before = study.user_attrs.get("search", space)
         if before != space:
@@ -139,6 +208,34 @@ class Search:
         sampler_seed = None if seed is None else seed + len(study.trials)
         study.sampler = optuna.samplers.TPESampler(seed=sampler_seed)
         return study
+
+
+def _folder_of(trial: Any) -> RunFolder:
+    """Return the folder of a trial's run."""
+    return RunFolder(Path(trial.user_attrs["folder"]))
+
+
+def _record_of(trial: Any) -> RunRecord:
+    """Return the record of a trial's run; an empty one where there is none."""
+    path = _folder_of(trial).record
+    return read_record(path) if path.exists() else RunRecord()
+
+
+def _seconds(trial: Any) -> float:
+    """Return the training time of a trial; 0 where its folder is gone."""
+    if "folder" not in trial.user_attrs:
+        return 0.0
+    return _record_of(trial).fit_seconds or 0.0
+
+
+def share_of_whole_runs(finished: Sequence[float], pruned: Sequence[float]) -> float:
+    """Return the share of the time that all trials would take if none was pruned.
+
+    Args:
+        finished, pruned: seconds of the trials.
+    """
+    whole = sum(finished) / len(finished) * (len(finished) + len(pruned))
+    return (sum(finished) + sum(pruned)) / whole if whole else 1.0
 
 
 def _name_of_search(parts: list[str]) -> str:

@@ -21,6 +21,7 @@ from lockstep.config.instantiate import build as build_node
 from lockstep.loggers.experiment import skip_other_methods
 from lockstep.process.errors import UserError
 from lockstep.records.config import model_name, seconds_of
+from lockstep.records.trial import Trial
 from lockstep.runs.join import device_of
 from lockstep.runs.run import Run
 from lockstep.strategies.base import capabilities
@@ -224,13 +225,19 @@ def build_callbacks(run: Run, facts: DataFacts, *, is_training: bool) -> list[An
 def _deciding_callbacks(run: Run, *, is_training: bool) -> list[Any]:
     """Return the callbacks whose decisions others go by.
 
-    They are the end of the time, the average of weights and a rank that hangs.
+    They are the end of the time, the pruner of a search, the average of weights and a rank that
+    hangs.
     """
     options = run.trainer_config
     callbacks: list[Any] = []
     if is_training and options["max_time"]:
         seconds = seconds_of(options["max_time"], "trainer.max_time")
         callbacks.append(MaxTime(seconds, run.recorder.elapsed, run.interruption))
+    trial = run.config.get("trial")
+    if is_training and trial and trial["pruner"]:
+        from lockstep.callbacks.pruning import Pruning
+
+        callbacks.append(Pruning(Trial(**trial), run.config["optimized_metric"]))
     if options["ema_decay"]:
         from lockstep.callbacks.weight_average import WeightAverage
 

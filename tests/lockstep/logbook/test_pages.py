@@ -18,6 +18,7 @@ from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import NOTE, Run, read_run
 from lockstep.logbook.report import report_data
 from lockstep.process.project import REPOSITORY
+from lockstep.records.proof_table import Result, write_table
 from lockstep.records.record import RunRecord
 
 HEADINGS = [
@@ -312,3 +313,31 @@ def test_the_worktree_of_a_page_borrows_data_that_a_yaml_names_by_its_whole_path
     text = f"data: {{root: {REPOSITORY}/photos/birds}}\nmodel: {{weights: /elsewhere/a.pth}}\n"
     (folder / "config.yaml").write_text(text)
     assert Run(folder, RunRecord()).borrowed == ["photos"]
+
+
+def write_proof(logs, name, reference, result):
+    folder = logs / "prove" / name
+    runs = write_run(folder / "train" / "runs", "reference", **reference)
+    assert runs.is_dir()
+    write_table(folder, ["experiment=vit_ddp"], [result], "24 steps, float64")
+
+
+def test_a_kept_page_has_the_newest_proof_of_its_experiment(tmp_path):
+    folder = write_run(tmp_path / "logs/train/runs", "ddp")
+    equal, other = Result("repeat", True), Result("ddp", False, 3, "loss by 1.0e+00", "a | sum")
+    write_proof(tmp_path / "logs", "1", {}, equal)
+    write_proof(tmp_path / "logs", "2", {}, other)
+    write_proof(tmp_path / "logs", "3", {"experiment": "mine"}, equal)
+    page = keep_run(folder, tmp_path / "logbook")
+    build(tmp_path / "logbook")
+    text = page.read_text()
+    assert "| two ranks by DDP | **differs** | 3 | loss by 1.0e+00 | a &#124; sum |" in text
+    assert "`python src/prove.py experiment=vit_ddp`: 24 steps, float64." in text
+    assert "two runs of the same command" not in text
+
+
+def test_a_run_of_another_model_has_no_proof(tmp_path):
+    folder = write_run(tmp_path / "logs/train/runs", "ddp", model="resnet50")
+    write_proof(tmp_path / "logs", "1", {}, Result("repeat", True))
+    text = keep_run(folder, tmp_path / "logbook").read_text()
+    assert "Is the training the same?" not in text

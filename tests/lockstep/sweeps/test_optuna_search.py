@@ -1,13 +1,22 @@
 """A search: one study over two starts, each trial a run of its own, a failing trial survived."""
 
 import json
+import math
+import os
 import re
+import signal
+from concurrent.futures import Future
+from types import SimpleNamespace
 
+import optuna
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from lockstep.sweeps.search import suggest
-from runs import run_door
+from lockstep.records.record import RunRecord, write_record
+from lockstep.records.trial import journal_storage
+from lockstep.sweeps.search import Search, suggest
+from runs import run_door, start_door, succeed
 
 COMMAND = [
     "experiment=quickstart", "-m", "hydra/sweeper=optuna", "trainer=ddp_sim",
@@ -78,3 +87,117 @@ class Trial:
 )
 def test_values_are_given_as_hydra_reads_them(word, wanted):
     assert suggest(Trial(), OverridesParser.create().parse_override(word)) == wanted
+
+
+def search_in(folder, *, pruner=None, sweep="first"):
+    """Return a search of one range in a folder."""
+    sweeper = {"sweeper": {"direction": "maximize"}, "sweep": {"dir": str(folder / sweep)}}
+    config = OmegaConf.create({"optimized_metric": "val/acc", "hydra": sweeper})
+    words = OverridesParser.create().parse_overrides(["optimizer.lr=interval(1e-4,1e-1)"])
+    return Search(words, config, None, folder, seed=1, pruner=pruner)
+
+
+def begin_run(search, number, **fields):
+    folder = search.sweep_dir / f"{search.sweep_dir.name}_{number}"
+    folder.mkdir(parents=True)
+    write_record(folder / "run.json", RunRecord(**fields))
+
+
+def test_a_free_place_takes_the_next_trial_at_once(tmp_path):
+    search = search_in(tmp_path)
+    slow, started = Future(), []
+
+    def start(overrides, number):
+        started.append(number)
+        if number == 0:
+            return slow
+        if number == 4:
+            slow.set_result(SimpleNamespace(return_value=0.9))
+        quick = Future()
+        quick.set_result(SimpleNamespace(return_value=0.1 * number))
+        return quick
+
+    search.run(5, 2, start)
+    assert started == [0, 1, 2, 3, 4] and search.study.best_value == 0.9
+
+
+def test_a_stopped_trial_goes_on_in_its_folder(tmp_path):
+    search = search_in(tmp_path)
+    begin_run(search, 0, status="interrupted")
+    commands = []
+
+    def start(value):
+        def start_job(overrides, number):
+            commands.append(overrides)
+            job = Future()
+            job.set_result(SimpleNamespace(return_value=value))
+            return job
+
+        return start_job
+
+    search.run(1, 1, start(math.nan))
+    assert [trial.state.name for trial in search.study.trials] == ["RUNNING", "FAIL"]
+    again = search_in(tmp_path, sweep="second")
+    again.run(1, 1, start(0.5))
+    assert [trial.state.name for trial in again.study.trials] == ["COMPLETE", "FAIL"]
+    assert commands[-1] == commands[0] and "first/first_0'" in commands[-1][-1]
+
+
+def test_pruned_trials_count_and_their_share_of_time_is_told(tmp_path, caplog):
+    search = search_in(tmp_path, pruner="median")
+    begin_run(search, 0, status="finished", fit_seconds=10.0)
+    begin_run(search, 1, status="finished", fit_seconds=4.0, ended_by="pruned")
+    values = [0.9, math.nan]
+
+    def start(overrides, number):
+        job = Future()
+        job.set_result(SimpleNamespace(return_value=values[number]))
+        return job
+
+    with caplog.at_level("INFO"):
+        search.run(2, 1, start)
+        search.report()
+    assert [trial.state.name for trial in search.study.trials] == ["COMPLETE", "PRUNED"]
+    assert "1 trials finished, 1 were pruned: 70% of the training time" in caplog.text
+    assert "No validation logs val/acc" in caplog.text
+
+
+def test_a_pruned_trial_ends_on_all_ranks_and_is_marked(tmp_path):
+    """Five trials of the study have finished better than any training can begin."""
+    path = tmp_path / "searches" / "night.journal"
+    path.parent.mkdir()
+    study = optuna.create_study(
+        storage=journal_storage(path), study_name="night", direction="maximize"
+    )
+    for _ in range(5):
+        trial = study.ask()
+        trial.report(1.0, 1)
+        study.tell(trial, 1.0)
+    done = succeed(
+        "train", *COMMAND[:4], "optimizer.lr=tag(log,interval(1e-5,1e-4))", "trainer.max_epochs=3",
+        "hydra.sweeper.study=night", "hydra.sweeper.num_trials=6", "hydra.sweeper.pruner=median",
+        logs=tmp_path,
+    )  # fmt: skip
+    assert done.record["ended_by"] == "pruned" and done.record["status"] == "finished"
+    assert done.record["world_size"] == 2 and done.record["epochs"] == 1
+    assert len(list(done.folder.checkpoints.glob("last*.ckpt"))) == 1
+    assert "pruner of its search" in done.folder.page.read_text()
+    assert "trial=" not in done.record["command"]
+    assert re.search(r"^ +pruned .* \S+_5$", done.output, re.MULTILINE), done.output
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
+    words = [*COMMAND[:3], "trainer=cpu", "trainer.max_epochs=3", "test=false",
+             "optimizer.lr=interval(1e-3,1e-2)", "hydra.sweeper.num_trials=2"]  # fmt: skip
+    first = start_door("train", *words, logs=tmp_path)
+    first.wait_for(lambda: "epoch 1/3 · done" in first.text())
+    os.kill(first.process.pid, signal.SIGINT)
+    stopped = first.done()
+    assert stopped.code == 75 and "→ stopped" in stopped.output, stopped.output
+    again = succeed("train", *words, logs=tmp_path)
+    assert re.findall(r"^trial (\d+): .* → 0", again.output, re.MULTILINE) == ["0", "1"]
+    records = [
+        json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/*/*/run.json")
+    ]
+    assert sorted(len(record["restarts"]) for record in records) == [0, 1]

@@ -1,11 +1,12 @@
-"""The table of src/prove.py: a line for each check."""
+"""The table of src/prove.py: a line for each check. Imports no torch."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.process.files import write_atomically
-from lockstep.runs.recording import Difference
+from lockstep.records.record import RunRecord, read_record
 
 CHECKS = {
     "repeat": "two runs of the same command",
@@ -42,10 +43,6 @@ def nothing(check: str, why: str) -> Result:
     return Result(check, None, cause=why)
 
 
-def differs(check: str, difference: Difference, cause: str) -> Result:
-    return Result(check, False, difference.step, str(difference), cause)
-
-
 def write_table(folder: Path, overrides: list[str], results: list[Result], where: str) -> None:
     """Write prove.json, a list of the lines, and prove.md.
 
@@ -72,3 +69,35 @@ def write_table(folder: Path, overrides: list[str], results: list[Result], where
         lines.append(f"| {' | '.join(texts)} |")
     text = "\n".join(lines) + "\n"
     write_atomically(folder / "prove.md", lambda file: file.write(text))
+
+
+def proof_of_run(record: RunRecord, logs: Path) -> dict[str, Any]:
+    """Return the newest proof of a run's experiment, model and data, as its page shows it.
+
+    Args:
+        logs: the folder with prove/.
+
+    Returns:
+        command, where (what it ran on) and lines; {} if there is no proof.
+    """
+    for path in sorted(logs.glob("prove/*/prove.json"), reverse=True):
+        reference = path.parent / "train" / "runs" / "reference" / "run.json"
+        if reference.exists() and _names(read_record(reference)) == _names(record):
+            return _read_table(path.parent)
+    return {}
+
+
+def _names(record: RunRecord) -> list[str | None]:
+    return [record.experiment, record.model, record.data]
+
+
+def _read_table(folder: Path) -> dict[str, Any]:
+    rows = json.loads((folder / "prove.json").read_text())
+    _, _, command, _, where, *_ = (folder / "prove.md").read_text().splitlines()
+    lines = []
+    for row in rows:
+        result = Result(**row)
+        step = "" if result.first_step is None else result.first_step
+        cells = [CHECKS[result.check], MARKS[result.equal], step]
+        lines.append([*cells, result.difference or "", result.cause or ""])
+    return {"command": command.strip("`"), "where": where, "lines": lines}
