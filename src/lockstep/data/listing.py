@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.decoding import SUFFIXES
+from lockstep.data.decoding import ARRAY_SUFFIX, SUFFIXES
 from lockstep.process.errors import UserError
 
 TRAIN = 0
@@ -142,7 +142,17 @@ def files_below(
         raise UserError(
             f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it."
         ) from None
+    items = _without_arrays(items, left_out)
     return sorted(items, key=lambda image: natural_key(image.name))
+
+
+def _without_arrays(items: list[Item], left_out: LeftOut) -> list[Item]:
+    """Return the images. NumPy files beside pictures, as of their features, are left out."""
+    arrays = [item for item in items if item.name.lower().endswith(ARRAY_SUFFIX)]
+    if not arrays or len(arrays) == len(items):
+        return items
+    left_out.setdefault(f"{ARRAY_SUFFIX} files", []).extend(item.name for item in arrays)
+    return [item for item in items if item not in arrays]
 
 
 def _read_folder(

@@ -19,6 +19,7 @@ from lockstep.checkpoints.load import Checkpoint, read_checkpoint
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
 from lockstep.config.instantiate import resolve_target
 from lockstep.data.framing import Framing
+from lockstep.data.reading import Reading
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config, model_name
@@ -39,7 +40,7 @@ class FinishedModel:
     Args:
         config: the run's whole config.
         facts: class_names, num_classes, image_size, channels, mean, std, resize, fit,
-            interpolation, data_hash.
+            interpolation, data_hash, and of files range, page and bands.
         record: the run's record if it lies beside the checkpoint, else empty.
     """
 
@@ -67,11 +68,16 @@ class FinishedModel:
         fit = facts.get("fit", "squash")
         return Framing(image_size, resize, fit, mean=tuple(facts["mean"]), **options)
 
+    @property
+    def reading(self) -> Reading:
+        """Return how files become pixels."""
+        return Reading.of_facts(self.facts)
+
     def prepared(self, images: Tensor) -> Tensor:
         """Return (B, C, H, W) normalised: the centre crop that evaluation feeds the net.
 
         Args:
-            images: (B, resize, resize, C) uint8.
+            images: (B, resize, resize, C) uint8, or float32 from 0 to 255 of deep images.
         """
         mean = torch.tensor(self.facts["mean"]).view(-1, 1, 1)
         std = torch.tensor(self.facts["std"]).view(-1, 1, 1)
