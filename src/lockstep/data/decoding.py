@@ -32,6 +32,7 @@ PICTURE_SUFFIXES = {
 SUFFIXES = {*PICTURE_SUFFIXES, ARRAY_SUFFIX}
 # The first bytes of a NumPy array in a file.
 ARRAY_MAGIC = b"\x93NUMPY"
+TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # The colour behind transparent images, in training, evaluation, prediction and export alike.
 BACKGROUND = "white"
 # Pillow decodes without Python's lock.
@@ -108,11 +109,30 @@ def upright(file: Path | bytes, page: int = 0) -> Image.Image:
     """Return one page of an image file, rotated by its EXIF data, in the file's own mode."""
     if is_array(file):
         return _image_of_array(load_array(file))
-    with Image.open(stream_of(file), formats=FORMATS) as opened:
+    with open_header(file) as opened:
         turn_to(opened, page)
         image = ImageOps.exif_transpose(opened)
         image.format = opened.format
         return image
+
+
+def open_header(file: Path | bytes) -> Image.Image:
+    """Return an image whose pixels are not read yet."""
+    try:
+        return Image.open(source_of(file), formats=FORMATS)
+    except UnidentifiedImageError:
+        if not is_tiff(file):
+            raise
+    raise ValueError(
+        "a damaged TIFF, or one whose bands need data.channels=BANDS and pip install tifffile"
+    )
+
+
+def is_tiff(file: Path | bytes) -> bool:
+    if isinstance(file, bytes):
+        return file[:4] in TIFF_MAGIC
+    with open(file, "rb") as opened:
+        return opened.read(4) in TIFF_MAGIC
 
 
 def turn_to(image: Image.Image, page: int) -> None:
@@ -137,7 +157,7 @@ def load_array(file: Path | bytes) -> np.ndarray:
 
     The channels are the first axis where that is the shortest one.
     """
-    array = np.load(stream_of(file), allow_pickle=False)
+    array = np.load(source_of(file), allow_pickle=False)
     if array.dtype.kind not in "buif" or array.ndim not in (2, 3):
         raise ValueError(f"an array {array.shape} of {array.dtype} is no image")
     if array.ndim == 3 and array.shape[0] < min(array.shape[1:]):
@@ -147,7 +167,7 @@ def load_array(file: Path | bytes) -> np.ndarray:
     return array
 
 
-def stream_of(file: Path | bytes) -> Any:
+def source_of(file: Path | bytes) -> Any:
     return io.BytesIO(file) if isinstance(file, bytes) else file
 
 

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from lockstep.data.decoding import (
     FORMATS,
     decoding_errors,
     in_8_bits,
     is_array,
+    is_tiff,
     load_array,
+    open_header,
     open_image,
-    stream_of,
+    source_of,
     upright,
 )
 from lockstep.process.errors import UserError
@@ -34,8 +36,7 @@ ALL = "all"
 PICTURE = (1, 3)
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow's
 PAGED = ("TIFF", "GIF")
-TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-NEEDS_TIFFFILE = "Pillow does not read all of its bits or bands: pip install tifffile"
+NEEDS_TIFFFILE = "a TIFF of bits or bands that Pillow does not read: pip install tifffile"
 
 Range = tuple[float, float] | str | None
 """Black and white; image: by the percentiles of each image; None: the 8 bits that a viewer shows"""
@@ -132,7 +133,7 @@ class Reading:
         """Return (height, width, bands) as the file has them; 8-bit pictures on white."""
         if is_array(file):
             return _with_bands(load_array(file))
-        if _needs_tifffile(file, self):
+        if needs_tifffile(file):
             return _with_bands(_read_tiff(file, self.page))
         if self.page != ALL:
             return self._page(upright(file, int(self.page)))
@@ -155,7 +156,7 @@ class Reading:
         count = values.shape[2]
         if self.bands:
             if max(self.bands) > count:
-                raise ValueError(f"data.bands={list(self.bands)}, and it has {count} bands")
+                raise ValueError(f"data.bands={list(self.bands)}, and its bands are {count}")
             return values[..., [band - 1 for band in self.bands]]
         if count == self.channels:
             return values
@@ -164,7 +165,7 @@ class Reading:
         if count == 3 and self.channels == 1:
             return (values @ np.array(LUMA)).astype(values.dtype)[..., None]
         raise ValueError(
-            f"it has {count} bands: give data.channels={count}, or choose data.bands=[1,2,3]"
+            f"its bands are {count}: give data.channels={count}, or choose data.bands=[1,2,3]"
         )
 
     def _in_unit_range(self, values: np.ndarray) -> np.ndarray:
@@ -238,7 +239,9 @@ def header_of(file: Path | bytes) -> Header:
     """Return what the head of an image file says; it may raise nearly anything."""
     if is_array(file):
         return Header(load_array(file).dtype)
-    with Image.open(stream_of(file), formats=FORMATS) as image:
+    if needs_tifffile(file) and has_tifffile():
+        return _header_by_tifffile(file)
+    with open_header(file) as image:
         pages = getattr(image, "n_frames", 1) if image.format in PAGED else 1
         if image.mode == "F":
             return Header(np.dtype(np.float32), pages)
@@ -247,8 +250,7 @@ def header_of(file: Path | bytes) -> Header:
         if image.mode == "I" or image.mode.startswith("I;16"):
             return Header(np.dtype(np.uint16), pages)
         if _is_cut(image):
-            can_be_read = image.format == "TIFF" and has_tifffile()
-            return Header(np.dtype(np.uint16), pages, is_cut=not can_be_read)
+            return Header(np.dtype(np.uint16), pages, is_cut=True)
         return Header(np.dtype(np.uint8), pages)
 
 
@@ -262,34 +264,31 @@ def has_tifffile() -> bool:
     return find_spec("tifffile") is not None
 
 
-def _needs_tifffile(file: Path | bytes, reading: Reading) -> bool:
-    """Return whether a file is a TIFF that Pillow cannot read in full.
-
-    Raises:
-        ValueError: it is, and tifffile is not installed.
-    """
-    if isinstance(file, bytes):
-        start = file[:4]
-    else:
-        with open(file, "rb") as opened:
-            start = opened.read(4)
-    if start not in TIFF_MAGIC:
+def needs_tifffile(file: Path | bytes) -> bool:
+    """Return whether a file is a TIFF that Pillow cannot read in full."""
+    if not is_tiff(file):
         return False
     try:
-        with Image.open(stream_of(file), formats=FORMATS) as image:
-            is_needed = _is_cut(image)
-    except Image.UnidentifiedImageError:
-        is_needed = True
-    if is_needed and not has_tifffile():
-        raise ValueError(NEEDS_TIFFFILE)
-    return is_needed
+        with Image.open(source_of(file), formats=FORMATS) as image:
+            return _is_cut(image)
+    except UnidentifiedImageError:
+        return True
+
+
+def _header_by_tifffile(file: Path | bytes) -> Header:
+    import tifffile
+
+    with tifffile.TiffFile(source_of(file)) as opened:
+        return Header(np.dtype(opened.pages[0].dtype), len(opened.pages))
 
 
 def _read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
     """Return (height, width[, bands]) of one page, or of all pages as bands."""
+    if not has_tifffile():
+        raise ValueError(NEEDS_TIFFFILE)
     import tifffile
 
-    with tifffile.TiffFile(stream_of(file)) as opened:
+    with tifffile.TiffFile(source_of(file)) as opened:
         if page != ALL and int(page) >= len(opened.pages):
             count = len(opened.pages)
             raise ValueError(f"data.page={page} counts from 0, and its pages are {count}")
