@@ -221,7 +221,7 @@ def _as_measured(data: dict[str, Any], facts: Config, named: set[str]) -> dict[s
     if "range" not in data:
         return data
     names = ["range"]
-    if facts.get("range") is not None or facts.get("channels") not in (1, 3):
+    if facts.get("range") is not None or facts.get("channels", 3) not in (1, 3):
         names += ["mean", "std"]
     measured = {name: facts.get(name) for name in names}
     left_open = {key: value for key, value in measured.items() if f"data.{key}" not in named}

@@ -153,6 +153,8 @@ LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
 IMAGES = ("data.root", "data.images", "data.*dataset")
 # Jobs of a sweep that differ in these alone repeat one configuration.
 REPEATS = ("data.fold", "data.seed", "seed")
+# What versions did that had no such key. A run of theirs that is resumed does it still.
+OF_EARLIER_VERSIONS = {"data.range": None}
 # Keys whose value is a name: `run_id=2025_11_25` is not a number.
 TEXTS = (
     "ckpt_path",

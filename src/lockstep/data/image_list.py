@@ -15,6 +15,7 @@ from lockstep.data.listing import (
     alike_names,
     counts_of,
     fingerprint,
+    merged_labels,
     ordered_classes,
     tidy_labels,
 )
@@ -99,6 +100,7 @@ class ImageList(Source):
     def _classes_of(self, labels: Sequence[str]) -> np.ndarray:
         """Return (n,) int64 classes, and set their names."""
         tidy = tidy_labels(set(labels))
+        self.warnings += merged_labels(tidy)
         self.class_names = ordered_classes(tidy.values())
         number_of = {name: number for number, name in enumerate(self.class_names)}
         return np.array([number_of[tidy[label]] for label in labels], np.int64)

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,24 @@ def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
     if all(WHOLE_NUMBER.fullmatch(name) for name in tidy.values()):
         return {label: name.partition(".")[0] for label, name in tidy.items()}
     return {label: unicodedata.normalize("NFC", name) for label, name in tidy.items()}
+
+
+def merged_labels(tidy: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each two labels that differ in blanks alone, which are one class.
+
+    Args:
+        tidy: as of `tidy_labels`.
+    """
+    first_of: dict[str, str] = {}
+    sentences = []
+    for label in sorted(tidy):
+        earlier = first_of.setdefault(tidy[label], label)
+        if earlier != label and earlier.strip() == label.strip():
+            sentences.append(
+                f"The labels {earlier!r} and {label!r} differ in blanks alone and count as one "
+                "class. If they are two classes, give them other names."
+            )
+    return sentences
 
 
 def alike_names(class_names: Iterable[str]) -> list[str]:
