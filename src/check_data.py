@@ -77,7 +77,7 @@ def read_thumbnails(data: Any) -> Thumbnails:
     """Open all images of a prepared data module."""
     from PIL import Image
 
-    from lockstep.data.decoding import CorruptImage, decode_all
+    from lockstep.data.decoding import CorruptImage, as_picture, decode_all, size_of
 
     count = len(data.source)
     thumbnails = Thumbnails(np.zeros((count, SIDE * SIDE), np.float32))
@@ -88,8 +88,8 @@ def read_thumbnails(data: Any) -> Thumbnails:
         except CorruptImage as error:
             thumbnails.damaged.append(error.args[0])
             return
-        thumbnails.sizes.append(image.size)
-        small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
+        thumbnails.sizes.append(size_of(image))
+        small = as_picture(image).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
         pixels = np.asarray(small, np.float32).ravel()
         scale = max(pixels.std() * SIDE, 1e-6)
         thumbnails.pixels[i] = (pixels - pixels.mean()) / scale
@@ -161,6 +161,8 @@ def log_report(data: Any, *, names_model: bool) -> Lists:
     # Without a model of the user's there are no weights that say how images are normalised.
     if names_model:
         log_settings(data)
+    elif data.depth_note:
+        log.info(f"depth: {data.depth_note}")
     log_findings(data, lists)
     if data.faults:
         log.warning(f"{len(data.faults)} images cannot be used: {data.faults[0]}")

@@ -32,7 +32,19 @@ from lockstep.storage.fetch import locate_checkpoint
 log = logging.getLogger(__name__)
 
 # Options of the images that the net was trained on: other images are made the same way.
-IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")
+IMAGES = (
+    "image_size",
+    "channels",
+    "mean",
+    "std",
+    "fit",
+    "crop_pct",
+    "interpolation",
+    "resize",
+    "range",
+    "page",
+    "bands",
+)
 
 
 @dataclass(frozen=True)
@@ -162,6 +174,7 @@ def evaluation_config(
 
     if config["choices"].get("data") != (checkpoint.config.get("choices") or {}).get("data"):
         config["data"] = _as_trained(config["data"], checkpoint.facts, named)
+    config["data"] = _as_measured(config["data"], checkpoint.facts, named)
     # Callbacks of the run's own stay, as they may be part of the task; those of every run do not.
     of_every_run = plain(compose("train", []))["callbacks"]
     callbacks = {
@@ -198,6 +211,21 @@ def _as_trained(data: dict[str, Any], facts: Config, named: set[str]) -> dict[st
     ):
         changed["target"] = facts["target"]
     return changed
+
+
+def _as_measured(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
+    """Return the options with what the run measured in its training images.
+
+    Checkpoints without a range are of versions that read 8 bits.
+    """
+    if "range" not in data:
+        return data
+    names = ["range"]
+    if facts.get("range") is not None or facts.get("channels", 3) not in (1, 3):
+        names += ["mean", "std"]
+    measured = {name: facts.get(name) for name in names}
+    left_open = {key: value for key, value in measured.items() if f"data.{key}" not in named}
+    return {**data, **left_open}
 
 
 def _in_one_process(trainer: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def predict(options: dict[str, str]) -> int:
     for start in range(0, len(names), batch):
         part = {name: files[name] for name in names[start : start + batch]}
         rows |= predict_files(model, part, outputs.masks, top, numbers)
-    return report(rows, files, outputs, options["images"])
+    return report(rows, files, outputs, options["images"], sheet_reading(model))
 
 
 def positive_number(option: str, text: str) -> int:
@@ -222,11 +222,13 @@ def predict_files(
     import numpy as np
     import torch
 
-    from lockstep.data.decoding import CorruptImage, open_image, pixels_of
+    from lockstep.data.decoding import CorruptImage, pixels_of
+
+    reading = model.reading
 
     def decode(file: Path) -> Any:
         try:
-            image = open_image(file, model.framing.channels)
+            image = reading.open(file)
         except CorruptImage as error:
             return {"error": str(error.args[0])}
         return pixels_of(model.framing.square(image))
@@ -321,8 +323,22 @@ def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Pa
     return rows
 
 
-def report(rows: dict[str, Row], files: dict[str, Path], outputs: Outputs, images: str) -> int:
-    """Write the table and the contact sheet, say so, and return the exit code."""
+def sheet_reading(model: Any) -> Any:
+    """Return how the contact sheet reads files: in colour where the net gets grey."""
+    reading = model.reading
+    if reading.channels == 1 and not reading.bands:
+        return replace(reading, channels=3)
+    return reading
+
+
+def report(
+    rows: dict[str, Row], files: dict[str, Path], outputs: Outputs, images: str, reading: Any
+) -> int:
+    """Write the table and the contact sheet, say so, and return the exit code.
+
+    Args:
+        reading: how the files become pixels.
+    """
     # A label may have the name "error", but then its value is a number.
     errors = [row["error"] for row in rows.values() if isinstance(row.get("error"), str)]
     if len(errors) == len(rows):
@@ -332,7 +348,7 @@ def report(rows: dict[str, Row], files: dict[str, Path], outputs: Outputs, image
     log.info(f"{len(rows)} images · {outputs.table}")
     classified = [(files[name], row) for name, row in rows.items() if "probability" in row]
     if classified:
-        write_sheet(outputs.sheet, classified[:SHEET_IMAGES])
+        write_sheet(outputs.sheet, classified[:SHEET_IMAGES], reading)
     if not errors:
         return EXIT_OK
     log.error(
@@ -363,9 +379,8 @@ def _cell(value: str | float) -> str | float:
     return f"{value:.6f}" if isinstance(value, float) else value
 
 
-def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> None:
+def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:
     """Draw images with their classes, and captions below UNSURE in red."""
-    from lockstep.data.decoding import open_image
     from lockstep.data.report import contact_sheet
 
     tiles = []
@@ -373,7 +388,7 @@ def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> None:
         probability = float(row["probability"])
         caption = f"{str(row['class'])[:CAPTION_LENGTH]} {probability:.0%}"
         colour = "black" if probability >= UNSURE else RED
-        tiles.append(([open_image(file, 3)], [caption, file.name], colour))
+        tiles.append(([reading.open(file)], [caption, file.name], colour))
     contact_sheet(path, tiles, columns=SHEET_COLUMNS)
     log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
 

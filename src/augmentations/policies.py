@@ -51,6 +51,8 @@ class RandAugment(ResizedCrop):
         options: passed to ResizedCrop.
     """
 
+    changes_colours = True
+
     def __init__(self, *, num_ops: int = 2, magnitude: int = 9, **options: Any) -> None:
         super().__init__(**options)
         check("num_ops", num_ops, num_ops >= 1, "at least 1")
@@ -69,6 +71,8 @@ class TrivialAugment(ResizedCrop):
     Source: https://arxiv.org/abs/2103.10158
     """
 
+    changes_colours = True
+
     def policy(self, framing: Framing) -> list[Operation]:
         return [v2.TrivialAugmentWide(fill=framing.fill)]
 
@@ -80,6 +84,8 @@ class AutoAugment(ResizedCrop):
         found_on: the data set of the search: imagenet, cifar10 or svhn.
         options: passed to ResizedCrop.
     """
+
+    changes_colours = True
 
     def __init__(self, *, found_on: str = "imagenet", **options: Any) -> None:
         super().__init__(**options)
@@ -97,6 +103,8 @@ class ThreeAugment(ResizedCrop):
     Where `scale` is None it is the paper's simple random crop: the short side to image_size, four
     mirrored pixels. Source: https://arxiv.org/abs/2204.07118
     """
+
+    changes_colours = True
 
     def __init__(
         self,
@@ -128,6 +136,7 @@ class ThreeAugment(ResizedCrop):
             )
 
         grey = v2.Grayscale(framing.channels)
-        solarised = v2.RandomSolarize(128, p=1)
+        # Deep images are from 0 to 1.
+        solarised = v2.RandomSolarize(128 / 255 if framing.is_deep else 128, p=1)
         blurred = v2.GaussianBlur(BLUR_KERNEL, SIGMA)
         return [v2.RandomChoice([grey, solarised, blurred])]

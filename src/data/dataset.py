@@ -18,6 +18,7 @@ from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLITS, Item
 from lockstep.data.loading import OpenSample
+from lockstep.data.reading import AUTO
 from lockstep.data.targets import (
     VOID,
     as_masks,
@@ -51,6 +52,11 @@ class DatasetDataModule(ListedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if self.is_deep or self.range_option != AUTO or self.reading.page:
+            raise UserError(
+                "data=dataset has images of 8 bits, grey or in colour: leave data.range, data.page "
+                "and data.bands out, and give data.channels=1 or 3."
+            )
         if not hasattr(dataset, "__getitem__"):
             raise UserError(
                 "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.shards import Shards
-from lockstep.data.decoding import SUFFIXES
+from lockstep.data.decoding import PICTURE_SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import LeftOut
@@ -79,7 +79,7 @@ class WebDatasetDataModule(ListedDataModule):
             left_out.setdefault("hidden members", []).append(member.name)
         elif ending == self._label_suffix:
             labels[key] = archive.extractfile(member).read()
-        elif ending in SUFFIXES:
+        elif ending in PICTURE_SUFFIXES:
             images.append(member)
         else:
             left_out.setdefault(f"{ending or 'nameless'} members", []).append(member.name)

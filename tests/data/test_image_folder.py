@@ -203,8 +203,8 @@ def test_folders_and_options_that_cannot_be(tmp_path, root):
     (root / "bird" / "1.heic").write_bytes(b"x")
     with pytest.raises(UserError, match="bird holds no images .left out: 1 .heic files."):
         prepared(tmp_path, root)
-    with pytest.raises(UserError, match="channels=2 must be 3"):
-        module(tmp_path, root, channels=2)
+    with pytest.raises(UserError, match="channels=0 must be 3"):
+        module(tmp_path, root, channels=0)
     with pytest.raises(UserError, match="data.name='a/b' names a cache folder"):
         module(tmp_path, root, name="a/b")
 

@@ -113,6 +113,12 @@ def test_classes_that_differ_in_case_alone_are_reported(tmp_path, caplog):
     assert len(warnings) == 1 and "Dog and dog differ in case" in warnings[0]
 
 
+def test_classes_that_differ_in_blanks_alone_are_one_and_reported(tmp_path):
+    dm = prepared(tmp_path, write(tmp_path / "set", ["cat", "dog", "dog "]))
+    assert dm.class_names == ["cat", "dog"] and dm.counts_per_split["train"] == [4, 8]
+    assert len(dm.warnings) == 1 and "'dog' and 'dog ' differ in blanks" in dm.warnings[0]
+
+
 def test_groups_are_named_in_the_log_and_the_record(tmp_path):
     from lockstep.data.report import report_of
 

@@ -155,6 +155,10 @@ def test_config_and_class_have_the_same_options(kind):
         "self",
         "options",
     }
-    of_files = {"group", "splits", "max_megapixels"} if kind == "dataset" else set()
+    of_files = (
+        {"group", "splits", "max_megapixels", "range", "page", "bands"}
+        if kind == "dataset"
+        else set()
+    )
     assert taken - of_files == set(stated)
     assert stated["name"] == kind

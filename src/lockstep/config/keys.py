@@ -178,6 +178,8 @@ SHARED_BY_ARMS = (
     "trainer.limit_train_batches",
     "trainer.overfit_batches",
 )
+# What versions did that had no such key. A run of theirs that is resumed does it still.
+OF_EARLIER_VERSIONS = {"data.range": None}
 # Keys whose value is a name: `run_id=2025_11_25` is not a number.
 TEXTS = (
     "ckpt_path",

@@ -59,6 +59,7 @@ def values_of(
             values[group] = _without_placement(node, fresh[group])
     if "overrides" in stored:
         _keep_removed(values, fresh)
+        _keep_earlier(values, fresh)
 
     kept = _kept(values, fresh, {key_of(override) for override in _overrides(stored)}, "")
     if kept.get("optimizer"):
@@ -78,6 +79,15 @@ def _keep_removed(values: dict[str, Any], fresh: Config) -> None:
     for group in FREE_GROUPS:
         if isinstance(values.get(group), Mapping):
             values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
+
+
+def _keep_earlier(values: dict[str, Any], fresh: Config) -> None:
+    """Set the keys that the version of the run did not have to what it did without them."""
+    for dotted, value in keys.OF_EARLIER_VERSIONS.items():
+        group, _, key = dotted.partition(".")
+        node = values.get(group)
+        if isinstance(node, Mapping) and key not in node and key in fresh.get(group, {}):
+            values[group] = {**node, key: value}
 
 
 def override_of_values(values: Config) -> str:

@@ -142,6 +142,8 @@ class Augmentation:
 
     # Whether the device augments whole batches, and not workers single images.
     is_of_batches = False
+    # Whether `policy` changes colours, which images of other channels than pictures do not have.
+    changes_colours = False
     random_crop = True
 
     def __init__(
@@ -200,14 +202,14 @@ class Augmentation:
         """Return all operations on one image, in order.
 
         Raises:
-            UserError: an option is out of its range, or the images have neither one channel nor
-                three.
+            UserError: an option is out of its range, or changes colours of images that have
+                neither one channel nor three.
         """
-        if framing.channels not in (1, 3):
+        if framing.channels not in (1, 3) and (self.changes_colours or self.color_jitter):
             raise UserError(
-                "this augmentation works on colour or grey images, and these have "
-                f"{framing.channels} channels: take augmentation=crop_flip or augmentation=none, "
-                "without color_jitter and erasing_prob."
+                "this augmentation changes colours, and the images have "
+                f"{framing.channels} channels. Take augmentation=crop_flip, resized_crop or none; "
+                "flip, erasing_prob, mixup_alpha and cutmix_alpha work, color_jitter does not."
             )
 
         operations = self.operations(framing)

@@ -1,12 +1,15 @@
 """Decode one image file into 8-bit pixels, upright and without transparency.
 
+`lockstep.data.reading` reads images of more bits or other channels.
+
 An error names the file that cannot be decoded.
 """
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,14 @@ FORMATS = (
     "AVIF", "BMP", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM",
     "PSD", "QOI", "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM",
 )  # fmt: skip
-SUFFIXES = {
+ARRAY_SUFFIX = ".npy"
+PICTURE_SUFFIXES = {
     suffix for suffix, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")
 }
+SUFFIXES = {*PICTURE_SUFFIXES, ARRAY_SUFFIX}
+# The first bytes of a NumPy array in a file.
+ARRAY_MAGIC = b"\x93NUMPY"
+TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # The colour behind transparent images, in training, evaluation, prediction and export alike.
 BACKGROUND = "white"
 # Pillow decodes without Python's lock.
@@ -59,6 +67,7 @@ def open_image(
     *,
     name: object = None,
     max_megapixels: float | None = None,
+    page: int = 0,
 ) -> Image.Image:
     """Return the whole image as a viewer shows it.
 
@@ -69,21 +78,24 @@ def open_image(
         channels: 3 for RGB, 1 for L.
         name: what errors call the image; None: the path.
         max_megapixels: the largest image, in millions of pixels; None: Pillow's limit, 179.
+        page: of a file with several, from 0.
     Raises:
-        CorruptImage: truncated, not an image, or larger than the limit against decompression
-            bombs.
+        CorruptImage: truncated, not an image, without that page, or larger than the limit against
+            decompression bombs.
     """
-    name = name or file
+    with decoding_errors(name or file, max_megapixels):
+        return in_8_bits(upright(file, page), channels)
+
+
+@contextmanager
+def decoding_errors(name: object, max_megapixels: float | None) -> Iterator[None]:
+    """Raise CorruptImage, which names the image, for all that can go wrong in decoding it."""
     if max_megapixels is not None:
         # Pillow has one limit for the process, and refuses images of more than twice that number.
         Image.MAX_IMAGE_PIXELS = int(max_megapixels * 1e6 / 2)
-    source = io.BytesIO(file) if isinstance(file, bytes) else file
     # A damaged file makes Pillow raise nearly anything.
     try:
-        with Image.open(source, formats=FORMATS) as opened:
-            image = ImageOps.exif_transpose(opened)
-            image.format = opened.format
-            return in_8_bits(image, channels)
+        yield
     except UnidentifiedImageError:
         raise CorruptImage(f"{name} cannot be decoded (it is no image of a known format)") from None
     except Image.DecompressionBombError:
@@ -93,18 +105,92 @@ def open_image(
         raise CorruptImage(f"{name} cannot be decoded ({error})") from None
 
 
+def upright(file: Path | bytes, page: int = 0) -> Image.Image:
+    """Return one page of an image file, rotated by its EXIF data, in the file's own mode."""
+    if is_array(file):
+        return _image_of_array(load_array(file))
+    with open_header(file) as opened:
+        turn_to(opened, page)
+        image = ImageOps.exif_transpose(opened)
+        image.format = opened.format
+        return image
+
+
+def open_header(file: Path | bytes) -> Image.Image:
+    """Return an image whose pixels are not read yet."""
+    try:
+        return Image.open(source_of(file), formats=FORMATS)
+    except UnidentifiedImageError:
+        if not is_tiff(file):
+            raise
+    raise ValueError(
+        "a damaged TIFF, or one whose bands need data.channels=BANDS and pip install tifffile"
+    )
+
+
+def is_tiff(file: Path | bytes) -> bool:
+    if isinstance(file, bytes):
+        return file[:4] in TIFF_MAGIC
+    with open(file, "rb") as opened:
+        return opened.read(4) in TIFF_MAGIC
+
+
+def turn_to(image: Image.Image, page: int) -> None:
+    """Go to a page of an open file. Counting its pages would read all of a TIFF's headers."""
+    if not page:
+        return
+    count = getattr(image, "n_frames", 1)
+    if page >= count:
+        raise ValueError(f"data.page={page} counts from 0, and its pages are {count}")
+    image.seek(page)
+
+
+def is_array(file: Path | bytes) -> bool:
+    """Return whether a file holds a NumPy array."""
+    if isinstance(file, bytes):
+        return file.startswith(ARRAY_MAGIC)
+    return Path(file).suffix.lower() == ARRAY_SUFFIX
+
+
+def load_array(file: Path | bytes) -> np.ndarray:
+    """Return the (height, width) or (height, width, channels) of a NumPy file.
+
+    The channels are the first axis where that is the shortest one.
+    """
+    array = np.load(source_of(file), allow_pickle=False)
+    if array.dtype.kind not in "buif" or array.ndim not in (2, 3):
+        raise ValueError(f"an array {array.shape} of {array.dtype} is no image")
+    if array.ndim == 3 and array.shape[0] < min(array.shape[1:]):
+        array = np.moveaxis(array, 0, 2)
+    if array.dtype == bool:
+        return array.astype(np.uint8) * 255
+    return array
+
+
+def source_of(file: Path | bytes) -> Any:
+    return io.BytesIO(file) if isinstance(file, bytes) else file
+
+
+def _image_of_array(array: np.ndarray) -> Image.Image:
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[..., 0]
+    if array.dtype in (np.uint8, np.uint16):
+        return Image.fromarray(np.ascontiguousarray(array))
+    return Image.fromarray(array.astype(np.float32))
+
+
 def in_8_bits(image: Image.Image, channels: int) -> Image.Image:
     """Return an image of any mode as RGB (3 channels) or L (1), on a white background.
 
     Raises:
-        ValueError: 32 bits per pixel.
+        ValueError: 32 bits per pixel, of which none is known to be white.
     """
     # Pillow's own conversion of 16 bits clips at 255.
     is_16_bit_ppm = image.mode == "I" and image.format == "PPM"
     if image.mode.startswith("I;16") or is_16_bit_ppm:
         image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError("32 bits per pixel and no defined white: convert it to 8 or 16 bits")
+        raise ValueError("32 bits per pixel and no defined white: give data.range=[BLACK,WHITE]")
 
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -139,11 +225,34 @@ def open_mask(path: Path) -> np.ndarray:
 
 
 def pixels_of(image: Any) -> np.ndarray:
-    """Return a Pillow image or a mask as (height, width, channels) uint8."""
+    """Return an image or a mask as (height, width, channels).
+
+    Pillow's images and masks are uint8. Deep images, torchvision's of floats from 0 to 1, are
+    float32 from 0 to 255.
+    """
+    if getattr(image, "ndim", 0) == 3:
+        return np.ascontiguousarray(image.permute(1, 2, 0).numpy()) * np.float32(255)
     pixels = np.asarray(image)
     if pixels.ndim == 2:
         return pixels[..., None]
     return pixels
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Return width and height of Pillow's image, or torchvision's."""
+    if isinstance(image, Image.Image):
+        return image.size
+    return image.shape[-1], image.shape[-2]
+
+
+def as_picture(image: Any) -> Image.Image:
+    """Return what contact sheets show: the first three channels, or the first one."""
+    if isinstance(image, Image.Image):
+        return image
+    pixels = pixels_of(image).round().astype(np.uint8)
+    if pixels.shape[2] < 3:
+        return Image.fromarray(pixels[..., 0])
+    return Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
 
 
 def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:

@@ -92,6 +92,7 @@ class Framing:
         crop_padding: width of the black border that random crops may reach into.
         flip: mirror half of the training images.
         channels: 1: grey.
+        is_deep: single images are floats from 0 to 1, not bytes.
         mean: per channel, for pixels from 0 to 1; augmentations fill gaps with it.
 
     Raises:
@@ -106,6 +107,7 @@ class Framing:
     flip: bool = False
     channels: int = 3
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    is_deep: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("fit", ("crop", "squash")), ("interpolation", INTERPOLATIONS)):
@@ -128,8 +130,10 @@ class Framing:
         return math.nextafter(share, 0)
 
     @property
-    def fill(self) -> list[int]:
-        """The mean colour, from 0 to 255."""
+    def fill(self) -> list[int] | list[float]:
+        """The mean colour, from 0 to 255, or from 0 to 1 of deep images."""
+        if self.is_deep:
+            return list(self.mean)
         return [round(255 * value) for value in self.mean]
 
     def trimmed(self, image: Any) -> Any:
@@ -219,12 +223,12 @@ class BatchTransforms:
         """Return resized, cropped and flipped images.
 
         Args:
-            images: (n, side, side, channels) uint8 of any side.
+            images: (n, side, side, channels) uint8 of any side, or float32 from 0 to 255.
             draws: (3, n) int64 as `draw` returns them, or three rows for each view.
             interpolation: bilinear, bicubic, or nearest for masks.
 
         Returns:
-            (n, [views,] image_size, image_size, channels) uint8.
+            (n, [views,] image_size, image_size, channels) of the same type.
         """
         if len(draws) > 3:
             views = [self.moved(images, of_view, interpolation) for of_view in draws.split(3)]
@@ -261,9 +265,10 @@ class BatchTransforms:
         # On a CPU by NumPy in one thread, as `indexed`.
         n, side, _, channels = images.shape
         padded_side = side + 2 * border
-        padded = np.full((n, padded_side, padded_side, channels), fill, np.uint8)
+        pixels = images.numpy()
+        padded = np.full((n, padded_side, padded_side, channels), fill, pixels.dtype)
         inner = slice(border, side + border)
-        padded[:, inner, inner] = images.numpy()
+        padded[:, inner, inner] = pixels
         return torch.from_numpy(padded)
 
     def _cropped(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
@@ -283,7 +288,7 @@ class BatchTransforms:
         """Return (…, channels, side, side) float32, channels last in memory.
 
         Args:
-            images: (…, side, side, channels) uint8.
+            images: (…, side, side, channels) uint8, or float32 from 0 to 255.
         """
         out = images.flatten(-2).float()
         torch.addcmul(self._shift, out, self._scale, out=out)
@@ -315,7 +320,7 @@ def _mirrored(images: Tensor, flip: Tensor) -> Tensor:
 
     # A pixel at a time is several times as fast as a byte at a time.
     mirrored = images.numpy().copy()
-    pixels = mirrored.view(f"V{mirrored.shape[3]}")[..., 0]
+    pixels = mirrored.view(f"V{mirrored.shape[3] * mirrored.itemsize}")[..., 0]
     chosen = flip.numpy() > 0
     pixels[chosen] = pixels[chosen, :, ::-1]
     return torch.from_numpy(mirrored)

@@ -135,6 +135,10 @@ class ImageDataModule(LightningDataModule):
     # fit, test for an evaluation, which needs no training images, or CHECK. It is set before
     # `prepare`.
     stage = "fit"
+    # Single images are floats, of more than 8 bits or of other channels than pictures.
+    is_deep = False
+    # How many bits the images have, and what black and white are, for the log and the page.
+    depth_note = ""
     # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
     device_array_gib = 4.0
     source: Source
@@ -178,12 +182,22 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: values contradict each other.
         """
+        self.augmentation = augmentation or CropFlip()
+        self._of_weights = dict(of_weights or {})
+        self._set_framing()
+
+    def _set_framing(self) -> None:
+        """Resolve normalisation and framing, and make the operations on single images."""
         options = self.options
         names = ("mean", "std", "crop_pct", "interpolation")
+        of_weights = self._of_weights
+        if self.is_deep:
+            # Weights say the colours of photographs.
+            of_weights = {key: of_weights[key] for key in of_weights if key not in ("mean", "std")}
         self.settings = resolve_normalisation(
             {name: getattr(options, name) for name in names},
             {"mean": self.own_mean, "std": self.own_std},
-            of_weights or {},
+            of_weights,
             self.channels,
         )
         self.mean = self.settings.mean
@@ -197,8 +211,8 @@ class ImageDataModule(LightningDataModule):
             options.flip,
             self.channels,
             tuple(self.mean),
+            self.is_deep,
         )
-        self.augmentation = augmentation or CropFlip()
         # Operations on single images; None: the device augments whole batches.
         self._pipeline = None
         if not self.augmentation.is_of_batches:
@@ -228,8 +242,8 @@ class ImageDataModule(LightningDataModule):
             check_sampling(self.options.sampling, self.source)
         self.data_hash = self.source.hash()
         self._check_inputs()
-        self.decode_source()
         self._set_splits(self._assigned())
+        self.decode_source()
         self._set_inputs()
         if self.splits.drew_test:
             self.data_hash = with_drawn_test(self.data_hash, self.splits.test)

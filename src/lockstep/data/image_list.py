@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.content_hash import hash_of_files
-from lockstep.data.decoding import CorruptImage, open_image, open_mask
+from lockstep.data.decoding import CorruptImage, open_mask, size_of
 from lockstep.data.listing import (
     Item,
     LeftOut,
     alike_names,
     counts_of,
     fingerprint,
+    merged_labels,
     ordered_classes,
     tidy_labels,
 )
+from lockstep.data.reading import Reading
 from lockstep.data.source import Source
 from lockstep.data.targets import as_masks, classes_of_pixels
 from lockstep.process.errors import UserError
@@ -30,9 +32,7 @@ class ImageList(Source):
     Attributes:
         numbers: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros where
             there are masks, nan where a label is unknown.
-        channels: of an opened image: 3 (RGB) or 1 (L).
-        max_megapixels: the largest image that is decoded, in millions of pixels; None: Pillow's
-            limit, 179.
+        reading: how a file becomes pixels.
 
     Args:
         folder: what names and files are relative to.
@@ -43,8 +43,7 @@ class ImageList(Source):
         warnings: sentences for the log.
     """
 
-    channels = 3
-    max_megapixels: float | None = None
+    reading = Reading()
     reads_files = True
 
     def __init__(
@@ -106,6 +105,7 @@ class ImageList(Source):
     def _classes_of(self, labels: Sequence[str]) -> np.ndarray:
         """Return (n,) int64 classes, and set their names."""
         tidy = tidy_labels(set(labels))
+        self.warnings += merged_labels(tidy)
         self.class_names = ordered_classes(tidy.values())
         number_of = {name: number for number, name in enumerate(self.class_names)}
         return np.array([number_of[tidy[label]] for label in labels], np.int64)
@@ -142,22 +142,25 @@ class ImageList(Source):
             raise CorruptImage(f"{self.path(i)} is shorter than when it was listed")
         return data
 
+    def file(self, i: int) -> Path | bytes:
+        """Return the path of an image's own file, or its bytes in a file of several images."""
+        return self.read(i) if self._files else Path(self.path(i))
+
     def read_mask(self, i: int) -> np.ndarray:
         """Return the grey level of each pixel, (height, width) uint8."""
         return open_mask(self.mask_path(i))
 
     def open(self, i: int) -> tuple[Any, ...]:
         name = self.path(i)
-        image = open_image(
-            self.read(i), self.channels, name=name, max_megapixels=self.max_megapixels
-        )
+        image = self.reading.open(self.read(i), name)
         if not self.mask_names:
             return (image,)
         mask = self.read_mask(i)
-        if mask.shape[::-1] != image.size:
+        width, height = size_of(image)
+        if mask.shape != (height, width):
             raise CorruptImage(
                 f"the mask of {name} has {mask.shape[1]}×{mask.shape[0]} "
-                f"pixels and its image {image.width}×{image.height}"
+                f"pixels and its image {width}×{height}"
             )
         return image, *as_masks([classes_of_pixels(mask, self.grey_levels)])
 

@@ -12,10 +12,22 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.decoding import decode_all, pixels_of
+from lockstep.data.depth import (
+    EXTREMES,
+    MEASURED_IMAGES,
+    SAMPLE,
+    Survey,
+    evenly_spaced,
+    measure,
+    range_in,
+    sentence_on_filling,
+    write_extremes,
+)
 from lockstep.data.image_datamodule import CHECK, ImageDataModule
 from lockstep.data.image_list import ImageList
 from lockstep.data.listing import fingerprint
 from lockstep.data.node_cache import Content, cached
+from lockstep.data.reading import AUTO, PICTURE, Range, Reading, range_of
 from lockstep.data.sampling import BY_CLASS
 from lockstep.data.source import Source
 from lockstep.data.targets import levels_in, mask_classes, note_on_levels
@@ -41,6 +53,8 @@ class ListedDataModule(ImageDataModule):
         unknown: the number of several labels that means "not known" (nan in a batch); None: none.
         max_megapixels: the largest image that is decoded, in millions of pixels; None: Pillow's
             limit, 179.
+        range, page, bands: as of Reading, whose `limits` are the range; "auto": of images of more
+            than 8 bits, the smallest and largest value of the training images.
         options: as of ImageDataModule.
     """
 
@@ -62,14 +76,15 @@ class ListedDataModule(ImageDataModule):
         splits: bool | str = "auto",
         unknown: float | None = None,
         max_megapixels: float | None = None,
+        range: Sequence[float] | str | None = AUTO,
+        page: int | str = 0,
+        bands: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         if target not in self.target_choices:
             raise UserError(
                 f"data.target={target} must be one of {', '.join(self.target_choices)}."
             )
-        if channels not in (1, 3):
-            raise UserError(f"data.channels={channels} must be 3 (colour) or 1 (grey).")
         if splits not in ("auto", True, False):
             raise UserError(f"data.splits={splits} must be one of auto, true, false.")
         if max_megapixels is not None and max_megapixels <= 0:
@@ -80,10 +95,16 @@ class ListedDataModule(ImageDataModule):
         self.target = target
         self.splits_option = splits
         self.unknown = unknown
-        self.max_megapixels = max_megapixels
+        self.range_option = range_of(range)
+        self.reading = Reading(channels, None, page, tuple(bands or ()), max_megapixels)
+        self.is_deep = self.reading.is_deep
         if channels == 1:
             self.own_mean = (0.449,)
             self.own_std = (0.226,)
+        elif channels not in PICTURE:
+            # They are measured in the training images.
+            self.own_mean = (0.5,)
+            self.own_std = (0.5,)
         super().__init__(image_size=image_size, **options)
         self.split = replace(self.split, test_fraction=test_fraction)
 
@@ -131,8 +152,7 @@ class ListedDataModule(ImageDataModule):
 
     def open_source(self) -> Source:
         images = self.list_images()
-        images.channels = self.channels
-        images.max_megapixels = self.max_megapixels
+        images.reading = self.reading
         if self.unknown is not None and images.target_kind not in ("labels", "dict"):
             raise UserError(
                 f"data.unknown={self.unknown} is for several labels of each image: give "
@@ -142,6 +162,7 @@ class ListedDataModule(ImageDataModule):
 
     def decode_source(self) -> None:
         """Decode all images once per node on the array path, or name the classes of their masks."""
+        self._set_depth()
         images = self.source
         if images.mask_names:
             folder = self.cache_folder(["grey levels", images.identity])
@@ -156,10 +177,84 @@ class ListedDataModule(ImageDataModule):
                 framing.image_size,
                 framing.fit,
                 framing.interpolation,
+                *self._deep_identity(),
             ]
             folder = self.cache_folder([images.identity, decoding])
             cached(folder, self._write_array)
             images.pixels = [np.load(folder / IMAGES, mmap_mode="c")]
+
+    def _set_depth(self) -> None:
+        """Find the depth of the images, and of deep ones black and white, mean and deviation."""
+        images = self.source
+        everything = np.arange(len(images))
+        is_check = self.stage == CHECK
+        survey = Survey.of(images, evenly_spaced(everything, len(images) if is_check else SAMPLE))
+        images.warnings += survey.sentences()
+
+        limits = self.range_option
+        if limits == AUTO:
+            limits = self._measured_range() if survey.is_deep else None
+        elif limits is not None and not survey.is_deep:
+            images.warnings.append(
+                f"data.range={limits} changes nothing: the images have 8 bits, from 0 to 255."
+            )
+        self.reading = images.reading = replace(self.reading, limits=limits)
+        self.is_deep = self.reading.is_deep
+        self.depth_note = self._note_on_depth(survey)
+        if self.is_deep:
+            self._measure_colours()
+
+    def _measured_range(self) -> Range:
+        """Return the smallest and largest value of the training images, else of all."""
+        images = self.source
+        identity = ["extremes", images.identity, self.reading.facts, self.channels]
+        folder = self.cache_folder(identity)
+
+        def write(folder: Path) -> Content:
+            return write_extremes(images, folder, skips_damaged=self.stage == CHECK)
+
+        cached(folder, write)
+        extremes = np.load(folder / EXTREMES)
+        train = self.splits.train
+        return range_in(extremes[train] if len(train) else extremes)
+
+    def _deep_identity(self) -> list[Any]:
+        """Return what deep pixels depend on; nothing of pictures, whose cache is that of before."""
+        if self.is_deep or self.reading.page:
+            return [self.reading.facts, self.channels]
+        return []
+
+    def _note_on_depth(self, survey: Survey) -> str:
+        """Return "16 bits, black 0 and white 4095 (data.range=auto, of the training images)"."""
+        note = survey.depth
+        limits = self.reading.limits
+        if isinstance(limits, str):
+            return f"{note}, black and white by each image (data.range={limits})"
+        if limits is not None:
+            note += f", black {limits[0]:.6g} and white {limits[1]:.6g}"
+            if self.range_option == AUTO:
+                note += " (data.range=auto, of the training images)"
+        return note
+
+    def _measure_colours(self) -> None:
+        """Set mean and deviation of deep images, which the statistics of photographs do not fit."""
+        options = (self.options.mean, self.options.std)
+        if self.stage == "test" and not any(value in (None, AUTO) for value in options):
+            self._set_framing()
+            return
+        images = self.source
+        train = self.splits.train
+        positions = evenly_spaced(train if len(train) else np.arange(len(images)), MEASURED_IMAGES)
+        identity = ["colours", images.identity, self._deep_identity(), positions]
+        framing = self.framing
+        folder = self.cache_folder([*identity, framing.resize, framing.fit, framing.interpolation])
+        colours = cached(folder, lambda _: measure(images, positions, framing))
+        self.own_mean = colours["mean"]
+        self.own_std = colours["std"]
+        self._set_framing()
+        sentence = sentence_on_filling(colours["filled"], self.reading.limits)
+        if sentence:
+            images.warnings.append(sentence)
 
     def _read_levels(self, _: Path) -> Content:
         """Return the grey levels in all masks."""
@@ -177,7 +272,8 @@ class ListedDataModule(ImageDataModule):
         side = self.framing.resize
         path = folder / IMAGES
         shape = (n, side, side, self.channels)
-        out = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+        dtype = np.float32 if self.is_deep else np.uint8
+        out = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         # A disk that is full would otherwise kill the process later.
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
@@ -200,6 +296,9 @@ class ListedDataModule(ImageDataModule):
                 raise UserError(f"data.path=array is not possible: {why}. Set data.path=auto.")
             return "loader", why
         gib = len(self.source) * side**2 * self.channels / 2**30
+        if self.is_deep:
+            # Floats of four bytes.
+            gib *= 4
         if path == "auto" and gib > self.array_limit_gib:
             limit = f"the limit is {self.array_limit_gib:g} GiB"
             return "loader", f"the decoded images take {gib:.3g} GiB, {limit}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.decoding import SUFFIXES
+from lockstep.data.decoding import ARRAY_SUFFIX, SUFFIXES
 from lockstep.process.errors import UserError
 
 TRAIN = 0
@@ -79,6 +79,24 @@ def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
     return {label: unicodedata.normalize("NFC", name) for label, name in tidy.items()}
 
 
+def merged_labels(tidy: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each two labels that differ in blanks alone, which are one class.
+
+    Args:
+        tidy: as of `tidy_labels`.
+    """
+    first_of: dict[str, str] = {}
+    sentences = []
+    for label in sorted(tidy):
+        earlier = first_of.setdefault(tidy[label], label)
+        if earlier != label and earlier.strip() == label.strip():
+            sentences.append(
+                f"The labels {earlier!r} and {label!r} differ in blanks alone and count as one "
+                "class. If they are two classes, give them other names."
+            )
+    return sentences
+
+
 def alike_names(class_names: Iterable[str]) -> list[str]:
     """Return a sentence for each two class names that differ in case or blanks alone."""
     first_of: dict[str, str] = {}
@@ -144,7 +162,17 @@ def files_below(
         raise UserError(
             f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it."
         ) from None
+    items = _without_arrays(items, left_out)
     return sorted(items, key=lambda image: natural_key(image.name))
+
+
+def _without_arrays(items: list[Item], left_out: LeftOut) -> list[Item]:
+    """Return the images. NumPy files beside pictures, as of their features, are left out."""
+    arrays = [item for item in items if item.name.lower().endswith(ARRAY_SUFFIX)]
+    if not arrays or len(arrays) == len(items):
+        return items
+    left_out.setdefault(f"{ARRAY_SUFFIX} files", []).extend(item.name for item in arrays)
+    return [item for item in items if item not in arrays]
 
 
 def _read_folder(

@@ -28,18 +28,18 @@ from lockstep.process.environment import available_cores, cores_of_rank
 from lockstep.process.errors import UserError
 
 LoadedBatch = dict[str, Any]
-"""`targets` by name; `pixels` of images and each mask, (n, side, side, channels) uint8, or `index`
+"""`targets` by name; `pixels` of images and each mask, (n, side, side, channels), or `index`
 into the device's arrays; `draws` (3, n) unless the images are augmented already; `mixing` where
 images are mixed; `inputs` by name where there are numbers beside the images."""
 OpenSample = Callable[[int], tuple[Any, ...]]
-"""position → the whole image (Pillow's, RGB or L) and its masks (torchvision's Mask)"""
+"""position → the whole image (Pillow's, RGB or L, or torchvision's) and its masks (Mask)"""
 
 
 @dataclass
 class Samples(Dataset):
     """The pixels of selections as worker processes make them.
 
-    They are (n, [views,] side, side, channels) uint8.
+    They are (n, [views,] side, side, channels) uint8, or float32 from 0 to 255 of deep images.
 
     Args:
         pipeline: augments images one by one; None: the device crops resize × resize pixels.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import CorruptImage
+from lockstep.data.decoding import CorruptImage, as_picture, size_of
 from lockstep.data.listing import TEST, TRAIN, VAL, counts_of
 from lockstep.data.source import Source
 from lockstep.process.files import write_atomically
@@ -91,13 +91,16 @@ def _sampled_sizes(data: Any) -> list[str]:
     for position in index[places].tolist():
         # The loader names an image that is damaged. An image of five channels is a TypeError.
         with suppress(CorruptImage, TypeError):
-            sizes.append(data.source.open(position)[0].size)
+            sizes.append(size_of(data.source.open(position)[0]))
     return ["×".join(map(str, size)) for size in sorted(sizes, key=np.prod)]
 
 
 def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
     """Return `images` of the record: how images are resized, normalised and augmented."""
     path, why = data.path_taken()
+    depth = {}
+    if data.depth_note:
+        depth = {"depth": data.depth_note, **data.source.reading.facts}
     return {
         "path": path,
         "why": why,
@@ -109,6 +112,7 @@ def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
         "resize": data.framing.resize,
         "fit": data.framing.fit,
         "from_weights": list(data.settings.from_weights),
+        **depth,
         **data.target_scale,
     }
 
@@ -156,6 +160,8 @@ def log_settings(data: Any, augmentation: str | None = None) -> None:
     """Log how images are read, augmented and normalised."""
     settings = settings_of(data, augmentation)
     parts = [f"images: {settings['path']}, as {settings['why']}"]
+    if data.depth_note:
+        parts.append(data.depth_note)
     if augmentation:
         parts.append(f"augmentation={augmentation}")
     for key in ("mean", "std"):
@@ -199,7 +205,7 @@ def contact_sheet(
     """Write a PNG of pictures with captions.
 
     Args:
-        tiles: Pillow images that stand side by side, the lines of their caption, and the colour
+        tiles: images that stand side by side, the lines of their caption, and the colour
             of its first line.
         is_small: reduce the colours until the file belongs into git.
     """
@@ -256,9 +262,9 @@ def _thumbnail(picture: Any) -> Any:
     """Return a picture of TILE × TILE pixels; small ones show their pixels."""
     from PIL import Image
 
-    is_small = max(picture.size) < TILE
+    is_small = max(size_of(picture)) < TILE
     resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
-    return picture.convert("RGB").resize((TILE, TILE), resampling)
+    return as_picture(picture).convert("RGB").resize((TILE, TILE), resampling)
 
 
 def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> dict[str, list[str]]:

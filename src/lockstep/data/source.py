@@ -32,7 +32,8 @@ class Source:
         left_out: names of what is skipped, by reason.
         warnings: sentences for the log.
         list_hash: of names and sizes, which runs of version 2.0.0 are compared by.
-        pixels: images and each mask, (n, side, side, channels) uint8; [] if they are not in memory.
+        pixels: images and each mask, (n, side, side, channels) uint8; deep images are float32 from
+            0 to 255. [] if they are not in memory.
         size: (n,) bytes of each image; only images of one size can be equal.
         is_comparable: the images can be compared with each other.
         reads_files: comparing the images takes as long as reading them.
@@ -54,7 +55,10 @@ class Source:
     reads_files = False
 
     def open(self, position: int) -> tuple[Any, ...]:
-        """Return the whole image, Pillow's RGB or L, and its masks, torchvision's Mask."""
+        """Return the whole image, Pillow's RGB or L, and its masks, torchvision's Mask.
+
+        A deep image is torchvision's, of floats from 0 to 1.
+        """
         raise NotImplementedError
 
     def read(self, position: int) -> bytes:

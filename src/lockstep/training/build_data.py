@@ -221,6 +221,9 @@ def data_facts(data: Any) -> DataFacts:
         return {key: getattr(data, key) for key in names if hasattr(data, key)}
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *FACTS_OF_IMAGES)}
     facts |= {key: getattr(data.framing, key) for key in FACTS_OF_FRAMING}
+    reading = getattr(data.source, "reading", None)
+    if reading is not None:
+        facts |= reading.facts
     facts |= data.target_scale
     if data.inputs:
         facts["inputs"] = data.inputs

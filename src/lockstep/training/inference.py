@@ -18,8 +18,9 @@ from torchvision.transforms.v2.functional import center_crop
 
 from lockstep.checkpoints.load import Checkpoint, read_checkpoint
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
-from lockstep.config.instantiate import resolve_target
+from lockstep.config.instantiate import options_of, resolve_target
 from lockstep.data.framing import Framing
+from lockstep.data.reading import Reading
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config, model_name
@@ -40,7 +41,7 @@ class FinishedModel:
     Args:
         config: the run's whole config.
         facts: class_names, num_classes, image_size, channels, mean, std, resize, fit,
-            interpolation, data_hash.
+            interpolation, data_hash, and of files range, page and bands.
         record: the run's record if it lies beside the checkpoint, else empty.
     """
 
@@ -68,11 +69,16 @@ class FinishedModel:
         fit = facts.get("fit", "squash")
         return Framing(image_size, resize, fit, mean=tuple(facts["mean"]), **options)
 
+    @property
+    def reading(self) -> Reading:
+        """Return how files become pixels."""
+        return Reading.of_facts(self.facts)
+
     def prepared(self, images: Tensor) -> Tensor:
         """Return (B, C, H, W) normalised: the centre crop that evaluation feeds the net.
 
         Args:
-            images: (B, resize, resize, C) uint8.
+            images: (B, resize, resize, C) uint8, or float32 from 0 to 255 of deep images.
         """
         mean = torch.tensor(self.facts["mean"]).view(-1, 1, 1)
         std = torch.tensor(self.facts["std"]).view(-1, 1, 1)
@@ -198,6 +204,9 @@ def load_data(
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
     data_config = {**config["data"], **options}
     data_class = resolve_target(config["data"].get("_target_"), "data._target_")
+    if "range" in options_of(data_class)[0] and "range" not in options:
+        # Checkpoints without a range are of versions that read 8 bits.
+        data_config["range"] = checkpoint["lockstep"]["data"].get("range")
     if hasattr(data_class, "attach_to_ranks"):
         return prepared_data(config, data_config)
     return build_plain_data(data_config)

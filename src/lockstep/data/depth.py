@@ -1,0 +1,178 @@
+"""The depth of the images of a data set: their bits, their black and white, and their mean.
+
+The headers of some images say whether any is deep. Only then are images read for their values, once
+per node.
+"""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.decoding import CorruptImage, decode_all, pixels_of
+from lockstep.data.framing import Framing
+from lockstep.data.image_list import ImageList
+from lockstep.data.node_cache import Content
+from lockstep.data.reading import Header, header_of
+
+SAMPLE = 64  # images whose headers are read
+MEASURED_IMAGES = 1024  # for the mean, evenly spaced
+PIXELS_OF_IMAGE = 4096  # for the percentiles
+PERCENTILES = (0.5, 99.5)
+# Values that fill less of their range than this are likely to have another one.
+LEAST_SHARE = 0.1
+EXTREMES = "extremes.npy"
+
+
+def evenly_spaced(positions: np.ndarray, count: int) -> list[int]:
+    """Return at most `count` of the positions."""
+    places = np.linspace(0, len(positions) - 1, min(len(positions), count))
+    return positions[places.astype(int)].tolist()
+
+
+@dataclass
+class Survey:
+    """The headers of some images by position; images that cannot be read have none."""
+
+    images: ImageList
+    headers: dict[int, Header]
+
+    @classmethod
+    def of(cls, images: ImageList, positions: Iterable[int]) -> "Survey":
+        headers = {}
+        for position in positions:
+            # A damaged image is named when its pixels are needed.
+            with suppress(Exception):
+                headers[position] = header_of(images.file(position))
+        return cls(images, headers)
+
+    @property
+    def is_deep(self) -> bool:
+        return any(header.is_deep for header in self.headers.values())
+
+    @property
+    def depth(self) -> str:
+        """Return "16 bits", or "8 bits, 16 bits" of images that differ."""
+        return ", ".join(sorted({header.depth for header in self.headers.values()}))
+
+    def sentences(self) -> list[str]:
+        """Return what users have to know of the images' bits and pages."""
+        sentences = []
+        examples: dict[str, str] = {}
+        for position, header in self.headers.items():
+            examples.setdefault(header.depth, self.images.name(position))
+        if len(examples) > 1:
+            listed = ", ".join(f"{depth} as {name}" for depth, name in sorted(examples.items()))
+            sentences.append(
+                f"The images differ in depth: {listed}. Images of 8 bits are from 0 to 255, "
+                "whatever data.range says."
+            )
+        for position, header in self.headers.items():
+            if header.is_cut:
+                sentences.append(
+                    f"{self.images.name(position)} has 16 bits for each colour, of which Pillow "
+                    "reads 8. Save such images as NPY, or as TIFF and pip install tifffile."
+                )
+                break
+        return sentences + self._on_pages()
+
+    def _on_pages(self) -> list[str]:
+        page = self.images.reading.page
+        if isinstance(page, str) or not self.headers:
+            return []
+        most = max(self.headers, key=lambda position: self.headers[position].pages)
+        count = self.headers[most].pages
+        if count == 1:
+            return []
+        return [
+            f"{self.images.name(most)} has {count} pages, of which data.page={page} is read. "
+            "data.page=all makes them channels."
+        ]
+
+
+def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> Content:
+    """Write the smallest and largest value of each image, (n, 2) float64; nan of 8-bit images.
+
+    Raises:
+        CorruptImage: an image cannot be read, and damaged ones are not skipped.
+    """
+    extremes = np.full((len(images), 2), np.nan)
+
+    def read(i: int) -> None:
+        try:
+            values = images.reading.values_of(images.file(i), images.path(i))
+        except CorruptImage:
+            if not skips_damaged:
+                raise
+            return
+        values = values[np.isfinite(values)]
+        if values.dtype != np.uint8 and values.size:
+            extremes[i] = values.min(), values.max()
+
+    decode_all(len(images), read)
+    np.save(folder / EXTREMES, extremes)
+    return {}
+
+
+def range_in(extremes: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest of all values; of equal ones, they are black."""
+    deep = extremes[np.isfinite(extremes).all(1)]
+    if not len(deep):
+        return 0.0, 1.0
+    low = float(deep[:, 0].min())
+    high = float(deep[:, 1].max())
+    return low, high if high > low else low + 1
+
+
+def measure(images: ImageList, positions: list[int], framing: Framing) -> Content:
+    """Return mean and deviation of each channel and two percentiles, of pixels from 0 to 1.
+
+    Raises:
+        CorruptImage: no image can be read.
+    """
+    moments = np.zeros((len(positions), 2, framing.channels))
+    samples = np.full((len(positions), PIXELS_OF_IMAGE), np.nan, np.float32)
+    damaged: list[CorruptImage] = []
+
+    def read(i: int) -> None:
+        try:
+            image = images.open(positions[i])[0]
+        except CorruptImage as error:
+            damaged.append(error)
+            return
+        pixels = pixels_of(framing.square(image)).astype(np.float64) / 255
+        moments[i] = pixels.mean((0, 1)), (pixels**2).mean((0, 1))
+        values = pixels.ravel()
+        places = np.linspace(0, len(values) - 1, PIXELS_OF_IMAGE).astype(int)
+        samples[i] = values[places]
+
+    decode_all(len(positions), read)
+    if len(damaged) == len(positions):
+        raise damaged[0]
+    is_read = np.isfinite(samples[:, 0])
+    mean, square = moments[is_read].mean(0)
+    deviation = np.sqrt(np.maximum(square - mean**2, 0))
+    low, high = np.percentile(samples[is_read], PERCENTILES)
+    return {
+        "mean": mean.tolist(),
+        # Equal values are only shifted.
+        "std": [value if value > 1e-6 else 1.0 for value in deviation.tolist()],
+        "filled": [float(low), float(high)],
+    }
+
+
+def sentence_on_filling(filled: Any, limits: Any) -> str:
+    """Return a sentence where most values lie in a small part of their range, else ""."""
+    low, high = filled
+    if isinstance(limits, str) or limits is None or high - low >= LEAST_SHARE:
+        return ""
+    black, white = limits
+    first, last = (black + share * (white - black) for share in (low, high))
+    return (
+        f"99 % of the values are from {first:.6g} to {last:.6g}, which is less than a tenth of the "
+        f"range {black:.6g} to {white:.6g}. If the others mean nothing, give "
+        f"data.range=[{first:.6g},{last:.6g}]."
+    )
