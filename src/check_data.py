@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.commands.command_line import read_command
 from lockstep.config.schema import key_of
-from lockstep.process.errors import EXIT_FAILED, EXIT_OK
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.script import script
 from lockstep.records.config import Config
 
@@ -159,10 +159,20 @@ def log_images(thumbnails: Thumbnails, lists: Lists) -> None:
 
 
 def check(config: Config) -> int:
-    """Check the data of a config, and return the exit code."""
+    """Check the data of a config, and return the exit code.
+
+    Raises:
+        UserError: there is no data module whose images could be listed.
+    """
     from lockstep.data.report import write_lists
     from lockstep.training.build_data import prepared_data
 
+    if config["choices"]["data"] == "none":
+        module = config["task"]["_target_"]
+        raise UserError(
+            f"With data=none the images are in the loaders of {module}, where they cannot be listed. "
+            "Pass data=image_folder data.root=DIR, or data=NAME."
+        )
     options = {**config["data"], "global_batch_size": 1}
     if "path" in options:
         # It opens no image before it is needed.
