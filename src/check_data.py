@@ -170,8 +170,8 @@ def check(config: Config) -> int:
     if config["choices"]["data"] == "none":
         module = config["task"]["_target_"]
         raise UserError(
-            f"With data=none the images are in the loaders of {module}, where they cannot be listed. "
-            "Pass data=image_folder data.root=DIR, or data=NAME."
+            f"With data=none the images are in the loaders of {module}, where they cannot be "
+            "listed. Pass data=image_folder data.root=DIR, or data=NAME."
         )
     options = {**config["data"], "global_batch_size": 1}
     if "path" in options:
