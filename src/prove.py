@@ -11,6 +11,7 @@ prove.json into logs/prove/<id>/. Exit code 0: nothing differs; 1: something doe
 """
 
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -342,7 +343,7 @@ def main(argv: list[str]) -> int:
     config = read_command("train", overrides, __doc__ or "").compose()
     proof = proof_of(config, options)
     results = prove(proof, options.checks)
-    log.info(f"{proof.folder / 'prove.md'}")
+    log.info(os.path.relpath(proof.folder / "prove.md"))
     failed = [result.check for result in results if result.equal is False]
     if failed:
         log.info(f"Not the same: {', '.join(failed)}")
