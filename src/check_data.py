@@ -159,11 +159,7 @@ def log_images(thumbnails: Thumbnails, lists: Lists) -> None:
 
 
 def check(config: Config) -> int:
-    """Check the data of a config, and return the exit code.
-
-    Raises:
-        UserError: there is no data module whose images could be listed.
-    """
+    """Check the data of a config, and return the exit code."""
     from lockstep.data.report import write_lists
     from lockstep.training.build_data import prepared_data
 
