@@ -1,8 +1,8 @@
 """Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for
 the pages)
 
-docs/pictures/terminal.svg is the output of `make train`; page.png and comparison.png are pages of
-the logbook.
+docs/pictures/terminal.svg is the output of `make train`, prove.svg that of a proof; page.png and
+comparison.png are pages of the logbook.
 """
 
 import os
@@ -22,6 +22,7 @@ from rich.text import Text
 REPOSITORY = Path(__file__).resolve().parents[1]
 PICTURES = REPOSITORY / "docs" / "pictures"
 COMMAND = ["src/train.py", "experiment=quickstart"]
+PROOF = ["src/prove.py", "experiment=quickstart"]
 STYLE = """
 body { font: 15px/1.5 sans-serif; color: #1f2328; background: #fff; width: 860px; margin: 24px auto; }
 table { border-collapse: collapse; margin: 12px 0; display: block; overflow: hidden; }
@@ -52,11 +53,13 @@ def output_on_a_terminal(command: list[str]) -> str:
     return "\n".join(line.rpartition("\r")[2] for line in lines).strip("\n")
 
 
-def draw_terminal(output: str) -> None:
+def draw_terminal(command: list[str], output: str, picture: str) -> None:
+    text = Text.from_ansi(f"$ python {' '.join(command)}\n{output}")
+    text.highlight_regex("(?m)^equal", "green")
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=110, file=nowhere)
-        console.print(Text.from_ansi(f"$ python {' '.join(COMMAND)}\n{output}"))
-    console.save_svg(str(PICTURES / "terminal.svg"), title="Lockstep")
+        console.print(text)
+    console.save_svg(str(PICTURES / picture), title="Lockstep")
 
 
 def draw_page(page: Path, picture: str) -> None:
@@ -94,8 +97,10 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     folder, logbook = REPOSITORY / "logs" / "train" / "runs" / "first_run", REPOSITORY / "logbook"
     shutil.rmtree(folder, ignore_errors=True)
-    draw_terminal(output_on_a_terminal([sys.executable, *COMMAND, "run_id=first_run"]))
+    train = output_on_a_terminal([sys.executable, *COMMAND, "run_id=first_run"])
+    draw_terminal(COMMAND, train, "terminal.svg")
     shutil.rmtree(folder, ignore_errors=True)
+    draw_terminal(PROOF, output_on_a_terminal([sys.executable, *PROOF]), "prove.svg")
     if shutil.which("chromium"):
         draw_page(logbook / "vit_cifar10-two-cores-ddp_sim" / "page.md", "page.png")
         draw_page(logbook / "ddp-beside-fsdp-26-epochs.md", "comparison.png")

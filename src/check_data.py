@@ -190,6 +190,12 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
     from lockstep.data.report import write_lists
     from lockstep.training.build_data import prepared_data
 
+    if config["choices"]["data"] == "none":
+        module = config["task"]["_target_"]
+        raise UserError(
+            f"With data=none the images are in the loaders of {module}, where they cannot be "
+            "listed. Pass data=image_folder data.root=DIR, or data=NAME."
+        )
     options = {**config["data"], "global_batch_size": 1}
     if "path" in options:
         # It opens no image before it is needed.

@@ -12,7 +12,7 @@ data.global_batch_size=max in train.py does the same and trains with the batch t
 import sys
 
 from lockstep.commands.command_line import read_command, take_flag
-from lockstep.process.errors import EXIT_OK
+from lockstep.process.errors import EXIT_OK, UserError
 from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
 from lockstep.records.config import Config
@@ -25,6 +25,12 @@ def main(argv: list[str]) -> int:
     """Search or estimate, print the largest batch, and return the exit code."""
     arguments, is_estimate = take_flag(argv, "--estimate")
     config = read_command("train", arguments, __doc__ or "").compose()
+    if config["choices"]["data"] == "none":
+        module = config["task"]["_target_"]
+        raise UserError(
+            f"With data=none the loaders of {module} decide the batch size, so there is none to "
+            "find. Pass data=NAME, or set the size in the module."
+        )
     if is_estimate:
         from lockstep.training.memory_estimate import estimate
 

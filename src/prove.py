@@ -11,6 +11,7 @@ prove.json into logs/prove/<id>/. Exit code 0: nothing differs; 1: something doe
 """
 
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
 from lockstep.records.proof_table import CHECKS, Result, nothing, write_table
-from lockstep.runs.batch_search import TRAIN, run_train
+from lockstep.runs.batch_search import TRAIN, without_launcher
+from lockstep.runs.forked import run_forked
 from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof, Run, test_metrics
 from lockstep.runs.proof_causes import (
     cause_of_metric,
@@ -316,7 +318,8 @@ def number_of(word: str, value: str, smallest: float) -> float:
 
 def run_child(name: str, overrides: list[str], output: Path) -> int:
     """Run train.py or eval.py; return its exit code."""
-    return run_train(overrides, environment(), output, TRAIN.with_name(f"{name}.py"))
+    script = TRAIN.with_name(f"{name}.py")
+    return run_forked(script, overrides, without_launcher(environment()), output)
 
 
 def proof_of(config: Config, options: Options, run: Run = run_child) -> Proof:
@@ -340,7 +343,7 @@ def main(argv: list[str]) -> int:
     config = read_command("train", overrides, __doc__ or "").compose()
     proof = proof_of(config, options)
     results = prove(proof, options.checks)
-    log.info(f"{proof.folder / 'prove.md'}")
+    log.info(os.path.relpath(proof.folder / "prove.md"))
     failed = [result.check for result in results if result.equal is False]
     if failed:
         log.info(f"Not the same: {', '.join(failed)}")

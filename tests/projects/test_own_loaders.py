@@ -1,5 +1,6 @@
 """A module that brings its own loaders needs no data module."""
 
+import importlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_a_module_without_loaders_is_told_so(tmp_path):
     done = run_door("train", *overrides, logs=tmp_path, before=PROJECTS)
     assert done.code == 2
     assert "VAE has no train_dataloader. Pass data=" in done.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ["find_batch_size", "check_data"])
+def test_scripts_that_need_a_data_module_say_so(script, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    main = importlib.import_module(script).main
+    assert main([MODULE, "trainer=cpu"]) == 2
+    last = "".join(capfd.readouterr()).strip().splitlines()[-1]
+    assert "data=none" in last and "SegModel" in last and "data=NAME" in last
 
 
 def test_a_method_is_read_through_packages_without_an_import(tmp_path, monkeypatch):

@@ -38,6 +38,12 @@ def set_variables(variables: Mapping[str, str], *, unless_set: bool = False) -> 
             os.environ[name] = value
 
 
+def replace_variables(variables: Mapping[str, str]) -> None:
+    """Set all variables of this process: those that are not given are removed."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when its parent ends, however it ends; elsewhere do nothing."""
     if sys.platform == "linux":

@@ -261,6 +261,11 @@ def _overrides(
     return overrides
 
 
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those by which a launcher describes a rank."""
+    return {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
+
+
 def run_train(
     overrides: list[str], environ: Mapping[str, str], output: Path, script: Path = TRAIN
 ) -> int:
@@ -272,7 +277,7 @@ def run_train(
     Returns:
         Its exit code.
     """
-    variables = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
+    variables = without_launcher(environ)
     # While the child starts, a signal is only noted: a child that nobody knows would go on.
     previous = signals.on_stop(signals.note)
     command = [sys.executable, str(script), *overrides]

@@ -210,8 +210,18 @@ def _scheduler(config: Config) -> Any:
     options = without_defaults(node, OPTIONS_OF_SCHEDULES, "scheduler")
     target = resolve_target(node["_target_"], "scheduler._target_")
     if target is ReduceLROnPlateau:
+        _check_plateau(str(config["task"].get("monitor")))
         options.setdefault("mode", config["task"].get("mode", "min"))
     return build({**options, "_partial_": True})
+
+
+def _check_plateau(monitor: str) -> None:
+    """Refuse a metric that no validation gives, as that of a task without labels."""
+    if monitor.startswith("train/"):
+        raise UserError(
+            f"ReduceLROnPlateau goes by a metric of the validation, and task.monitor={monitor} is "
+            "none. Pass scheduler=cosine, or a metric of your validation_step as task.monitor=."
+        )
 
 
 def without_defaults(node: Config, defaults: Config, group: str) -> Config:

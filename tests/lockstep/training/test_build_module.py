@@ -34,7 +34,7 @@ from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
-from runs import succeed
+from runs import run_door, succeed
 
 
 def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
@@ -261,6 +261,12 @@ def test_a_rank_takes_the_threads_that_are_its_own(stated, environ, threads, mon
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("lockstep.process.environment.available_cores", lambda: 12)
     assert threads_of({"num_threads": stated}) == threads
+
+
+def test_a_schedule_of_plateaus_needs_a_validation(tmp_path):
+    schedule = "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
+    done = run_door("train", "task=simclr", "data.views=2", schedule, "trainer=cpu", logs=tmp_path)
+    assert done.code == 2 and "task.monitor=train/loss" in done.output.splitlines()[-1]
 
 
 def test_a_schedule_of_plateaus_goes_by_the_tasks_metric_over_a_resume(tmp_path):
