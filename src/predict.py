@@ -141,7 +141,8 @@ def predict_on(
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     model.check_prediction()
     set_test_time_flip(model, options["task.test_time_flip"])
-    precision = config["trainer"]["precision"] or model.config["trainer"].get("precision", "auto")
+    trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
+    precision = config["trainer"]["precision"] or trained_with
     predictor = Predictor(model, device, str(precision))
     if not files:
         return predict_own_data(predictor, options)
