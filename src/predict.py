@@ -1,12 +1,16 @@
 """Predict with a trained model: a CSV with a row for each image, and a contact sheet of classes.
 
     python src/predict.py ckpt_path=<run_id | FILE | s3://…> images=<DIR | FILE | FILE,FILE,DIR>
-        [out=predictions-<run_id>.csv] [top=1] [batch=64] [overwrite=false]
+        [out=predictions-<run_id>.csv] [top=1] [batch=<that of evaluation>] [overwrite=false]
+        [trainer=gpu | cpu | ddp | …] [task.test_time_flip=true] [data.num_workers=auto]
 
     python src/predict.py ckpt_path=<run_id> [out=predictions-<run_id>.pt]
 
 Where the task takes numbers beside images, images= is a CSV file with the columns path and those of
 data.inputs. The second command predicts the predict_dataloader of the run's data module.
+
+Without trainer= one GPU predicts, or the CPU of a machine that has none, in the precision of the
+training. trainer=ddp predicts images on all GPUs (ddp_sim: on two CPU processes).
 
 The CSV has classes and probabilities, a column for each label, a number, or the file of a mask, by
 the run's task. The contact sheet of a classifier, a PNG beside the CSV, shows the first images;
@@ -19,15 +23,20 @@ import csv
 import logging
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.compose import compose, whole_config
+from lockstep.config.keys import root_of
+from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import run_with_options
+from lockstep.ranks.failures import end_of
+from lockstep.ranks.find import Cluster, find_ranks
+from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +45,10 @@ OPTIONS: dict[str, str | None] = {
     "images": "",
     "out": "",
     "top": "1",
-    "batch": "64",
+    "batch": "",
     "overwrite": "false",
+    "task.test_time_flip": "",
+    "data.num_workers": "auto",
     "log_dir": str(REPOSITORY / "logs"),
 }
 SHEET_IMAGES = 48
@@ -68,39 +79,121 @@ class Outputs:
         return self.table.with_name(f"{self.table.stem}_masks")
 
 
-def predict(options: dict[str, str]) -> int:
-    """Predict images into a CSV, or the run's own data into a .pt file."""
-    from data.predicted import listed_images
-    from lockstep.training.inference import load_finished
+def predict(options: dict[str, str], overrides: list[str]) -> int:
+    """Predict images into a CSV, or the run's own data into a .pt file.
 
-    top = positive_number("top", options["top"])
-    batch = positive_number("batch", options["batch"])
-    is_table = Path(options["images"]).suffix.lower() == ".csv"
-    files = {} if is_table else image_files(options["images"])
+    Args:
+        overrides: of trainer=, as everywhere; without a trainer this is one process.
+    """
+    from lockstep.training.prediction import joined_ranks, start_ranks
+
+    positive_number("top", options["top"])
+    positive_number("batch", options["batch"] or "1")
+    files = {} if is_table(options) else image_files(options["images"])
     check_out(options)
+
+    config = trainer_config(overrides)
+    cluster = find_ranks(config)
+    if cluster.world_size > 1 and not options["images"]:
+        raise UserError(
+            "images= is missing: several ranks predict images, and one process the run's own data."
+        )
+    if cluster.starts_ranks:
+        return start_ranks(config["trainer"], cluster)
+    try:
+        with joined_ranks(config["trainer"], cluster) as device:
+            return predict_on(device, cluster, config, options, files)
+    except Exception as error:
+        if not cluster.has_agent:
+            raise
+        return end_of(error, cluster, None)
+
+
+def trainer_config(overrides: list[str]) -> dict[str, Any]:
+    """Return the composed config, in which only the trainer counts."""
+    config = whole_config(compose("train", overrides))
+    keys = {key_of(override) for override in overrides}
+    if "trainer" not in keys:
+        one_process = {"launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None}
+        config["trainer"] = {**config["trainer"], **one_process}
+    if "trainer.precision" not in keys:
+        config["trainer"]["precision"] = None
+    return {**config, "task_name": "predict"}
+
+
+def predict_on(
+    device: Any,
+    cluster: Cluster,
+    config: dict[str, Any],
+    options: dict[str, str],
+    files: dict[str, Path],
+) -> int:
+    """Predict the part of this rank on its device; rank 0 writes what all have predicted."""
+    from data.predicted import listed_images
+    from lockstep.data.unlabelled import UnlabelledImages
+    from lockstep.ranks.collectives import gather_objects
+    from lockstep.training.inference import load_finished
+    from lockstep.training.prediction import (
+        Predictor,
+        Progress,
+        set_device,
+        set_test_time_flip,
+    )
 
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     model.check_prediction()
     numbers: dict[str, dict[str, float]] = {}
-    if is_table:
+    if is_table(options):
         files, numbers = listed_images(Path(options["images"]), model.facts.get("inputs", ()))
     elif files:
         refuse_missing_numbers(model)
+    set_test_time_flip(model, options["task.test_time_flip"])
+    trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
+    precision = config["trainer"]["precision"] or trained_with
+    predictor = Predictor(model, device, str(precision))
     if not files:
-        return predict_own_data(model, options)
+        return predict_own_data(predictor, options)
     if "image_size" not in model.facts or "mean" not in model.facts:
         raise UserError(
             "The run's data module does not define how images are made. "
             "Remove images= from the command."
         )
 
+    batch = options["batch"] or model.config["data"].get("eval_batch_size")
+    data = UnlabelledImages(
+        list(files.values()),
+        model.reading,
+        model.framing,
+        model.facts["std"],
+        scales=model.facts.get("inputs"),
+        numbers=[numbers.get(name, {}) for name in files],
+        eval_batch_size=int(batch or DEFAULT_EVAL_BATCH_SIZE),
+        num_workers=number_of_workers(options["data.num_workers"]),
+    )
+    set_device(data, device, cluster.rank, cluster.world_size)
     outputs = Outputs(Path(options["out"] or default_out(model, ".csv")))
+    progress = Progress(len(files), cluster.world_size)
+    top = int(options["top"])
     rows: dict[str, Row] = {}
-    names = list(files)
-    for start in range(0, len(names), batch):
-        part = {name: files[name] for name in names[start : start + batch]}
-        rows |= predict_files(model, part, outputs.masks, top, numbers)
+    for part in gather_objects(predict_files(predictor, data, files, outputs.masks, top, progress)):
+        rows |= part
+    if not cluster.is_rank_zero:
+        return EXIT_OK
+    rows = {name: rows[name] for name in files}
     return report(rows, files, outputs, options["images"], sheet_reading(model))
+
+
+def is_table(options: dict[str, str]) -> bool:
+    """Return whether images= is a table of images with numbers beside them."""
+    return Path(options["images"]).suffix.lower() == ".csv"
+
+
+def number_of_workers(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise UserError(f"data.num_workers={text} must be auto or a whole number.")
+    return int(text)
 
 
 def positive_number(option: str, text: str) -> int:
@@ -208,41 +301,31 @@ def refuse_missing_numbers(model: Any) -> None:
 
 
 def predict_files(
-    model: Any,
+    predictor: Any,
+    data: Any,
     files: dict[str, Path],
     masks: Path,
     top: int,
-    numbers: dict[str, dict[str, float]],
+    progress: Any,
 ) -> dict[str, Row]:
-    """Return the row of each file; its only column is `error` if it cannot be decoded.
-
-    Args:
-        numbers: those beside each image, where the task takes them.
-    """
-    import numpy as np
-    import torch
-
-    from lockstep.data.decoding import CorruptImage, pixels_of
-
-    reading = model.reading
-
-    def decode(file: Path) -> Any:
-        try:
-            image = reading.open(file)
-        except CorruptImage as error:
-            return {"error": str(error.args[0])}
-        return pixels_of(model.framing.square(image))
-
-    with ThreadPoolExecutor() as pool:
-        decoded = dict(zip(files, pool.map(decode, files.values()), strict=True))
-    pixels = {name: image for name, image in decoded.items() if not isinstance(image, dict)}
-    if not pixels:
-        return decoded
-
-    images = model.prepared(torch.from_numpy(np.stack(list(pixels.values()))))
-    inputs = model.with_numbers(images, [numbers.get(name, {}) for name in pixels])
-    rows = rows_of(model, model.predict(inputs), list(pixels), masks, top)
-    return decoded | dict(zip(pixels, rows, strict=True))
+    """Return the row of each file of this rank; its only column is `error` if it is damaged."""
+    names = list(files)
+    loader = data.predict_dataloader()
+    rows: dict[str, Row] = {}
+    for number, outputs in enumerate(predictor.results(loader, data)):
+        positions = loader.positions(number).tolist()
+        is_damaged = data.source.is_damaged[positions].bool()
+        if is_damaged.any() and hasattr(outputs, "shape"):
+            outputs = outputs[~is_damaged]
+        whole = []
+        for position in positions:
+            if data.source.is_damaged[position]:
+                rows[names[position]] = {"error": data.source.error_of(position)}
+            else:
+                whole.append(names[position])
+        rows |= zip(whole, rows_of(predictor.model, outputs, whole, masks, top), strict=True)
+        progress.add(len(positions))
+    return rows
 
 
 def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
@@ -393,7 +476,7 @@ def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) ->
     log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
 
 
-def predict_own_data(model: Any, options: dict[str, str]) -> int:
+def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
     """Save what predict_step returns for the batches of the run's data.
 
     They are those of predict_dataloader, or else the test images.
@@ -402,8 +485,9 @@ def predict_own_data(model: Any, options: dict[str, str]) -> int:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lockstep.training.inference import load_data
+    from lockstep.training.prediction import set_device
 
-    out = Path(options["out"] or default_out(model, ".pt"))
+    out = Path(options["out"] or default_out(predictor.model, ".pt"))
     if out.suffix != ".pt":
         raise UserError(
             "images= is missing: a CSV is of a folder of images, "
@@ -412,6 +496,7 @@ def predict_own_data(model: Any, options: dict[str, str]) -> int:
 
     data = load_data(options["ckpt_path"], Path(options["log_dir"]))
     data.prepare_data()
+    set_device(data, predictor.device)
     batches: Iterable[Any]
     if is_overridden("predict_dataloader", data):
         data.setup("predict")
@@ -419,19 +504,18 @@ def predict_own_data(model: Any, options: dict[str, str]) -> int:
     else:
         data.setup("test")
         batches = data.test_dataloader()
-
-    results = []
-    with torch.inference_mode():
-        for number, batch in enumerate(batches):
-            ready = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
-            results.append(model.module.predict_step(ready, number))
+    results = list(predictor.results(batches, data))
     write_atomically(out, lambda file: torch.save(results, file), binary=True)
     log.info(f"{len(results)} batches · {out}")
     return EXIT_OK
 
 
 def main(argv: list[str]) -> int:
-    return run_with_options(argv, __doc__ or "", OPTIONS, predict)
+    overrides = [word for word in argv if root_of(key_of(word)) == "trainer"]
+    others = [word for word in argv if word not in overrides]
+    return run_with_options(
+        others, __doc__ or "", OPTIONS, lambda options: predict(options, overrides)
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel
 from lockstep.training.task import Task
 from predict import main
-from runs import succeed
+from runs import run_door, succeed
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +207,67 @@ def test_a_task_without_predict_step_is_refused():
         FinishedModel(
             HeadBeside(torch.nn.Linear(2, 2)), {}, {}, Path(), RunRecord()
         ).check_prediction()
+
+
+def asked(trained, tmp_path, *words):
+    """Return the rows of a prediction of the run's test images."""
+    done, root = trained
+    out = tmp_path / "p.csv"
+    run = [
+        f"ckpt_path={done.record['run_id']}",
+        f"log_dir={done.logs}",
+        f"images={root / 'images'}",
+    ]
+    assert main([*run, f"out={out}", "overwrite=true", *words]) == 0
+    return read(out)
+
+
+def test_test_time_flip_changes_the_probabilities(trained, tmp_path):
+    plain = asked(trained, tmp_path, "trainer=cpu")
+    assert asked(trained, tmp_path, "task.test_time_flip=false") == plain
+    flipped = asked(trained, tmp_path, "task.test_time_flip=true")
+    assert [row["file"] for row in flipped] == [row["file"] for row in plain]
+    assert flipped != plain
+
+
+def test_the_number_of_workers_changes_nothing(trained, tmp_path):
+    plain = asked(trained, tmp_path, "data.num_workers=0", "batch=50")
+    assert asked(trained, tmp_path, "data.num_workers=2", "batch=50") == plain
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["trainer=gpu"], "trainer=cpu"),
+        (["trainer=nosuch"], "nosuch"),
+        (["task.test_time_flip=maybe"], "must be true or false"),
+        (["data.num_workers=some"], "must be auto or a whole number"),
+        (["trainer=ddp_sim", "images="], "several ranks predict images"),
+    ],
+)
+def test_what_a_machine_or_a_task_lacks_is_refused(trained, tmp_path, capsys, words, said):
+    done, root = trained
+    run = [
+        f"ckpt_path={done.record['run_id']}",
+        f"log_dir={done.logs}",
+        f"images={root / 'images'}",
+    ]
+    assert main([*run, f"out={tmp_path / 'p.csv'}", *words]) == 2
+    assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_file_of_one(trained, tmp_path):
+    done, root = trained
+    shutil.copytree(root / "images", tmp_path / "images")
+    (tmp_path / "images" / "broken.png").write_bytes(b"no image")
+    tables = []
+    for trainer in ("cpu", "ddp_sim"):
+        out = tmp_path / f"{trainer}.csv"
+        words = (f"images={tmp_path / 'images'}", f"out={out}", f"trainer={trainer}", "batch=50")
+        run = (f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}")
+        predicted = run_door("predict", *run, *words, logs=done.logs)
+        assert predicted.code == 1 and "1 of 361 images cannot be decoded" in predicted.output
+        assert predicted.output.count("error:") == 1
+        tables.append(out.read_bytes())
+    assert tables[0] == tables[1]

@@ -10,6 +10,7 @@ Global batch s takes images [s·G, (s+1)·G) of the epoch. Micro-batch j of k co
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,6 +203,12 @@ class EvalBatches:
 
     def __len__(self) -> int:
         return len(self._selections)
+
+    def of_rank(self, rank: int, world_size: int) -> "EvalBatches":
+        """Return every world_size-th batch of one rank's, from the number `rank` on."""
+        batches = copy(self)
+        batches._selections = self._selections[rank::world_size]
+        return batches
 
     def positions(self, batch_idx: int) -> torch.Tensor:
         """Return (n,) int64, the images of a batch of this rank."""

@@ -4,7 +4,6 @@ It serves predict.py, export.py and notebooks.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,22 +125,6 @@ class FinishedModel:
                 hook.remove()
         return sorted(set(called))
 
-    def with_numbers(self, images: Tensor, numbers: Sequence[Mapping[str, float]]) -> Any:
-        """Return what predict_step takes: images, or images and numbers as data.inputs has them.
-
-        Args:
-            images: (B, C, H, W) normalised.
-            numbers: those beside each image, not standardised.
-        """
-        inputs = self.facts.get("inputs")
-        if not inputs:
-            return images
-        standardised = {}
-        for name, (mean, std) in inputs.items():
-            values = torch.tensor([row[name] for row in numbers], dtype=torch.float64)
-            standardised[name] = ((values - mean) / std).float()
-        return images, standardised
-
     @torch.inference_mode()
     def predict(self, inputs: Any) -> Any:
         """Return predict_step's result for (B, C, H, W) normalised images.
@@ -149,7 +132,7 @@ class FinishedModel:
         A classifier's are probabilities.
 
         Args:
-            inputs: as of `with_numbers`.
+            inputs: images, or images and numbers as data.inputs has them.
         """
         return self.module.predict_step(inputs, 0)
 

@@ -17,7 +17,7 @@ from lockstep.config.instantiate import build
 from lockstep.process.errors import UserError
 from lockstep.runs.join import StartedRanks
 from lockstep.runs.run import Run
-from lockstep.strategies.base import Capabilities, capabilities
+from lockstep.strategies.base import capabilities
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ def build_trainer(
     plugins: list[Any] = [StartedRanks(run.cluster), CheckpointFiles()]
     plugins += build(options.get("plugins") or [])
     able = capabilities(strategy)
-    precision: str | None = _precision(str(options["precision"]), able, is_gpu=is_gpu)
+    precision: str | None = precision_of(
+        str(options["precision"]), is_gpu=is_gpu, scales_losses=able.scales_losses
+    )
     # Some strategies bring the precision's plugin themselves; Lightning takes it or the name.
     precision_plugin = able.precision_for(precision, "cuda" if is_gpu else "cpu")
     if precision_plugin:
@@ -121,10 +123,13 @@ def _has(callbacks: list[Any], kind: type) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
 
 
-def _precision(name: str, able: Capabilities, *, is_gpu: bool) -> Any:
+def precision_of(name: str, *, is_gpu: bool, scales_losses: bool = True) -> Any:
     """Return Lightning's name of a precision.
 
     auto is bf16 where the GPU has it, else fp16, and fp32 on a CPU.
+
+    Args:
+        scales_losses: the strategy can train in fp16.
     """
     if name != "auto":
         return PRECISIONS.get(name, name)
@@ -132,7 +137,7 @@ def _precision(name: str, able: Capabilities, *, is_gpu: bool) -> Any:
         return "32-true"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16-mixed"
-    return "16-mixed" if able.scales_losses else "32-true"
+    return "16-mixed" if scales_losses else "32-true"
 
 
 def _profiler(run: Run) -> Any:

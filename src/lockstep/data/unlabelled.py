@@ -1,0 +1,134 @@
+"""Images without targets, read as the test images of a run are: for predictions."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.tv_tensors import Image as TensorImage
+
+from lockstep.data.batches import EvalBatches
+from lockstep.data.decoding import CorruptImage
+from lockstep.data.framing import Framing
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.listing import TEST
+from lockstep.data.loading import LoadedBatch
+from lockstep.data.reading import Reading
+from lockstep.data.source import Source
+from lockstep.data.split import Splits
+
+
+class ImageFiles(Source):
+    """Files of images, of which a damaged one is blank.
+
+    Args:
+        side: of a blank image.
+
+    Attributes:
+        is_damaged: (n,) uint8, set by the process that has opened the image, whichever it is.
+    """
+
+    def __init__(self, files: Sequence[Path], reading: Reading, side: int) -> None:
+        self.files = list(files)
+        self.reading = reading
+        self.side = side
+        self.class_names = []
+        self.targets = {}
+        self.left_out = {}
+        self.warnings = []
+        self.splits = np.full(len(self.files), TEST, np.int8)
+        self.size = np.zeros(len(self.files), np.int64)
+        self.is_damaged = torch.zeros(len(self.files), dtype=torch.uint8).share_memory_()
+
+    def name(self, position: int) -> str:
+        return str(self.files[position])
+
+    def open(self, position: int) -> tuple[Any]:
+        try:
+            return (self.reading.open(self.files[position]),)
+        except CorruptImage:
+            self.is_damaged[position] = 1
+            return (self._blank(),)
+
+    def _blank(self) -> Any:
+        channels = self.reading.channels
+        if self.reading.is_deep:
+            return TensorImage(torch.zeros(channels, self.side, self.side))
+        return Image.new("L" if channels == 1 else "RGB", (self.side, self.side))
+
+    def error_of(self, position: int) -> str:
+        """Return why a damaged image cannot be decoded."""
+        try:
+            self.reading.open(self.files[position])
+        except CorruptImage as error:
+            return str(error.args[0])
+        return f"{self.files[position]} could not be read a moment ago"
+
+
+class UnlabelledImages(ImageDataModule):
+    """Files of images in batches that do not depend on the number of ranks.
+
+    A batch is (n, channels, image_size, image_size), or with numbers a pair of that and (n,)
+    float32 by name, standardised.
+
+    Args:
+        files: any images.
+        reading: how the run's files become pixels.
+        framing: of the run's evaluation.
+        std: of the channels.
+        scales: mean and deviation by the name of a number that the task takes beside an image.
+        numbers: those of each file by name, not standardised.
+        options: as of ImageOptions.
+    """
+
+    stage = "test"
+    source: ImageFiles
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        reading: Reading,
+        framing: Framing,
+        std: Sequence[float],
+        *,
+        scales: Mapping[str, list[float]] | None = None,
+        numbers: Sequence[Mapping[str, float]] = (),
+        **options: Any,
+    ) -> None:
+        self.files = files
+        self.reading = reading
+        self.is_deep = reading.is_deep
+        self.channels = framing.channels
+        self.fit = framing.fit
+        super().__init__(
+            name="predictions",
+            image_size=framing.image_size,
+            resize=framing.resize,
+            interpolation=framing.interpolation,
+            mean=list(framing.mean),
+            std=list(std),
+            path="loader",
+            **options,
+        )
+        self.inputs = dict(scales or {})
+        self.columns = {
+            name: np.array([row[name] for row in numbers], np.float64) for name in self.inputs
+        }
+
+    def prepare(self) -> None:
+        if not hasattr(self, "splits"):
+            self.source = ImageFiles(self.files, self.reading, self.framing.resize)
+            self.source.columns = self.columns
+            self._set_splits(Splits(self.source.splits))
+
+    def predict_dataloader(self) -> EvalBatches:
+        self.setup()
+        return self._eval_batches(self.splits.test).of_rank(**self._ranks)
+
+    def on_after_batch_transfer(  # type: ignore[override]
+        self, batch: LoadedBatch, dataloader_idx: int
+    ) -> Any:
+        """Return a batch without targets, as a predict_step takes it."""
+        return super().on_after_batch_transfer(batch, dataloader_idx)[0]

@@ -1,0 +1,166 @@
+"""Predict with a trained model on the device of a rank, in the precision of the training."""
+
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.process.errors import EXIT_FAILED, UserError
+from lockstep.process.output import duration
+from lockstep.ranks.failures import log_failure
+from lockstep.ranks.find import Cluster, set_rank_environment
+from lockstep.ranks.meeting import join
+from lockstep.records.config import Config
+from lockstep.runs.join import threads_of
+from lockstep.training.inference import FinishedModel
+from lockstep.training.trainer import precision_of
+
+log = logging.getLogger(__name__)
+
+SHOWN_EVERY_S = 10.0
+
+
+def start_ranks(trainer: Config, cluster: Cluster) -> int:
+    """Start the ranks of this node, each with this command line; return the exit code."""
+    from lockstep.ranks import agent
+
+    arguments = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+    with tempfile.TemporaryDirectory(prefix="lockstep-predict-") as folder:
+        code, failure, callstack = agent.start_ranks(
+            cluster, None, Path(folder), arguments, trainer["timeout_s"]
+        )
+    # Rank 0 itself has said that images are damaged.
+    if failure and failure["message"] != f"ended with exit code {EXIT_FAILED}":
+        log_failure(failure, callstack)
+    return code
+
+
+@contextmanager
+def joined_ranks(trainer: Config, cluster: Cluster) -> Iterator[torch.device]:
+    """Meet the other ranks, if there are any; yield the device of this rank."""
+    device = torch.device("cpu")
+    if cluster.accelerator == "gpu":
+        device = torch.device("cuda", cluster.local_rank or 0)
+        torch.set_float32_matmul_precision(trainer.get("matmul_precision", "high"))
+    torch.set_num_threads(threads_of(trainer))
+    if cluster.world_size == 1:
+        yield device
+        return
+    set_rank_environment(cluster)
+    join(cluster, device, trainer["timeout_s"])
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class Predictor:
+    """A trained model on a device.
+
+    Args:
+        precision: as trainer.precision.
+    """
+
+    model: FinishedModel
+    device: torch.device
+    precision: str = "32-true"
+
+    def __post_init__(self) -> None:
+        self.plugin = plugin_of(self.precision, self.device)
+        self.module = self.plugin.convert_module(self.model.module).to(self.device)
+
+    def results(self, batches: Iterable[Any], data: Any) -> Iterator[Any]:
+        """Yield what predict_step returns for each batch, on the CPU.
+
+        Args:
+            batches: of a loader of `data`.
+            data: the data module, whose hooks finish a batch on the device.
+        """
+        with torch.inference_mode(), self.plugin.predict_step_context():
+            for number, loaded in enumerate(batches):
+                moved = move_data_to_device(data.on_before_batch_transfer(loaded, 0), self.device)
+                batch = self.plugin.convert_input(data.on_after_batch_transfer(moved, 0))
+                yield move_data_to_device(self.module.predict_step(batch, number), "cpu")
+
+
+def plugin_of(precision: str, device: torch.device) -> Precision:
+    """Return Lightning's plugin of a precision.
+
+    A CPU computes in float32 what a GPU has computed in float16.
+    """
+    name: Any = precision_of(precision, is_gpu=device.type == "cuda")
+    if name.startswith("16") and device.type == "cpu":
+        name = "32-true"
+    if name.endswith("-mixed"):
+        return MixedPrecision(name, device.type)
+    if name == "64-true":
+        return DoublePrecision()
+    if name.startswith(("16", "bf16")):
+        return HalfPrecision(name)
+    return Precision()
+
+
+class Progress:
+    """A line now and then: how many images are done, how fast, and the time left.
+
+    Args:
+        total: the images of all ranks.
+        num_ranks: that predict as fast as this one.
+    """
+
+    def __init__(self, total: int, num_ranks: int = 1) -> None:
+        self.total = total
+        self.num_ranks = num_ranks
+        self.done = 0
+        self.began_at = time.monotonic()
+        self.shown_at = self.began_at
+
+    def add(self, count: int) -> None:
+        self.done = min(self.done + count * self.num_ranks, self.total)
+        now = time.monotonic()
+        if now - self.shown_at < SHOWN_EVERY_S or self.done == self.total:
+            return
+        self.shown_at = now
+        speed = self.done / (now - self.began_at)
+        left = duration((self.total - self.done) / speed)
+        log.info(f"{self.done:,} of {self.total:,} images · {speed:,.0f} images/s · {left} left")
+
+
+def set_test_time_flip(model: FinishedModel, text: str) -> None:
+    """Predict on images and their mirror images, or not; "" leaves what the run had.
+
+    Raises:
+        UserError: it is neither true nor false, or the task has no such option.
+    """
+    if not text:
+        return
+    if text.lower() not in ("true", "false"):
+        raise UserError(f"task.test_time_flip={text} must be true or false.")
+    if not hasattr(model.module, "test_time_flip"):
+        raise UserError(
+            f"The task {type(model.module).__name__} has no test_time_flip: leave it out."
+        )
+    model.module.test_time_flip = text.lower() == "true"
+
+
+def set_device(data: Any, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
+    """Let an image data module make its batches on a device, for one of several ranks."""
+    if isinstance(data, ImageDataModule):
+        data.attach_to_ranks(rank=rank, world_size=world_size, device=device)
