@@ -33,6 +33,7 @@ from lockstep.logbook.groups import (
     differs_between,
     is_group,
     members_of,
+    name_of_group,
     runs_of_group,
     trials_of_groups,
 )
@@ -138,7 +139,7 @@ def compare_groups(options: argparse.Namespace) -> None:
     def find(name: str) -> Run:
         return read_run(find_run(name, options.logs, options.logbook))
 
-    groups = {word: runs_of_group(word, every, find) for word in options.runs}
+    groups = {name_of_group(word): runs_of_group(word, every, find) for word in options.runs}
     trials = trials_of_groups(groups)
     lines = [*trials.lines(), *trials.winner_lines(), differs_between(groups, trials)]
     say("\n".join(filter(None, lines)))

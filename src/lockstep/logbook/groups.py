@@ -21,6 +21,14 @@ def is_group(word: str) -> bool:
     return any(sign in word for sign in "=,") and not (Path(word) / "run.json").exists()
 
 
+def name_of_group(word: str) -> str:
+    """Return the name of a group: its conditions, or its first run and how many more."""
+    parts = [part for part in word.split(",") if part]
+    if "=" in word or len(parts) == 1:
+        return word
+    return f"{parts[0]} and {len(parts) - 1} more"
+
+
 def runs_of_group(word: str, runs: Sequence[Run], find: Callable[[str], Run]) -> list[Run]:
     """Return the runs of a group.
 

@@ -97,9 +97,10 @@ def sentence(differences: Sample, *, minimize: bool, unit: str = "") -> str:
         )
     first = differences.values[0]
     if all(value == first for value in differences.values):
-        # Without a spread there is nothing to make an interval of.
+        if not first:
+            return f"equal in all {pairs}"
         size = f"{rounded(abs(first), 2)} {unit}".rstrip()
-        return f"other by {size} in each of {pairs}" if first else f"equal in all {pairs}"
+        return f"differs by {size} in each of {pairs}: no spread to make an interval of"
 
     width = differences.half_width
     if not is_told(differences):

@@ -32,7 +32,7 @@ def paired_sweep(overrides: list[str], parsed: Sequence[Any]) -> list[str]:
     if any(key_of(word) == SWEEPER for word in overrides):
         raise UserError("against=baseline runs given values: leave hydra/sweeper= out.")
 
-    of_arm = [word for word in overrides if is_of_arm_word(word)]
+    of_arm = overrides_of_arm(overrides)
     if not of_arm:
         raise UserError(
             f"against=baseline needs an override that the baseline omits, as in {EXAMPLE}. Data, "
@@ -51,9 +51,17 @@ def paired_sweep(overrides: list[str], parsed: Sequence[Any]) -> list[str]:
     return [*overrides, f"{SWEEPER}=paired"]
 
 
-def is_of_arm_word(override: str) -> bool:
-    """Return whether the baseline omits an override."""
-    return is_of_arm(key_of(override)) and not override.startswith("hydra")
+def overrides_of_arm(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that the baseline omits: those of the recipe that follow against=.
+
+    If none follows, those that stand before it.
+    """
+    position = max(at for at, word in enumerate(overrides) if key_of(word) == AGAINST)
+    of_arm = [
+        word for word in overrides if is_of_arm(key_of(word)) and not word.startswith("hydra")
+    ]
+    following = [word for word in overrides[position:] if word in of_arm]
+    return following or of_arm
 
 
 def jobs_of_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
@@ -62,8 +70,9 @@ def jobs_of_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
     Args:
         overrides: Hydra's objects, of the whole command line.
     """
+    of_arm = overrides_of_arm([word.input_line for word in overrides])
     everywhere = [word for word in overrides if key_of(word.input_line) != AGAINST]
-    shared = [word for word in everywhere if not is_of_arm_word(word.input_line)]
+    shared = [word for word in everywhere if word.input_line not in of_arm]
     return [*_product(shared), *_product(everywhere)]
 
 

@@ -80,7 +80,7 @@ def _report(jobs: list[Job], sweep_dir: Path, cfg: Any, command: str) -> None:
     minimize = is_minimized(cfg)
     log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=minimize)))
     trials = trials_of(jobs, sweep_dir.name, metric, minimize=minimize)
-    log.info(f"\n{write_sweep(sweep_dir, command, jobs, trials)}")
+    log.info(f"page: {write_sweep(sweep_dir, command, jobs, trials)}")
 
 
 def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> None:

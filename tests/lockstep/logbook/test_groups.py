@@ -3,6 +3,7 @@
 import pytest
 
 from example_runs import write_run
+from lockstep.logbook.groups import name_of_group
 from logbook import main
 
 VALUES = {"none": (0.90, 0.91, 0.92), "trivial": (0.93, 0.945, 0.95)}
@@ -38,6 +39,7 @@ def compare(tmp_path):
 )
 def test_groups_are_compared_by_pairs_of_seeds(compare, capsys, groups):
     assert compare(*groups) == 0
+    groups = [name_of_group(group) for group in groups]
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "val/acc, mean ± standard error:",
@@ -55,6 +57,11 @@ def test_the_page_of_groups_has_the_arms(compare, tmp_path):
     text = page.read_text()
     assert text.startswith("# augmentation=none beside augmentation=trivial\n")
     assert "**better by 3.17 ± 0.72 points (95 %, 3 pairs)**" in text and "trivial-3" in text
+
+
+def test_a_list_of_runs_has_a_short_name():
+    assert name_of_group("none-1,none-2,none-3") == "none-1 and 2 more"
+    assert name_of_group("tags=a,seed=1") == "tags=a,seed=1"
 
 
 @pytest.mark.parametrize(

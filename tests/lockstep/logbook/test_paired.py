@@ -74,7 +74,11 @@ def test_so_many_pairs_tell_the_difference_that_is_named():
             "about 9 would tell 0.3",
         ),
         ([0.4, 0.5], False, "2 pairs give no interval, which takes 3 or more"),
-        ([0.25, 0.25, 0.25], False, "other by 0.25 points in each of 3 pairs"),
+        (
+            [0.25, 0.25, 0.25],
+            False,
+            "differs by 0.25 points in each of 3 pairs: no spread to make an interval of",
+        ),
         ([0.0, 0.0, 0.0], False, "equal in all 3 pairs"),
     ],
 )

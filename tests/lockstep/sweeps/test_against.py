@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.config.keys import is_of_arm
 from lockstep.process.errors import UserError
-from lockstep.sweeps.against import jobs_of_arms, paired_sweep
+from lockstep.sweeps.against import jobs_of_arms, overrides_of_arm, paired_sweep
 
 
 def parsed(*overrides):
@@ -32,6 +32,18 @@ def test_each_seed_runs_with_and_without_the_recipes_overrides():
         ("experiment=mine", "seed=2", "augmentation=none", *end),
         ("experiment=mine", "seed=2", "augmentation=trivial_augment", *end),
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "baseline"),
+    [
+        (["model=vit", "seed=1", "against=baseline", "loss=bce"], ("model=vit", "seed=1")),
+        (["against=baseline", "seed=1", "loss=bce", "data=digits"], ("seed=1", "data=digits")),
+        (["loss=bce", "seed=1", "against=baseline", "tags=[a]"], ("seed=1", "tags=[a]")),
+    ],
+)
+def test_the_baseline_omits_what_follows_or_else_what_stands_before(overrides, baseline):
+    assert jobs_of_arms(parsed(*overrides))[0] == baseline
 
 
 @pytest.mark.parametrize(
@@ -72,6 +84,11 @@ def test_the_baseline_omits_the_recipe_alone(key, expected):
 def test_a_sweep_without_pairs_is_refused(overrides, reason):
     with pytest.raises(UserError, match=reason):
         paired_sweep(overrides, parsed(*overrides))
+
+
+def test_options_of_hydra_are_of_no_arm():
+    words = ["seed=1,2", "against=baseline", "loss=bce", "hydra/launcher=submitit_slurm"]
+    assert overrides_of_arm(words) == ["loss=bce"]
 
 
 def test_only_against_changes_the_sweeper():

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import logging
 import signal
 import subprocess
@@ -178,9 +179,9 @@ def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
         "test=false",
     ]
     done = run_door("train", *words, logs=tmp_path)
-    assert done.code == 2 and done.output.rstrip().splitlines()[-1].startswith(
-        "  exit code 2   trainer.precision=33"
-    )
+    *_, last_of_ranking, page = done.output.rstrip().splitlines()
+    assert done.code == 2 and last_of_ranking.startswith("  exit code 2   trainer.precision=33")
+    assert page.startswith("page: ") and page.endswith("/page.md")
 
 
 def folds(rate, values, first=0):
@@ -224,6 +225,21 @@ def test_failed_jobs_are_the_last_and_the_lowest_may_be_first():
     assert lines[1].startswith("  0.5 ")
     assert lines[4] == "  exit code 1   optimizer.lr=0.1 data.fold=1  night_1"
     assert lines[8].endswith("1 fold gives no interval, which takes 3 or more")
+
+
+def test_a_stopped_sweep_reports_the_jobs_that_have_ended(tmp_path, monkeypatch):
+    sweep = tmp_path / "night"
+
+    def stop(*_):
+        ended = {"number": 0, "code": 0, "overrides": ["seed=1"], "value": 0.5}
+        (sweep / jobs.RESULTS_FOLDER).mkdir(parents=True)
+        (sweep / jobs.RESULTS_FOLDER / "0-0").write_text(json.dumps(ended))
+        raise SystemExit(75)
+
+    monkeypatch.setattr(jobs, "run_hydra", stop)
+    with pytest.raises(SystemExit):
+        jobs.run_sweep("train", ["experiment=quickstart", "seed=1,2", f"hydra.sweep.dir={sweep}"])
+    assert json.loads((sweep / "sweep.json").read_text())["jobs"][0]["value"] == 0.5
 
 
 def test_seeds_alone_have_a_mean_first_and_stay_in_order():
