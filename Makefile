@@ -105,7 +105,7 @@ $(VENV)/site/.installed: launch/site.txt | $(VENV)/bin/python
 	$(VENV)/site/bin/python -m pip install -q --require-hashes -r $<
 	@touch $@
 
-lock: install  ## resolve requirements*.txt anew from pyproject.toml
+lock: install  ## resolve requirements*.txt from pyproject.toml, keeping pins; UPGRADE=torch: its newest in the range
 	$(VENV)/bin/uv pip compile $(LOCK) pyproject.toml -o requirements.txt
 	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
 	grep -oE '^hivemind==[0-9.]+' requirements-hivemind.txt | \
@@ -115,7 +115,7 @@ lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	grep -oE '^[a-z-]+==[0-9.rc]+' launch/hydra.txt | \
 	  $(VENV)/bin/uv pip compile $(LOCK) --no-deps - -o launch/hydra.txt
 	grep -oE '^uv==[0-9.]+' launch/uv.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/uv.txt
-LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links $(addprefix -P ,$(UPGRADE))
 
 audit: install  ## ask the package index's advisories about every pinned version; needs its network
 	$(VENV)/bin/uv venv -q --clear $(VENV)/audit

@@ -35,7 +35,7 @@ PACKAGES = ("hydra_plugins", "lockstep")  # that come as a wheel
 LEFT = (  # the packages, the dry run on a driver that a project lacks, and our exercises
     *(f"src/{package}/" for package in PACKAGES), "src/rehearse.py",
     "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
-    "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
+    "*.egg-info/*", "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip
 # Packages of requirements-dev.txt that only the template's own tests use, with what they need.
 TEST_PACKAGES = (
