@@ -198,3 +198,17 @@ def test_numpy_files_beside_pictures_are_left_out(tmp_path):
 def test_ranges_that_are_none(value, tmp_path):
     with pytest.raises(UserError, match="data.range=.* must be auto, image, or two ascending"):
         module(tmp_path, tmp_path, range=value)
+
+
+def test_masks_move_with_deep_images(tmp_path):
+    for part in ("images", "masks"):
+        (tmp_path / "x" / part).mkdir(parents=True)
+    for i, values in enumerate(VALUES[0]):
+        Image.fromarray(values.astype(np.uint16)).save(tmp_path / "x" / "images" / f"{i}.tif")
+        mask = (values > 300).astype(np.uint8)
+        Image.fromarray(mask).save(tmp_path / "x" / "masks" / f"{i}.png")
+    options = {"target": "mask", "crop_padding": 2, "flip": True}
+    data = module(tmp_path / "x", tmp_path, range=[300, 301], **options)
+    images, masks = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+    counts = masks >= 0
+    assert torch.equal(images[:, 0][counts], masks[counts].float()) and 0 < masks[counts].sum()
