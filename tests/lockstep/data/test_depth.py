@@ -219,4 +219,4 @@ def test_masks_move_with_deep_images(tmp_path):
     data = module(tmp_path / "x", tmp_path, range=[300, 301], **options)
     images, masks = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
     counts = masks >= 0
-    assert torch.equal(images[:, 0][counts], masks[counts].float()) and 0 < masks[counts].sum()
+    assert torch.equal(images[:, 0][counts], masks[counts].float()) and masks[counts].sum() > 0
