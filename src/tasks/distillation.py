@@ -80,6 +80,8 @@ class Distillation(ImageClassifier):
                     f"{of_teacher}, not {of_data}."
                 )
 
+        self._check_range(facts, data)
+
         if "mean" not in facts or not hasattr(data, "std"):
             return
         mean = _per_channel(data.mean)
@@ -87,6 +89,20 @@ class Distillation(ImageClassifier):
         scale = std / _per_channel(facts["std"])
         shift = (mean - _per_channel(facts["mean"])) / _per_channel(facts["std"])
         self.rescale = (scale.to(device), shift.to(device))
+
+    def _check_range(self, facts: dict[str, Any], data: Any) -> None:
+        """
+        Raises:
+            UserError: black and white of deep images are others than those of the teacher.
+        """
+        reading = getattr(getattr(data, "source", None), "reading", None)
+        if reading is None or "range" not in facts:
+            return
+        if facts["range"] != reading.facts["range"]:
+            raise UserError(
+                f"task.teacher={self.address} was trained with data.range={facts['range']}, not "
+                f"{reading.facts['range']}: give data.range={facts['range'] or 'null'}."
+            )
 
     def _load_teacher(self) -> tuple[nn.Module, dict[str, Any]]:
         """Return the teacher, and the facts about its classes and images."""

@@ -20,6 +20,7 @@ import shapes
 from faults import signal_at_step
 from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.load import read_checkpoint
+from lockstep.data.reading import Reading
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel
@@ -257,6 +258,20 @@ def test_a_teacher_sees_images_in_its_own_normalisation_and_has_the_classes_of_t
     for other in ({"class_names": ["dog", "cat"]}, {"channels": 3}):
         with pytest.raises(UserError, match="task.teacher=t has other c[lh]"):
             student._adapt_images({**facts, **other}, data, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"), [(None, r"give data.range=\[0, 9\]"), ((0.0, 9.0), "")]
+)
+def test_a_teacher_of_another_range_is_refused(limits, said):
+    student = Distillation(torch.nn.Flatten(), num_classes=2, channels=1, teacher="t", log_dir="")
+    data = SimpleNamespace(source=SimpleNamespace(reading=Reading(1, limits)))
+    message = ""
+    try:
+        student._adapt_images({"range": [0, 9]}, data, torch.device("cpu"))
+    except UserError as error:
+        message = str(error)
+    assert bool(re.search(said, message)) and bool(message) == bool(said)
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples")

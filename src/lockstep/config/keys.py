@@ -208,6 +208,7 @@ NAMES = ("run_id", "experiment_name", "data.name")
 # A word that a key takes beside a number.
 WORD_OF_NUMBER = {
     "data.global_batch_size": "max",
+    "data.page": "all",
     "trainer.devices": "auto",
     "trainer.num_nodes": "auto",
 }

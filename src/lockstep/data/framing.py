@@ -291,6 +291,9 @@ class BatchTransforms:
             images: (…, side, side, channels) uint8, or float32 from 0 to 255.
         """
         out = images.flatten(-2).float()
+        if images.is_floating_point():
+            # Bytes were copied above, and floats would be overwritten below.
+            out = out.clone()
         torch.addcmul(self._shift, out, self._scale, out=out)
         return out.view(images.shape).movedim(-1, -3)
 

@@ -57,6 +57,8 @@ RIGHT = [
     "+optimizer.amsgrad=true",
     "trainer.detect_anomaly=true",
     "data.global_batch_size=max",
+    "data=image_folder data.root=x data.page=all data.channels=2 data.range=[0,4095]",
+    "data=csv data.root=x data.page=1 data.range=image data.bands=[3,2,1]",
 ]
 
 

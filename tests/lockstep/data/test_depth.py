@@ -103,6 +103,14 @@ def test_both_paths_give_equal_crops_and_flips(tmp_path):
     assert torch.equal(*batches) and batches[0].shape == (4, 3, SIDE, SIDE)
 
 
+def test_a_batch_stays_as_it_is_when_its_images_are_made(tmp_path):
+    data = module(folder(tmp_path / "x"), tmp_path, path="loader", mean=0.5)
+    batch = next(iter(data.train_dataloader()))
+    first = data.on_after_batch_transfer(batch, 0)[0].clone()
+    second = data.on_after_batch_transfer(batch, 0)[0]
+    assert torch.equal(first, second)
+
+
 def test_a_range_of_ones_own_clips_and_warns_of_little_contrast(tmp_path):
     root = folder(tmp_path / "x")
     data = module(root, tmp_path, range=[300, 310])
@@ -198,3 +206,17 @@ def test_numpy_files_beside_pictures_are_left_out(tmp_path):
 def test_ranges_that_are_none(value, tmp_path):
     with pytest.raises(UserError, match="data.range=.* must be auto, image, or two ascending"):
         module(tmp_path, tmp_path, range=value)
+
+
+def test_masks_move_with_deep_images(tmp_path):
+    for part in ("images", "masks"):
+        (tmp_path / "x" / part).mkdir(parents=True)
+    for i, values in enumerate(VALUES[0]):
+        Image.fromarray(values.astype(np.uint16)).save(tmp_path / "x" / "images" / f"{i}.tif")
+        mask = (values > 300).astype(np.uint8)
+        Image.fromarray(mask).save(tmp_path / "x" / "masks" / f"{i}.png")
+    options = {"target": "mask", "crop_padding": 2, "flip": True}
+    data = module(tmp_path / "x", tmp_path, range=[300, 301], **options)
+    images, masks = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+    counts = masks >= 0
+    assert torch.equal(images[:, 0][counts], masks[counts].float()) and masks[counts].sum() > 0
