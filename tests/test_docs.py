@@ -61,14 +61,14 @@ def test_help_lists_the_everyday_trainers_first():
     assert names == ["cpu", "gpu", "ddp", "fsdp", "ddp_sim", "fsdp_sim", "allreduce"]
 
 
-def test_the_page_of_options_has_each_key_once_and_at_most_260_rows():
+def test_the_page_of_options_has_each_key_once_and_at_most_270_rows():
     spec = importlib.util.spec_from_file_location(
         "make_options", REPOSITORY / "docs" / "make_options.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     rows = [line for line in module.options_page(CONFIGS).splitlines() if line.startswith("| `")]
-    assert len(rows) <= 260 and len(rows) == len(set(rows))
+    assert len(rows) <= 270 and len(rows) == len(set(rows))
     assert sum("`optimizer.lr`" in row for row in rows) == 2  # airbench's is another
     assert any("`data.val_dataset, data.test_dataset` | dataset" in row for row in rows)
 

@@ -1,4 +1,4 @@
-"""How an image file becomes the pixels of a net: its depth, its page and its channels.
+"""Read an image file as the pixels of a net: its depth, its page and its channels.
 
 A deep image has more than 8 bits, or other channels than a picture. It is torchvision's, of floats
 from 0 to 1. All other images are Pillow's, in 8 bits.
@@ -44,7 +44,7 @@ Range = tuple[float, float] | str | None
 
 @dataclass(frozen=True)
 class Reading:
-    """What of an image file becomes pixels.
+    """The part of an image file that becomes pixels.
 
     Args:
         channels: 1 for grey, 3 for colour; other numbers are the bands of a file.
@@ -212,7 +212,7 @@ def range_of(option: Any) -> Range:
 
 @dataclass(frozen=True)
 class Header:
-    """What the head of an image file says.
+    """The facts in the head of an image file.
 
     Args:
         kind: of its numbers.

@@ -1,4 +1,4 @@
-"""Which training images an epoch holds, and how often: all once, each class equally, or by weights.
+"""Draw the training images of an epoch: all once, each class equally, or by weights.
 
 The list of an epoch is drawn at once, from the seed. Ranks, accumulation and a resume take their
 parts of it, as they do of a shuffled list.

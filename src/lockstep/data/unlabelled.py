@@ -113,9 +113,9 @@ class UnlabelledImages(ImageDataModule):
             **options,
         )
         self.inputs = dict(scales or {})
-        self.columns = {
-            name: np.array([row[name] for row in numbers], np.float64) for name in self.inputs
-        }
+        self.columns: dict[str, np.ndarray] = {}
+        for name in self.inputs:
+            self.columns[name] = np.array([row[name] for row in numbers], np.float64)
 
     def prepare(self) -> None:
         if not hasattr(self, "splits"):

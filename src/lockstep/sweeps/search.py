@@ -86,7 +86,7 @@ class Search:
             for job in ended:
                 self._end(jobs.pop(job), job.result().return_value)
         if asked:
-            log.info(f"The search was stopped. The same command goes on with {self.journal}.")
+            log.info(f"The search was stopped. The same command continues {self.journal}.")
 
     def _next_trial(self) -> Any:
         """Return a trial whose run was stopped in an earlier start, or else a new one."""
