@@ -89,8 +89,8 @@ def trials_of_groups(groups: dict[str, list[Run]]) -> Trials:
     for name, members in groups.items():
         runs += [_arm_run(name, run, metric) for run in members]
     refuse_equal_repeats(runs)
-    modes = [every[0].config.get(key) for key in ("callbacks.checkpoints.mode", "task.mode")]
-    return Trials(runs, metric, "min" in modes)
+    minimize = every[0].config.get("callbacks.checkpoints.mode") == "min"
+    return Trials(runs, metric, minimize)
 
 
 def _arm_run(name: str, run: Run, metric: str) -> ArmRun:
