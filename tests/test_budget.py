@@ -3,6 +3,7 @@ its commit.
 """
 
 import ast
+import functools
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 
 
+@functools.cache
 def source() -> Measures:
     return measure_files(sorted(SRC.rglob("*.py")))
 

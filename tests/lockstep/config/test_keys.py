@@ -65,6 +65,7 @@ ELSEWHERE = {
     ("lockstep/runs/checks.py", "CHOSEN"): "what makes a training on a CPU a choice",
     ("lockstep/runs/first_record.py", "_identity"): "fields of the record",
     ("lockstep/sweeps/jobs.py", "overrides"): "the overrides of a job",
+    ("predict.py", "OPTIONS"): "the options of a script that composes no config",
     ("rehearse.py", "FIXED"): "the overrides of a dry run",
     ("rehearse.py", "changes"): "the overrides of a dry run",
     ("rehearse.py", "options"): "the overrides of a dry run",

@@ -170,6 +170,7 @@ def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too
         assert all("finished" in path.read_text() for path in folder.glob("*.log"))
 
 
+@pytest.mark.slow
 def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
     words = [
         "experiment=quickstart",
@@ -294,6 +295,7 @@ def test_a_sweep_takes_arguments_that_no_yaml_lists(tmp_path):
     assert "val_loss, mean ± standard error:" in done.output and "of 2 runs" in done.output
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_module_without_validation_names_no_foreign_metric(tmp_path):
     words = ("-m", "task._target_=plain_task.TrainsAlone", *PLAIN_JOB, "+task.lr=0.01,0.1")
     done = run_door("train", *words, logs=tmp_path)

@@ -84,7 +84,7 @@ def test_callbacks_of_lightning_work_beside_lockstep_s(tmp_path):
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_with_unequal_numbers_of_batches_are_told_so(accumulate, tmp_path):
     streams = ["data._target_=plain_task.Streams", "trainer=ddp_sim", "trainer.timeout_s=10"]
     accumulation = f"trainer.accumulate_grad_batches={accumulate}"

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from lockstep.data.framing import Framing
+from lockstep.data.reading import Reading
 from lockstep.data.unlabelled import UnlabelledImages
 from lockstep.training import prediction
 from lockstep.training.prediction import Predictor, Progress, plugin_of
@@ -56,7 +57,8 @@ def files(tmp_path):
 def batches_of(files, rank, world_size):
     """Return positions and pixels of the batches of a rank, and the positions of damaged images."""
     framing = Framing(4, 4, "squash", mean=(0.5, 0.5, 0.5))
-    data = UnlabelledImages(files, framing, [0.5] * 3, eval_batch_size=3, num_workers=1)
+    options = {"eval_batch_size": 3, "num_workers": 1}
+    data = UnlabelledImages(files, Reading(), framing, [0.5] * 3, **options)
     prediction.set_device(data, CPU, rank, world_size)
     loader = data.predict_dataloader()
     parts = []
