@@ -9,7 +9,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.config.schema import Option, groups, keys  # noqa: E402
+from lockstep.config.schema import Option, groups, keys_in_yaml  # noqa: E402
 
 
 def options_page(configs: Path) -> str:
@@ -25,7 +25,7 @@ def options_page(configs: Path) -> str:
     lines += ["| key | default | meaning |", "|---|---|---|"]
     lines += [
         f"| `{key.name}` | `{key.default or '…'}` | {cell(key.comment)} |"
-        for key in keys(configs / "train.yaml")
+        for key in keys_in_yaml(configs / "train.yaml")
     ]
     for group, options in groups(configs).items():
         lines += ["", f"## {group}=", "", "| option | meaning |", "|---|---|"]
@@ -44,7 +44,7 @@ def key_table(options: list[Option]) -> list[str]:
     rows: dict[tuple[str, str], dict[str, list[str]]] = {}
     for option in options:
         last = ("", "")
-        for key in keys(option.path, option.path.parent.name):
+        for key in keys_in_yaml(option.path, option.path.parent.name):
             if key.comment == "likewise":
                 rows[last]["names"].append(key.name)
                 continue

@@ -118,7 +118,7 @@ def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[tuple[int, int], str]:
 
 def draw_pairs(data: Any, kinds: Mapping[tuple[int, int], str], path: Path) -> None:
     """Draw the most suspicious pairs: those of two labels, or with test images."""
-    from lockstep.data.report import contact_sheet
+    from lockstep.data.contact_sheet import contact_sheet
 
     def is_harmless(pair: tuple[int, int]) -> bool:
         return "same label" in kinds[pair] and "test" not in kinds[pair]

@@ -464,7 +464,7 @@ def _cell(value: str | float) -> str | float:
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:
     """Draw images with their classes, and captions below UNSURE in red."""
-    from lockstep.data.report import contact_sheet
+    from lockstep.data.contact_sheet import contact_sheet
 
     tiles = []
     for file, row in classified:

@@ -67,13 +67,13 @@ def upload(options: dict[str, str]) -> int:
     return EXIT_OK
 
 
-def _refuse_unusable(run: Bucket) -> None:
+def _refuse_unusable(bucket: Bucket) -> None:
     """Raise UserError for a fault that waiting does not mend. Others are tried again."""
     try:
-        run.check_writable()
+        bucket.check_writable()
     except S3Error as error:
         if error.code in LASTING_FAULTS:
-            raise UserError(f"{run.uri} cannot be used: {error}.") from None
+            raise UserError(f"{bucket.uri} cannot be used: {error}.") from None
 
 
 def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]:

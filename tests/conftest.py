@@ -68,7 +68,7 @@ def environment_of_its_own():
 
 @pytest.fixture(autouse=True)
 def no_signal_of_another_test():
-    signals.asked.clear()
+    signals.received.clear()
 
 
 @pytest.hookimpl(wrapper=True)

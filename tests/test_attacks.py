@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoints.files import Sidecar, complete, write_sidecar
+from lockstep.checkpoints.files import Sidecar, complete_checkpoints, write_sidecar
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process.errors import UserError
 from lockstep.training.inference import load_finished
@@ -50,7 +50,7 @@ def canary(tmp_path):
 
 
 def good(trained):
-    path, _ = next(complete(trained.folder.checkpoints, "best"))
+    path, _ = next(complete_checkpoints(trained.folder.checkpoints, "best"))
     return read_checkpoint(path)
 
 
@@ -112,7 +112,7 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
     """
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
     first = run_door("train", *SMALL, "run_id=r", logs=logs)
-    last, sidecar = next(complete(first.folder.checkpoints, "last"))
+    last, sidecar = next(complete_checkpoints(first.folder.checkpoints, "last"))
     torch.save(attack(good(trained), canary), last)
     write_sidecar(last, Sidecar(sidecar.step))
     for word in (f"ckpt_path={last}", "resume=r"):
@@ -152,7 +152,7 @@ def test_predict_starts_no_program_for_an_image(trained, canary, tmp_path, monke
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "x.png").write_bytes(EPS)
-    path, _ = next(complete(trained.folder.checkpoints, "best"))
+    path, _ = next(complete_checkpoints(trained.folder.checkpoints, "best"))
     assert (
         main([f"ckpt_path={path}", f"images={tmp_path / 'images'}", f"out={tmp_path / 'p.csv'}"])
         == 2

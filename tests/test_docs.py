@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
 from lockstep.config.compose import compose, plain
-from lockstep.config.schema import groups, help_text, keys
+from lockstep.config.schema import groups, help_text, keys_in_yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs"
@@ -42,7 +42,7 @@ def test_every_option_has_a_description_and_every_key_a_comment():
     for group, options in groups(CONFIGS).items():
         for option in options:
             assert option.description, f"{group}={option.name}"
-    named = {key.name for key in keys(CONFIGS / "trainer" / "default.yaml", "trainer")}
+    named = {key.name for key in keys_in_yaml(CONFIGS / "trainer" / "default.yaml", "trainer")}
     assert {"trainer.max_epochs", "trainer.devices", "trainer.accumulate_grad_batches"} <= named
 
 

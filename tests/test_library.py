@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoints.files import complete
+from lockstep.checkpoints.files import complete_checkpoints
 from object_store import shared_store
 from ranks import free_port
 
@@ -84,7 +84,7 @@ def test_it_trains_records_uploads_and_goes_on(tmp_path, monkeypatch):
 
 
 def complete_of(folder, kind):
-    return list(complete(folder / "run/checkpoints", kind))
+    return list(complete_checkpoints(folder / "run/checkpoints", kind))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from faults import signal_at_step
 from kills import differences, weights
-from lockstep.checkpoints.files import complete, fault_of
+from lockstep.checkpoints.files import complete_checkpoints, fault_of
 from runs import run_door, succeed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +107,7 @@ def test_overfit_learns_a_few_batches_by_heart(tmp_path):
 def test_a_checkpoint_is_plain_carries_its_config_and_eval_counts_the_same_with_a_bit_equal_loss(
     uninterrupted,
 ):
-    path, _ = next(complete(uninterrupted.folder.checkpoints, "best"))
+    path, _ = next(complete_checkpoints(uninterrupted.folder.checkpoints, "best"))
     own = torch.load(path, weights_only=True)["lockstep"]
     assert own["config"]["model"]["_target_"] == "models.small_cnn.SmallCNN"
     assert own["data"]["class_names"] == [str(i) for i in range(10)]

@@ -51,7 +51,7 @@ class ForkedRank:
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                     if signal.getsignal(number) != signal.SIG_IGN:
                         signal.signal(number, signal.SIG_DFL)
-                signals.asked.clear()
+                signals.received.clear()
                 os.environ.clear()
                 os.environ.update(env)
                 for number, file in ((1, stdout), (2, stderr)):
@@ -92,14 +92,14 @@ class ForkedRank:
 
 def run_job(command: list[str], **_: Any) -> int:
     """Stands in for sweep.run_child."""
-    from lockstep.sweeps.stopping import running
+    from lockstep.sweeps.stopping import running_jobs
 
     job = ForkedRank(command, dict(os.environ))
-    running.add(job)
+    running_jobs.add(job)
     try:
         return job.wait()
     finally:
-        running.discard(job)
+        running_jobs.discard(job)
 
 
 def _main(door: str, argv: list[str]) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from lockstep.checkpoints.files import complete
+from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.process import output
 from runs import succeed
 
@@ -112,7 +112,7 @@ def test_ranks_with_values_of_their_own_choose_by_the_mean(tmp_path):
     before = partial(make_importable, tmp_path, TESTS)
     done = succeed("train", *overrides, *more, logs=tmp_path, before=before)
     assert done.output.count("val_loss was logged without sync_dist=True") == 1
-    ((_, sidecar),) = complete(done.folder.checkpoints, "best")
+    ((_, sidecar),) = complete_checkpoints(done.folder.checkpoints, "best")
     assert (sidecar.epoch, sidecar.metric["val_loss"]) == (1, 1.0)
     record = json.loads(done.folder.record.read_text())
     assert record["metrics"]["val_loss_best"] == 1.0

@@ -17,8 +17,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoints import files
-from lockstep.checkpoints import resume_point as place
+from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
 from lockstep.checkpoints.io import CheckpointFiles, on_host
 from lockstep.checkpoints.load import Checkpoint
@@ -127,7 +126,9 @@ class Checkpoints(pl.Callback):
         path = None
         value = None
         if trainer.is_global_zero:
-            path, sidecar = next(files.complete(self.folder, "best"), (None, Sidecar(0)))
+            path, sidecar = next(
+                files.complete_checkpoints(self.folder, "best"), (None, Sidecar(0))
+            )
             # If the monitored metric has changed, the first value counts as the best.
             # The old best checkpoint stays until then.
             value = sidecar.metric.get(self.monitor)
@@ -145,7 +146,7 @@ class Checkpoints(pl.Callback):
             self._check_before_training(trainer)
         elif trainer.state.fn == "fit":
             self.validated_step = trainer.global_step
-            if not place.ends_epoch(trainer) and self._is_best(trainer):
+            if not resume_point.ends_epoch(trainer) and self._is_best(trainer):
                 self.save(trainer, "best")
 
     def on_train_batch_end(
@@ -153,10 +154,10 @@ class Checkpoints(pl.Callback):
     ) -> None:
         if self.writer.is_idle:
             self.finish_writing(trainer)
-        if place.steps_are_over(trainer):
+        if resume_point.steps_are_over(trainer):
             # Otherwise Lightning would not validate a run that ends in mid-epoch.
             trainer.should_stop = True
-        elif not place.ends_epoch(trainer) and self._is_time_over(trainer):
+        elif not resume_point.ends_epoch(trainer) and self._is_time_over(trainer):
             after_module_hook(pl_module, lambda: self.save(trainer, "last"))
 
     def _is_time_over(self, trainer: pl.Trainer) -> bool:
@@ -166,14 +167,14 @@ class Checkpoints(pl.Callback):
         """
         if self.every_minutes is None or trainer.global_step == self.saved_step:
             return False
-        if not place.ends_step(trainer) or trainer.global_step % trainer.log_every_n_steps:
+        if not resume_point.ends_step(trainer) or trainer.global_step % trainer.log_every_n_steps:
             return False
         is_over = time.monotonic() - self.saved_at > 60 * self.every_minutes
         return trainer.strategy.broadcast(is_over, src=0)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         is_due = self._is_last_due(trainer)
-        if place.is_validation_epoch(trainer):
+        if resume_point.is_validation_epoch(trainer):
             is_best = self._is_best(trainer)
         else:
             is_best = is_due and not trainer.enable_validation
@@ -183,7 +184,7 @@ class Checkpoints(pl.Callback):
         if is_due:
             kinds.append("last")
 
-        if place.ends_epoch(trainer):
+        if resume_point.ends_epoch(trainer):
             self.ended = EndedEpoch(trainer.current_epoch, kinds, dict(trainer.callback_metrics))
         elif kinds:
             self.save(trainer, *kinds)
@@ -193,7 +194,11 @@ class Checkpoints(pl.Callback):
     def _is_last_due(self, trainer: pl.Trainer) -> bool:
         """Return whether the end of this epoch is saved as last."""
         epochs = trainer.current_epoch + 1
-        if epochs == trainer.max_epochs or place.steps_are_over(trainer) or trainer.should_stop:
+        if (
+            epochs == trainer.max_epochs
+            or resume_point.steps_are_over(trainer)
+            or trainer.should_stop
+        ):
             return True
         if epochs % self.every_n_epochs:
             return False
@@ -285,13 +290,13 @@ class Checkpoints(pl.Callback):
         """Add Lockstep's part; a collective unless fit has failed."""
         before_validation = False
         if self.ended:
-            point = place.point_after_epoch(trainer, epoch=self.ended.epoch)
+            point = resume_point.point_after_epoch(trainer, epoch=self.ended.epoch)
         else:
-            point = place.point_in_epoch(trainer, self.validated_step)
+            point = resume_point.point_in_epoch(trainer, self.validated_step)
             is_validated = self.validated_step == trainer.global_step
-            before_validation = is_validated and not place.is_validation_due(trainer)
+            before_validation = is_validated and not resume_point.is_validation_due(trainer)
         # A resume repeats this validation, or a longer run would not have it.
-        if point["phase"] == place.VALIDATION and trainer.validating:
+        if point["phase"] == resume_point.VALIDATION and trainer.validating:
             before_validation = True
         state = self.loader_state.state_dict(point, before_validation=before_validation)
         checkpoint["lockstep"] = {**self.contents, "point": point, **state}
@@ -312,7 +317,7 @@ class Checkpoints(pl.Callback):
         point = stored["point"]
         loops = checkpoint["loops"]
         accumulate = trainer.accumulate_grad_batches
-        loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, accumulate)
+        loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)
         self.loader_state.load_state_dict(point, stored)
         self.saved_step = checkpoint["global_step"]
         # EarlyStopping ended the run, and this start asks for no more epochs or steps.
@@ -389,7 +394,7 @@ class Checkpoints(pl.Callback):
             for callback in trainer.callbacks:
                 if hasattr(callback, "on_checkpoint_complete"):
                     callback.on_checkpoint_complete(path, sidecar, kind)
-            for older, older_sidecar in files.complete(self.folder, kind):
+            for older, older_sidecar in files.complete_checkpoints(self.folder, kind):
                 if older != path and not files.is_copy(older, older_sidecar):
                     files.remove(older)
 

@@ -101,9 +101,9 @@ class Interruption(pl.Callback):
 
         if not self._previous:
             self._previous = signals.on_stop(self._on_signal)
-        if signals.asked:
+        if signals.received:
             # A signal has come in the middle of an import.
-            self.ask(signal.Signals(signals.asked[0]).name)
+            self.ask(signal.Signals(signals.received[0]).name)
 
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():
@@ -130,7 +130,7 @@ class Interruption(pl.Callback):
         # A notebook goes on.
         self._restore_handlers()
         self.reason = ""
-        signals.asked.clear()
+        signals.received.clear()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any

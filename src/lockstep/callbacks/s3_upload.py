@@ -55,11 +55,11 @@ class S3Upload(pl.Callback):
 
     def _start_upload(self) -> str | None:
         """Claim the run's place in the bucket and start to upload; return why the run must end."""
-        run = self.bucket.at(self.folder.run_id)
+        bucket = self.bucket.at(self.folder.run_id)
         fault: S3Error | None = None
         try:
-            refuse_other_run(run, read_pointers(run), self.folder)
-            run.check_writable()
+            refuse_other_run(bucket, read_pointers(bucket), self.folder)
+            bucket.check_writable()
         except OtherRunError as error:
             return str(error)
         except S3Error as error:
@@ -68,7 +68,7 @@ class S3Upload(pl.Callback):
         if fault and self.required:
             return f"{message} (s3.required=false trains without it)."
 
-        uploader = Uploader(run, self.folder, time.time())
+        uploader = Uploader(bucket, self.folder, time.time())
         if fault:
             log.info(f"s3: {message}; training starts, uploads are tried again.")
         else:

@@ -129,7 +129,7 @@ def fault_of(checkpoint: Path) -> str | None:
     return None
 
 
-def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Sidecar]]:
+def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Sidecar]]:
     """Yield the complete checkpoints of a run, newest first: by step, last before best."""
     checkpoints = []
     for path in folder.glob(f"{kind or '*'}-*.ckpt"):
@@ -149,7 +149,7 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
 
     Without a kind it is one that a run can resume from, for which weights alone are not enough.
     """
-    for path, sidecar in complete(folder, kind):
+    for path, sidecar in complete_checkpoints(folder, kind):
         if kind is None and sidecar.weights_only:
             continue
         fault = fault_of(path)

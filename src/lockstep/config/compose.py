@@ -22,8 +22,7 @@ from lockstep.config.overrides import (
     search_paths,
     set_or_add,
 )
-from lockstep.config.schema import is_group, key_of, trainer_arguments, yaml_files
-from lockstep.config.schema import keys as listed_keys
+from lockstep.config.schema import is_group, key_of, keys_in_yaml, trainer_arguments, yaml_files
 from lockstep.config.suggestions import missing_option, unknown_key
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
@@ -202,7 +201,7 @@ def for_multirun(typed: list[str]) -> list[str]:
     folders = config_folders(typed, CONFIGS)
     listed: set[str] = set()
     for path in yaml_files("trainer", folders):
-        listed |= {key.name for key in listed_keys(path, "trainer", commented=False)}
+        listed |= {key.name for key in keys_in_yaml(path, "trainer", commented=False)}
 
     overrides = []
     for override in typed:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import keys
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
-from lockstep.config.schema import keys as listed_keys
+from lockstep.config.schema import keys_in_yaml
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
@@ -117,7 +117,7 @@ def connects(group: str, name: str) -> bool:
     """
     if group != "trainer":
         return False
-    listed = listed_keys(CONFIGS / group / f"{name}.yaml", commented=False)
+    listed = keys_in_yaml(CONFIGS / group / f"{name}.yaml", commented=False)
     return any(ADDRESS.search(key.name) for key in listed)
 
 

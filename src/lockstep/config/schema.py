@@ -68,7 +68,7 @@ def _description(path: Path) -> str:
     return ""
 
 
-def keys(path: Path, prefix: str = "", *, commented: bool = True) -> list[Key]:
+def keys_in_yaml(path: Path, prefix: str = "", *, commented: bool = True) -> list[Key]:
     """Return every commented key of one yaml file, or every key but Hydra's own."""
     listed: list[Key] = []
     parents: list[tuple[int, str]] = []
@@ -97,7 +97,10 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
             mark = "*" if (group, option.name) in defaults else " "
             lines.append(f"  {mark} {option.name:22} {option.description}")
     lines += ["", "  * chosen by default", "", "Keys (docs/options.md has those of every option):"]
-    for key in (*keys(main_yaml), *keys(configs / "trainer" / "default.yaml", "trainer")):
+    for key in (
+        *keys_in_yaml(main_yaml),
+        *keys_in_yaml(configs / "trainer" / "default.yaml", "trainer"),
+    ):
         lines.append(f"  {key.name + '=' + key.default:44} {key.comment}")
     lines += [
         "",

@@ -9,7 +9,7 @@ from lockstep.config.schema import (
     REFUSED_TRAINER_KEYS,
     dotted,
     is_group,
-    keys,
+    keys_in_yaml,
     trainer_arguments,
     yaml_files,
 )
@@ -118,7 +118,7 @@ def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | No
 def _keys_of_group(group: str, folders: tuple[Path, ...]) -> list[str]:
     names: list[str] = []
     for path in yaml_files(group, folders):
-        names += [key.name for key in keys(path, group, commented=False)]
+        names += [key.name for key in keys_in_yaml(path, group, commented=False)]
     return names
 
 
@@ -127,6 +127,6 @@ def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
     group = key.partition(".")[0]
     options = []
     for path in yaml_files(group, folders):
-        if key in [listed.name for listed in keys(path, group, commented=False)]:
+        if key in [listed.name for listed in keys_in_yaml(path, group, commented=False)]:
             options.append(f"{group}={path.stem}")
     return options

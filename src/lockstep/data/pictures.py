@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.report import TILE, contact_sheet
+from lockstep.data.contact_sheet import TILE, contact_sheet
 
 SHOWN = 16  # images of a picture
 # Classes of pixels after the first one, which keeps the colours of the image.

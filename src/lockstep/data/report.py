@@ -5,20 +5,18 @@ ImageDataModule.
 """
 
 import hashlib
-import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import CorruptImage, as_picture, size_of
+from lockstep.data.decoding import CorruptImage, size_of
 from lockstep.data.listing import TEST, TRAIN, VAL, counts_of
 from lockstep.data.source import Source
 from lockstep.process.files import write_atomically
-from lockstep.process.output import printable
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +24,6 @@ LISTS = "data_report.txt"
 SHOWN_CLASSES = 10  # in the log
 SAMPLE = 64  # images that are opened for their size
 MAX_COMPARED = 50_000  # files of equal size that a start may open
-TILE = 128  # side of a picture in a contact sheet, in pixels
-SMALL_BYTES = 80_000  # of a contact sheet in git
-COLOURS = (256, 64, 16)  # of a small one, as many as its size allows
 IDENTICAL = {  # by kind: the words for one image and for several
     "test": (
         "test image is identical to a training image",
@@ -193,78 +188,6 @@ def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
         lines += [f"{name}  # {reason}\n" for name in names]
     if lines:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
-
-
-def contact_sheet(
-    path: Path,
-    tiles: Sequence[tuple[list[Any], list[str], str]],
-    columns: int,
-    *,
-    is_small: bool = False,
-) -> None:
-    """Write a PNG of pictures with captions.
-
-    Args:
-        tiles: images that stand side by side, the lines of their caption, and the colour
-            of its first line.
-        is_small: reduce the colours until the file belongs into git.
-    """
-    from PIL import Image, ImageDraw, ImageFont
-
-    font = ImageFont.load_default(11)
-    width = TILE * max(len(pictures) for pictures, _, _ in tiles) + 8
-    height = TILE + 12 + 14 * max(2, *(len(lines) for _, lines, _ in tiles))
-    num_columns = min(columns, len(tiles))
-    num_rows = -(-len(tiles) // columns)
-    sheet = Image.new("RGB", (num_columns * width + 8, num_rows * height + 8), "white")
-    draw = ImageDraw.Draw(sheet)
-    for i, (pictures, lines, colour) in enumerate(tiles):
-        x = 8 + i % columns * width
-        y = 8 + i // columns * height
-        for k, picture in enumerate(pictures):
-            sheet.paste(_thumbnail(picture), (x + k * TILE, y))
-        for k, line in enumerate(lines):
-            text = _fitting(printable(line), TILE * len(pictures), font)
-            fill = "#777777" if k else colour
-            draw.text((x, y + TILE + 2 + 14 * k), text, fill, font)
-    data = _small_png(sheet) if is_small else _png(sheet)
-    write_atomically(path, lambda file: file.write(data), binary=True)
-
-
-def _fitting(text: str, width: int, font: Any) -> str:
-    """Return a text that is at most `width` pixels wide."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(f"{text}…") > width:
-        text = text[:-1]
-    return f"{text}…"
-
-
-def _png(picture: Any) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, "PNG", optimize=True)
-    return file.getvalue()
-
-
-def _small_png(picture: Any) -> bytes:
-    """Return a PNG of at most SMALL_BYTES, or one of the fewest colours."""
-    from PIL.Image import Dither
-
-    data = b""
-    for colours in COLOURS:
-        data = _png(picture.quantize(colours, dither=Dither.NONE))
-        if len(data) <= SMALL_BYTES:
-            break
-    return data
-
-
-def _thumbnail(picture: Any) -> Any:
-    """Return a picture of TILE × TILE pixels; small ones show their pixels."""
-    from PIL import Image
-
-    is_small = max(size_of(picture)) < TILE
-    resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
-    return as_picture(picture).convert("RGB").resize((TILE, TILE), resampling)
 
 
 def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> dict[str, list[str]]:

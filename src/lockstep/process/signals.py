@@ -14,7 +14,7 @@ from lockstep.process.errors import Interrupted
 INTERRUPTED_AT_ONCE = 128 + signal.SIGINT
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
-asked: list[int] = []  # the signals that came since the run began
+received: list[int] = []  # the signals that came since the run began
 _before_the_end: list[Callable[[], None]] = []
 
 
@@ -32,13 +32,13 @@ def on_stop(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, A
 
 def note(number: int, _frame: Any = None) -> None:
     """Remember a signal; the second Ctrl-C ends this process here."""
-    if number == signal.SIGINT and signal.SIGINT in asked:
+    if number == signal.SIGINT and signal.SIGINT in received:
         try:
             for action in _before_the_end:
                 action()
         finally:
             os._exit(INTERRUPTED_AT_ONCE)
-    asked.append(number)
+    received.append(number)
 
 
 def interrupt(number: int, _frame: Any = None) -> None:
@@ -47,14 +47,14 @@ def interrupt(number: int, _frame: Any = None) -> None:
     In the middle of an import it may be lost: see `check`.
     """
     note(number)
-    if len(asked) == 1:
+    if len(received) == 1:
         check()
 
 
 def check() -> None:
     """Raise Interrupted if a signal came, also one whose exception an import has caught."""
-    if asked:
-        raise Interrupted(signal.Signals(asked[0]).name)
+    if received:
+        raise Interrupted(signal.Signals(received[0]).name)
 
 
 def before_the_end(action: Callable[[], None]) -> None:

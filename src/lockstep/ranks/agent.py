@@ -138,7 +138,7 @@ class _Stop:
         self.at: float | None = None
 
     def __call__(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and signal.SIGINT in signals.asked:
+        if number == signal.SIGINT and signal.SIGINT in signals.received:
             _kill_children()
         signals.note(number)
         if self.at is None:

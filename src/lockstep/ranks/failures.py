@@ -107,7 +107,7 @@ def with_culprit(
     is_agreed = isinstance(error, Interrupted) and error.agreed
     if is_agreed or hasattr(error, "culprit"):
         return error
-    culprit = _Publisher(error, store, cluster, hosts, epochs).first_error()
+    culprit = _CulpritSearch(error, store, cluster, hosts, epochs).first_error()
     if culprit["kind"] == "Interrupted" and not isinstance(error, Interrupted):
         stop = Interrupted("another rank was asked to stop")
         stop.elsewhere = True
@@ -118,7 +118,7 @@ def with_culprit(
 
 
 @dataclass
-class _Publisher:
+class _CulpritSearch:
     """Publishes the error of this rank, and finds the run's first one."""
 
     error: BaseException
@@ -142,7 +142,7 @@ class _Publisher:
             return self._of_silent_rank(0, str(self.error))
         try:
             self.store.set_timeout(timedelta(seconds=PEER_TIMEOUT_S))
-            return self._published()
+            return self._agree_on_first()
         except RuntimeError:
             message = (
                 "died, was stopped, or lost its host or network: the store that it holds cannot "
@@ -150,20 +150,20 @@ class _Publisher:
             )
             return rank_error(0, message, "lost", self.phase, self.hosts[0])
 
-    def _published(self) -> RankError:
+    def _agree_on_first(self) -> RankError:
         rank = self.cluster.rank
         if isinstance(self.error, LostRank):
             return self._publish(self._of_silent_rank(self.error.rank, str(self.error)))
         if self._is_of_network():
             self.store.set(f"lost-peer/{rank}", "")
-            return self._publish(self._lost_peer() or self._mine())
-        first = self._publish(self._mine())
+            return self._publish(self._error_of_lost_peer() or self._own_error())
+        first = self._publish(self._own_error())
         if rank == 0:
             # This process may hold the store: let the others read the error before it ends.
             self._wait_for([f"lost-peer/{other}" for other in self.others])
         return first
 
-    def _mine(self) -> RankError:
+    def _own_error(self) -> RankError:
         rank = self.cluster.rank
         return rank_error(rank, self.error, phase=self.phase, host=self.hosts[rank])
 
@@ -190,7 +190,7 @@ class _Publisher:
             return False
         return any(word in text for word in NETWORK_ERRORS)
 
-    def _lost_peer(self) -> RankError | None:
+    def _error_of_lost_peer(self) -> RankError | None:
         """Return the error of a rank that says nothing, or of unequal data, unless one is known."""
         if self._wait_for(["first"]):
             return None

@@ -42,7 +42,7 @@ def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -
         # torchrun would start the ranks again, although somebody asked them to stop.
         return EXIT_OK
     has_checkpoint = any(folder.checkpoints.glob("*.json"))
-    if code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not has_checkpoint:
+    if code == EXIT_INTERRUPTED and signal.SIGINT in signals.received and not has_checkpoint:
         # Exit code 75 would promise a checkpoint to go on from.
         return signals.INTERRUPTED_AT_ONCE
     return code

@@ -85,8 +85,8 @@ def _code_of_failure(error: Exception, cluster: Cluster, folder: RunFolder | Non
     # A signal during an import can raise any exception. After the ranks have met, `culprit` names
     # the rank that failed.
     is_explained = isinstance(error, Interrupted | UserError) or hasattr(error, "culprit")
-    if signals.asked and not is_explained:
-        error = Interrupted(signal.Signals(signals.asked[0]).name)
+    if signals.received and not is_explained:
+        error = Interrupted(signal.Signals(signals.received[0]).name)
 
     code = failures.end_of(error, cluster, folder)
     if (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints.files import complete
+from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.config import keys
 from lockstep.config.changes import Change, changes_of
 from lockstep.config.compose import compose, defaults_of, plain
@@ -223,7 +223,11 @@ def _refusal(folder: RunFolder, change: Change) -> UserError:
 
 def _check_length(folder: RunFolder, config: Config) -> None:
     """Refuse a length that the run's newest checkpoint has passed."""
-    sidecars = [sidecar for _, sidecar in complete(folder.checkpoints) if not sidecar.weights_only]
+    sidecars = [
+        sidecar
+        for _, sidecar in complete_checkpoints(folder.checkpoints)
+        if not sidecar.weights_only
+    ]
     if not sidecars:
         return
     newest = sidecars[0]

@@ -64,7 +64,7 @@ def _run_agent(
         )
     except Exception:
         # A signal during the import of torch can raise any exception.
-        if not signals.asked:
+        if not signals.received:
             raise
         return EXIT_INTERRUPTED, None, ""
     finally:

@@ -60,7 +60,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
         if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
             raise UserError(f"There is no checkpoint {address}.")
         run = find_run(logs, address)
-    for best, _ in files.complete(run.checkpoints, "best"):
+    for best, _ in files.complete_checkpoints(run.checkpoints, "best"):
         return best.resolve()
     raise UserError(f"The run {run.run_id} has no complete best checkpoint.")
 
@@ -68,14 +68,14 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
 def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
     if address.endswith(".ckpt"):
         return _fetch_object(address, s3, cache)
-    run = Bucket.of(s3, address)
-    pointer = read_pointer(run, "best")
+    bucket = Bucket.of(s3, address)
+    pointer = read_pointer(bucket, "best")
     if pointer.checkpoint is None:
         raise S3Error(
             "there is no readable best.json: give the address of a run, or of a .ckpt file"
         )
     folder = cache / pointer.checkpoint.sha256[:16]
-    return fetch(run, pointer.key, pointer.checkpoint, folder, "best")
+    return fetch(bucket, pointer.key, pointer.checkpoint, folder, "best")
 
 
 def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
@@ -124,30 +124,30 @@ def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -
         return path
 
 
-def fetch_record(run: Bucket, folder: RunFolder) -> None:
+def fetch_record(bucket: Bucket, folder: RunFolder) -> None:
     """Bring back record, config and curves of a run from its bucket, unless nothing there is newer.
 
     Raises:
         OtherRunError: this machine has trained another run of the same id.
     """
     try:
-        pointers = read_pointers(run)
-        _make_way(run, pointers, folder)
+        pointers = read_pointers(bucket)
+        _make_way(bucket, pointers, folder)
         if folder.record.exists() and not _names_newer(pointers, folder):
             return
         for pointer in pointers.values():
             if pointer.uuid:
                 keep_uuid(folder, pointer.uuid)
-        for key, size, _ in list(run.list()):
+        for key, size, _ in list(bucket.list()):
             if RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES:
-                _fetch_file(run, key, folder)
+                _fetch_file(bucket, key, folder)
     except S3Error as error:
         # With a local checkpoint, the fetching of checkpoints says that the bucket cannot be used.
-        if not any(files.complete(folder.checkpoints)):
-            raise _cannot_be_fetched(run, folder, error) from None
+        if not any(files.complete_checkpoints(folder.checkpoints)):
+            raise _cannot_be_fetched(bucket, folder, error) from None
 
 
-def fetch_for_page(run: Bucket, folder: Path) -> None:
+def fetch_for_page(bucket: Bucket, folder: Path) -> None:
     """Copy the files of a run that its page is made of from the bucket into an empty folder.
 
     Its TensorBoard files stay in the bucket: an empty folder says that there are some.
@@ -156,51 +156,51 @@ def fetch_for_page(run: Bucket, folder: Path) -> None:
         S3Error: the bucket cannot be read.
         UserError: the address is no run's.
     """
-    for key, size, _ in list(run.list()):
+    for key, size, _ in list(bucket.list()):
         if not RECORDED.fullmatch(key) or size > MAX_FILE_BYTES:
             continue
         if key.startswith("tensorboard/"):
             (folder / "tensorboard").mkdir(exist_ok=True)
             continue
-        run.download(key, folder / key)
+        bucket.download(key, folder / key)
     if not (folder / "run.json").exists():
-        raise UserError(f"There is no run at {run.uri}: pass s3://bucket/prefix/<run_id>.")
+        raise UserError(f"There is no run at {bucket.uri}: pass s3://bucket/prefix/<run_id>.")
 
 
-def _make_way(run: Bucket, pointers: Pointers, folder: RunFolder) -> None:
+def _make_way(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
     """Let the run in the bucket take the place of a local start that trained nothing."""
-    if belongs_to(run, pointers, folder):
+    if belongs_to(bucket, pointers, folder):
         return
     if has_trained(folder):
-        refuse_other_run(run, pointers, folder)
+        refuse_other_run(bucket, pointers, folder)
     folder.record.unlink(missing_ok=True)
 
 
-def _fetch_file(run: Bucket, key: str, folder: RunFolder) -> None:
+def _fetch_file(bucket: Bucket, key: str, folder: RunFolder) -> None:
     path = folder.path / key
     if path == folder.page and path.exists():
         return  # it may have words of the user's
     if path == folder.config:
         path = folder.bucket_config  # it is not trusted: others may write to the bucket
-    run.download(key, path)
+    bucket.download(key, path)
 
 
-def fetch_checkpoints(run: Bucket, folder: RunFolder) -> None:
+def fetch_checkpoints(bucket: Bucket, folder: RunFolder) -> None:
     """Bring back the best and the newest checkpoint of a run, unless the local ones are newer.
 
     A damaged checkpoint in the bucket is passed over. A bucket that cannot be used is an error only
     where this machine has no whole checkpoint to resume from.
     """
     try:
-        for kind, pointer in read_pointers(run).items():
+        for kind, pointer in read_pointers(bucket).items():
             if pointer.checkpoint is None:
                 continue
             if pointer.checkpoint.step > _newest_step(folder, kind):
-                _fetch_unless_damaged(run, pointer.key, pointer.checkpoint, folder, kind)
+                _fetch_unless_damaged(bucket, pointer.key, pointer.checkpoint, folder, kind)
     except S3Error as error:
         if newest_whole(folder.checkpoints) is None:
-            raise _cannot_be_fetched(run, folder, error) from None
-        reason = f"the run cannot be looked up in {run.uri}: {error}"
+            raise _cannot_be_fetched(bucket, folder, error) from None
+        reason = f"the run cannot be looked up in {bucket.uri}: {error}"
         log.info(f"s3: {reason}; continuing with the local files.")
 
 
@@ -215,24 +215,24 @@ def _newest_step(folder: RunFolder, kind: str) -> int:
 
 
 def _fetch_unless_damaged(
-    run: Bucket,
+    bucket: Bucket,
     key: str,
     sidecar: Sidecar,
     folder: RunFolder,
     kind: str,
 ) -> None:
     try:
-        fetch(run, key, sidecar, folder.checkpoints, kind)
+        fetch(bucket, key, sidecar, folder.checkpoints, kind)
     except S3Error as error:
         if error.code not in ("Damaged", "NoSuchKey"):
             raise
-        log.info(f"Skipped {run.address(key)}: {error}.")
+        log.info(f"Skipped {bucket.address(key)}: {error}.")
 
 
 def _names_newer(pointers: Pointers, folder: RunFolder) -> bool:
     """Return whether a pointer names a newer checkpoint than this machine has."""
     steps = {"best": -1, "last": -1}
-    for path, sidecar in files.complete(folder.checkpoints):
+    for path, sidecar in files.complete_checkpoints(folder.checkpoints):
         if path.name.startswith("best-"):
             steps["best"] = max(steps["best"], sidecar.step)
         if not sidecar.weights_only:  # a run can resume from it, as from a last one
@@ -243,5 +243,5 @@ def _names_newer(pointers: Pointers, folder: RunFolder) -> bool:
     return False
 
 
-def _cannot_be_fetched(run: Bucket, folder: RunFolder, error: S3Error) -> UserError:
-    return UserError(f"The run {folder.run_id} cannot be fetched from {run.uri}: {error}.")
+def _cannot_be_fetched(bucket: Bucket, folder: RunFolder, error: S3Error) -> UserError:
+    return UserError(f"The run {folder.run_id} cannot be fetched from {bucket.uri}: {error}.")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints.files import Sidecar, complete, parse_sidecar
+from lockstep.checkpoints.files import Sidecar, complete_checkpoints, parse_sidecar
 from lockstep.process.files import write_atomically
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
@@ -61,13 +61,13 @@ def new_uuid() -> str:
     return secrets.token_hex(16)
 
 
-def read_pointers(run: Bucket) -> Pointers:
-    return {kind: read_pointer(run, kind) for kind in KINDS}
+def read_pointers(bucket: Bucket) -> Pointers:
+    return {kind: read_pointer(bucket, kind) for kind in KINDS}
 
 
-def read_pointer(run: Bucket, kind: str) -> Pointer:
+def read_pointer(bucket: Bucket, kind: str) -> Pointer:
     """Return a pointer; it names no checkpoint if a run could not have written what it says."""
-    content, etag = run.read(f"{kind}.json")
+    content, etag = bucket.read(f"{kind}.json")
     values = _json_object(content)
     key = str(values.get("key"))
     start = values.get("start")
@@ -113,32 +113,32 @@ def _uuid_path(folder: RunFolder) -> Path:
     return folder.path / "upload" / "uuid"
 
 
-def belongs_to(run: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
+def belongs_to(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
     """Return whether a place in a bucket is free, or holds the run of this folder."""
     if all(pointer.etag is None for pointer in pointers.values()):
         return True
     uuids = {pointer.uuid for pointer in pointers.values() if pointer.uuid}
     if uuids:
         return uuids == {uuid_of(folder)}
-    return _is_same_run_of_old_version(run, folder)
+    return _is_same_run_of_old_version(bucket, folder)
 
 
-def _is_same_run_of_old_version(run: Bucket, folder: RunFolder) -> bool:
+def _is_same_run_of_old_version(bucket: Bucket, folder: RunFolder) -> bool:
     """Compare a place without a uuid by the time at which its run was first started."""
-    content, _ = run.read(folder.record.name)
+    content, _ = bucket.read(folder.record.name)
     if content is None:
-        return any(complete(folder.checkpoints))
+        return any(complete_checkpoints(folder.checkpoints))
     record = read_record(folder.record) if folder.record.exists() else RunRecord()
     started_at = _json_object(content).get("started_at")
     return started_at is not None and started_at == record.started_at
 
 
-def refuse_other_run(run: Bucket, pointers: Pointers, folder: RunFolder) -> None:
+def refuse_other_run(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
     """Raise OtherRunError if a place in a bucket holds another run than this folder."""
-    if belongs_to(run, pointers, folder):
+    if belongs_to(bucket, pointers, folder):
         return
     name = folder.run_id
-    message = f"{run.uri} holds another run named {name}, and nothing was written there."
+    message = f"{bucket.uri} holds another run named {name}, and nothing was written there."
     if has_trained(folder):
         raise OtherRunError(
             f"{message} Pass another s3.uri= to go on with the run in {folder.path}, or another "

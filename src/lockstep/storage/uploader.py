@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints.files import Sidecar, complete, link, remove
+from lockstep.checkpoints.files import Sidecar, complete_checkpoints, link, remove
 from lockstep.process.errors import (
     EXIT_INTERRUPTED,
     EXIT_NOT_UPLOADED,
@@ -71,12 +71,12 @@ class Uploader:
 
     def __init__(
         self,
-        run: Bucket,
+        bucket: Bucket,
         folder: RunFolder,
         start: float,
         takes_over: bool = True,
     ) -> None:
-        self.run = run
+        self.bucket = bucket
         self.folder = folder
         self.start_time = start
         self.takes_over = takes_over
@@ -126,7 +126,7 @@ class Uploader:
         if pointer.checkpoint is None:
             return JsonObject(error=error)
         return JsonObject(
-            uri=self.run.address(pointer.key),
+            uri=self.bucket.address(pointer.key),
             sha256=pointer.checkpoint.sha256,
             step=pointer.checkpoint.step,
             error=error,
@@ -138,8 +138,8 @@ class Uploader:
         Raises:
             OtherRunError: the place holds another run; nothing was written.
         """
-        pointers = read_pointers(self.run)
-        refuse_other_run(self.run, pointers, self.folder)
+        pointers = read_pointers(self.bucket)
+        refuse_other_run(self.bucket, pointers, self.folder)
         self._become_newest(pointers)
         self._pointers = pointers
         for kind, pointer in pointers.items():
@@ -179,7 +179,7 @@ class Uploader:
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the next checkpoint to upload, or None; a last that equals the best is skipped."""
-        newest = next(complete(self.folder.checkpoints, kind), None)
+        newest = next(complete_checkpoints(self.folder.checkpoints, kind), None)
         if newest is None:
             return None
         _, sidecar = newest
@@ -187,7 +187,7 @@ class Uploader:
         if uploaded is not None and uploaded.sha256 == sidecar.sha256:
             return None
         if kind == "last":
-            for _, best in complete(self.folder.checkpoints, "best"):
+            for _, best in complete_checkpoints(self.folder.checkpoints, "best"):
                 return None if best.sha256 == sidecar.sha256 else newest
         return newest
 
@@ -234,7 +234,7 @@ class Uploader:
         if self._stopped:
             then = "this process uploads nothing more"
         log.info(f"s3: not uploaded: {self._error}; {then}.")
-        self.run = replace(self.run)  # a new client reads credentials anew
+        self.bucket = replace(self.bucket)  # a new client reads credentials anew
         self._has_claimed = False
         return delay_s
 
@@ -242,7 +242,7 @@ class Uploader:
         """Write best.json or last.json, unless another process has written it meanwhile."""
         pointer = replace(self._pointers[kind], start=self.start_time, uuid=self.uuid, **changes)
         condition = {"IfMatch": pointer.etag} if pointer.etag else {"IfNoneMatch": "*"}
-        etag = self.run.write(f"{kind}.json", pointer.as_json().encode(), **condition)
+        etag = self.bucket.write(f"{kind}.json", pointer.as_json().encode(), **condition)
         self._pointers[kind] = replace(pointer, etag=etag)
 
     def _send_checkpoint(self, kind: str) -> None:
@@ -279,18 +279,18 @@ class Uploader:
         named = [pointer.key for pointer in self._pointers.values()]
         for key in self._pointers[kind].leftovers:
             if key not in named:
-                self.run.call("delete_object", key)
+                self.bucket.call("delete_object", key)
 
     def _abort_unfinished_uploads(self) -> None:
         """Abort what a killed process of this run was sending, whose parts the store bills."""
         keys = {key for _, key in self._files()}
         for pointer in self._pointers.values():
             keys |= {pointer.key, *pointer.leftovers}
-        answer = self.run.call("list_multipart_uploads", Prefix=self.run.prefix)
+        answer = self.bucket.call("list_multipart_uploads", Prefix=self.bucket.prefix)
         for upload in answer.get("Uploads", []):
-            key = upload["Key"].removeprefix(self.run.prefix)
+            key = upload["Key"].removeprefix(self.bucket.prefix)
             if key in keys:
-                self.run.call("abort_multipart_upload", key, UploadId=upload["UploadId"])
+                self.bucket.call("abort_multipart_upload", key, UploadId=upload["UploadId"])
 
     def _files(self) -> Iterator[tuple[Path, str]]:
         """Yield record, config, metrics, pages and TensorBoard files, each with its key."""
@@ -319,7 +319,7 @@ class Uploader:
                 raise S3Error("the upload was aborted")
             progress(num_bytes)
 
-        self.run.upload(key, path, sha256, count)
+        self.bucket.upload(key, path, sha256, count)
 
 
 def _start_path(folder: RunFolder) -> Path:
@@ -344,10 +344,10 @@ def _last_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader 
     """
     if not s3 or not s3.get("uri") or not folder.record.exists():
         return None
-    run = Bucket.of(s3).at(folder.run_id)
-    if not _start_path(folder).exists() and not any(complete(folder.checkpoints)):
+    bucket = Bucket.of(s3).at(folder.run_id)
+    if not _start_path(folder).exists() and not any(complete_checkpoints(folder.checkpoints)):
         return None
-    return Uploader(run, folder, _kept_start(folder), takes_over=False)
+    return Uploader(bucket, folder, _kept_start(folder), takes_over=False)
 
 
 def _timeout_s(s3: Mapping[str, Any] | None, is_short: bool) -> float:
@@ -409,11 +409,11 @@ def withdraw(s3: Mapping[str, Any] | None, folder: RunFolder) -> None:
     """
     if not s3 or not s3.get("uri") or not _start_path(folder).exists():
         return
-    run = Bucket.of(s3).at(folder.run_id)
+    bucket = Bucket.of(s3).at(folder.run_id)
     with contextlib.suppress(S3Error):
-        pointers = read_pointers(run)
+        pointers = read_pointers(bucket)
         claims = {(pointer.uuid, pointer.start) for pointer in pointers.values() if pointer.etag}
         is_unused = not any(pointer.checkpoint for pointer in pointers.values())
         if is_unused and claims == {(uuid_of(folder), _kept_start(folder))}:
             for kind in KINDS:
-                run.call("delete_object", f"{kind}.json")
+                bucket.call("delete_object", f"{kind}.json")

@@ -36,7 +36,7 @@ from lockstep.records.record import read_record
 from lockstep.sweeps.against import paired_sweep
 from lockstep.sweeps.ranking import Job, is_minimized, ranking, trials_of
 from lockstep.sweeps.record import write_sweep
-from lockstep.sweeps.stopping import asked, forward_stop_signals, running
+from lockstep.sweeps.stopping import forward_stop_signals, running_jobs, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -232,11 +232,11 @@ def run_child(
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output
     )
-    running.add(process)
-    if asked:
+    running_jobs.add(process)
+    if stop_signals:
         # The signal came between the start of the process and its entry in `running`.
         process.send_signal(signal.SIGTERM)
     try:
         return process.wait()
     finally:
-        running.discard(process)
+        running_jobs.discard(process)

@@ -11,7 +11,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from lockstep.process.environment import JOBS, environment, visible_gpus
 from lockstep.sweeps import jobs as sweep_jobs
-from lockstep.sweeps.stopping import asked, forward_stop_signals
+from lockstep.sweeps.stopping import forward_stop_signals, stop_signals
 
 # Starts a job, given its overrides and its number.
 StartJob = Callable[[Sequence[str], int], Future[JobReturn]]
@@ -62,7 +62,7 @@ def side_by_side(
 
     def run(cfg: Any) -> JobReturn:
         result = JobReturn(cfg=cfg, status=JobStatus.COMPLETED)
-        if asked:
+        if stop_signals:
             # A signal asked the sweep to stop.
             return result
 

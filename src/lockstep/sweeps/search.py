@@ -18,7 +18,7 @@ from lockstep.records.trial import build_pruner, journal_storage
 from lockstep.runs.place import is_alive
 from lockstep.sweeps.local import StartJob
 from lockstep.sweeps.ranking import is_minimized
-from lockstep.sweeps.stopping import asked
+from lockstep.sweeps.stopping import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Search:
         while True:
             missing = num_trials - len(self._trials("COMPLETE", "PRUNED")) - len(jobs)
             free = min(at_once - len(jobs), missing, limit - len(self.started))
-            for _ in range(0 if asked else free):
+            for _ in range(0 if stop_signals else free):
                 trial = self._next_trial()
                 self.started.add(trial.number)
                 jobs[start(self._overrides(trial), trial.number)] = trial
@@ -85,7 +85,7 @@ class Search:
             ended, _ = wait(jobs, return_when=FIRST_COMPLETED)
             for job in ended:
                 self._end(jobs.pop(job), job.result().return_value)
-        if asked:
+        if stop_signals:
             log.info(f"The search was stopped. The same command continues {self.journal}.")
 
     def _next_trial(self) -> Any:
@@ -123,7 +123,7 @@ class Search:
         elif record.ended_by == "pruned":
             self._tell(trial, "PRUNED")
             outcome = f"pruned in epoch {record.epochs}"
-        elif record.status and (asked or record.status == "interrupted"):
+        elif record.status and (stop_signals or record.status == "interrupted"):
             outcome = "stopped"
         else:
             self._tell(trial, "FAIL")

@@ -12,8 +12,8 @@ from lockstep.process.errors import EXIT_INTERRUPTED
 
 KILLED_BY_CTRL_C = 128 + signal.SIGINT
 
-running: set[Any] = set()  # the processes of jobs
-asked: list[int] = []  # signals that asked the sweep to stop
+running_jobs: set[Any] = set()  # the processes of jobs
+stop_signals: list[int] = []  # signals that asked the sweep to stop
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def forward_stop_signals() -> Iterator[None]:
     A second Ctrl-C kills them. SLURM with cgroups signals this process alone. A job that submitit
     runs has a result to hand in all the same.
     """
-    asked.clear()
+    stop_signals.clear()
     previous = signals.on_stop(_stop_jobs)
     try:
         yield
@@ -32,16 +32,17 @@ def forward_stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
     requeue = previous.get(signal.SIGUSR1)
-    if signal.SIGUSR1 in asked and callable(requeue):
+    if signal.SIGUSR1 in stop_signals and callable(requeue):
         # It is submitit's handler, which puts the job into the queue again, now that it has saved.
         requeue(signal.SIGUSR1, None)
-    if asked and "SUBMITIT_EXECUTOR" not in environment():
-        raise SystemExit(KILLED_BY_CTRL_C if asked.count(signal.SIGINT) > 1 else EXIT_INTERRUPTED)
+    if stop_signals and "SUBMITIT_EXECUTOR" not in environment():
+        was_killed = stop_signals.count(signal.SIGINT) > 1
+        raise SystemExit(KILLED_BY_CTRL_C if was_killed else EXIT_INTERRUPTED)
 
 
 def _stop_jobs(number: int, _frame: Any) -> None:
-    is_second_ctrl_c = number == signal.SIGINT and signal.SIGINT in asked
-    asked.append(number)
+    is_second_ctrl_c = number == signal.SIGINT and signal.SIGINT in stop_signals
+    stop_signals.append(number)
     if is_second_ctrl_c:
         # The terminal has sent Ctrl-C to the jobs as well: let them print their messages.
         time.sleep(0.5)
@@ -50,5 +51,5 @@ def _stop_jobs(number: int, _frame: Any) -> None:
         forwarded = signal.SIGTERM
     else:
         forwarded = signal.Signals(number)
-    for process in list(running):
+    for process in list(running_jobs):
         process.send_signal(forwarded)

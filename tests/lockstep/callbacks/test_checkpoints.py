@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from local_ranks import meet, run_ranks
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
-from lockstep.checkpoints.files import Sidecar, complete, newest_whole, write_sidecar
+from lockstep.checkpoints.files import Sidecar, complete_checkpoints, newest_whole, write_sidecar
 from lockstep.checkpoints.io import CheckpointFiles, on_host, write_checkpoint
 from lockstep.checkpoints.load import load_on_all_ranks, read_checkpoint
 from lockstep.checkpoints.random_state import random_state, set_random_state
@@ -69,7 +69,7 @@ def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its
 def test_a_run_that_was_stopped_in_its_test_tests_the_best_when_it_goes_on(tmp_path):
     """Lightning then trains nothing and does not call on_train_start."""
     trainer = fit(Small(), Checkpoints(tmp_path))
-    best, last = (next(complete(tmp_path, kind))[0] for kind in ("best", "last"))
+    best, last = (next(complete_checkpoints(tmp_path, kind))[0] for kind in ("best", "last"))
     again = Checkpoints(tmp_path)
     trainer.callbacks = [again]
     trainer.fit(Small(), trainer.train_dataloader, ckpt_path=last)
@@ -162,7 +162,7 @@ def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tm
     done = run_door("train", *words, *small, "trainer.max_epochs=2", logs=tmp_path / "small")
     assert done.code == 0 and done.record["metrics"]["test/acc"] > 0.3, done.output
     [(best, sidecar)], [(last, _)] = (
-        complete(done.folder.checkpoints, kind) for kind in ("best", "last")
+        complete_checkpoints(done.folder.checkpoints, kind) for kind in ("best", "last")
     )
     assert sidecar.weights_only and best.stat().st_size < 0.4 * last.stat().st_size
     assert (
@@ -240,7 +240,7 @@ def test_a_module_with_two_optimizers_is_validated_where_max_steps_end_it(tmp_pa
         Two(), Checkpoints(tmp_path), max_steps=3, val_loader=DataLoader(torch.ones(2, 2))
     )
     assert trainer.global_step == 4, "two at once"
-    assert [sidecar.step for _, sidecar in complete(tmp_path, "best")] == [4]
+    assert [sidecar.step for _, sidecar in complete_checkpoints(tmp_path, "best")] == [4]
 
 
 class WithNet(Small):

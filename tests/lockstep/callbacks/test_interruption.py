@@ -15,7 +15,7 @@ from lockstep.callbacks import interruption as module
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption, Vote
-from lockstep.checkpoints.files import complete, fault_of
+from lockstep.checkpoints.files import complete_checkpoints, fault_of
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process import signals
 from lockstep.process.errors import Interrupted
@@ -104,7 +104,7 @@ def test_only_the_node_whose_rank_was_asked_was_asked():
 
 def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once(monkeypatch):
     ended: list[int] = []
-    monkeypatch.setattr(signals, "asked", [])
+    monkeypatch.setattr(signals, "received", [])
     monkeypatch.setattr(signals.os, "_exit", ended.append)
     interruption = Interruption()
     interruption._on_signal(signal.SIGTERM, None)
@@ -150,7 +150,7 @@ def test_a_stop_saves_what_the_modules_own_hook_changes_after_the_step(tmp_path)
 
     with pytest.raises(Interrupted):
         fit(Average(), interruption, checkpoints)
-    [(path, sidecar)] = complete(tmp_path, "last")
+    [(path, sidecar)] = complete_checkpoints(tmp_path, "last")
     assert sidecar.step == 3 and read_checkpoint(path)["state_dict"]["hooks"] == 3
 
 
@@ -190,7 +190,7 @@ def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase,
     assert stopped.record["status"] == "interrupted" and stopped.record["error"] is None
     assert time.monotonic() - began < 90
     if phase in ("training", "validation"):
-        [(path, sidecar)] = complete(stopped.folder.checkpoints, "last")
+        [(path, sidecar)] = complete_checkpoints(stopped.folder.checkpoints, "last")
         assert fault_of(path) is None and sidecar.step == stopped.record["steps"]
         assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
     done = run_door("train", *TWO, "resume=auto", logs=tmp_path)

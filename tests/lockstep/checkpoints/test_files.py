@@ -11,7 +11,7 @@ from kills import differences
 from lockstep.checkpoints import files as files
 from lockstep.checkpoints.files import (
     Sidecar,
-    complete,
+    complete_checkpoints,
     fault_of,
     newest_whole,
     read_sidecar,
@@ -39,7 +39,7 @@ def test_the_newest_whole_one_is_taken_and_a_torn_or_flipped_one_passed_over_wit
     )
     make(tmp_path, "best", 5)
     (tmp_path / "last-step00000040.ckpt").write_bytes(b"no sidecar")
-    assert [path for path, _ in complete(tmp_path)] == [
+    assert [path for path, _ in complete_checkpoints(tmp_path)] == [
         flipped,
         torn,
         good,
@@ -85,7 +85,7 @@ def test_a_step_that_is_saved_again_leaves_the_first_one_as_it_is(tmp_path):
     again.write_bytes(b"half of")
     assert again.name == "last-step00000030-2.ckpt" and newest_whole(tmp_path) == first
     third = make(tmp_path, "last", 30, b"the third")
-    assert [found for found, _ in complete(tmp_path, "last")] == [third, first]
+    assert [found for found, _ in complete_checkpoints(tmp_path, "last")] == [third, first]
 
 
 def test_a_sidecar_that_an_older_version_wrote(tmp_path):
@@ -108,7 +108,7 @@ def test_a_sidecar_with_nonsense_in_it_makes_no_checkpoint(tmp_path, change):
     assert (
         "no readable" in fault_of(path)
         and newest_whole(tmp_path) is None
-        and list(complete(tmp_path)) == []
+        and list(complete_checkpoints(tmp_path)) == []
     )
 
 

@@ -16,7 +16,7 @@ from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.training_log import TrainingLog
-from lockstep.checkpoints.files import complete
+from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.checkpoints.resume_point import EPOCH_END, ends_step, is_validation_epoch
 from lockstep.process.errors import Interrupted
@@ -76,7 +76,7 @@ def test_a_stop_in_the_validation_after_a_remainder_of_accumulation_trains_no_ba
     }
     with pytest.raises(Interrupted):
         fit(Stopped(), interruption, Checkpoints(tmp_path), num_sanity_val_steps=0, **options)
-    [(path, _)] = complete(tmp_path, "last")
+    [(path, _)] = complete_checkpoints(tmp_path, "last")
     seen.clear()
     interruption.reason = ""
     trainer = fit(
@@ -97,7 +97,7 @@ def test_a_run_that_early_stopping_ended_trains_no_more_unless_it_is_asked_for(t
         return fit(Watched(), stop, Checkpoints(tmp_path), val_loader=val, **options).global_step
 
     assert steps(max_epochs=9) == 8
-    [(path, _)] = complete(tmp_path, "last")
+    [(path, _)] = complete_checkpoints(tmp_path, "last")
     assert steps(max_epochs=9, ckpt_path=path) == 8
     assert steps(max_epochs=10, ckpt_path=path) == 12
 
@@ -135,7 +135,7 @@ def test_a_schedule_of_plateaus_goes_on_as_without_a_stop(stop, tmp_path):
 
     whole = rates("whole", max_epochs=8)
     before = rates("r", **stop)
-    [(path, _)] = complete(tmp_path / "r", "last")
+    [(path, _)] = complete_checkpoints(tmp_path / "r", "last")
     assert before + rates("r", max_epochs=8, ckpt_path=path) == whole
     assert whole == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
 
@@ -152,7 +152,7 @@ def test_validations_that_are_counted_over_epochs_are_counted_over_starts_too(tm
     for epochs in range(1, 6):
         fit(Counted(), Checkpoints(tmp_path), val_loader=DataLoader(torch.ones(1, 1)), max_epochs=epochs,
             ckpt_path=path, **words)  # fmt: skip
-        [(path, _)] = complete(tmp_path, "last")
+        [(path, _)] = complete_checkpoints(tmp_path, "last")
     assert seen == [6, 12, 18]
 
 
@@ -186,7 +186,7 @@ def test_data_without_a_length_train_save_and_go_on(tmp_path, caplog):
     assert (
         steps == 3 and any("epoch 1/1 · batch 4 " in line for line in said) and "done" in said[-1]
     )
-    [(path, sidecar)] = complete(tmp_path, "last")
+    [(path, sidecar)] = complete_checkpoints(tmp_path, "last")
     assert sidecar.step == 3 and read_checkpoint(path)["lockstep"]["point"]["phase"] == EPOCH_END
     steps, said = train(-1, max_steps=6, ckpt_path=path)
     assert steps == 6 and said[-1].startswith("epoch 2 · ")
@@ -251,7 +251,7 @@ def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(
         before=partial(signal_at_step, stop, hook=hook),
     )
     assert stopped.code == 75, stopped.output
-    [(path, _)] = complete(stopped.folder.checkpoints, "last")
+    [(path, _)] = complete_checkpoints(stopped.folder.checkpoints, "last")
     assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
     done = run_door("train", "resume=r", logs=tmp_path)
     assert done.code == 0, done.output

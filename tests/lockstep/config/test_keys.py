@@ -10,12 +10,12 @@ from lockstep.config.compose import CONFIGS
 
 SRC = Path(keys.__file__).parents[2]
 NAMES = {
-    *(key.name for key in schema.keys(CONFIGS / "train.yaml", commented=False)),
+    *(key.name for key in schema.keys_in_yaml(CONFIGS / "train.yaml", commented=False)),
     *(
         key.name
         for group, options in schema.groups(CONFIGS).items()
         for option in options
-        for key in schema.keys(option.path, group, commented=False)
+        for key in schema.keys_in_yaml(option.path, group, commented=False)
     ),
 }
 # A group's name alone is the name of a folder too.

@@ -86,8 +86,8 @@ def test_a_reader_that_has_enough_ends_nothing():
 SIGNALS = {
     "the first interrupts and the next is remembered": (
         "signals.on_stop(signals.interrupt)\nfor name in ('SIGTERM', 'SIGINT', 'SIGUSR1', 'SIGHUP'):\n"
-        "    signals.asked.clear()\n    try:\n        kill(signal.Signals[name])\n    except Interrupted as error:\n"
-        "        print(error)\n    kill(signal.SIGTERM)\n    print(len(signals.asked))",
+        "    signals.received.clear()\n    try:\n        kill(signal.Signals[name])\n    except Interrupted as error:\n"
+        "        print(error)\n    kill(signal.SIGTERM)\n    print(len(signals.received))",
         (0, "SIGTERM 2 SIGINT 2 SIGUSR1 2 SIGHUP 2"),
     ),
     "a second Ctrl-C ends the process at once": (
@@ -96,7 +96,7 @@ SIGNALS = {
         (130, "first last"),
     ),
     "what nohup ignores stays ignored": (
-        "signal.signal(1, signal.SIG_IGN); signals.on_stop(signals.interrupt); kill(1); print(signals.asked)",
+        "signal.signal(1, signal.SIG_IGN); signals.on_stop(signals.interrupt); kill(1); print(signals.received)",
         (0, "[]"),
     ),
 }

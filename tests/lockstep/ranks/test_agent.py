@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_kills_the_rest_where_one_child_is_just_gone(monkeypatch
     children = [Child(number) for number in range(3)]
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: children)
     monkeypatch.setattr(agent.signals, "note", lambda number: None)
-    monkeypatch.setattr(agent.signals, "asked", [signal.SIGINT])
+    monkeypatch.setattr(agent.signals, "received", [signal.SIGINT])
     stop = agent._Stop()
     stop.at = time.monotonic()
     stop(signal.SIGINT, None)

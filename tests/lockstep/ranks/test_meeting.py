@@ -110,7 +110,7 @@ def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(c
 
 
 def test_a_rank_that_waits_hears_a_signal_whose_exception_was_lost(monkeypatch):
-    monkeypatch.setattr(signals, "asked", [signal.SIGINT])
+    monkeypatch.setattr(signals, "received", [signal.SIGINT])
     with pytest.raises(Interrupted):
         meet(Cluster("nodes", 2, 1, 0, 0, "127.0.0.1", free_port(), False), 5.0)
 

@@ -21,7 +21,7 @@ import upload
 from lockstep.checkpoints import files as checkpoint_files
 from lockstep.checkpoints.files import (
     Sidecar,
-    complete,
+    complete_checkpoints,
     fault_of,
     newest_whole,
     read_sidecar,
@@ -364,7 +364,7 @@ def test_kills_in_the_midst_of_uploads(setting):
             "the second upload began after the first one arrived"
         )
     assert steps == sorted(steps), steps
-    best, sidecar = next(complete(setting.folder.checkpoints, "best"))
+    best, sidecar = next(complete_checkpoints(setting.folder.checkpoints, "best"))
     assert setting.finish() == EXIT_OK
     assert (
         setting.pointed() == sidecar.step

@@ -72,9 +72,9 @@ def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, 
 
 
 def test_a_job_that_starts_as_the_sweep_stops_is_told(monkeypatch):
-    monkeypatch.setattr(jobs, "asked", [signal.SIGTERM])
+    monkeypatch.setattr(jobs, "stop_signals", [signal.SIGTERM])
     assert run_child(job("time.sleep(60)")) == -signal.SIGTERM
-    assert not stopping.running
+    assert not stopping.running_jobs
 
 
 def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):

@@ -1,0 +1,86 @@
+"""Write a PNG of many small pictures with captions."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.decoding import as_picture, size_of
+from lockstep.process.files import write_atomically
+from lockstep.process.output import printable
+
+TILE = 128  # side of a picture in a contact sheet, in pixels
+SMALL_BYTES = 80_000  # of a contact sheet in git
+COLOURS = (256, 64, 16)  # of a small one, as many as its size allows
+
+
+def contact_sheet(
+    path: Path,
+    tiles: Sequence[tuple[list[Any], list[str], str]],
+    columns: int,
+    *,
+    is_small: bool = False,
+) -> None:
+    """Write a PNG of pictures with captions.
+
+    Args:
+        tiles: images that stand side by side, the lines of their caption, and the colour
+            of its first line.
+        is_small: reduce the colours until the file belongs into git.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(11)
+    width = TILE * max(len(pictures) for pictures, _, _ in tiles) + 8
+    height = TILE + 12 + 14 * max(2, *(len(lines) for _, lines, _ in tiles))
+    num_columns = min(columns, len(tiles))
+    num_rows = -(-len(tiles) // columns)
+    sheet = Image.new("RGB", (num_columns * width + 8, num_rows * height + 8), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (pictures, lines, colour) in enumerate(tiles):
+        x = 8 + i % columns * width
+        y = 8 + i // columns * height
+        for k, picture in enumerate(pictures):
+            sheet.paste(_thumbnail(picture), (x + k * TILE, y))
+        for k, line in enumerate(lines):
+            text = _fitting(printable(line), TILE * len(pictures), font)
+            fill = "#777777" if k else colour
+            draw.text((x, y + TILE + 2 + 14 * k), text, fill, font)
+    data = _small_png(sheet) if is_small else _png(sheet)
+    write_atomically(path, lambda file: file.write(data), binary=True)
+
+
+def _fitting(text: str, width: int, font: Any) -> str:
+    """Return a text that is at most `width` pixels wide."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def _png(picture: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _small_png(picture: Any) -> bytes:
+    """Return a PNG of at most SMALL_BYTES, or one of the fewest colours."""
+    from PIL.Image import Dither
+
+    data = b""
+    for colours in COLOURS:
+        data = _png(picture.quantize(colours, dither=Dither.NONE))
+        if len(data) <= SMALL_BYTES:
+            break
+    return data
+
+
+def _thumbnail(picture: Any) -> Any:
+    """Return a picture of TILE × TILE pixels; small ones show their pixels."""
+    from PIL import Image
+
+    is_small = max(size_of(picture)) < TILE
+    resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
+    return as_picture(picture).convert("RGB").resize((TILE, TILE), resampling)
