@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from lockstep.process.errors import (
     EXIT_FAILED,
@@ -67,8 +67,21 @@ NETWORK_ERRORS = (
     "gloo",
     "nccl",
 )
-# rank, host, phase, message; kind: the exception's class, or "killed", "lost" or "hangs"
-RankError = dict[str, Any]
+
+
+class RankError(TypedDict):
+    """How a rank failed, as JSON between the ranks.
+
+    Attributes:
+        phase: of the run record; empty if it is not known yet.
+        kind: the exception's class, or "killed", "lost" or "hangs".
+    """
+
+    rank: int
+    host: str
+    phase: str
+    message: str
+    kind: str
 
 
 def rank_error(
