@@ -88,6 +88,18 @@ def test_compare_prints_and_writes_a_page_and_a_report_that_the_index_and_the_pa
     )
 
 
+def test_the_index_has_the_answer_of_a_comparison(logbook, tmp_path):
+    page = tmp_path / "logbook/two.md"
+    page.parent.mkdir()
+    words = ("compare", "run-ddp", "run-fsdp", "--md", page, "--title", "Is FSDP slower?")
+    assert logbook(*words) == 0
+    note = "Yes, by 7 % on *two* cores. The rest\nis detail."
+    page.write_text(page.read_text().replace(NOTE[0], f"{NOTE[0]}\n\n{note}\n"))
+    assert logbook(*words) == 0
+    index = (tmp_path / "logbook/README.md").read_text()
+    assert "- [Is FSDP slower?](two.md): Yes, by 7 % on *two* cores.\n" in index
+
+
 def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, capsys):
     store = shared_store()
     for name, value in store.environment().items():

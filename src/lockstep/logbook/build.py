@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook.figures import drawn, run_panels, write_figure
-from lockstep.logbook.folders import NOTE, Run, config_of, read_run
+from lockstep.logbook.folders import NOTE, Run, config_of, note_of, read_run
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
@@ -266,16 +266,25 @@ def write_sweep_pages(logbook: Path) -> list[str]:
 
 
 def write_index(logbook: Path) -> None:
-    """Write README.md: comparisons, reports, sweeps and runs, the newest first."""
-    pages = {}
+    """Write README.md: comparisons with their answers, sweeps and runs, the newest first."""
+    pages = []
     for path in sorted([*logbook.glob("*.md"), *logbook.glob("*.html")]):
-        title = re.search("(?:^# |<title>)(.*?)(?:</title>|$)", path.read_text(), re.MULTILINE)
-        pages[path.name] = title[1] if title else path.name
-    pages.pop("README.md", None)
+        if path.name == "README.md":
+            continue
+        text = path.read_text()
+        title = re.search("(?:^# |<title>)(.*?)(?:</title>|$)", text, re.MULTILINE)
+        answer = first_sentence(note_of(text))
+        pages.append((path.name, title[1] if title else path.name, answer))
     runs, _ = readable(logbook)
     sweeps, _ = readable_sweeps(logbook)
     text = render("index.md.j2", runs=runs, sweeps=sweeps, pages=pages, marks=MARKS)
     _write(logbook / "README.md", text)
+
+
+def first_sentence(note: str) -> str:
+    """Return the first sentence of a note: the answer that the list of comparisons shows."""
+    paragraph = " ".join(note.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) ", paragraph)[0]
 
 
 def _write(path: Path, text: str) -> Path:
