@@ -15,11 +15,12 @@ def check_gpus(indices: Iterable[int]) -> None:
     Raises:
         UserError: with the build of torch to install.
     """
+    # torch itself warns of a GPU without kernels, in twelve lines. A filter leaves the hooks of
+    # others on warnings as they are, which catch_warnings would undo.
+    for message in (r"\s*Found GPU\d+ ", r"\s*.* with CUDA capability sm_\d+ is not compatible"):
+        warnings.filterwarnings("ignore", message, UserWarning)
     try:
-        # torch itself warns of a GPU without kernels, in twelve lines.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.cuda.init()
+        torch.cuda.init()
     except (RuntimeError, AssertionError):
         # A build without CUDA raises AssertionError.
         raise UserError(
