@@ -388,7 +388,7 @@ def test_a_lightning_project_runs_step_by_step(copy):
 
 # Tests of their own run these, or they need a network, GPUs or minutes
 ELSEWHERE = ("s3://", "push_to", "nodes.py", "prove.py", "rehearse.py", "upload.py", "find_batch_size", "doctor", "…", "first",
-             "=mine", "<sweep_id>", "NEW.csv", "optimizer.lr=0.003", "trainer=ddp", ",<run_id>")  # fmt: skip
+             "=mine", "<sweep_id>", "NEW.csv", "optimizer.lr=0.003", "augmentation=none", "trainer=ddp", ",<run_id>")  # fmt: skip
 
 
 @pytest.mark.slow

@@ -182,7 +182,12 @@ def write_batch(path: Path, batch: Any, data: Any) -> bool:
 
     names = [str(name) for name in getattr(data, "class_names", ())]
     targets = batch[1] if isinstance(batch[1], Mapping) else {"": batch[1]}
-    targets = {name: values for name, values in targets.items() if isinstance(values, Tensor)}
+    # One copy of all: each of its own would make the host wait for the device.
+    targets = {
+        name: values[:SHOWN].detach().cpu()
+        for name, values in targets.items()
+        if isinstance(values, Tensor)
+    }
     is_of_classes = getattr(data, "target_kind", None) == "class"
     tiles: list[Tile] = []
     for i, views in enumerate(pixels):
