@@ -9,6 +9,7 @@ from lockstep.config import compose as module
 from lockstep.config.compose import CONFIGS, compose, plain, typed_overrides
 from lockstep.process.errors import UserError
 from lockstep.process.script import exit_code_of
+from lockstep.records.config import flatten
 
 
 def composed(argv, configs=None, stored=None):
@@ -121,7 +122,9 @@ def test_callbacks_and_loggers_are_added_to_those_of_every_run(words, group, wan
 
 @pytest.mark.parametrize("key", ["trainer.max_time", "model.freeze", "trainer.barebones"])
 def test_a_null_may_be_removed(key):
-    assert plain(compose("train", [f"~{key}"])) == plain(compose("train", []))
+    """Hydra 1.3 refuses it, and with 1.4 the key is gone."""
+    removed, whole = (flatten(plain(compose("train", words))) for words in ([f"~{key}"], []))
+    assert {**removed, key: None} == {**whole, key: None}
 
 
 def test_data_of_another_class_get_no_recipe_of_the_default_data():
