@@ -70,7 +70,7 @@ NETWORK_ERRORS = (
 
 
 class RankError(TypedDict):
-    """How a rank failed, as JSON between the ranks.
+    """The failure of a rank, as JSON between the ranks.
 
     Attributes:
         phase: of the run record; empty if it is not known yet.
