@@ -76,7 +76,9 @@ class Search:
         while True:
             missing = num_trials - len(self._trials("COMPLETE", "PRUNED")) - len(jobs)
             free = min(at_once - len(jobs), missing, limit - len(self.started))
-            for _ in range(0 if stop_signals else free):
+            if stop_signals:
+                free = 0
+            for _ in range(free):
                 trial = self._next_trial()
                 self.started.add(trial.number)
                 jobs[start(self._overrides(trial), trial.number)] = trial

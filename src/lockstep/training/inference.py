@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torchvision.transforms.v2.functional import center_crop
 
 from lockstep.checkpoints.load import Checkpoint, read_checkpoint
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
@@ -73,17 +72,6 @@ class FinishedModel:
         """Return how files become pixels."""
         return Reading.of_facts(self.facts)
 
-    def prepared(self, images: Tensor) -> Tensor:
-        """Return (B, C, H, W) normalised: the centre crop that evaluation feeds the net.
-
-        Args:
-            images: (B, resize, resize, C) uint8, or float32 from 0 to 255 of deep images.
-        """
-        mean = torch.tensor(self.facts["mean"]).view(-1, 1, 1)
-        std = torch.tensor(self.facts["std"]).view(-1, 1, 1)
-        pixels = center_crop(images.permute(0, 3, 1, 2), [self.facts["image_size"]])
-        return (pixels / 255 - mean) / std
-
     def check_prediction(self) -> None:
         """Refuse a task that does not say what it predicts.
 
@@ -124,17 +112,6 @@ class FinishedModel:
             for hook in hooks:
                 hook.remove()
         return sorted(set(called))
-
-    @torch.inference_mode()
-    def predict(self, inputs: Any) -> Any:
-        """Return predict_step's result for (B, C, H, W) normalised images.
-
-        A classifier's are probabilities.
-
-        Args:
-            inputs: images, or images and numbers as data.inputs has them.
-        """
-        return self.module.predict_step(inputs, 0)
 
 
 def _note(called: list[str], name: str, *_: Any) -> None:
