@@ -139,21 +139,8 @@ def test_an_epoch_equals_that_of_a_plain_trainer(name, tmp_path):
     assert "The run has no results" not in results
 
 
-NOT_EXACT = {
-    "backbone": "BaseFinetuning unfreezes at one epoch's start, which a resume does not repeat",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(reason=NOT_EXACT[name])])
-        if name in NOT_EXACT
-        else name
-        for name in PROJECTS
-    ],
-)
+@every_project
 def test_a_stop_in_the_second_epoch_changes_nothing(name, tmp_path):
     whole = train(name, "trainer.max_epochs=3", logs=tmp_path / "whole")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
+from lockstep.checkpoints.frozen import State, frozen_state, set_frozen_state
 from lockstep.checkpoints.io import CheckpointFiles, on_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
@@ -59,6 +60,7 @@ class Checkpoints(pl.Callback):
         saved_step: of the newest `last`.
         validated_step: of the latest validation.
         ended: the epoch whose end is still to be saved.
+        frozen: the frozen layers of the checkpoint, until the optimizers of this start are built.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Checkpoints(pl.Callback):
         # Whether ranks have logged values of their own
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
+        self.frozen: State | None = None
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write
         self._patient: Any = None
@@ -123,6 +126,9 @@ class Checkpoints(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is None:
             return
+        if self.frozen is not None:
+            set_frozen_state(trainer, self.frozen)
+            self.frozen = None
         path = None
         value = None
         if trainer.is_global_zero:
@@ -299,7 +305,8 @@ class Checkpoints(pl.Callback):
         if point["phase"] == resume_point.VALIDATION and trainer.validating:
             before_validation = True
         state = self.loader_state.state_dict(point, before_validation=before_validation)
-        checkpoint["lockstep"] = {**self.contents, "point": point, **state}
+        frozen = frozen_state(trainer)
+        checkpoint["lockstep"] = {**self.contents, "point": point, "frozen": frozen, **state}
         left_out = keep_plain_hyperparameters(checkpoint)
         if left_out and not self.writer.is_checked and trainer.is_global_zero:
             arguments = ", ".join(f"{name}=…" for name in left_out)
@@ -312,7 +319,8 @@ class Checkpoints(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
         stored = checkpoint.get("lockstep")
-        if stored is None:
+        # A test or validation of a checkpoint leaves the training as it is.
+        if stored is None or trainer.state.fn != "fit":
             return
         point = stored["point"]
         loops = checkpoint["loops"]
@@ -320,8 +328,21 @@ class Checkpoints(pl.Callback):
         loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)
         self.loader_state.load_state_dict(point, stored)
         self.saved_step = checkpoint["global_step"]
+        self._load_frozen(trainer, stored.get("frozen"))
         # EarlyStopping ended the run, and this start asks for no more epochs or steps.
         trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
+
+    def _load_frozen(self, trainer: pl.Trainer, state: State | None) -> None:
+        """Freeze layers as the checkpoint says, once the optimizers are built.
+
+        Checkpoints of earlier versions do not say it.
+        """
+        if state is None:
+            return
+        if trainer.strategy.restore_checkpoint_after_setup:
+            set_frozen_state(trainer, state)
+        else:
+            self.frozen = state
 
     # How it is saved
 

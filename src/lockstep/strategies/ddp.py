@@ -7,6 +7,7 @@ averaged in buckets while backward still computes the others.
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lockstep.process.errors import UserError
@@ -44,6 +45,9 @@ class DDP(Ranks):
         }
         super().__init__(**{**defaults, **options})
         self.hook = HOOKS[gradient_dtype]
+        self.finds_unused = bool(options.get("find_unused_parameters"))
+        self.averaged: list[Tensor] = []
+        self.left_out: list[Tensor] = []
 
     def configure_ddp(self) -> None:
         """Wrap the module, and compress the gradients.
@@ -53,6 +57,42 @@ class DDP(Ranks):
         DDPStrategy.configure_ddp(self)
         if self.hook:
             self.model.register_comm_hook(None, self.hook)
+        # The wrapper averages the gradients of the parameters that are trainable when it is made.
+        self.averaged = []
+        self.left_out = []
+        for parameter in self.lightning_module.parameters():
+            parameters = self.averaged if parameter.requires_grad else self.left_out
+            parameters.append(parameter)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wrap the module anew if a callback has frozen or unfrozen layers."""
+        if self._misses_trainable() or self._waits_for_frozen():
+            self.model = self.lightning_module
+            self.configure_ddp()
+
+    def _misses_trainable(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.left_out)
+
+    def _waits_for_frozen(self) -> bool:
+        """Return whether the wrapper waits for the gradient of a parameter that is frozen now.
+
+        Modules that optimize by hand may freeze a part before a step and unfreeze it within.
+        """
+        if self.finds_unused or not self.lightning_module.automatic_optimization:
+            return False
+        return not all(parameter.requires_grad for parameter in self.averaged)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """
+        Raises:
+            UserError: training_step has unfrozen layers, whose gradients DDP does not average.
+        """
+        if self._misses_trainable():
+            raise UserError(
+                "training_step unfreezes parameters, and DDP does not average their gradients: "
+                "unfreeze them in on_train_epoch_start or on_train_batch_start."
+            )
+        super().pre_backward(closure_loss)
 
     def determine_ddp_device_ids(self) -> None:
         """Return no device, because torch warns in every run if Lightning passes one.

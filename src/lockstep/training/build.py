@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.doubts import Doubts
 from lockstep.callbacks.interruption import MaxTime
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.progress import Progress
@@ -219,7 +220,7 @@ def build_callbacks(run: Run, facts: DataFacts, *, is_training: bool) -> list[An
         from lockstep.callbacks.s3_upload import S3Upload
 
         chosen.append(S3Upload(run.folder.path, **run.config["s3"]))
-    return [*first, TrainingLog(batch_size), *chosen, run.interruption, run.recorder]
+    return [*first, TrainingLog(batch_size), Doubts(), *chosen, run.interruption, run.recorder]
 
 
 def _deciding_callbacks(run: Run, *, is_training: bool) -> list[Any]:

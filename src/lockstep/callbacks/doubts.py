@@ -1,0 +1,122 @@
+"""Warn of what a training most probably does not intend, once for each, when it begins."""
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from lockstep.checkpoints.loader_state import loaders_in
+
+log = logging.getLogger(__name__)
+
+NAMES_IN_WARNING = 3
+
+
+class Doubts(pl.Callback):
+    """Warn of parameters without an optimizer, and of loaders that do not shuffle or leave out.
+
+    Parameters are looked at in each epoch's first batch, because a callback may unfreeze them.
+    """
+
+    def __init__(self) -> None:
+        self.has_named_parameters = False
+        self.has_seen_training_loaders = False
+        self.seen_evaluations: set[str] = set()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero or is_rehearsal(trainer):
+            return
+        if batch_idx == 0 and not self.has_named_parameters:
+            self.has_named_parameters = self._warn_of_parameters(trainer)
+        if not self.has_seen_training_loaders:
+            self.has_seen_training_loaders = True
+            if any(map(never_shuffles, loaders_in(trainer.train_dataloader))):
+                log.warning(
+                    "The training loader does not shuffle: each epoch has the samples in the same "
+                    "order. Pass shuffle=True to its DataLoader unless this order is meant."
+                )
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if is_whole(trainer.limit_val_batches):
+            self._warn_of_left_out(trainer, "validation", trainer.val_dataloaders)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if is_whole(trainer.limit_test_batches):
+            self._warn_of_left_out(trainer, "test", trainer.test_dataloaders)
+
+    def _warn_of_parameters(self, trainer: pl.Trainer) -> bool:
+        """Return whether parameters require a gradient that no optimizer uses, and name them."""
+        names = without_optimizer(trainer)
+        if not names:
+            return False
+        listed = ", ".join(names[:NAMES_IN_WARNING])
+        if len(names) > NAMES_IN_WARNING:
+            listed += ", …"
+        log.warning(
+            f"{len(names)} parameters require a gradient but are in no optimizer, and stay as they "
+            f"are ({listed}): return them in configure_optimizers, or set requires_grad=False."
+        )
+        return True
+
+    def _warn_of_left_out(self, trainer: pl.Trainer, kind: str, collection: Any) -> None:
+        if kind in self.seen_evaluations or not trainer.is_global_zero or is_rehearsal(trainer):
+            return
+        self.seen_evaluations.add(kind)
+        samples = sum(map(left_out, loaders_in(collection))) * trainer.world_size
+        if samples:
+            log.warning(
+                f"The {kind} loader has drop_last=True and leaves out {samples} samples, the last "
+                "batch: pass drop_last=False to its DataLoader."
+            )
+
+
+def is_rehearsal(trainer: pl.Trainer) -> bool:
+    """Return whether the trainer only tries the code, or overfits some batches on purpose."""
+    return bool(trainer.fast_dev_run or trainer.overfit_batches)
+
+
+def is_whole(limit: float) -> bool:
+    """Return whether a limit of batches is the share 1.0; the integer 1 is a number of batches."""
+    return isinstance(limit, float) and limit == 1.0
+
+
+def without_optimizer(trainer: pl.Trainer) -> list[str]:
+    """Return the parameters that require a gradient and are in none of the optimizers."""
+    if not trainer.optimizers:
+        return []
+    updated = set()
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            updated.update(map(id, group["params"]))
+    return [
+        name
+        for name, parameter in trainer.lightning_module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in updated
+    ]
+
+
+def never_shuffles(loader: Any) -> bool:
+    """Return whether a DataLoader reads several batches of a map-style data set in their order.
+
+    A sampler of the user's own class has an order of its own.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if loader.batch_size is None or len(loader) < 2:
+        return False
+    sampler = loader.sampler
+    if type(sampler) is DistributedSampler:
+        return not sampler.shuffle
+    return type(sampler) is SequentialSampler
+
+
+def left_out(loader: Any) -> int:
+    """Return the samples of this rank that drop_last leaves out."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return 0
+    if not loader.drop_last or loader.batch_size is None:
+        return 0
+    return len(loader.sampler) % loader.batch_size  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""Keep in a checkpoint which layers are frozen, and freeze and unfreeze them in a resumed run.
+
+A callback such as Lightning's BackboneFinetuning unfreezes layers when an epoch starts and adds
+them to the optimizer. A resume within that epoch does not call it again.
+"""
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+log = logging.getLogger(__name__)
+
+# Plain values, as a checkpoint holds them.
+State = dict[str, Any]
+NAMES_IN_LOG = 3
+
+
+def frozen_state(trainer: pl.Trainer) -> State:
+    """Return what is frozen now, and the parameters of each optimizer's groups, by their names.
+
+    An optimizer that also has parameters of another module gets None in place of its groups.
+    """
+    module = trainer.lightning_module
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        "parameters": {name: p.requires_grad for name, p in module.named_parameters()},
+        "statistics": {name: norm.track_running_stats for name, norm in _norms(module).items()},
+        "optimizers": [_names_of_groups(optimizer, names) for optimizer in trainer.optimizers],
+    }
+
+
+def set_frozen_state(trainer: pl.Trainer, state: State) -> None:
+    """Freeze and unfreeze layers as `frozen_state` has found them, and add groups to optimizers.
+
+    Call it when the optimizers are built, and before their states are loaded.
+    """
+    module = trainer.lightning_module
+    frozen, unfrozen = _set_trainable(module, state["parameters"])
+    for name, norm in _norms(module).items():
+        # BatchNorm of a frozen layer keeps its statistics.
+        norm.track_running_stats = state["statistics"].get(name, norm.track_running_stats)
+
+    parameters = dict(module.named_parameters())
+    for optimizer, groups in zip(trainer.optimizers, state["optimizers"]):
+        if groups is not None:
+            _add_groups(optimizer, groups, parameters)
+    if trainer.is_global_zero and frozen + unfrozen:
+        log.info(f"As in the checkpoint, {_difference(frozen, unfrozen)}.")
+
+
+def _norms(module: nn.Module) -> dict[str, Any]:
+    """Return the layers with running statistics, which their freezing also stops."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if hasattr(layer, "track_running_stats")
+    }
+
+
+def _names_of_groups(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]] | None:
+    groups = []
+    for group in optimizer.param_groups:
+        if not all(id(parameter) in names for parameter in group["params"]):
+            return None
+        groups.append([names[id(parameter)] for parameter in group["params"]])
+    return groups
+
+
+def _set_trainable(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters that were frozen and unfrozen."""
+    frozen: list[str] = []
+    unfrozen: list[str] = []
+    for name, parameter in module.named_parameters():
+        is_trainable = stored.get(name, parameter.requires_grad)
+        if is_trainable != parameter.requires_grad:
+            parameter.requires_grad = is_trainable
+            names = unfrozen if is_trainable else frozen
+            names.append(name)
+    return frozen, unfrozen
+
+
+def _add_groups(
+    optimizer: Optimizer, groups: list[list[str]], parameters: dict[str, Tensor]
+) -> None:
+    """Add the groups that a callback has added in the run; the checkpoint has their options.
+
+    An optimizer whose first groups are others is left as it is, and loading its state fails.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    present = _names_of_groups(optimizer, names)
+    if present is None or present != groups[: len(present)]:
+        return
+    for group in groups[len(present) :]:
+        if all(name in parameters for name in group):
+            optimizer.add_param_group({"params": [parameters[name] for name in group]})
+
+
+def _difference(frozen: list[str], unfrozen: list[str]) -> str:
+    parts = []
+    if unfrozen:
+        parts.append(f"{_some(unfrozen)} that the module as built freezes are trained")
+    if frozen:
+        parts.append(f"{_some(frozen)} that the module as built trains are frozen")
+    return ", and ".join(parts)
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:NAMES_IN_LOG])
+    if len(names) > NAMES_IN_LOG:
+        listed += ", …"
+    return f"{len(names)} parameters ({listed})"

@@ -1,0 +1,179 @@
+"""A training warns once of what it most probably does not intend, and of nothing else."""
+
+import logging
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
+
+from lockstep.callbacks.doubts import Doubts
+from plain_task import Numbers, Regression, Small
+from projects.gan import GAN
+from projects.gan import Images as ImagesOfGAN
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROWS = torch.ones(10, 2)
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """Return a function that fits a module with `Doubts` and returns its warnings."""
+
+    def run(module, loader=None, val_loader=None, *callbacks, **options):
+        caplog.clear()
+        caplog.set_level(logging.WARNING, "lockstep.callbacks.doubts")
+        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            callbacks=[*callbacks, Doubts()],
+            **{"max_epochs": 2, **dict.fromkeys(off, False), **options},
+        )
+        if loader is None:
+            loader = shuffled()
+        trainer.fit(module, loader, val_loader)
+        return [r.getMessage() for r in caplog.records if r.name == "lockstep.callbacks.doubts"]
+
+    return run
+
+
+def shuffled():
+    return DataLoader(ROWS, 4, shuffle=True)
+
+
+class OfSeveral(Small):
+    """It takes batches of one loader and of several."""
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(torch.cat(batch) if isinstance(batch, list) else batch).sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.layer(batch)
+
+
+class Forgotten(Small):
+    """Four parameters that no optimizer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+def test_parameters_in_no_optimizer_are_counted_and_named(warnings_of):
+    [warning] = warnings_of(Forgotten())
+    assert warning.startswith("4 parameters require a gradient but are in no optimizer")
+    assert "(encoder.0.weight, encoder.0.bias, encoder.1.weight, …)" in warning
+
+
+class UnfreezeLate(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.encoder.requires_grad_(trainer.current_epoch == 1)
+
+
+def test_layers_unfrozen_without_an_optimizer_are_named(warnings_of):
+    [warning] = warnings_of(Forgotten(), None, None, UnfreezeLate())
+    assert "encoder.0.weight" in warning
+    assert warnings_of(Forgotten(), None, None, UnfreezeLate(), max_epochs=1) == []
+
+
+class Distributed(DistributedSampler):
+    """A sampler of the user's own."""
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def distributed(sampler_class, **options):
+    return sampler_class(ROWS, num_replicas=1, rank=0, **options)
+
+
+class InTurn(SequentialSampler):
+    """A sampler of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"),
+    [
+        (lambda: DataLoader(ROWS, 4), True),
+        (lambda: [shuffled(), DataLoader(ROWS, 4)], True),
+        (lambda: DataLoader(ROWS, 4, sampler=distributed(DistributedSampler, shuffle=False)), True),
+        (lambda: DataLoader(ROWS, 4, sampler=distributed(DistributedSampler)), False),
+        (lambda: DataLoader(ROWS, 4, sampler=distributed(Distributed, shuffle=False)), False),
+        (lambda: DataLoader(ROWS, 4, sampler=InTurn(ROWS)), False),
+        (lambda: DataLoader(ROWS, 16), False),
+        (lambda: DataLoader(Stream(), 4), False),
+        (shuffled, False),
+    ],
+    ids=[
+        "sequential",
+        "one_of_two",
+        "distributed",
+        "distributed_shuffled",
+        "own_distributed",
+        "own_sampler",
+        "one_batch",
+        "stream",
+        "shuffled",
+    ],
+)
+def test_a_training_loader_that_does_not_shuffle(make, warns, warnings_of):
+    warnings = warnings_of(OfSeveral(), make())
+    assert len(warnings) == warns
+    assert all("does not shuffle" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("options", [{"overfit_batches": 2}, {"fast_dev_run": True}])
+def test_a_rehearsal_voices_no_doubt(options, warnings_of):
+    val = DataLoader(ROWS, 4, drop_last=True)
+    assert warnings_of(OfSeveral(), DataLoader(ROWS, 4), val, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "samples"),
+    [
+        (DataLoader(ROWS, 4, drop_last=True), {}, 2),
+        ([DataLoader(ROWS, 4, drop_last=True), DataLoader(ROWS, 16, drop_last=True)], {}, 12),
+        (DataLoader(ROWS, 4, drop_last=True), {"limit_val_batches": 1}, None),
+        (DataLoader(ROWS, 5, drop_last=True), {}, None),
+        (DataLoader(ROWS, 4), {}, None),
+    ],
+)
+def test_an_evaluation_that_leaves_samples_out(loader, options, samples, warnings_of):
+    warnings = warnings_of(OfSeveral(), None, loader, **options)
+    if samples is None:
+        assert warnings == []
+    else:
+        [warning] = warnings
+        assert f"leaves out {samples} samples" in warning
+
+
+def test_a_test_that_leaves_samples_out(caplog):
+    data = Numbers(rows=160)
+    data.test_dataloader = lambda: DataLoader(data.parts[1], 20, drop_last=True)
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[Doubts()], logger=False)
+    trainer.test(Regression(), datamodule=data, verbose=False)
+    assert "test loader has drop_last=True and leaves out 12 samples" in caplog.text
+
+
+def test_a_gan_with_two_optimizers_raises_no_doubt(caplog):
+    fit_project(GAN(), ImagesOfGAN())
+    assert "doubts" not in {record.name.rpartition(".")[2] for record in caplog.records}
+
+
+def fit_project(module, data):
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = dict.fromkeys(off, False)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[Doubts()], **options)
+    trainer.fit(module, datamodule=data)
