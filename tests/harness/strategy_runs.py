@@ -23,6 +23,7 @@ from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import synchronise
 from strategies.allreduce import AllReduce
+from strategies.ddp_model_parallel import DDPModelParallel
 from strategies.model_parallel import ModelParallel
 
 CLASSES, FEATURES = 7, 12
@@ -132,7 +133,13 @@ def adamw(parameters, **kernel):
 
 def strategy_of(name: str, **own: Any) -> Any:
     """One of ours with its own options; Lightning's default for "one"."""
-    known = {"ddp": DDP, "fsdp": FSDP, "allreduce": AllReduce, "model_parallel": ModelParallel}
+    known = {
+        "ddp": DDP,
+        "fsdp": FSDP,
+        "allreduce": AllReduce,
+        "model_parallel": ModelParallel,
+        "ddp_model_parallel": DDPModelParallel,
+    }
     return "auto" if name == "one" else known[name](**own)
 
 
