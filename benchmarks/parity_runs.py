@@ -1,12 +1,9 @@
-"""One training run of the parity table, in a rank or in this process: 20 steps on the same images
-in the same order.
-"""
+"""The trainings of the parity table, in ranks or in this process: the same images in the same order."""
 
-import logging
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -14,22 +11,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from data.synthetic import SyntheticDataModule
-from local_ranks import meet
 from lockstep.data.augmentation import CropFlip
 from lockstep.ranks.find import Cluster
-from lockstep.runs.join import StartedRanks
-from lockstep.strategies.ddp import DDP
-from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.parameter_groups import GroupRules, freeze, parameter_groups
-from models.alexnet import AlexNet, AlexNetBN
+from models import alexnet
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 from strategies.allreduce import AllReduce
-from strategies.model_parallel import ModelParallel
+from strategy_runs import strategy_of, trainer_of
 from tasks.classifier import ImageClassifier
 
-STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
+STEPS = 12
+EPOCHS = 2
+GLOBAL_BATCH = 16
+CLASSES = 4
+SEED = 5
 MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")
 FAULTS = (
     "gradients not divided",
@@ -38,69 +35,87 @@ FAULTS = (
     "a stale gradient",
 )
 IMAGE_SIZE = {"vit": 16, "alexnet": 64, "alexnet_bn": 128, "small_cnn": 16}
+LEARNING_RATE = {"vit": 0.005, "alexnet": 0.003, "alexnet_bn": 0.003, "small_cnn": 0.05}
 FROZEN = {
-    "vit": ["patch_embed", "blocks.0"], "alexnet": ["features.0"], "alexnet_bn": ["features.[0-3]"],
+    "vit": ["patch_embed", "blocks.0"],
+    "alexnet": ["features.0"],
+    "alexnet_bn": ["features.[0-3]"],
     "small_cnn": ["features.0"],
-}  # fmt: skip
+}
 FINE_TUNING = GroupRules(layer_decay=0.8, head_lr_factor=1.5, decay_norms=False)
-LEARNING_RATE = {"vit": 0.005, "alexnet": 0.0003, "alexnet_bn": 0.0003, "small_cnn": 0.05}
+VIT = {"embed_dim": 192, "depth": 2, "num_heads": 3, "patch_size": 4}
+# AlexNet computes a tenth with layers of a quarter of the width.
+ALEXNET_NARROWER = 4
+ALEXNET_HEAD_WIDTH = 96
+# Options of a strategy in the ranks of a row.
+OPTIONS = {"model_parallel": {"stage_devices": ["cpu", "cpu"]}}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table for one model."""
+    """A row of the table for one model.
+
+    Args:
+        strategy: one_process, ddp, fsdp, allreduce, model_parallel or ddp_model_parallel.
+        fine_tuning: with FROZEN layers, layer decay, and weight decay on matrices alone.
+        mixup: and cutmix, of half of the pairs.
+        fault: one of FAULTS, seeded into allreduce.
+    """
 
     model: str
-    strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel
+    strategy: str = "one_process"
     accumulate: int = 1
-    fine_tuning: bool = False  # with FROZEN layers, layer decay, and weight decay on matrices alone
-    mixup: bool = False  # and cutmix, of half of the pairs
+    fine_tuning: bool = False
+    mixup: bool = False
     fault: str = ""
     cache_dir: str = ""
 
 
 def build_net(case: Case) -> nn.Module:
-    """Return a model with dropout off, whose random numbers differ between ranks, and AlexNet's
-    head narrowed.
-    """
+    """Return a model without dropout, whose random numbers differ between ranks."""
     torch.manual_seed(SEED)
-    net = new_net(
-        case.model, {"num_classes": CLASSES, "image_size": IMAGE_SIZE[case.model], "channels": 3}
-    )
+    shape = {"num_classes": CLASSES, "image_size": IMAGE_SIZE[case.model], "channels": 3}
+    net: nn.Module
+    if case.model == "vit":
+        net = TimmModel(**shape, name="vit_tiny_patch16_224", pretrained=False, **VIT)
+    elif case.model == "small_cnn":
+        net = SmallCNN(**shape, dropout=0.0, head_dropout=0.0)
+    else:
+        net = narrow_alexnet(case.model, shape)
     if case.fine_tuning:
         freeze(net, FROZEN[case.model])
     return net
 
 
-def new_net(model: str, shape: dict[str, Any]) -> nn.Module:
-    if model == "vit":
-        small = {"embed_dim": 192, "depth": 2, "num_heads": 3, "patch_size": 4}
-        return TimmModel(**shape, name="vit_tiny_patch16_224", pretrained=False, **small)
-    if model == "small_cnn":
-        return SmallCNN(**shape, dropout=0.0, head_dropout=0.0)
-    net = (AlexNetBN if model == "alexnet_bn" else AlexNet)(**shape, dropout=0.0)
-    wide, middle, last = 256 * 6 * 6, 96, CLASSES
-    for place, (inputs, outputs) in {
-        1: (wide, middle),
-        4: (middle, middle),
-        6: (middle, last),
-    }.items():
-        net.classifier[place] = nn.Linear(inputs, outputs)
-    for layer in (
-        net.modules()
-    ):  # PyTorch's own initialisation lets AlexNet's loss stand still for hundreds of steps
+def narrow_alexnet(model: str, shape: dict[str, Any]) -> nn.Module:
+    """Return AlexNet with narrow layers, whose loss changes within a few steps."""
+    convolutions = tuple(
+        (width // ALEXNET_NARROWER, *rest) for width, *rest in alexnet.CONVOLUTIONS
+    )
+    net_class = alexnet.AlexNetBN if model == "alexnet_bn" else alexnet.AlexNet
+    with mock.patch.multiple(alexnet, CONVOLUTIONS=convolutions, HEAD_WIDTH=ALEXNET_HEAD_WIDTH):
+        net = net_class(**shape, dropout=0.0)
+    # PyTorch's own initialisation lets AlexNet's loss stand still for hundreds of steps.
+    for layer in net.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return net
 
 
 def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataModule:
-    size = IMAGE_SIZE[case.model]
     data = SyntheticDataModule(
-        image_size=size, num_classes=CLASSES, num_images=GLOBAL_BATCH * STEPS // EPOCHS + 8, num_val=8, noise=0.5,
-        num_test_images=8, global_batch_size=GLOBAL_BATCH, crop_padding=2, flip=True, seed=SEED,
+        image_size=IMAGE_SIZE[case.model],
+        num_classes=CLASSES,
+        num_images=GLOBAL_BATCH * STEPS // EPOCHS + 8,
+        num_val=8,
+        noise=0.5,
+        num_test_images=8,
+        global_batch_size=GLOBAL_BATCH,
+        crop_padding=2,
+        flip=True,
+        seed=SEED,
         cache_dir=case.cache_dir,
-    )  # fmt: skip
+    )
     if case.mixup:
         data.set_augmentation(CropFlip(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.5))
     data.prepare()
@@ -127,32 +142,35 @@ def parameters_of(net: nn.Module, case: Case) -> Any:
 
 
 def bare_loop(case: Case) -> dict[str, Any]:
-    """What the strategies must reproduce: plain PyTorch over the same batches, without
-    Lightning.
+    """Train in plain PyTorch over the same batches, as the strategies must reproduce it.
+
+    Returns:
+        The loss of each micro-batch, and the final weights.
     """
-    net, data = build_net(case).double(), build_data(case)
-    optimizer, losses = sgd(case)(parameters_of(net, case)), []
+    net = build_net(case).double()
+    data = build_data(case)
+    optimizer = sgd(case)(parameters_of(net, case))
+    losses = []
     loader = data.train_dataloader()
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
-        for index, batch in enumerate(loader):
+        for index, batch in enumerate(loader, start=1):
             images, labels = data.on_after_batch_transfer(batch, 0)
             loss = F.cross_entropy(net(images.double()), labels)
             (loss / case.accumulate).backward()
             losses.append(float(loss.detach()))
-            if (index + 1) % case.accumulate == 0:
+            if index % case.accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return {
-        "losses": losses,
-        "weights": {name: value.numpy().copy() for name, value in net.state_dict().items()},
-    }
+    weights = {name: value.numpy().copy() for name, value in net.state_dict().items()}
+    return {"losses": losses, "weights": weights}
 
 
 class Losses(pl.Callback):
     """The loss of each micro-batch on this rank."""
 
-    values: list[float]
+    def __init__(self) -> None:
+        self.values: list[float] = []
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any
@@ -163,8 +181,11 @@ class Losses(pl.Callback):
 class FaultyAllReduce(AllReduce):
     """Gradients averaged wrongly in one of the ways that the table must notice."""
 
-    fault = ""
     previous: torch.Tensor | None = None
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         first = next(self.model.parameters())
@@ -182,38 +203,43 @@ class FaultyAllReduce(AllReduce):
 
 
 def build_strategy(case: Case) -> Any:
-    if case.strategy == "one_process":
-        return "auto"
-    if case.strategy == "model_parallel":
-        return ModelParallel(stage_devices=["cpu", "cpu"])
-    if not case.fault:
-        return {"ddp": DDP, "fsdp": FSDP, "allreduce": AllReduce}[case.strategy]()
-    strategy = FaultyAllReduce()
-    strategy.fault = case.fault
-    return strategy
+    if case.fault:
+        return FaultyAllReduce(case.fault)
+    name = "one" if case.strategy == "one_process" else case.strategy
+    return strategy_of(name, **OPTIONS.get(case.strategy, {}))
 
 
-def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
-    """20 steps through the Trainer; this rank's losses, and on rank 0 the whole final weights."""
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
+def train(cluster: Cluster, case: Case) -> dict[str, Any]:
+    """Train in the Trainer.
+
+    Returns:
+        This rank's loss of each micro-batch; on rank 0 the final weights, whole.
+    """
     data = build_data(case, cluster.rank, cluster.world_size)
     rules = FINE_TUNING if case.fine_tuning else None
-    net = ImageClassifier(build_net(case), sgd(case), num_classes=CLASSES, rules=rules)
-    meet(cluster, "cpu")
+    module = ImageClassifier(build_net(case), sgd(case), num_classes=CLASSES, rules=rules)
     if case.model == "alexnet_bn" and cluster.world_size > 1:
-        synchronise(net.net, "cpu")
-    strategy, losses = build_strategy(case), Losses()
-    losses.values = []
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=[StartedRanks(cluster)],
-        precision="64-true", callbacks=[losses], max_epochs=EPOCHS, accumulate_grad_batches=case.accumulate,
-        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(net, datamodule=data)
+        synchronise(module.net, "cpu")
+    losses = Losses()
+    trainer = trainer_of(
+        cluster,
+        build_strategy(case),
+        callbacks=[losses],
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=case.accumulate,
+        limit_val_batches=0,
+    )
+    trainer.fit(module, datamodule=data)
     assert trainer.global_step == STEPS, trainer.global_step
+    # FSDP gathers the weights on all ranks together.
     state = trainer.strategy.lightning_module_state_dict()
-    weights = {name.removeprefix("net."): value.numpy().copy() for name, value in state.items()}
+    weights = {}
+    if cluster.is_rank_zero:
+        for name, value in state.items():
+            weights[name.removeprefix("net.")] = value.numpy().copy()
     return {"losses": losses.values, "weights": weights}
+
+
+def train_all(cluster: Cluster, cases: list[Case]) -> list[dict[str, Any]]:
+    """Train each case after the other in the same ranks, because processes start slowly."""
+    return [train(cluster, case) for case in cases]

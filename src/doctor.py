@@ -30,6 +30,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.output import say
 from lockstep.process.script import script
 from lockstep.ranks.find import INFINIBAND, Cluster, find_ranks, set_rank_environment
+from lockstep.ranks.placement import devices_of_rank
 from lockstep.records import provenance
 from lockstep.records.config import Config
 from lockstep.runs.batch_size import resolve_batch
@@ -87,7 +88,7 @@ def examine(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _ranks(cluster)
     yield from _interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
     if cluster.accelerator == "gpu":
-        yield from _gpus(cluster.devices)
+        yield from _gpus(cluster.devices * devices_of_rank(config["trainer"]))
     s3 = config.get("s3") or {}
     if s3.get("uri"):
         yield from _bucket(s3)

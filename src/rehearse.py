@@ -27,6 +27,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.script import script
+from lockstep.ranks.placement import devices_of_rank, ranks_of_node
 from lockstep.runs.batch_search import run_train
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Rehearsal:
 
     Attributes:
         overrides: the user's.
-        devices: of one node.
+        devices: the simulated GPUs of one node.
     """
 
     config: Any
@@ -104,7 +105,14 @@ class Rehearsal:
 
     @property
     def world_size(self) -> int:
-        return 1 if self.is_one_process else self.devices * self.num_nodes
+        if self.is_one_process:
+            return 1
+        return ranks_of_node(self.devices, self.devices_each) * self.num_nodes
+
+    @property
+    def devices_each(self) -> int:
+        """The GPUs of a rank."""
+        return devices_of_rank(self.config["trainer"])
 
     @property
     def ranks(self) -> int:
@@ -140,7 +148,7 @@ class Rehearsal:
         overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
 
         simulated = self.nullgpu.environment(
-            max(self.devices, self.ranks),
+            max(self.devices, self.ranks * self.devices_each),
             self.memory_gib,
             compute,
             self.capability,
@@ -158,7 +166,7 @@ class Rehearsal:
             "trainer.limit_train_batches": STEPS * self.accumulate,
         }
         if not self.is_one_process:
-            changes["trainer.devices"] = self.ranks
+            changes["trainer.devices"] = self.ranks * self.devices_each
             changes["trainer.num_nodes"] = 1
         if "pretrained" in self.config["model"]:
             changes["model.pretrained"] = False
@@ -184,7 +192,9 @@ def lines(
     nullgpu = _simulated_driver()
     _check_config(config)
     trainer = config["trainer"]
-    devices = 2 if trainer["devices"] == "auto" else trainer["devices"]
+    devices = trainer["devices"]
+    if devices == "auto":
+        devices = 2 * devices_of_rank(trainer)
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     rehearsal = Rehearsal(config, overrides, capability, run, nullgpu, devices, num_nodes)
     yield (

@@ -70,7 +70,7 @@ def test_every_strategy_equals_one_process_and_faults_are_noticed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "parity.md").read_text().splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| small_cnn ")]
-    assert len(rows) == 15 and rows[6][1] == "fsdp_sim, 4 ranks"
+    assert len(rows) == 16 and rows[6][1] == "fsdp_sim, 4 ranks"
     assert max(float(value) for row in rows for value in row[3:5]) < 1e-12
     faults = [line.split(" | ") for line in lines if line.endswith(" | yes |")]
     assert len(faults) == 4 and all(max(map(float, row[1:3])) > 1e-3 for row in faults)

@@ -133,7 +133,8 @@ def test_a_new_project_has_the_strategies_that_its_yamls_name(first):
     yamls = [path.read_text() for path in (first / "configs/trainer").glob("*.yaml")]
     targets = re.findall(r"_target_: (strategies\.\w+)", "\n".join(yamls))
     files = {f"strategies.{path.stem}" for path in (first / "src/strategies").glob("[a-z]*.py")}
-    assert set(targets) == files == {"strategies.data_parallel", "strategies.model_parallel"}
+    names = ("data_parallel", "ddp_model_parallel", "model_parallel")
+    assert set(targets) == files == {f"strategies.{name}" for name in names}
 
 
 def test_a_clone_has_the_folder_of_slurms_output(project):

@@ -23,6 +23,7 @@ TRAINERS = {
     "gpu": 1, "ddp": 2, "fsdp": 2, "allreduce": 2, "dp": 2, "model_parallel": 2, "fsdp trainer.devices=8": 8,
     "ddp trainer.accumulate_grad_batches=2 trainer.channels_last=true": 2,
     "fsdp trainer.activation_checkpointing=true": 2,
+    "ddp_model_parallel": 4, "ddp_model_parallel trainer.accumulate_grad_batches=2 trainer.micro_batches=2": 4,
 }  # fmt: skip
 ROUGH = {"bf16-mixed": 0.02, "16-mixed": 0.01, "bf16-true": 0.05, "64-true": TOLERANCE}
 
@@ -50,6 +51,24 @@ def trained(words, devices, logs, **options):
 def test_losses_are_those_of_one_cpu_process(words, on_cpu, tmp_path):
     done = trained(f"{words} {FLOAT32}", TRAINERS[words], tmp_path)
     assert losses(done.record) == pytest.approx(on_cpu, rel=TOLERANCE)
+
+
+def test_ranks_in_stages_sample_all_gpus_of_their_node(tmp_path):
+    done = trained(f"ddp_model_parallel {FLOAT32}", 4, tmp_path)
+    [node] = done.record["hardware"]["nodes"]
+    assert done.record["world_size"] == 2
+    assert {f"gpu{gpu}/memory_gib" for gpu in range(4)} <= set(node["stats"])
+
+
+@pytest.mark.parametrize(("trainer", "devices"), [("model_parallel", 2), ("ddp_model_parallel", 4)])
+def test_adagrad_keeps_its_sums_beside_the_parameters_of_each_stage(trainer, devices, tmp_path):
+    words = f"{trainer} {FLOAT32} optimizer=sgd optimizer._target_=torch.optim.Adagrad"
+    words += " ~optimizer.momentum ~optimizer.nesterov"
+    done = trained(f"{words} run_id=r", devices, tmp_path)
+    assert done.record["epochs"] == 1
+    again = ["resume=r", "trainer.max_epochs=2"]
+    resumed = run_on_null_gpus("train", *again, logs=tmp_path, devices=devices)
+    assert resumed.code == 0 and resumed.record["epochs"] == 2, resumed.output
 
 
 @pytest.mark.parametrize(

@@ -12,45 +12,35 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from lockstep.process.errors import UserError
 from lockstep.strategies.base import Capabilities
 
 
-class ModelParallel(Capabilities, SingleDeviceStrategy):
-    """Weights keep their names: checkpoints are those of the unsplit model.
+class NetInStages(Capabilities, Strategy):
+    """A net in stages on the `process_devices` of one process; a base before Lightning's strategy.
 
-    Args:
-        stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all
-            GPUs.
-        micro_batches: the number of parts in which a batch goes through the stages.
+    Weights keep their names: checkpoints are those of the unsplit model.
+
+    Attributes:
         cut: the stages with which the second device, the third, … begin, as [5]; None: balance
             the parameters.
-    Raises:
-        UserError: fewer than two devices, devices that this machine lacks, a net with fewer
-            stages than devices.
     """
 
     no_ema = "the averaged copy would lie on one device, which the stages are there to avoid"
     spreads_net = True
     supports_compile = False
+    cut: list[int] | None = None
 
-    def __init__(
-        self,
-        stage_devices: list[str] | None = None,
-        micro_batches: int = 1,
-        cut: list[int] | None = None,
-    ) -> None:
-        if micro_batches < 1:
-            raise UserError(
-                f"trainer.micro_batches={micro_batches}: give a whole number from 1 on."
-            )
-        self.process_devices = checked_devices(stage_devices)
-        super().__init__(device=self.process_devices[0])
-        self.micro_batches = micro_batches
-        self.cut = cut
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        # Lightning has moved what an optimizer begins with, as Adagrad's sums, to the first device.
+        for optimizer in self.optimizers:
+            if optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())
 
     def model_to_device(self) -> None:
         """Move each group of stages to its device, and other parts of the module to the first."""
@@ -58,7 +48,8 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
         net = module.net
         if not hasattr(net, "stages"):
             raise UserError(
-                f"{type(net).__name__} names no stages(): trainer=model_parallel cannot cut it."
+                f"{type(net).__name__} names no stages(), so that it cannot be cut: choose "
+                "trainer=ddp (on CPUs ddp_sim), or add the method to the net."
             )
         groups = cut_into_groups(net, len(self.process_devices), self.cut)
 
@@ -79,6 +70,31 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     def teardown(self) -> None:
         self.lightning_module.net.__dict__.pop("forward", None)
         super().teardown()
+
+
+class ModelParallel(NetInStages, SingleDeviceStrategy):
+    """One process whose net is in stages.
+
+    Args:
+        stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all
+            GPUs.
+        micro_batches: the number of parts in which a batch goes through the stages.
+        cut: as in NetInStages.
+    Raises:
+        UserError: fewer than two devices, devices that this machine lacks, a net with fewer
+            stages than devices.
+    """
+
+    def __init__(
+        self,
+        stage_devices: list[str] | None = None,
+        micro_batches: int = 1,
+        cut: list[int] | None = None,
+    ) -> None:
+        self.process_devices = checked_devices(stage_devices)
+        super().__init__(device=self.process_devices[0])
+        self.micro_batches = checked_micro_batches(micro_batches)
+        self.cut = cut
 
 
 class Pipeline:
@@ -127,8 +143,8 @@ def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) ->
     check_stages(net, stages)
     if count > len(stages):
         raise UserError(
-            f"The model has {len(stages)} stages, fewer than trainer.stage_devices has devices: "
-            f"{count}."
+            f"The model has {len(stages)} stages, fewer than the {count} devices that they go to: "
+            "name fewer in trainer.stage_devices, or lower trainer.stages."
         )
     balanced = balanced_cut([size_of(stage) for stage in stages], count)
     starts = balanced if cut is None else cut
@@ -186,6 +202,12 @@ def balanced_cut(costs: list[int], parts: int) -> list[int]:
         return min(choices)
 
     return best(len(costs), parts)[1]
+
+
+def checked_micro_batches(number: int) -> int:
+    if number < 1:
+        raise UserError(f"trainer.micro_batches={number}: give a whole number from 1 on.")
+    return number
 
 
 def checked_devices(names: list[str] | None) -> list[torch.device]:

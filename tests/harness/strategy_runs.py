@@ -23,6 +23,7 @@ from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import synchronise
 from strategies.allreduce import AllReduce
+from strategies.ddp_model_parallel import DDPModelParallel
 from strategies.model_parallel import ModelParallel
 
 CLASSES, FEATURES = 7, 12
@@ -132,31 +133,55 @@ def adamw(parameters, **kernel):
 
 def strategy_of(name: str, **own: Any) -> Any:
     """One of ours with its own options; Lightning's default for "one"."""
-    known = {"ddp": DDP, "fsdp": FSDP, "allreduce": AllReduce, "model_parallel": ModelParallel}
+    known = {
+        "ddp": DDP,
+        "fsdp": FSDP,
+        "allreduce": AllReduce,
+        "model_parallel": ModelParallel,
+        "ddp_model_parallel": DDPModelParallel,
+    }
     return "auto" if name == "one" else known[name](**own)
 
 
 def trainer_of(
-    cluster: Cluster, name: str, precision: str = "64-true", device: torch.device = CPU,
-    own: dict[str, Any] | None = None, **given: Any,
-) -> pl.Trainer:  # fmt: skip
+    cluster: Cluster,
+    strategy: Any,
+    precision: str = "64-true",
+    device: torch.device = CPU,
+    **options: Any,
+) -> pl.Trainer:
+    """Return a silent Trainer of one rank, which joins the others.
+
+    Args:
+        strategy: of Lightning or Lockstep; "auto" for one process.
+        options: of the Trainer, in place of those here.
+    """
     meet(cluster, device.type)
     warnings.filterwarnings("ignore", module="lightning")
-    for library in ("lightning.pytorch", "lightning.fabric"):
+    for library in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    given = {"max_epochs": 1, **given}
-    strategy = strategy_of(name, **(own or {}))
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles()]
-    if plugin := capabilities(strategy).precision_for(precision, device.type):
-        plugins.append(plugin)
+    precision_plugin = capabilities(strategy).precision_for(precision, device.type)
+    if precision_plugin:
+        plugins.append(precision_plugin)
     else:
-        given["precision"] = precision
-    return pl.Trainer(
-        accelerator="cpu" if device.type == "cpu" else "gpu", devices=cluster.devices, num_nodes=cluster.num_nodes,
-        strategy=strategy, plugins=plugins, log_every_n_steps=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0,
-        **given,
-    )  # fmt: skip
+        options["precision"] = precision
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu" if device.type == "cpu" else "gpu",
+        "devices": cluster.devices,
+        "num_nodes": cluster.num_nodes,
+        "strategy": strategy,
+        "plugins": plugins,
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(**{**arguments, **options})
 
 
 def fit(
@@ -179,9 +204,15 @@ def fit(
         recompute_activations(module.net)
     module.overflow_at = overflow_at
     trainer = trainer_of(
-        cluster, name, precision, device, own, max_epochs=epochs, accumulate_grad_batches=accumulate,
-        gradient_clip_val=clip, callbacks=list(callbacks),
-    )  # fmt: skip
+        cluster,
+        strategy_of(name, **(own or {})),
+        precision,
+        device,
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        callbacks=list(callbacks),
+    )
     train = Batches(steps, cluster.rank, cluster.world_size, accumulate)
     held_out = Batches(2, cluster.rank, cluster.world_size, 1)
     result: dict[str, Any] = {}

@@ -125,30 +125,27 @@ class HardwareStats(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.node_rank = trainer.node_rank
         self.memory_per_rank = psutil.virtual_memory().total / trainer.num_devices
-        self._find_gpus(trainer)
-        ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
+        # A process of DataParallel or of a pipeline computes on several devices.
+        several = getattr(trainer.strategy, "process_devices", None)
+        devices = several or [trainer.strategy.root_device]
+        self.devices = {device for device in devices if device.type == "cuda"}
+        gpus_of_rank = {device.index or 0 for device in self.devices}
+        ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid(), gpus_of_rank))
         if trainer.local_rank != 0:
             return
         processes = {}
-        for node_rank, rank, pid in ranks:
+        gpus: set[int] = set()
+        for node_rank, rank, pid, gpus_of_rank in ranks:
             if node_rank == self.node_rank:
                 processes[rank] = pid
+                gpus |= gpus_of_rank
+        self.gpus = sorted(gpus)
         folder = Path(self.run_folder or trainer.default_root_dir)
         path = folder / f"hardware-node{self.node_rank}.csv"
         queries = queries_of(self.gpus, processes)
         self.finished.clear()
         self.thread = threading.Thread(target=self._sample, args=(path, queries), daemon=True)
         self.thread.start()
-
-    def _find_gpus(self, trainer: pl.Trainer) -> None:
-        # A process of DataParallel or of a pipeline computes on several devices.
-        several = getattr(trainer.strategy, "process_devices", None)
-        devices = several or [trainer.strategy.root_device]
-        self.devices = {device for device in devices if device.type == "cuda"}
-        if self.devices and several:
-            self.gpus = sorted(device.index or 0 for device in self.devices)
-        elif self.devices:
-            self.gpus = list(range(trainer.num_devices))
 
     def latest_means(self) -> dict[str, float]:
         """Return the means over this node's devices since the last log point, for the loggers."""

@@ -69,7 +69,7 @@ class TrainingLog(pl.Callback):
         self.trainer = trainer
         # A process of DataParallel or of a pipeline computes on several devices.
         devices = set(getattr(trainer.strategy, "process_devices", ()))
-        self.num_devices = len(devices) or trainer.world_size
+        self.num_devices = max(len(devices), 1) * trainer.world_size
         # A checkpoint without this callback has no step of ours.
         self.step = self.step or trainer.global_step
         self.first_step = self.step

@@ -14,10 +14,11 @@ tests/lockstep/checkpoints/test_loader_state.py fails where a release renames th
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 
@@ -320,11 +321,16 @@ class LoaderState:
         }
 
     def _random_state(self, train_loaders: list[Any] | None = None) -> State:
-        return random_state(self._owners(train_loaders))
+        return random_state(self._owners(train_loaders), self._devices())
 
     def _set_random_state(self, state: State | None) -> None:
         if state is not None:
-            set_random_state(state, self._owners())
+            set_random_state(state, self._owners(), self._devices())
+
+    def _devices(self) -> Sequence[torch.device]:
+        """Return the devices of a process that computes on several."""
+        devices: Sequence[torch.device] = getattr(self.trainer.strategy, "process_devices", ())
+        return devices
 
 
 def is_read_ahead(loader: Any) -> bool:

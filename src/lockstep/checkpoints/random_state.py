@@ -1,6 +1,7 @@
 """Random states of torch, numpy and Python, and of generators that some objects hold."""
 
 import random
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,27 +20,28 @@ MOST_ITEMS = 100
 MOST_OBJECTS = 20_000
 
 
-def random_state(owners: Any = ()) -> State:
+def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> State:
     """Return the state of every generator that this process draws from, as plain values.
 
     Args:
         owners: objects whose attributes may be generators, such as loaders, data and modules.
+        devices: of a rank that computes on several.
     """
     state: Any = np.random.get_state()
     name, keys, *rest = state
     return {
         "torch": torch.get_rng_state(),
-        "cuda": _cuda_state(),
+        "cuda": _cuda_state(devices),
         "numpy": [name, keys.tolist(), *rest],
         "python": random.getstate(),
         "generators": {path: _state_of(item) for path, item in generators_of(owners).items()},
     }
 
 
-def set_random_state(state: State, owners: Any = ()) -> None:
+def set_random_state(state: State, owners: Any = (), devices: Sequence[torch.device] = ()) -> None:
     """Set what `random_state` has returned; generators that `owners` lack are left out."""
     torch.set_rng_state(state["torch"].cpu())
-    _set_cuda_state(state["cuda"])
+    _set_cuda_state(state["cuda"], devices)
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     random.setstate(_as_tuples(state["python"]))
@@ -51,26 +53,37 @@ def set_random_state(state: State, owners: Any = ()) -> None:
             _set_state_of(generator, states[path])
 
 
-def _cuda_state() -> Any:
-    """Return the state of this rank's GPU, of all GPUs of a single process, or None."""
+def _cuda_state(devices: Sequence[torch.device]) -> Any:
+    """Return the state of this rank's GPU or GPUs, of all GPUs of a single process, or None."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
-    if torch.distributed.is_initialized():
-        return torch.cuda.get_rng_state()
-    # One process may use several GPUs (trainer=dp).
-    return torch.cuda.get_rng_state_all()
+    if not torch.distributed.is_initialized():
+        # One process may use several GPUs (trainer=dp).
+        return torch.cuda.get_rng_state_all()
+    gpus = _gpus_among(devices)
+    if len(gpus) > 1:
+        return [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+    return torch.cuda.get_rng_state()
 
 
-def _set_cuda_state(state: Any) -> None:
+def _gpus_among(devices: Sequence[torch.device]) -> list[int]:
+    """Return the number of each GPU once."""
+    return sorted({device.index or 0 for device in devices if device.type == "cuda"})
+
+
+def _set_cuda_state(state: Any, devices: Sequence[torch.device]) -> None:
     if state is None or not torch.cuda.is_available():
         return
     states = state if isinstance(state, list) else [state]
     if len(states) == 1:
         torch.cuda.set_rng_state(states[0].cpu(), "cuda")
         return
-    # This machine may have fewer GPUs than the one that saved.
-    for device, of_device in zip(range(torch.cuda.device_count()), states):
-        torch.cuda.set_rng_state(of_device.cpu(), device)
+    gpus = list(range(torch.cuda.device_count()))
+    if torch.distributed.is_initialized():
+        gpus = _gpus_among(devices) or [torch.cuda.current_device()]
+    # This process may have fewer GPUs than the one that saved.
+    for gpu, of_gpu in zip(gpus, states):
+        torch.cuda.set_rng_state(of_gpu.cpu(), gpu)
 
 
 def generators_of(owners: Any) -> dict[str, Any]:

@@ -227,10 +227,11 @@ def _of_nodes(environ: Environ, requested: RequestedDevices) -> Cluster:
         names = (*NODES, "WORLD_SIZE")
         shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in names)
         raise UserError(
-            f"{shown} do not fit trainer.devices={devices} trainer.num_nodes="
-            f"{num_nodes or 'unset'}: start on each of N nodes MASTER_ADDR=<address of node 0> "
-            "MASTER_PORT=29500 NODE_RANK=<0 to N - 1> python src/train.py trainer.num_nodes=<N> …; "
-            "WORLD_SIZE is N × trainer.devices, or not set."
+            f"{shown} do not fit trainer.devices={devices * requested.devices_each} "
+            f"trainer.num_nodes={num_nodes or 'unset'}: start on each of N nodes "
+            "MASTER_ADDR=<address of node 0> MASTER_PORT=29500 NODE_RANK=<0 to N - 1> python "
+            "src/train.py trainer.num_nodes=<N> …; WORLD_SIZE is N × trainer.devices, or "
+            "not set."
         )
     port = _integer(environ, "MASTER_PORT")
     local_rank = _only_rank(devices)
@@ -290,14 +291,18 @@ def _check_started(
             f"{launcher} started {world_size} processes, but this trainer runs in one: choose "
             f"trainer=ddp or trainer=fsdp (on CPUs ddp_sim or fsdp_sim){unset}."
         )
+    devices = "ranks on a node"
+    if requested.devices_each > 1:
+        devices += f" × {requested.devices_each}"
     is_row = rank in range(world_size) and (cluster.world_size, cluster.rank) == (world_size, rank)
     if not is_row or not _fits(requested, cluster):
         raise UserError(
             f"{launcher} started rank {rank} of {world_size}, number {cluster.local_rank} of "
             f"{cluster.devices} on its node, but trainer.devices="
-            f"{requested.devices or cluster.devices} × trainer.num_nodes="
-            f"{requested.num_nodes or cluster.num_nodes}: every node needs as many ranks, numbered "
-            f"in a row. Give trainer.devices=<ranks on a node>, or leave both out{unset}."
+            f"{(requested.devices or cluster.devices) * requested.devices_each} × "
+            f"trainer.num_nodes={requested.num_nodes or cluster.num_nodes}: every node needs as "
+            f"many ranks, numbered in a row. Give trainer.devices=<{devices}>, or leave both "
+            f"out{unset}."
         )
 
 
@@ -391,11 +396,13 @@ def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
     is_training = config["task_name"] == "train"
     accelerator, requested = place(config["trainer"], trainer_name, gpus, is_training)
     cluster = replace(describe(environ, requested), accelerator=accelerator)
-    if requested.several_processes and accelerator == "gpu" and cluster.devices > gpus:
+    needed = cluster.devices * requested.devices_each
+    if requested.several_processes and accelerator == "gpu" and needed > gpus:
+        gpus_of_rank = {1: "one"}.get(requested.devices_each, requested.devices_each)
         raise UserError(
             f"{cluster.devices} ranks on this node see {gpus} GPU{'s' if gpus != 1 else ''}: "
             "each rank must see all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), "
-            "and there must be one for each."
+            f"and there must be {gpus_of_rank} for each."
         )
     if cluster.has_agent:
         _attach_to_agent(cluster, environ[AGENT])

@@ -232,11 +232,15 @@ def _answer(everyone: list[list[Any]], decide: Callable[[], Answer]) -> Answer:
         return {"error": str(error)}
 
 
-def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store:
+def join(
+    cluster: Cluster, device: torch.device, timeout_s: float, *, several_devices: bool = False
+) -> dist.Store:
     """Create the default process group of all ranks, which meet first if they have not.
 
     One rank is a group too.
 
+    Args:
+        device: of this rank, the first one if it has several.
     Returns:
         The store of this start alone, as torchrun keeps its store over restarts.
     """
@@ -259,7 +263,8 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store
         rank=cluster.rank,
         world_size=cluster.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if is_cuda else None,
+        # NCCL refuses tensors of another device than this one.
+        device_id=device if is_cuda and not several_devices else None,
     )
     return store
 

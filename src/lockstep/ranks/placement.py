@@ -15,18 +15,22 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class RequestedDevices:
-    """The devices that the options of a trainer ask for.
+    """The processes that the options of a trainer ask for.
 
     Args:
-        devices, num_nodes: trainer.devices and trainer.num_nodes if the user stated them.
-        several_processes: one process for each device; else one process, whatever it computes on.
-        machine: the default number of devices of this machine.
+        devices: the processes on each node, if the user stated trainer.devices.
+        num_nodes: trainer.num_nodes, if the user stated it.
+        several_processes: one process for each device, or group of devices; else one process,
+            whatever it computes on.
+        machine: the default number of processes on this machine.
+        devices_each: the devices of one of several processes.
     """
 
     devices: int | None = None
     num_nodes: int | None = None
     several_processes: bool = True
     machine: int = 1
+    devices_each: int = 1
 
 
 def place(
@@ -42,7 +46,7 @@ def place(
 
     Raises:
         UserError: a GPU is asked for on a machine that has none, with the option that works here;
-            one process is asked to be several.
+            one process is asked to be several; the devices do not divide into ranks of several.
     """
     devices = _number(trainer["devices"], "devices")
     num_nodes = _number(trainer["num_nodes"], "num_nodes")
@@ -54,14 +58,44 @@ def place(
             "model_parallel trainer.stage_devices."
         )
 
+    devices_each = devices_of_rank(trainer)
     accelerator = _accelerator(trainer, gpus)
     machine = 1
     if accelerator == "gpu":
         _check_gpus(trainer, name, gpus, devices or 1, is_training)
         machine = gpus
     elif trainer["strategy"] and not is_one_process:
-        machine = CPU_RANKS
-    return accelerator, RequestedDevices(devices, num_nodes, not is_one_process, machine)
+        machine = CPU_RANKS * devices_each
+    if devices is None:
+        machine = ranks_of_node(machine, devices_each)
+    else:
+        devices = ranks_of_node(devices, devices_each)
+    return accelerator, RequestedDevices(
+        devices, num_nodes, not is_one_process, machine, devices_each
+    )
+
+
+def devices_of_rank(trainer: Config) -> int:
+    """Return the number of devices of each rank, where several ranks have several each; else 1."""
+    if trainer["launch"] == "one_process":
+        return 1
+    return _number(trainer.get("process_devices", 1), "process_devices") or 1
+
+
+def ranks_of_node(devices: int, devices_each: int) -> int:
+    """Return the number of ranks of a node, of `devices_each` devices each.
+
+    Raises:
+        UserError: the devices of the node do not divide so.
+    """
+    ranks, rest = divmod(devices, devices_each)
+    if rest:
+        fits = max(ranks, 1) * devices_each
+        raise UserError(
+            f"{devices} devices of a node do not divide into ranks of {devices_each} devices: pass "
+            f"trainer.devices={fits} or another multiple of {devices_each}."
+        )
+    return ranks
 
 
 def _number(value: int | str, key: str) -> int | None:
@@ -100,11 +134,11 @@ def gpus_needed(trainer: Config, devices: int) -> int:
     """Return the number of GPUs of a node that a trainer needs, if it runs on GPUs.
 
     Args:
-        devices: the processes on each node.
+        devices: trainer.devices, or 1 for auto.
     """
     process_devices = trainer.get("process_devices", devices)
     if isinstance(process_devices, int):
-        return process_devices
+        return max(process_devices, devices)
     # The strategy itself checks the names of its devices, and that `null` leaves it enough of them
     # where it runs on CPUs too.
     if process_devices or trainer["accelerator"] != "gpu":

@@ -23,6 +23,7 @@ from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.ranks.find import Cluster
+from lockstep.ranks.placement import devices_of_rank
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 
@@ -255,7 +256,8 @@ def _overrides(
         f"paths.log_dir={folder}",
     ]
     if config["trainer"]["launch"] != "one_process":
-        overrides += [f"trainer.devices={devices}", "trainer.num_nodes=1"]
+        all_devices = devices * devices_of_rank(config["trainer"])
+        overrides += [f"trainer.devices={all_devices}", "trainer.num_nodes=1"]
     if "pretrained" in config["model"]:
         overrides.append("model.pretrained=false")
     return overrides

@@ -28,6 +28,7 @@ from lockstep.ranks.find import Cluster
 from lockstep.ranks.gpus import check_gpus
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.meeting import join
+from lockstep.ranks.placement import devices_of_rank
 from lockstep.records import provenance
 from lockstep.records.config import Config
 from lockstep.runs.run import Run
@@ -140,7 +141,7 @@ def _one_rank(run: Run) -> Iterator[None]:
         run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
     )
     if needs_group:
-        join(run.cluster, device_of(run), run.trainer_config["timeout_s"])
+        _create_group(run)
     try:
         run.hosts = [provenance.host(run.cluster.node_rank)]
         run.interruption = Interruption()
@@ -155,7 +156,7 @@ def _several_ranks(run: Run) -> Iterator[None]:
     """Hold what one of several ranks needs; name the rank that fails first."""
     cluster = run.cluster
     timeout_s = run.trainer_config["timeout_s"]
-    store = join(cluster, device_of(run), timeout_s)
+    store = _create_group(run)
     errors = dist.PrefixStore("errors", store)
     beats = Heartbeat(
         dist.PrefixStore("beats", store.clone()),
@@ -198,6 +199,13 @@ def _several_ranks(run: Run) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _create_group(run: Run) -> dist.Store:
+    """Create the process group of all ranks; return the store of this start."""
+    timeout_s = run.trainer_config["timeout_s"]
+    several_devices = devices_of_rank(run.trainer_config) > 1
+    return join(run.cluster, device_of(run), timeout_s, several_devices=several_devices)
+
+
 def _leave_together(stop: BaseException, beats: Heartbeat) -> BaseException:
     """Wait for all ranks after a stop on which they agreed; return the stop, or what came instead.
 
@@ -214,10 +222,11 @@ def device_of(run: Run) -> torch.device:
     """Return the device of this rank's data and of the first layers of its net."""
     process_devices = run.trainer_config.get("process_devices")
     if isinstance(process_devices, list):
-        first = str(process_devices[0])
-        return torch.device("cuda:0" if first == "cuda" else first)
+        name = str(process_devices[0])
+        return torch.device("cuda:0" if name == "cuda" else name)
     if run.cluster.accelerator == "gpu":
-        return torch.device("cuda", run.cluster.local_rank or 0)
+        first = (run.cluster.local_rank or 0) * devices_of_rank(run.trainer_config)
+        return torch.device("cuda", first)
     return torch.device("cpu")
 
 
@@ -276,7 +285,8 @@ def prepare_process(run: Run) -> None:
 
 def _prepare_gpu(run: Run) -> None:
     """Check that torch can use the GPU, and set the precision of its products."""
-    check_gpus([device_of(run).index or 0])
+    first = device_of(run).index or 0
+    check_gpus(range(first, first + devices_of_rank(run.trainer_config)))
     cores = cores_of_rank()
     if cores < MIN_CORES and run.cluster.is_rank_zero:
         log.warning(

@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.config.keys import is_rate
 from lockstep.process.errors import EXIT_OK, UserError
 from lockstep.ranks.find import Cluster
+from lockstep.ranks.placement import devices_of_rank
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
@@ -126,7 +127,7 @@ def with_ranks(config: Config, cluster: Cluster) -> dict[str, Any]:
     copied = copy.deepcopy(dict(config))
     copied["trainer"].update(
         accelerator=cluster.accelerator,
-        devices=cluster.devices,
+        devices=cluster.devices * devices_of_rank(config["trainer"]),
         num_nodes=cluster.num_nodes,
     )
     return copied

@@ -28,7 +28,7 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
     environ = environment()
     gpus = 0 if trainer.accelerator == "cpu" else visible_gpus(environ)
     gpus_of_job = trainer.devices if isinstance(trainer.devices, int) else 1
-    if "process_devices" in trainer:
+    if "process_devices" in trainer and trainer.launch == "one_process":
         # One process may use all of them.
         gpus_of_job = gpus or 1
 

@@ -36,6 +36,24 @@ def test_the_generators_of_all_gpus_of_a_process_come_back(monkeypatch, saved, h
     assert random_state()["cuda"].item() == saved[0], "a rank of several keeps its own alone"
 
 
+def test_a_rank_with_several_gpus_keeps_and_sets_the_generator_of_each(monkeypatch):
+    states = dict(enumerate([5, 6, 7, 8]))
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 4,
+        "get_rng_state": lambda gpu: torch.tensor(states[gpu]),
+        "set_rng_state": lambda state, gpu: states.__setitem__(gpu, state.item()),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    of_rank_one = [torch.device("cuda", 2), torch.device("cuda", 3)]
+    saved = random_state(devices=of_rank_one)
+    states.update({2: 0, 3: 0})
+    set_random_state(saved, devices=of_rank_one)
+    assert states == {0: 5, 1: 6, 2: 7, 3: 8}
+
+
 @pytest.mark.parametrize(
     ("options", "value", "is_best"),
     [

@@ -44,6 +44,14 @@ def options(*words):
             RequestedDevices(1, 1, False, 1),
         ),
         (["trainer=hivemind"], 0, "cpu", RequestedDevices(1, 1, False, 1)),
+        (["trainer=ddp_model_parallel"], 4, "gpu", RequestedDevices(None, None, True, 2, 2)),
+        (
+            ["trainer=ddp_model_parallel", "trainer.devices=6", "trainer.stages=3"],
+            8,
+            "gpu",
+            RequestedDevices(2, None, True, 8, 3),
+        ),
+        (["trainer=ddp_model_parallel_sim"], 0, "cpu", RequestedDevices(None, None, True, 2, 2)),
     ],
 )
 def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
@@ -73,6 +81,31 @@ def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
             "ddp_sim",
             0,
             "trainer.devices=0: give a number from 1 on",
+        ),
+        (
+            ["trainer=ddp_model_parallel"],
+            "ddp_model_parallel",
+            1,
+            "asks for 2 GPUs and this machine has 1 GPU: experiment=quickstart "
+            "trainer=ddp_model_parallel_sim works here",
+        ),
+        (
+            ["trainer=ddp_model_parallel"],
+            "ddp_model_parallel",
+            5,
+            "5 devices of a node do not divide into ranks of 2 devices: pass trainer.devices=4",
+        ),
+        (
+            ["trainer=ddp_model_parallel_sim", "trainer.devices=1"],
+            "ddp_model_parallel_sim",
+            0,
+            "1 devices of a node do not divide into ranks of 2 devices: pass trainer.devices=2",
+        ),
+        (
+            ["trainer=ddp_model_parallel", "trainer.stages=0"],
+            "ddp_model_parallel",
+            2,
+            "trainer.process_devices=0: give a number from 1 on",
         ),
     ],
 )

@@ -133,7 +133,7 @@ def communication(cluster):
                 1 for tensor in reduced if tensor.dim() > 0
             )  # but the validation loss
     trainer, module = (
-        tiny.trainer_of(cluster, "ddp"),
+        tiny.trainer_of(cluster, DDP()),
         tiny.Classifier(tiny.TinyNet(batch_norm=True), tiny.plain_sgd),
     )
     trainer.fit(module, tiny.Batches(1, cluster.rank, cluster.world_size, 1))
@@ -153,7 +153,7 @@ def communication(cluster):
         expected = tiny.TinyNet().double().state_dict()
         torch.manual_seed(cluster.rank)
         module = tiny.Classifier(tiny.TinyNet(), functools.partial(torch.optim.SGD, lr=0.0))
-        tiny.trainer_of(cluster, name).fit(
+        tiny.trainer_of(cluster, tiny.strategy_of(name)).fit(
             module, tiny.Batches(1, cluster.rank, cluster.world_size, 1)
         )
         for key, found in module.net.state_dict().items():

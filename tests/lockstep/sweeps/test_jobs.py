@@ -123,7 +123,14 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
         (2, "5,7", {}, None, (2, ["5", "7"])),
         (4, None, {"devices": 2}, None, (2, ["0,1", "2,3"])),
         (4, None, {"accelerator": "cpu"}, None, (1, [])),
-        (2, None, {"devices": 1, "process_devices": None}, None, (1, [])),
+        (
+            2,
+            None,
+            {"devices": 1, "process_devices": None, "launch": "one_process"},
+            None,
+            (1, []),
+        ),
+        (4, None, {"devices": 2, "process_devices": 2}, None, (2, ["0,1", "2,3"])),
         (0, None, {}, 3, (3, [])),
     ],
 )
@@ -133,7 +140,14 @@ def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, m
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher = LocalJobs(n_jobs)
     launcher.config = OmegaConf.create(
-        {"trainer": {"accelerator": "auto", "devices": "auto", **trainer}}
+        {
+            "trainer": {
+                "accelerator": "auto",
+                "devices": "auto",
+                "launch": "process_per_device",
+                **trainer,
+            }
+        }
     )
     assert launcher.at_once() == expected
 
