@@ -34,7 +34,7 @@ from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
-from runs import run_door, succeed
+from runs import succeed
 
 
 def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
