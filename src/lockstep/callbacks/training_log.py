@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
+from lockstep.callbacks import plateau
 from lockstep.callbacks.speed import Speed
 from lockstep.checkpoints.resume_point import ends_epoch, ends_step, steps_are_over
 from lockstep.loggers.metrics_csv import MetricsCsv
@@ -43,6 +44,9 @@ class TrainingLog(pl.Callback):
         self.lr: Any = None  # of the present step
         self.loss_sum: Any = 0.0  # of this rank's micro-batches since the last log point
         self.loss_number = 0
+        # Sum and number of the losses of this epoch up to the last log point, of all ranks
+        self.epoch_losses = (0.0, 0)
+        self.epoch_means: Metrics = {}  # of the training epoch that has just ended
         self.speed = Speed()
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,16 +61,19 @@ class TrainingLog(pl.Callback):
             "step": self.step,
             "seconds": self._seconds(),
             "losses": [sum(totals), sum(numbers)],
+            "epoch_losses": list(self.epoch_losses),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.seconds_before = state_dict.get("seconds", 0.0)
+        self.epoch_losses = tuple(state_dict.get("epoch_losses", (0.0, 0)))
         if rank_zero_only.rank == 0:
             self.loss_sum, self.loss_number = state_dict.get("losses", (0.0, 0))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.trainer = trainer
+        plateau.check_before_training(trainer, pl_module)
         # A process of DataParallel or of a pipeline computes on several devices.
         devices = set(getattr(trainer.strategy, "process_devices", ()))
         self.num_devices = max(len(devices), 1) * trainer.world_size
@@ -143,8 +150,8 @@ class TrainingLog(pl.Callback):
     def _log(self, trainer: pl.Trainer, module: Any, is_regular: bool) -> None:
         """Write a row, and begin the next interval."""
         self.latest = self._mean_loss(trainer, is_regular)
-        if ends_epoch(trainer) and hasattr(module, "epoch_means"):
-            self.latest |= module.epoch_means("train")
+        if ends_epoch(trainer):
+            self.latest |= self._end_epoch(module)
         if self.speed.began_step > self.first_step:
             images = self.global_batch_size or 0
             steps_per_s = self.speed.end_interval(self.step)
@@ -154,6 +161,15 @@ class TrainingLog(pl.Callback):
         self._refuse_non_finite()
         self._write(trainer, self.latest | latest_means(trainer))
         self.speed.begin_interval(self.step)
+
+    def _end_epoch(self, module: Any) -> Metrics:
+        """Return what the module has counted in the epoch, and keep it with the mean loss."""
+        counted = module.epoch_means("train") if hasattr(module, "epoch_means") else {}
+        total, number = self.epoch_losses
+        self.epoch_losses = (0.0, 0)
+        self.epoch_means = {"train/loss": total / number} if number else {}
+        self.epoch_means |= counted
+        return counted
 
     def _mean_loss(self, trainer: pl.Trainer, is_regular: bool) -> Metrics:
         """Return the mean loss of all ranks since the last regular log point; a collective.
@@ -170,7 +186,9 @@ class TrainingLog(pl.Callback):
         total, number = pair.tolist()
         self.loss_sum = 0.0
         self.loss_number = 0
-        if not is_regular and trainer.is_global_zero:
+        if is_regular:
+            self.epoch_losses = (self.epoch_losses[0] + total, self.epoch_losses[1] + int(number))
+        elif trainer.is_global_zero:
             self.loss_sum = total
             self.loss_number = int(number)
         return {"train/loss": total / number} if number else {}
@@ -184,13 +202,17 @@ class TrainingLog(pl.Callback):
             )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            plateau.check_sanity_metrics(trainer, pl_module)
+        elif trainer.state.fn == "fit":
             self._write(trainer, metrics_of(trainer, "val"))
             if not ends_epoch(trainer):
                 save_loggers(trainer)
         self.speed.begin_interval(self.step)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if ends_epoch(trainer):
+            plateau.log_training_metrics(trainer, pl_module, self.epoch_means)
         save_loggers(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -63,7 +63,10 @@ class Sweep:
 
     def page_of(self, run_id: str) -> str:
         """Return the address of a job's page beside this one; empty if there is none."""
-        for address in (f"{run_id}/page.md", f"../{run_id}/page.md"):
+        # A trial that went on is in the folder of the search that began it.
+        other_sweep = run_id.rpartition("_")[0]
+        folders = (run_id, f"../{run_id}", f"../{other_sweep}/{run_id}")
+        for address in (f"{folder}/page.md" for folder in folders):
             if (self.folder / address).is_file():
                 return address
         return ""

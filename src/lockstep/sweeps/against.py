@@ -14,22 +14,30 @@ log = logging.getLogger(__name__)
 AGAINST = "against"
 EXAMPLE = "-m experiment=quickstart seed=1,2,3 against=baseline optimizer.lr=0.01"
 SWEEPER = "hydra/sweeper"
+PAIRED = "paired"
 
 
-def paired_sweep(overrides: list[str], parsed: Sequence[Any]) -> list[str]:
+def paired_sweep(overrides: list[str], parsed: Sequence[Any], sweeper: str = "") -> list[str]:
     """Return the overrides of a sweep, with the sweeper of arms where against= asks for it.
 
     Args:
         parsed: Hydra's objects of the overrides.
+        sweeper: the chosen option of hydra/sweeper.
     Raises:
-        UserError: against= has no arm or no seeds to compare.
+        UserError: against= is missing, or has no arm or no seeds to compare.
     """
     asked = [word for word in overrides if key_of(word) == AGAINST]
     if not asked:
+        if sweeper == PAIRED:
+            raise UserError(
+                f"{SWEEPER}={PAIRED} needs against=baseline, which chooses it. {EXAMPLE} is an "
+                "example."
+            )
         return overrides
     if asked[-1].partition("=")[2] != "baseline":
         raise UserError(f"{asked[-1]}: against=baseline is the only one. {EXAMPLE} is an example.")
-    if any(key_of(word) == SWEEPER for word in overrides):
+    others = [word for word in overrides if key_of(word) == SWEEPER]
+    if any(word.partition("=")[2] != PAIRED for word in others):
         raise UserError("against=baseline runs given values: leave hydra/sweeper= out.")
 
     of_arm = overrides_of_arm(overrides)
@@ -48,7 +56,7 @@ def paired_sweep(overrides: list[str], parsed: Sequence[Any]) -> list[str]:
         if word.is_sweep_override() and not word.is_discrete_sweep():
             raise UserError(f"{word.input_line} is a range: give values, as KEY=1,2.")
     log.info(f"the baseline omits {' '.join(of_arm)}; both arms have the other overrides")
-    return [*overrides, f"{SWEEPER}=paired"]
+    return [*(word for word in overrides if word not in others), f"{SWEEPER}={PAIRED}"]
 
 
 def overrides_of_arm(overrides: Sequence[str]) -> list[str]:

@@ -21,19 +21,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.config.compose import CONFIGS, compose, for_multirun, one_sentence
+from lockstep.config.compose import CONFIGS, compose, for_multirun
 from lockstep.config.hydra_versions import version_base
 from lockstep.config.keys import FOLD
-from lockstep.config.overrides import CommandLine, as_typed, is_choice, quoted, search_paths
+from lockstep.config.overrides import as_typed, quoted, search_paths
 from lockstep.config.schema import key_of
-from lockstep.config.suggestions import missing_option
 from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
-from lockstep.process.errors import UserError
 from lockstep.process.output import tested_name
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
 from lockstep.sweeps.against import paired_sweep
+from lockstep.sweeps.checks import (
+    first_values,
+    parsed,
+    refuse_impossible_jobs,
+    refuse_missing_options,
+    refuse_used_folder,
+)
 from lockstep.sweeps.ranking import Job, is_minimized, ranking, trials_of
 from lockstep.sweeps.record import write_sweep
 from lockstep.sweeps.stopping import forward_stop_signals, running_jobs, stop_signals
@@ -47,14 +52,19 @@ RESULTS_FOLDER = ".exit-codes"
 def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun, report its jobs, and return their worst exit code."""
     command = f"python src/{Path(sys.argv[0]).name} -m {shlex.join(overrides)}"
-    # A wrong key or option is refused before the first job.
-    overrides = for_multirun(overrides)
-    cfg = compose(config_name, _first_values(overrides))
+    # What is wrong is refused before the first job.
+    overrides = for_multirun([as_typed(override) for override in overrides])
+    cfg = compose(config_name, first_values(overrides))
     refuse_missing_options(config_name, overrides)
-    overrides = paired_sweep(overrides, _parsed(overrides))
+    sweeper = str(cfg.hydra.runtime.choices.get("hydra/sweeper"))
+    overrides = paired_sweep(overrides, parsed(overrides), sweeper)
+    is_minimized(cfg)
+    refuse_impossible_jobs(config_name, overrides, cfg)
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
+    if not is_search(cfg):
+        refuse_used_folder(sweep_dir, overrides)
+        shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
     program = str(Path(sys.argv[0]).resolve())
-    shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
 
     def job(cfg: Any) -> float | None:
         """Run one job; launchers other than the project's own, such as submitit, call this."""
@@ -106,55 +116,26 @@ def _ended_jobs(sweep_dir: Path) -> list[Job]:
     return [jobs[number] for number in sorted(jobs)]
 
 
-def _first_values(overrides: list[str]) -> list[str]:
-    """Return the overrides of a sweep's first job."""
-    return list(map(_first_value, overrides, _parsed(overrides)))
+def is_search(cfg: Any) -> bool:
+    """Return whether the sweeper searches, so that the same command continues its study."""
+    return "num_trials" in cfg.hydra.sweeper
 
 
-def _parsed(overrides: list[str]) -> list[Any]:
-    """Return Hydra's objects for overrides.
+def unescaped(override: str) -> str:
+    """Return an override with its text in quotes in place of Hydra's backslashes.
 
-    Raises:
-        UserError: Hydra cannot read one.
+    Hydra hands s3.uri=s3://bucket to a job as s3.uri=s3\\://bucket, which is another text in a
+    command line, where a backslash may be meant.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
 
-    try:
-        typed = [as_typed(override) for override in overrides]
-        return OverridesParser.create().parse_overrides(typed)
-    except HydraException as error:
-        raise UserError(one_sentence(error)) from None
-
-
-def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
-    """Raise UserError for an option of a sweep that does not exist, as in
-    model=small_cnn,nosuch.
-    """
-    folders = CommandLine.parse(config_name, _first_values(overrides), CONFIGS).folders
-    for text, override in zip(overrides, _parsed(overrides), strict=True):
-        if not override.is_discrete_sweep() or not is_choice(text, folders):
-            continue
-        for name in override.sweep_string_iterator():
-            sentence = missing_option(key_of(text), str(name), folders)
-            if sentence:
-                raise UserError(sentence)
-
-
-def _first_value(text: str, override: Any) -> str:
-    """Return the override with the first of its values; one that is not swept stays as it is."""
-    from hydra.core.override_parser.types import Glob, IntervalSweep
-
-    key = text.partition("=")[0]
-    value = override.value()
-    if isinstance(value, Glob):
-        options = sorted(path.stem for path in CONFIGS.glob(f"{key}/*.yaml"))
-        return f"{key}={value.filter(options)[0]}"
-    if not override.is_sweep_override() or key.startswith("hydra"):
-        return text
-    if isinstance(value, IntervalSweep):
-        return f"{key}={value.start}"
-    return f"{key}={next(override.sweep_string_iterator())}"
+    if "\\" not in override:
+        return override
+    value = OverridesParser.create().parse_override(override).value()
+    # A text that is quoted already has a type of its own.
+    if type(value) is not str:
+        return override
+    return f"{override.partition('=')[0]}={quoted(value)}"
 
 
 def run_job(
@@ -175,19 +156,20 @@ def run_job(
     folder = RunFolder(Path(trial.folder) if trial else sweep_dir / f"{sweep_dir.name}_{number}")
 
     overrides = [
-        override
+        unescaped(override)
         for override in hydra.overrides.task
         if key_of(override) not in ("run_id", "sweep_dir", "trial")
     ]
-    if int(environment().get("SLURM_RESTART_COUNT") or 0) or (trial and folder.record.exists()):
-        # SLURM has put the job into the queue again, or the search was stopped.
-        overrides.append("resume=auto")
-    search_path = search_paths(hydra.overrides.hydra)
     log.info(f"\njob {number}: {' '.join(overrides)}")
-    place = [f"run_id={folder.run_id}", f"sweep_dir={folder.path.parent}"]
-    place += [word for word in hydra.overrides.task if trial and key_of(word) == "trial"]
+    start = [f"run_id={folder.run_id}", f"sweep_dir={folder.path.parent}"]
+    start += [word for word in hydra.overrides.task if trial and key_of(word) == "trial"]
+    is_requeued = int(environment().get("SLURM_RESTART_COUNT") or 0) > 0
+    is_begun = trial and folder.record.exists()
+    if (is_requeued or is_begun) and "resume=auto" not in overrides:
+        start.append("resume=auto")
+    search_path = search_paths(hydra.overrides.hydra)
     code = run_child(
-        [sys.executable, program, *overrides, *search_path, *place], environ=environ, output=output
+        [sys.executable, program, *overrides, *search_path, *start], environ=environ, output=output
     )
 
     job = _ended_job(number, code, overrides, folder, str(cfg.optimized_metric))
@@ -219,10 +201,10 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
     exit_code = code if code >= 0 else 128 - code
     if is_pruned:
         # Its value is that of a shorter run.
-        return Job(number, exit_code, overrides, math.nan, pruned=True)
+        return Job(number, exit_code, overrides, math.nan, pruned=True, folder=str(folder.path))
     value = best_of(metrics, metric)
     tested = best_of(metrics, tested_name(metric))
-    return Job(number, exit_code, overrides, value, tested, fold_ratio)
+    return Job(number, exit_code, overrides, value, tested, fold_ratio, folder=str(folder.path))
 
 
 def run_child(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -10,7 +11,12 @@ from omegaconf import OmegaConf
 from lockstep.config.keys import REPEATS
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import BASELINE, ArmRun, Trials
+from lockstep.process.errors import UserError
 from lockstep.process.output import as_read, is_lower_better
+from lockstep.records.folder import RunFolder
+
+# Of a search. Checkpoints have the short words.
+DIRECTIONS = ("auto", "maximize", "minimize", "max", "min")
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Job:
         tested: the test metric that belongs to it.
         fold_ratio: validation images per training image, of a fold; otherwise 0.
         pruned: its search gave it up.
+        folder: of its run; "": in the folder of the sweep. A trial that goes on keeps the folder of
+            the search that began it.
     """
 
     number: int
@@ -32,6 +40,11 @@ class Job:
     tested: float = math.nan
     fold_ratio: float = 0.0
     pruned: bool = False
+    folder: str = ""
+
+    def run_folder(self, sweep_dir: Path) -> RunFolder:
+        """Return the folder of its run."""
+        return RunFolder(Path(self.folder or sweep_dir / f"{sweep_dir.name}_{self.number}"))
 
     @property
     def has_failed(self) -> bool:
@@ -42,10 +55,15 @@ def is_minimized(config: Any) -> bool:
     """Return whether a lower optimized_metric is better.
 
     The sweeper's direction says it, or the callback of checkpoints, or the name.
+
+    Raises:
+        UserError: the direction is none.
     """
-    direction = OmegaConf.select(config, "hydra.sweeper.direction")
-    if direction in ("minimize", "maximize"):
-        return bool(direction == "minimize")
+    direction = OmegaConf.select(config, "hydra.sweeper.direction") or "auto"
+    if direction not in DIRECTIONS:
+        raise UserError(f"hydra.sweeper.direction={direction}: give {', '.join(DIRECTIONS)}.")
+    if direction != "auto":
+        return bool(direction.startswith("min"))
 
     checkpoints = OmegaConf.select(config, "callbacks.checkpoints")
     if checkpoints and checkpoints.monitor == config.optimized_metric:
@@ -82,7 +100,8 @@ def _job_lines(jobs: Sequence[Job], sweep_name: str, metric: str, title: str) ->
     for job in jobs:
         result = _result(job, metric)
         overrides = [override for override in job.overrides if override not in common]
-        lines.append(f"  {result}  {' '.join(overrides)}  {sweep_name}_{job.number}")
+        run_id = job.run_folder(Path(sweep_name)).run_id
+        lines.append(f"  {result}  {' '.join(overrides)}  {run_id}")
     return lines
 
 
@@ -112,7 +131,7 @@ def trials_of(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bo
         repeats = [word for word in overrides if key_of(word) in REPEATS]
         settings = [word for word in overrides if key_of(word) not in REPEATS]
         run = ArmRun(
-            f"{sweep_name}_{job.number}",
+            job.run_folder(Path(sweep_name)).run_id,
             " ".join(settings),
             " ".join(sorted(repeats)),
             job.value,

@@ -12,7 +12,6 @@ from lockstep.logbook.sweep_page import SCHEMA_VERSION, SWEEP_FILE, write_sweep_
 from lockstep.process.files import utc_now, write_atomically
 from lockstep.process.output import tested_name
 from lockstep.process.redact import redact_text
-from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, status_of
 from lockstep.sweeps.ranking import Job
 
@@ -41,7 +40,7 @@ def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], trials: Tria
 
 def _job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
     """Return what sweep.json says of a job."""
-    path = RunFolder(sweep_dir / run.run_id).record
+    path = job.run_folder(sweep_dir).record
     # A job that was refused has no folder.
     record = read_record(path) if path.exists() else RunRecord()
     status = status_of(record) if path.exists() else "refused"

@@ -65,6 +65,17 @@ class Search:
         self.sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
         self.started: set[int] = set()
         self.study = self._open(study_name, folder, seed)
+        self._refuse_other_runs()
+
+    def _refuse_other_runs(self) -> None:
+        """Refuse a folder with runs of another search: a trial would go on with one of them."""
+        folders = {trial.user_attrs.get("folder") for trial in self.study.trials}
+        for path in sorted(self.sweep_dir.glob("*/run.json")):
+            if str(path.parent) not in folders:
+                raise UserError(
+                    f"hydra.sweep.dir={self.sweep_dir} holds {path.parent.name}, a run of another "
+                    "sweep: give another folder."
+                )
 
     def run(self, num_trials: int, at_once: int, start: StartJob) -> None:
         """Run trials until `num_trials` have ended, over all starts; at most as many may fail.

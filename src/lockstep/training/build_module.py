@@ -15,6 +15,7 @@ from lockstep.config.instantiate import build, options_of, positional, resolve_t
 from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
+from lockstep.process.output import is_lower_better
 from lockstep.records.config import Config
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import RULES, GroupRules, freeze
@@ -42,6 +43,8 @@ OPTIONS_OF_LOSSES = {
     "target_threshold": None,
 }
 OPTIONS_OF_SCHEDULES = {"warmup_epochs": 0.0, "final_share": 0.0}
+# Options of scheduler= that are no arguments of the schedule's class.
+OPTIONS_OF_EVERY_SCHEDULE = ("monitor",)
 # Groups whose overrides are refused where the task does not take the part.
 PARTS_OF_TASK = ("loss", "metrics", "optimizer", "scheduler")
 
@@ -117,7 +120,7 @@ def build_module(
     if trainable:
         parts |= _parts_of_training(config, asked, learning_rates or {})
     parts |= _further_parts(config, asked, facts, outputs)
-    return _finished(build(node, parts), config)
+    return _finished(build(node, parts), config, trainable=trainable)
 
 
 def _parts_of_training(config: Config, asked: Set[str], learning_rates: Config) -> Config:
@@ -145,11 +148,16 @@ def _further_parts(config: Config, asked: Set[str], facts: DataFacts, outputs: A
     return parts
 
 
-def _finished(module: Any, config: Config) -> Any:
+def _finished(module: Any, config: Config, *, trainable: bool) -> Any:
     """Check a module, and give it what no constructor takes."""
     check_module(module, config["task"]["_target_"])
     if isinstance(module, Task):
-        module.monitor = config["task"].get("monitor", module.monitor)
+        module.monitor = _monitor_of_schedule(config) or module.monitor
+    elif trainable and _monitor_option(config):
+        raise UserError(
+            f"{type(module).__name__} says in configure_optimizers which metric its schedule goes "
+            "by: remove scheduler.monitor=."
+        )
     if str(config["trainer"]["precision"]) in ("64-true", "64"):
         # Lightning restores weights before it converts the module, and would round them.
         module = module.double()
@@ -208,20 +216,35 @@ def _scheduler(config: Config) -> Any:
     if "_target_" not in node:
         return None
     options = without_defaults(node, OPTIONS_OF_SCHEDULES, "scheduler")
+    for name in OPTIONS_OF_EVERY_SCHEDULE:
+        options.pop(name, None)
     target = resolve_target(node["_target_"], "scheduler._target_")
-    if target is ReduceLROnPlateau:
-        _check_plateau(str(config["task"].get("monitor")))
-        options.setdefault("mode", config["task"].get("mode", "min"))
+    if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
+        options.setdefault("mode", _mode_of_schedule(config))
+    elif _monitor_option(config):
+        raise UserError(
+            f"{node['_target_']} goes by no metric: remove scheduler.monitor=, or give "
+            "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau."
+        )
     return build({**options, "_partial_": True})
 
 
-def _check_plateau(monitor: str) -> None:
-    """Refuse a metric that no validation gives, as that of a task without labels."""
-    if monitor.startswith("train/"):
-        raise UserError(
-            f"ReduceLROnPlateau goes by a metric of the validation, and task.monitor={monitor} is "
-            "none. Pass scheduler=cosine, or a metric of your validation_step as task.monitor=."
-        )
+def _monitor_option(config: Config) -> str | None:
+    """Return scheduler.monitor=."""
+    return (config.get("scheduler") or {}).get("monitor")
+
+
+def _monitor_of_schedule(config: Config) -> str | None:
+    """Return the metric that ReduceLROnPlateau goes by: scheduler.monitor, or task.monitor."""
+    return _monitor_option(config) or config["task"].get("monitor")
+
+
+def _mode_of_schedule(config: Config) -> str:
+    """Return min or max: task.mode for the task's metric, and else by the metric's name."""
+    monitor = _monitor_of_schedule(config)
+    if monitor == config["task"].get("monitor"):
+        return config["task"].get("mode") or "min"
+    return "min" if is_lower_better(str(monitor)) else "max"
 
 
 def without_defaults(node: Config, defaults: Config, group: str) -> Config:

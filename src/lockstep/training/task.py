@@ -56,7 +56,7 @@ class Task(pl.LightningModule):
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.length_of_schedule: int | None = None  # optimizer steps
-        # The metric of ReduceLROnPlateau; a run sets task.monitor.
+        # The metric of ReduceLROnPlateau. A run sets scheduler.monitor, or else task.monitor.
         self.monitor = "val/loss"
         # (2,) float64 by metric: sum and number of the values of this rank.
         self.sums: dict[str, Tensor] = {}
@@ -189,8 +189,9 @@ class Task(pl.LightningModule):
         options["interval"] = "step" if arguments else "epoch"
         if isinstance(schedule, ReduceLROnPlateau):
             options["monitor"] = self.monitor
-            # An epoch without a validation would count the value of an earlier one again.
-            options["frequency"] = self.trainer.check_val_every_n_epoch or 1
+            if not self.monitor.startswith("train/"):
+                # An epoch without a validation would count the value of an earlier one again.
+                options["frequency"] = self.trainer.check_val_every_n_epoch or 1
         return {"optimizer": optimizer, "lr_scheduler": options}
 
     def _build_optimizer(self) -> torch.optim.Optimizer:

@@ -86,6 +86,17 @@ def test_a_sweep_without_pairs_is_refused(overrides, reason):
         paired_sweep(overrides, parsed(*overrides))
 
 
+def test_the_paired_sweeper_alone_says_what_to_type():
+    with pytest.raises(UserError, match="needs against=baseline.*seed=1,2,3 against=baseline"):
+        paired_sweep(["seed=1,2"], parsed("seed=1,2"), "paired")
+
+
+def test_the_paired_sweeper_may_be_typed_beside_against():
+    overrides = ["hydra/sweeper=paired", "seed=1,2", "loss=bce", "against=baseline"]
+    expected = ["seed=1,2", "loss=bce", "against=baseline", "hydra/sweeper=paired"]
+    assert paired_sweep(overrides, parsed(*overrides), "paired") == expected
+
+
 def test_options_of_hydra_are_of_no_arm():
     words = ["seed=1,2", "against=baseline", "loss=bce", "hydra/launcher=submitit_slurm"]
     assert overrides_of_arm(words) == ["loss=bce"]

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from example_runs import write_run
 from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.config.compose import compose, register_resolvers
+from lockstep.process.errors import UserError
 from lockstep.sweeps import jobs, local, stopping
 from lockstep.sweeps.jobs import run_child
 from lockstep.sweeps.ranking import Job, is_minimized, ranking
@@ -107,6 +109,8 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
     node["overrides"] = {"task": ["seed=1"], "hydra": []}
     config, own = OmegaConf.create({"optimized_metric": "val/acc"}), {"CUDA_VISIBLE_DEVICES": "3"}
     jobs.run_job(config, OmegaConf.create(node), "src/train.py", own)
+    result = json.loads((tmp_path / "night" / jobs.RESULTS_FOLDER / "3-0").read_text())
+    assert result["overrides"] == ["seed=1"], "a requeued job is no arm of its own"
     assert (
         asked.pop() == own
         and asked[1:3] == ["src/train.py", "seed=1"]
@@ -190,12 +194,12 @@ def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
         "experiment=quickstart",
         "trainer.max_epochs=1",
         "-m",
-        "trainer.precision=32-true,33",
+        "task.label_smoothing=0.0,2.0",
         "test=false",
     ]
     done = run_door("train", *words, logs=tmp_path)
     *_, last_of_ranking, page = done.output.rstrip().splitlines()
-    assert done.code == 2 and last_of_ranking.startswith("  exit code 2   trainer.precision=33")
+    assert done.code and last_of_ranking.startswith(f"  exit code {done.code}   task.label_smoo")
     assert page.startswith("page: ") and page.endswith("/page.md")
 
 
@@ -213,6 +217,13 @@ def test_errors_are_minimized_and_other_metrics_are_not():
             {"optimized_metric": metric, "callbacks": None, "hydra": {"sweeper": {}}}
         )
         assert is_minimized(config) is (metric in ("val/mae", "test/loss", "ece")), metric
+
+
+def test_the_short_words_of_a_direction_count():
+    config = {"optimized_metric": "val/acc", "hydra": {"sweeper": {"direction": "min"}}}
+    assert is_minimized(OmegaConf.create(config))
+    config["hydra"]["sweeper"]["direction"] = "max"
+    assert not is_minimized(OmegaConf.create({**config, "optimized_metric": "val/loss"}))
 
 
 def test_settings_and_folds_are_ranked_and_compared_by_fold():
@@ -283,6 +294,67 @@ def test_a_misspelt_option_of_a_sweep_is_refused_before_its_jobs(tmp_path, value
     done = run_door("train", "-m", f"model={value}", logs=tmp_path)
     assert done.code == 2 and "There is no model=nosuch: any model of timm" in done.output
     assert "job 0" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["trainer.max_epochs=1,0"], "trainer.max_epochs=0: give a whole number"),
+        (["optimizer.lr=0.1,high"], "optimizer.lr='high': give a number"),
+        (["seed=1,2", "optimizer.lrr=0.1,0.2"], "optimizer.lr"),
+        (["seed=1,-3"], "seed=-3: give a whole number"),
+        (["data=digits,image_folder", "data.root=nowhere"], "data.root"),
+        (["seed=1,2", "hydra/sweeper=paired"], "needs against=baseline"),
+        (["seed=1,2", "hydra/sweeper=optuna", "hydra.sweeper.direction=up"], "maximize"),
+    ],
+)
+def test_an_impossible_job_is_refused_before_the_first_one(
+    overrides, sentence, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(jobs, "run_hydra", lambda *_: pytest.fail("a job has started"))
+    with pytest.raises(UserError, match=sentence):
+        jobs.run_sweep("train", ["experiment=quickstart", *overrides])
+
+
+def test_a_folder_with_another_sweep_is_refused(monkeypatch, tmp_path):
+    begun = []
+    monkeypatch.setattr(jobs, "run_hydra", lambda *_: begun.append(1))
+    write_run(tmp_path / "night", "night_0")
+    words = ["experiment=quickstart", "seed=1,2", f"hydra.sweep.dir={tmp_path}/night"]
+    with pytest.raises(UserError, match="holds runs of another sweep, as night_0"):
+        jobs.run_sweep("train", words)
+    assert not begun
+    assert jobs.run_sweep("train", [*words, "resume=auto"]) == 0 and begun
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "s3.uri=s3://bucket/runs",
+        r"s3.uri=s3://bucket/a\b",
+        "paths.data_dir=/data/two words",
+        r"paths.data_dir=\\host\share",
+        "paths.data_dir='/data/it is'",
+    ],
+)
+def test_a_job_gets_a_text_as_it_was_typed(typed, monkeypatch, tmp_path):
+    monkeypatch.setattr(jobs, "refuse_impossible_jobs", lambda *_: None)
+    commands = []
+
+    def keep(command, environ, output):
+        commands.append(command)
+        return 1
+
+    monkeypatch.setattr(jobs, "run_child", keep)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    words = ["experiment=quickstart", "seed=1,2", f"hydra.sweep.dir={tmp_path}/night"]
+    jobs.run_sweep("train", [*words, typed])
+    group, _, key = typed.partition("=")[0].partition(".")
+    single = compose("train", [typed])[group][key]
+    assert len(commands) == 2
+    for command in commands:
+        [word] = [word for word in command if word.startswith(f"{group}.{key}=")]
+        assert compose("train", [word])[group][key] == single
 
 
 PLAIN_JOB = (

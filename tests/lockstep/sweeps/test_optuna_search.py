@@ -13,6 +13,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord, write_record
 from lockstep.records.trial import journal_storage
 from lockstep.sweeps.search import Search, suggest
@@ -101,6 +102,12 @@ def begin_run(search, number, **fields):
     folder = search.sweep_dir / f"{search.sweep_dir.name}_{number}"
     folder.mkdir(parents=True)
     write_record(folder / "run.json", RunRecord(**fields))
+
+
+def test_a_folder_with_runs_of_another_search_is_refused(tmp_path):
+    begin_run(search_in(tmp_path / "one", sweep="../night"), 0, status="finished")
+    with pytest.raises(UserError, match="night_0, a run of another sweep"):
+        search_in(tmp_path / "other", sweep="../night")
 
 
 def test_a_free_place_takes_the_next_trial_at_once(tmp_path):

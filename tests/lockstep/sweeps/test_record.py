@@ -66,6 +66,29 @@ def test_the_page_has_arms_sentence_winner_and_ranking(sweep):
     assert "optimizer.lr" in (sweep / "arms.svg").read_text()
 
 
+def test_a_trial_that_went_on_keeps_its_run(tmp_path):
+    first = tmp_path / "first" / "first_0"
+    write_run(first.parent, "first_0", num_train=900, metrics={"val/acc": 0.5})
+    (first / "page.md").write_text("")
+    jobs = [Job(0, 0, ["optimizer.lr=0.1"], 0.5, folder=str(first)), Job(1, 1, [], float("nan"))]
+    second = tmp_path / "second"
+    second.mkdir()
+    write_sweep(second, "", jobs, trials_of(jobs, "second", "val/acc", minimize=False))
+    record = json.loads((second / "sweep.json").read_text())
+    shown = [(job["run_id"], job["status"], job["num_train"]) for job in record["jobs"]]
+    assert shown == [("first_0", "finished", 900), ("second_1", "refused", None)]
+    assert "[first_0](../first/first_0/page.md)" in (second / "page.md").read_text()
+
+
+def test_arms_of_other_image_sizes_are_drawn(tmp_path):
+    jobs = []
+    for number, size in enumerate((8, 8, 16, 16)):
+        overrides = [f"data.image_size={size}", f"seed={number % 2}"]
+        jobs.append(Job(number, 0, overrides, 0.5 + number / 10))
+    write_sweep(tmp_path, "", jobs, trials_of(jobs, "s", "val/acc", minimize=False))
+    assert "data.image_size=16" in (tmp_path / "arms.svg").read_text()
+
+
 def test_words_of_the_user_stay_on_the_page(sweep):
     page = sweep / "page.md"
     text = page.read_text().replace("# night", "# The rate").replace(NOTE[1], f"mine\n{NOTE[1]}")

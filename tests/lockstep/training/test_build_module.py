@@ -34,7 +34,7 @@ from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
-from runs import run_door, succeed
+from runs import succeed
 
 
 def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
@@ -263,10 +263,43 @@ def test_a_rank_takes_the_threads_that_are_its_own(stated, environ, threads, mon
     assert threads_of({"num_threads": stated}) == threads
 
 
-def test_a_schedule_of_plateaus_needs_a_validation(tmp_path):
-    schedule = "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
-    done = run_door("train", "task=simclr", "data.views=2", schedule, "trainer=cpu", logs=tmp_path)
-    assert done.code == 2 and "task.monitor=train/loss" in done.output.splitlines()[-1]
+PLATEAU = "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
+
+
+def module_of(*overrides):
+    facts = {"num_classes": 10, "class_names": [], "image_size": 8, "channels": 1}
+    config = plain(compose("train", ["model=small_cnn", *overrides]))
+    return build_module({"choices": {}, **config}, facts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "monitor", "mode"),
+    [
+        ([], "val/acc", "max"),
+        (["scheduler.monitor=train/loss"], "train/loss", "min"),
+        (["+scheduler.monitor=train/acc"], "train/acc", "max"),
+        (["scheduler.monitor=val/loss", "+scheduler.mode=max"], "val/loss", "max"),
+        (["task=simclr", "data.views=2"], "train/loss", "min"),
+    ],
+)
+def test_a_schedule_of_plateaus_has_its_own_metric(overrides, monitor, mode):
+    module = module_of(PLATEAU, *overrides)
+    assert (module.monitor, module.scheduler_factory.keywords["mode"]) == (monitor, mode)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["scheduler.monitor=val/loss"], "remove scheduler.monitor="),
+        (
+            [PLATEAU, "scheduler.monitor=val/loss", "task._target_=plain_task.Regression"],
+            "Regression says in configure_optimizers",
+        ),
+    ],
+)
+def test_a_metric_that_no_schedule_goes_by_is_refused(overrides, sentence):
+    with pytest.raises(UserError, match=sentence):
+        module_of(*overrides)
 
 
 def test_a_schedule_of_plateaus_goes_by_the_tasks_metric_over_a_resume(tmp_path):

@@ -1,0 +1,67 @@
+"""The metric of ReduceLROnPlateau, which a task's schedule goes by (scheduler.monitor).
+
+Lightning takes it from what is logged at an epoch's end. A task counts its training metrics itself,
+so that they are exact over a resume; they are logged for the schedule alone.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lockstep.process.errors import UserError
+
+
+def check_before_training(trainer: pl.Trainer, module: Any) -> None:
+    """Refuse a metric of the validation in a training that has none."""
+    for monitor in _monitors(trainer, module):
+        if monitor.startswith("val") and not trainer.enable_validation:
+            raise UserError(
+                f"scheduler.monitor={monitor} is a metric of the validation, and this training has "
+                "none. Pass scheduler.monitor=train/loss, or another schedule, as scheduler=cosine."
+            )
+
+
+def check_sanity_metrics(trainer: pl.Trainer, module: Any) -> None:
+    """Refuse a metric of the validation that the one before training has not given."""
+    validations = [name for name in trainer.callback_metrics if name.startswith("val")]
+    for monitor in _monitors(trainer, module):
+        # Of several loaders Lightning has no metrics yet.
+        if validations and monitor.startswith("val") and monitor not in validations:
+            raise UserError(_sentence(monitor, [*validations, "train/loss"]))
+
+
+def log_training_metrics(trainer: pl.Trainer, module: Any, means: dict[str, float]) -> None:
+    """Log the training metric that a schedule goes by, and refuse one that does not exist.
+
+    Args:
+        means: over the epoch that ends and all ranks.
+    """
+    for monitor in _monitors(trainer, module, at_epoch=trainer.current_epoch + 1):
+        if monitor in means:
+            module.log_exactly({monitor: means[monitor]})
+            continue
+        # A module of the user's may log it itself, also after this callback.
+        is_logged = monitor in trainer.callback_metrics
+        if not is_logged and not is_overridden("on_train_epoch_end", module):
+            raise UserError(_sentence(monitor, [*trainer.callback_metrics, *means]))
+
+
+def _monitors(trainer: pl.Trainer, module: Any, at_epoch: int = 0) -> list[str]:
+    """Return the metrics of the schedules of a task. Other modules log theirs themselves.
+
+    Args:
+        at_epoch: only of schedules that step at the end of this epoch, from 1; 0: of all.
+    """
+    if not hasattr(module, "log_exactly"):
+        return []
+    monitors = []
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and at_epoch % config.frequency == 0:
+            monitors.append(str(config.monitor))
+    return monitors
+
+
+def _sentence(monitor: str, names: list[str]) -> str:
+    metrics = ", ".join(sorted(set(names)))
+    return f"scheduler.monitor={monitor} is not logged. Pass one of {metrics}."

@@ -1,0 +1,122 @@
+"""Refuse a sweep of which a job cannot work, before its first job trains."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.compose import CONFIGS, compose, one_sentence, whole_config
+from lockstep.config.keys import REPEATS
+from lockstep.config.overrides import CommandLine, as_typed, is_choice
+from lockstep.config.schema import key_of
+from lockstep.config.suggestions import missing_option
+from lockstep.process.errors import UserError
+from lockstep.process.redact import refuse_secrets
+from lockstep.ranks.find import find_ranks
+from lockstep.runs.checks import check_options
+from lockstep.sweeps.against import AGAINST
+
+LOCAL_LAUNCHER = "hydra_plugins.lockstep_sweeps.LocalJobs"
+
+
+def parsed(overrides: list[str]) -> list[Any]:
+    """Return Hydra's objects for overrides.
+
+    Raises:
+        UserError: Hydra cannot read one.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        typed = [as_typed(override) for override in overrides]
+        return OverridesParser.create().parse_overrides(typed)
+    except HydraException as error:
+        raise UserError(one_sentence(error)) from None
+
+
+def first_values(overrides: list[str]) -> list[str]:
+    """Return the overrides of a sweep's first job."""
+    return list(map(_first_value, overrides, parsed(overrides)))
+
+
+def _first_value(text: str, override: Any) -> str:
+    """Return the override with the first of its values; one that is not swept stays as it is."""
+    from hydra.core.override_parser.types import Glob, IntervalSweep
+
+    key = text.partition("=")[0]
+    value = override.value()
+    if isinstance(value, Glob):
+        options = sorted(path.stem for path in CONFIGS.glob(f"{key}/*.yaml"))
+        return f"{key}={value.filter(options)[0]}"
+    if not override.is_sweep_override() or key.startswith("hydra"):
+        return text
+    if isinstance(value, IntervalSweep):
+        return f"{key}={value.start}"
+    return f"{key}={next(override.sweep_string_iterator())}"
+
+
+def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
+    """Raise UserError for an option of a sweep that does not exist, as in
+    model=small_cnn,nosuch.
+    """
+    folders = CommandLine.parse(config_name, first_values(overrides), CONFIGS).folders
+    for text, override in zip(overrides, parsed(overrides), strict=True):
+        if not override.is_discrete_sweep() or not is_choice(text, folders):
+            continue
+        for name in override.sweep_string_iterator():
+            sentence = missing_option(key_of(text), str(name), folders)
+            if sentence:
+                raise UserError(sentence)
+
+
+def refuse_impossible_jobs(config_name: str, overrides: list[str], first: Any) -> None:
+    """Raise UserError where a job would be refused: each value is tried once, in the first job.
+
+    Args:
+        first: the composed config of the first job.
+    """
+    # Another launcher starts jobs on machines that have other devices and folders.
+    is_here = str(first.hydra.launcher.get("_target_")) == LOCAL_LAUNCHER
+    if is_here:
+        _check_job(first)
+    for job in _jobs_of_other_values(overrides):
+        cfg = compose(config_name, job)
+        if is_here:
+            _check_job(cfg)
+
+
+def _jobs_of_other_values(overrides: list[str]) -> Iterator[list[str]]:
+    """Yield the overrides of the first job with another value of one key."""
+    first = first_values(overrides)
+    for position, (text, override) in enumerate(zip(overrides, parsed(overrides), strict=True)):
+        if not override.is_discrete_sweep() or key_of(text).startswith("hydra"):
+            continue
+        values = list(override.sweep_string_iterator())[1:]
+        if key_of(text) in REPEATS:
+            # One seed is as good as another: the last one stands for all.
+            values = values[-1:]
+        for value in values:
+            changed = f"{text.partition('=')[0]}={value}"
+            yield [*first[:position], changed, *first[position + 1 :]]
+
+
+def _check_job(cfg: Any) -> None:
+    """Refuse what the job's own process would refuse before it imports torch."""
+    config = whole_config(cfg)
+    refuse_secrets(config)
+    # The sweep gives each job its run_id, and the arms their overrides.
+    config[AGAINST] = None
+    if config["resume"] == "auto":
+        config["run_id"] = "job"
+    check_options(config, find_ranks(config))
+
+
+def refuse_used_folder(sweep_dir: Path, overrides: list[str]) -> None:
+    """Raise UserError for a folder that holds the runs of another sweep, unless they go on."""
+    runs = sorted(path.parent.name for path in sweep_dir.glob("*/run.json"))
+    goes_on = any(key_of(override) == "resume" for override in overrides)
+    if runs and not goes_on:
+        raise UserError(
+            f"hydra.sweep.dir={sweep_dir} holds runs of another sweep, as {runs[0]}: give another "
+            "folder, or resume=auto to continue that sweep by the same command."
+        )
