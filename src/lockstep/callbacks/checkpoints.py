@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.callbacks.early_stopping import keep_patience
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
 from lockstep.checkpoints.io import CheckpointFiles, on_host
@@ -322,6 +323,7 @@ class Checkpoints(pl.Callback):
         self.saved_step = checkpoint["global_step"]
         # EarlyStopping ended the run, and this start asks for no more epochs or steps.
         trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
+        keep_patience(trainer, checkpoint)
 
     # How it is saved
 
