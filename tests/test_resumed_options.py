@@ -57,9 +57,10 @@ REFUSED = {
     "scheduler=linear": "started with another scheduler",
     "scheduler.warmup_epochs=1": "another scheduler (warmup_epochs was 0.0, now 1)",
     "trainer.ema_decay=0.9": "another trainer (ema_decay was None, now 0.9)",
+    "ckpt_path=r": "goes on from its own checkpoints, and ckpt_path=r would have no effect",
     "~optimizer.momentum": "another optimizer (momentum was 0, now not set)",
 }
-QUICK = ("scheduler=none", "+optimizer.eps=1e-4", "trainer.max_epochs=1")
+QUICK = ("scheduler=none", "+optimizer.eps=1e-4", "trainer.max_epochs=1", "ckpt_path=r")
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,15 @@ class FolderLayout:
     def have_same_folders(self, names: Iterable[str]) -> bool:
         """Return whether two or more folders each contain the same two or more folders alone."""
         names = list(names)
-        contents = {frozenset(self.inner[name]) for name in names}
-        has_direct_images = not self.with_direct_images.isdisjoint(names)
-        return (
-            len(names) > 1 and len(contents) == 1 and len(*contents) > 1 and not has_direct_images
-        )
+        shared = self.shared_folders(names)
+        return len(shared) > 1 and all(set(self.inner[name]) == shared for name in names)
+
+    def shared_folders(self, names: Iterable[str]) -> set[str]:
+        """Return the folders that are in each of two or more folders without images beside them."""
+        names = list(names)
+        if len(names) < 2 or not self.with_direct_images.isdisjoint(names):
+            return set()
+        return set.intersection(*(set(self.inner[name]) for name in names))
 
 
 def split_folders(
@@ -213,11 +217,16 @@ def _refuse_folder_around_classes(layout: FolderLayout) -> None:
 
 
 def _check_same_folders(layout: FolderLayout, warnings: list[str]) -> None:
-    """Refuse, or report, folders that all have the same folders inside, as splits have."""
+    """Refuse, or report, folders that share the folders inside, as splits do.
+
+    A split may lack some of the classes: most of the folders are enough.
+    """
     names = sorted(layout.inner)
-    if not layout.have_same_folders(names):
+    shared = layout.shared_folders(names)
+    most = max(map(len, layout.inner.values()), default=0)
+    if len(shared) < 2 or 2 * len(shared) < most:
         return
-    inside = _listed(layout.inner[names[0]])
+    inside = _listed(shared)
     if any(splits_in(name) for name in names):
         raise UserError(
             f"{layout.root}: {_listed(names)} each hold the folders {inside}, as splits do. Rename "

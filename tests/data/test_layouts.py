@@ -41,6 +41,13 @@ def test_splits_of_unusual_names_are_no_classes(tmp_path):
     assert dm.class_names == ["testing_images", "training_images", "tuning_images"]
 
 
+@pytest.mark.parametrize("part", ["training_images", "tuning_images"])
+def test_a_split_that_lacks_a_class_is_no_class(part, tmp_path):
+    root = write(tmp_path / "set", [*UNUSUAL, f"{part}/owl"])
+    with pytest.raises(UserError, match="each hold the folders cat, dog.*data.splits=false"):
+        prepared(tmp_path, root)
+
+
 def test_the_same_folders_in_all_classes_are_reported(tmp_path):
     dm = prepared(tmp_path, write(tmp_path / "set", within(["fox", "owl"], ["day", "night"])))
     assert dm.class_names == ["fox", "owl"]

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.callbacks.early_stopping import keep_patience
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
 from lockstep.checkpoints.frozen import State, frozen_state, set_frozen_state
@@ -331,6 +332,7 @@ class Checkpoints(pl.Callback):
         self._load_frozen(trainer, stored.get("frozen"))
         # EarlyStopping ended the run, and this start asks for no more epochs or steps.
         trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
+        keep_patience(trainer, checkpoint)
 
     def _load_frozen(self, trainer: pl.Trainer, state: State | None) -> None:
         """Freeze layers as the checkpoint says, once the optimizers are built.

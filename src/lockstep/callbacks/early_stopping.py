@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 
+from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.resume_point import is_ended_by_callback
 from lockstep.process.errors import UserError
 from lockstep.process.output import is_lower_better
@@ -36,6 +37,17 @@ class EarlyStopping(callbacks.EarlyStopping):
             if self.is_auto and is_of_best and part.mode != self.mode:
                 super().__init__(self.monitor, mode=part.mode, **self.options)
         super().setup(trainer, pl_module, stage)
+
+
+def keep_patience(trainer: pl.Trainer, checkpoint: Checkpoint) -> None:
+    """Make EarlyStopping, also Lightning's own, go on with the patience that this start gives it.
+
+    Lightning takes that of the checkpoint.
+    """
+    states = checkpoint.get("callbacks", {})
+    for part in trainer.callbacks:
+        if isinstance(part, callbacks.EarlyStopping) and part.state_key in states:
+            states[part.state_key]["patience"] = part.patience
 
 
 def reason_of_early_stop(trainer: pl.Trainer) -> str | None:

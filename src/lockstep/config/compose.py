@@ -166,8 +166,8 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
 
     key = refused["key"]
     # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
-    # too. A key that no yaml lists may be of Lightning's Trainer.
-    if refused["is_listed"] or _is_trainer_argument(key):
+    # too. A key that no yaml lists may be of Lightning's Trainer. Values may be added to a group.
+    if refused["is_listed"] or _is_trainer_argument(key) or is_group(key, folders):
         return _compose(config_name, _repaired(overrides, key), folders)
     choices = [word for word in overrides if is_choice(word, folders)]
     options = unresolved(_compose(config_name, [*search_paths(overrides), *choices], folders))

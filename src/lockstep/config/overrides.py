@@ -89,7 +89,8 @@ def config_folders(overrides: list[str], configs: Path) -> tuple[Path, ...]:
 
 def is_choice(override: str, folders: tuple[Path, ...]) -> bool:
     """Return whether an override chooses an option, as `model=alexnet`, and sets no value."""
-    if "=" not in override or override.startswith("~"):
+    _, sign, value = override.partition("=")
+    if not sign or override.startswith("~") or value.startswith("{"):
         return False
     return is_group(key_of(override), folders)
 

@@ -12,7 +12,9 @@ from lockstep.process.project import REPOSITORY
 
 # Metrics of which the lower one is better, as words of a name. Others are scores.
 ERRORS = {"mae", "mse", "rmse", "mape", "nll", "ece", "brier", "perplexity", "ppl", "fid"}
-ERRORS |= {"wer", "cer"}
+ERRORS |= {"wer", "cer", "eer", "err", "nrmse", "rmsle", "msle", "smape", "medae", "bce"}
+ERRORS |= {"crossentropy", "entropy", "kl", "hinge", "huber", "hamming", "hausdorff"}
+ERRORS |= {"lpips", "distance", "divergence", "deviation"}
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
 PLAIN = "\033[0m"
 # Control characters but for line ends and tabs, marks that change the direction of writing, and

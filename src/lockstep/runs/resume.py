@@ -203,6 +203,7 @@ def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> Non
             f"trainer.max_{what} to go on."
         )
 
+    _refuse_other_weights(folder, before, config)
     changes = changes_of(before, config, defaults_of)
     for change in changes:
         if not keys.may_resume_change(change.key):
@@ -211,6 +212,18 @@ def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> Non
     if any(change.key in keys.LENGTHS for change in changes):
         _check_length(folder, config)
     _log_changes(changes, config)
+
+
+def _refuse_other_weights(folder: RunFolder, before: Config, config: Config) -> None:
+    """Refuse weights to start from that a run with checkpoints of its own would never read."""
+    address = config.get(keys.WEIGHTS_AT_START)
+    if not address or address == before.get(keys.WEIGHTS_AT_START):
+        return
+    if any(complete_checkpoints(folder.checkpoints)):
+        raise UserError(
+            f"The run {folder.run_id} goes on from its own checkpoints, and {keys.WEIGHTS_AT_START}="
+            f"{address} would have no effect: leave it out, or start a new run with it."
+        )
 
 
 def _refusal(folder: RunFolder, change: Change) -> UserError:

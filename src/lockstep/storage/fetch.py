@@ -49,9 +49,11 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
     """
     if is_s3(address):
         try:
-            return _fetch_address(address.rstrip("/"), s3 or {}, logs / "cache").resolve()
+            path = _fetch_address(address.rstrip("/"), s3 or {}, logs / "cache").resolve()
         except S3Error as error:
             raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
+        _say_size(logs / "cache")
+        return path
     path = Path(address)
     run = RunFolder(path)
     if not run.record.exists():
@@ -63,6 +65,16 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
     for best, _ in files.complete_checkpoints(run.checkpoints, "best"):
         return best.resolve()
     raise UserError(f"The run {run.run_id} has no complete best checkpoint.")
+
+
+def _say_size(cache: Path) -> None:
+    """Log what several fetched checkpoints take of the disk, as none of them is ever deleted."""
+    sizes = [path.stat().st_size for path in cache.glob("*/*.ckpt")]
+    if len(sizes) > 1:
+        log.info(
+            f"{cache} holds {sum(sizes) / 1e9:.1f} GB in {len(sizes)} fetched checkpoints. You may "
+            "delete it: what is used again is fetched again."
+        )
 
 
 def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:

@@ -55,6 +55,8 @@ RIGHT = [
     "+trainer.strategy={_target_: lockstep.strategies.ddp.DDP, static_graph: true}",
     "trainer=ddp +trainer.strategy.find_unused_parameters=true",
     "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 3}",
+    "+callbacks={early: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss}}",
+    "metrics={auroc: {_target_: torchmetrics.AUROC, task: multiclass}}",
     "+optimizer.amsgrad=true",
     "trainer.detect_anomaly=true",
     "data.global_batch_size=max",

@@ -253,6 +253,7 @@ SCRIPTS = [
         "optimizer.lr=0.5",
     ],
     ["data._target_=a.Data", "+data.size=3", "loss._target_=a.Loss", "+loss.k=2", "~callbacks"],
+    ["+callbacks={x: {_target_: a.B, n: 3}}", "metrics={f: {_target_: a.F}}", "+callbacks.x.m=4"],
 ]
 
 

@@ -479,7 +479,9 @@ def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, located, cap
     setting.client.put_object(
         Bucket=setting.run.name, Key="of-others/x.ckpt", Body=b"weights"
     )  # without a sha256
+    assert "fetched checkpoints" not in caplog.text
     assert located(f"s3://{setting.run.name}/of-others/x.ckpt").read_bytes() == b"weights"
+    assert "GB in 2 fetched checkpoints" in caplog.text
 
 
 def test_what_cannot_be_fetched_is_a_sentence(setting, located, tmp_path):
