@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook import build
-from lockstep.logbook.arms import Trials
+from lockstep.logbook.arms import Arms
 from lockstep.logbook.compare import as_text, title_of, write_comparison
 from lockstep.logbook.folders import Run, find_run, heading_of, read_run, text_of
 from lockstep.logbook.groups import (
@@ -35,7 +35,7 @@ from lockstep.logbook.groups import (
     members_of,
     name_of_group,
     runs_of_group,
-    trials_of_groups,
+    arms_of_groups,
 )
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
@@ -140,20 +140,20 @@ def compare_groups(options: argparse.Namespace) -> None:
         return read_run(find_run(name, options.logs, options.logbook))
 
     groups = {name_of_group(word): runs_of_group(word, every, find) for word in options.runs}
-    trials = trials_of_groups(groups)
-    lines = [*trials.lines(), *trials.winner_lines(), differs_between(groups, trials)]
+    arms = arms_of_groups(groups)
+    lines = [*arms.lines(), *arms.winner_lines(), differs_between(groups, arms)]
     say("\n".join(filter(None, lines)))
     title = options.title or (options.md and heading_of(text_of(options.md)))
     runs = members_of(groups)
-    write_files(options, runs, title or " beside ".join(groups), trials)
+    write_files(options, runs, title or " beside ".join(groups), arms)
 
 
 def write_files(
-    options: argparse.Namespace, runs: list[Run], title: str, trials: Trials | None
+    options: argparse.Namespace, runs: list[Run], title: str, arms: Arms | None
 ) -> None:
     """Write the page and the report that the command line asks for."""
     if options.md:
-        write_comparison(options.md, runs, title, trials)
+        write_comparison(options.md, runs, title, arms)
         say(options.md)
     if options.html:
         address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))

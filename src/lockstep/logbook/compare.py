@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
-from lockstep.logbook.arms import SEVERAL, Trials
+from lockstep.logbook.arms import SEVERAL, Arms
 from lockstep.logbook.figures import compare_panels, write_figure
 from lockstep.logbook.folders import NOTE, Run, heading_of, note_of, text_of
 from lockstep.logbook.render import (
@@ -278,15 +278,13 @@ def _automatic_title(titles: Sequence[str]) -> str:
     return " beside ".join(titles)
 
 
-def write_comparison(
-    path: Path, runs: Sequence[Run], title: str, trials: Trials | None = None
-) -> None:
+def write_comparison(path: Path, runs: Sequence[Run], title: str, arms: Arms | None = None) -> None:
     """Write the comparison as markdown, with a picture beside it.
 
     The user's words on a page of before stay.
 
     Args:
-        trials: of groups of runs, which are then compared as arms too.
+        arms: of groups of runs, which are then compared as arms too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".svg")
@@ -295,13 +293,13 @@ def write_comparison(
     text = render(
         "compare.md.j2",
         title=title,
-        trials=trials,
+        arms=arms,
         several=SEVERAL,
         runs=runs,
         numbers=numbers,
         meaning_of_error=meaning_of_error(numbers),
         settings=setting_rows(runs),
-        caution="" if trials else not_held_fixed(runs),
+        caution="" if arms else not_held_fixed(runs),
         picture=picture.name if has_picture else "",
         note=note_of(text_of(path)),
         note_marks=NOTE,
