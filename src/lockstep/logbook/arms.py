@@ -16,7 +16,7 @@ from lockstep.process.output import as_read, tested_name
 
 PERCENT = 100
 DIGITS = 10
-SEVERAL = (
+ABOUT_SEVERAL = (
     "Each interval is 95 % by itself: of twenty equal settings one is likely to seem different."
 )
 # The arm that sets nothing of its own, of against=baseline.
@@ -153,7 +153,7 @@ class Arms:
             names = f"{comparison.arm} against {comparison.reference}"
             lines.append(f"  {names}: {comparison.sentence}")
         if len(self.comparisons) > 1:
-            lines.append(f"  {SEVERAL}")
+            lines.append(f"  {ABOUT_SEVERAL}")
         return lines
 
     def _parts(self, arm: Arm) -> Iterable[str]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.arms import SEVERAL, ArmRun, Arms
+from lockstep.logbook.arms import ABOUT_SEVERAL, ArmRun, Arms
 from lockstep.logbook.folders import NOTE, heading_of, note_of, text_of
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_figure import write_sweep_figure
@@ -107,7 +107,7 @@ def write_sweep_page(folder: Path) -> Path:
         "sweep.md.j2",
         sweep=sweep,
         arms=sweep.arms,
-        several=SEVERAL,
+        about_several=ABOUT_SEVERAL,
         figure=FIGURE if has_figure else "",
         note=note_of(text_of(page)),
         note_marks=NOTE,
