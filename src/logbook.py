@@ -26,17 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook import build
-from lockstep.logbook.arms import Trials
-from lockstep.logbook.compare import as_text, title_of, write_comparison
-from lockstep.logbook.folders import Run, find_run, heading_of, read_run, text_of
+from lockstep.logbook.compare import as_text, not_held_fixed, title_of, write_comparison
+from lockstep.logbook.folders import Run, find_run, heading_of, is_url, read_run, text_of
 from lockstep.logbook.groups import (
+    arms_of_groups,
     differs_between,
     is_group,
     members_of,
     name_of_group,
     runs_of_group,
-    trials_of_groups,
 )
+from lockstep.logbook.index import write_index
 from lockstep.logbook.render import aligned
 from lockstep.logbook.report import report_html
 from lockstep.logbook.sweep_page import find_sweep, keep_sweep
@@ -87,7 +87,7 @@ def keep(options: argparse.Namespace) -> None:
             say(keep_sweep(folder, options.logbook))
     # The page of a sweep links the pages of its jobs that are kept.
     build.write_sweep_pages(options.logbook)
-    build.write_index(options.logbook)
+    write_index(options.logbook)
 
 
 def _fetch(address: str, root: Path) -> Path:
@@ -110,7 +110,7 @@ def remove(options: argparse.Namespace) -> None:
         shutil.rmtree(folder)
         say(f"{folder} removed")
     build.write_sweep_pages(options.logbook)
-    build.write_index(options.logbook)
+    write_index(options.logbook)
 
 
 def build_pages(options: argparse.Namespace) -> None:
@@ -123,44 +123,59 @@ def compare(options: argparse.Namespace) -> None:
     if any(is_group(word) for word in options.runs):
         compare_groups(options)
         return
-    runs = [read_run(find_run(name, options.logs, options.logbook)) for name in options.runs]
+    runs = [_find_run(name, options) for name in options.runs]
     if len(runs) < 2 and not options.html:
         raise UserError("A comparison needs at least two runs: logbook.py compare RUN RUN.")
     title = options.title or title_of(runs, options.md)
     say(as_text(runs))
-    write_files(options, runs, title, None)
+    if options.md:
+        write_comparison(options.md, runs, title, caution=not_held_fixed(runs))
+    write_report_and_index(options, runs, title)
 
 
 def compare_groups(options: argparse.Namespace) -> None:
     """Compare groups of runs as a sweep compares its arms."""
     folders = _folders_by_id(options.logbook) | _folders_by_id(options.logs)
-    every = [read_run(folder) for folder in folders.values()]
+    every = [_read_run(folder) for folder in folders.values()]
 
     def find(name: str) -> Run:
-        return read_run(find_run(name, options.logs, options.logbook))
+        return _find_run(name, options)
 
     groups = {name_of_group(word): runs_of_group(word, every, find) for word in options.runs}
-    trials = trials_of_groups(groups)
-    lines = [*trials.lines(), *trials.winner_lines(), differs_between(groups, trials)]
+    arms = arms_of_groups(groups)
+    caution = differs_between(groups, arms)
+    lines = [*arms.lines(), *arms.winner_lines(), caution]
     say("\n".join(filter(None, lines)))
     title = options.title or (options.md and heading_of(text_of(options.md)))
+    title = title or " beside ".join(groups)
     runs = members_of(groups)
-    write_files(options, runs, title or " beside ".join(groups), trials)
-
-
-def write_files(
-    options: argparse.Namespace, runs: list[Run], title: str, trials: Trials | None
-) -> None:
-    """Write the page and the report that the command line asks for."""
     if options.md:
-        write_comparison(options.md, runs, title, trials)
+        write_comparison(options.md, runs, title, caution=caution, arms=arms)
+    write_report_and_index(options, runs, title)
+
+
+def _find_run(name: str, options: argparse.Namespace) -> Run:
+    return _read_run(find_run(name, options.logs, options.logbook))
+
+
+def _read_run(folder: Path) -> Run:
+    """Return a run with its summary, which run.json lacks until the run has ended."""
+    run = read_run(folder)
+    if "folder" not in run.record.summary:
+        run.record.summary = build.summary_of(run)
+    return run
+
+
+def write_report_and_index(options: argparse.Namespace, runs: list[Run], title: str) -> None:
+    """Write the report that the command line asks for, and list the new pages in the logbook."""
+    if options.md:
         say(options.md)
     if options.html:
         address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))
         link_from_pages(runs, options.logbook, title, address)
         say(address)
     if options.logbook.is_dir() and (options.md or options.html):
-        build.write_index(options.logbook)
+        write_index(options.logbook)
 
 
 def _endpoint(runs: list[Run]) -> str | None:
@@ -173,7 +188,9 @@ def link_from_pages(runs: list[Run], logbook: Path, title: str, address: str) ->
     """Link the report from each run's page in the logbook and in its folder, unless it is alive."""
     for run in runs:
         kept = logbook / run.run_id
-        if (kept / "run.json").exists():
+        # Readers of the logbook have no other files of this machine.
+        is_readable = is_url(address) or Path(address).resolve().is_relative_to(logbook.resolve())
+        if is_readable and (kept / "run.json").exists():
             # Only these commands write there: no lock, whose file would lie in the logbook.
             build.add_report(kept, title, address)
         if run.folder == kept.resolve():

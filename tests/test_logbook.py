@@ -100,6 +100,56 @@ def test_the_index_has_the_answer_of_a_comparison(logbook, tmp_path):
     assert "- [Is FSDP slower?](two.md): Yes, by 7 % on *two* cores.\n" in index
 
 
+def test_the_index_begins_with_questions_and_ends_with_all_runs(logbook, tmp_path):
+    runs = tmp_path / "logs/train/runs"
+    for name, note in (("alone", "Best *so far* ([why](curves.svg)). More."), ("silent", "")):
+        write_run(runs, name)
+        (runs / name / "page.md").write_text(f"# {name}\n{NOTE[0]}\n- {note}\n{NOTE[1]}\n")
+    (runs / "silent/page.md").unlink()
+    page = tmp_path / "logbook/two.md"
+    assert logbook("keep", "run-ddp", "run-fsdp", "alone", "silent") == 0
+    assert logbook("compare", "ddp", "fsdp", "--md", page, "--title", "Is <it> slower?") == 0
+    index = (tmp_path / "logbook/README.md").read_text()
+    head, questions, others, table = index.split("\n## ")
+    assert questions.splitlines()[2:4] == [
+        "- [Is &#60;it&#62; slower?](two.md)",
+        "  Runs: [run-ddp](run-ddp/page.md), [run-fsdp](run-fsdp/page.md)",
+    ]
+    alone = "- [alone](alone/page.md): Best *so far* ([why](alone/curves.svg))."
+    assert others.splitlines()[2:] == [alone]
+    assert table.startswith("All runs\n") and table.count("/page.md)") == 4
+
+
+def test_answered_questions_come_first(logbook, tmp_path):
+    for name, note in (("a", ""), ("b", "Yes.")):
+        page = tmp_path / f"logbook/{name}.md"
+        logbook("compare", "run-ddp", "run-fsdp", "--md", page, "--title", name)
+        page.write_text(page.read_text().replace(NOTE[0], f"{NOTE[0]}\n{note}"))
+    assert logbook("build") == 0
+    index = (tmp_path / "logbook/README.md").read_text()
+    assert index.index("[b](b.md): Yes.") < index.index("[a](a.md)")
+
+
+def test_the_page_of_groups_says_what_is_not_held_fixed(logbook, tmp_path):
+    write_run(tmp_path / "logs/train/runs", "longer", epochs=99, tags=["longer"])
+    page = tmp_path / "groups.md"
+    assert logbook("compare", "tags=example,trainer=ddp", "tags=longer", "--md", page) == 0
+    assert "**Not held fixed between these runs: the number of epochs.**" in page.read_text()
+
+
+def test_a_run_without_summary_has_its_error_in_a_comparison(logbook, capsys):
+    assert logbook("compare", "run-ddp", "run-fsdp") == 0
+    assert "86.43 % ± 0.34 %" in capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_a_kept_page_links_no_report_outside_of_the_logbook(logbook, tmp_path):
+    logbook("keep", "run-ddp")
+    report = tmp_path / "elsewhere.html"
+    assert logbook("compare", "run-ddp", "run-fsdp", "--html", report) == 0
+    assert "elsewhere.html" not in (tmp_path / "logbook/run-ddp/page.md").read_text()
+    assert "elsewhere.html" in (tmp_path / "logs/train/runs/run-ddp/page.md").read_text()
+
+
 def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, capsys):
     store = shared_store()
     for name, value in store.environment().items():
@@ -144,7 +194,7 @@ def test_a_run_that_only_its_bucket_has_is_kept(logbook, bucket, tmp_path):
     assert kept.record.summary["folder"] == f"{bucket.uri}/run-ddp"
     assert kept.value("optimizer.lr") == 0.0005 and kept.metrics["val/acc"]
     page = (kept.folder / "page.md").read_text()
-    assert "tensorboard --logdir s3://models/vit/run-ddp/tensorboard" in page
+    assert f"tensorboard --logdir {bucket.uri}/run-ddp/tensorboard" in page
     assert "](run-ddp/page.md)" in (tmp_path / "logbook/README.md").read_text()
     assert {path.name for path in kept.folder.iterdir()} == {
         "page.md", "run.json", "metrics.csv", "curves.svg",
@@ -248,15 +298,20 @@ FOLDERS = sorted(path.parent for path in LOGBOOK.glob("*/run.json"))
 def test_the_page_of_every_run_is_that_of_its_record(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.logbook.folders.REPOSITORY", tmp_path)
     copy = shutil.copytree(folder, tmp_path / "logbook" / folder.name)
+    for report in LOGBOOK.glob("*.html"):
+        shutil.copy(report, tmp_path / "logbook")
     text = write_page(read_run(copy)).read_text()
     assert text == (folder / "page.md").read_text()
     assert (copy / "curves.svg").exists() == (folder / "curves.svg").exists()
 
 
-def test_the_index_is_that_of_the_runs_and_a_report_takes_all_of_them(tmp_path):
+def test_a_report_takes_all_runs_of_the_logbook():
     assert 10 <= len(FOLDERS) <= 18, "not too many"
     report = report_html("all", [read_run(folder) for folder in FOLDERS])
     assert all(folder.name in report for folder in FOLDERS)
+
+
+def test_the_index_is_that_of_the_runs(tmp_path):
     copy = shutil.copytree(LOGBOOK, tmp_path / "logbook")
     write_index(copy)
     assert (copy / "README.md").read_text() == (LOGBOOK / "README.md").read_text()

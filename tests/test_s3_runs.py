@@ -209,7 +209,9 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     stop = partial(signal_at_step, 30, signal.SIGTERM)
     first = place.train("trainer=fsdp_sim", logs=tmp_path / "first", before=stop)
     assert first.code == EXIT_INTERRUPTED, first.output
-    assert place.run.read("page.md")[0] == first.folder.page.read_bytes()
+    for name in ("page.md", "curves.svg", "run.json", "metrics.csv"):
+        assert place.run.read(name)[0] == (first.path / name).read_bytes(), name
+    assert first.record["status"] == "interrupted" and first.record["summary"]["folder"]
     last = place.checkpoint("last")
     assert last.step == first.record["steps"] >= 30
     bucket_alone = ["run_id=the-run", "resume=auto", *place.arguments]

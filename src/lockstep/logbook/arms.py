@@ -16,7 +16,7 @@ from lockstep.process.output import as_read, tested_name
 
 PERCENT = 100
 DIGITS = 10
-SEVERAL = (
+ABOUT_SEVERAL = (
     "Each interval is 95 % by itself: of twenty equal settings one is likely to seem different."
 )
 # The arm that sets nothing of its own, of against=baseline.
@@ -79,8 +79,8 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Trials:
-    """The arms of a sweep or a comparison.
+class Arms:
+    """The arms of a sweep, or of a comparison of groups.
 
     Args:
         runs: in order. The arm of the first one is the reference of the others.
@@ -93,7 +93,7 @@ class Trials:
     minimize: bool
 
     @cached_property
-    def arms(self) -> list[Arm]:
+    def ranked(self) -> list[Arm]:
         """Arms with a finished run, the best mean first."""
         arms = []
         for name in self.settings:
@@ -120,7 +120,7 @@ class Trials:
     @cached_property
     def comparisons(self) -> list[Comparison]:
         """Each other arm beside the reference, in order, if they share a seed or fold."""
-        arms = {arm.name: arm for arm in self.arms}
+        arms = {arm.name: arm for arm in self.ranked}
         first, *others = self.settings
         if not self.has_repeats or first not in arms:
             return []
@@ -144,16 +144,16 @@ class Trials:
 
     def lines(self) -> list[str]:
         """Return the arms, the best mean first, and the comparisons, for a terminal."""
-        if not self.arms:
+        if not self.ranked:
             return []
         lines = [f"{self.metric}, mean ± standard error:"]
-        for arm in self.arms:
+        for arm in self.ranked:
             lines.append("  " + " · ".join(filter(None, self._parts(arm))))
         for comparison in self.comparisons:
             names = f"{comparison.arm} against {comparison.reference}"
             lines.append(f"  {names}: {comparison.sentence}")
         if len(self.comparisons) > 1:
-            lines.append(f"  {SEVERAL}")
+            lines.append(f"  {ABOUT_SEVERAL}")
         return lines
 
     def _parts(self, arm: Arm) -> Iterable[str]:
@@ -174,9 +174,9 @@ class Trials:
 
         The test metric of the others is not shown: who chooses by it needs another test.
         """
-        if len(self.arms) < 2:
+        if len(self.ranked) < 2:
             return []
-        best = self.arms[0]
+        best = self.ranked[0]
         tried = f"{len(self.settings)} settings were tried on the same validation images"
         return [" · ".join(filter(None, [f"best: {best.name}", self.tested_text(best), tried]))]
 
@@ -223,18 +223,18 @@ def refuse_equal_repeats(runs: Iterable[ArmRun]) -> None:
             )
 
 
-def as_record(trials: Trials) -> dict[str, Any]:
+def as_record(arms: Arms) -> dict[str, Any]:
     """Return arms and comparisons as sweep.json holds them."""
-    arms = []
-    for arm in trials.arms:
+    arm_records = []
+    for arm in arms.ranked:
         record = {"arm": arm.name, "runs": [run.run_id for run in arm.runs]}
-        arms.append(record | _figures(arm.values))
+        arm_records.append(record | _figures(arm.values))
     comparisons = []
-    for comparison in trials.comparisons:
+    for comparison in arms.comparisons:
         record = {"arm": comparison.arm, "against": comparison.reference}
         record |= _figures(comparison.differences)
         comparisons.append(record | {"sentence": comparison.sentence})
-    return {"arms": arms, "comparisons": comparisons}
+    return {"arms": arm_records, "comparisons": comparisons}
 
 
 def _figures(sample: Sample) -> dict[str, Any]:

@@ -1,36 +1,27 @@
 """Write what a run leaves to read.
 
-These are the summary in run.json, its page, its folder in the logbook, and the list of runs.
+These are the summary in run.json, its page, and its folder in the logbook.
 """
 
 import csv
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.figures import drawn, run_panels, write_figure
-from lockstep.logbook.folders import NOTE, Run, config_of, note_of, read_run
+from lockstep.logbook.figures import drawn, run_panels, why_no_curves, write_figure
+from lockstep.logbook.folders import NOTE, Run, config_of, is_url, read_run
+from lockstep.logbook.index import readable_runs, write_index
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.redact import redact, redact_text
-from lockstep.records.folder import run_folders
 from lockstep.records.proof_table import proof_of_run
 from lockstep.records.record import RunRecord, as_json, locked_record, save_record
 
-MARKS = {
-    "finished": "✅",
-    "failed": "❌",
-    "out of memory": "❌",
-    "interrupted": "⏸",
-    "running": "▶",
-    "lost": "❔",
-}
 # The record has the confusion matrix and the scores of at most so many classes.
 MAX_CONFUSION = 50
 MAX_CLASSES = 1000
@@ -75,9 +66,13 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def add_report(folder: Path, title: str, address: str) -> None:
-    """Link an interactive report from the page of a run; the caller holds its record's lock."""
+    """Link an interactive report from the page of a run; the caller holds its record's lock.
+
+    Args:
+        address: a file, or a URL.
+    """
     run = read_run(folder)
-    if "://" not in address:
+    if not is_url(address):
         address = os.path.relpath(address, folder)
     run.record.reports[title] = address
     save_record(folder / "run.json", run.record)
@@ -157,9 +152,9 @@ def write_page(run: Run) -> Path:
     text = render(
         "run.md.j2",
         run=run,
-        marks=MARKS,
         note_marks=NOTE,
         has_curves=has_curves,
+        no_curves=why_no_curves(run),
         pictures=[name for name in PICTURES if (run.folder / name).is_file()],
     )
     return _write(run.folder / "page.md", text)
@@ -182,6 +177,7 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     run = summarise(folder)
     if address:
         run.record.summary["folder"] = address
+    run.record.reports = _reports_of_copy(run, target)
     # A run folder is logs/train/runs/<run_id>, or a job's, a folder deeper.
     for logs in folder.resolve().parents[2:4]:
         proof = proof_of_run(run.record, logs)
@@ -205,6 +201,23 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     page = write_page(read_run(target))
     write_index(logbook)
     return page
+
+
+def _reports_of_copy(run: Run, target: Path) -> dict[str, str]:
+    """Return the interactive reports that a reader of the logbook can open, as seen from `target`.
+
+    A file elsewhere on this machine is none of them.
+    """
+    reports = {}
+    logbook = target.parent.resolve()
+    for title, address in run.record.reports.items():
+        if is_url(address):
+            reports[title] = address
+            continue
+        path = (run.folder / address).resolve()
+        if path.is_relative_to(logbook):
+            reports[title] = os.path.relpath(path, logbook / target.name)
+    return reports
 
 
 def _copy_diff(source: Path, target: Path) -> None:
@@ -234,22 +247,9 @@ def _fewer_rows(metrics: str) -> str:
     return "\n".join([head, *(lines[number] for number in sorted(chosen))]) + "\n"
 
 
-def readable(logbook: Path) -> tuple[list[Run], list[str]]:
-    """Return the runs of a logbook, the newest first, and a sentence for each unreadable folder."""
-    runs = []
-    errors = []
-    for folder in run_folders(logbook):
-        try:
-            runs.append(read_run(folder))
-        except UserError as error:
-            errors.append(str(error))
-    runs.sort(key=lambda run: (run.record.started_at or "", run.run_id), reverse=True)
-    return runs, errors
-
-
 def build(logbook: Path) -> list[str]:
     """Write all pages of the logbook again; return a sentence for each unreadable folder."""
-    runs, errors = readable(logbook)
+    runs, errors = readable_runs(logbook)
     for run in runs:
         write_page(run)
     errors += write_sweep_pages(logbook)
@@ -263,28 +263,6 @@ def write_sweep_pages(logbook: Path) -> list[str]:
     for sweep in sweeps:
         write_sweep_page(sweep.folder)
     return errors
-
-
-def write_index(logbook: Path) -> None:
-    """Write README.md: comparisons with their answers, sweeps and runs, the newest first."""
-    pages = []
-    for path in sorted([*logbook.glob("*.md"), *logbook.glob("*.html")]):
-        if path.name == "README.md":
-            continue
-        text = path.read_text()
-        title = re.search("(?:^# |<title>)(.*?)(?:</title>|$)", text, re.MULTILINE)
-        answer = first_sentence(note_of(text))
-        pages.append((path.name, title[1] if title else path.name, answer))
-    runs, _ = readable(logbook)
-    sweeps, _ = readable_sweeps(logbook)
-    text = render("index.md.j2", runs=runs, sweeps=sweeps, pages=pages, marks=MARKS)
-    _write(logbook / "README.md", text)
-
-
-def first_sentence(note: str) -> str:
-    """Return the first sentence of a note: the answer that the list of comparisons shows."""
-    paragraph = " ".join(note.partition("\n\n")[0].split())
-    return re.split(r"(?<=[.!?]) ", paragraph)[0]
 
 
 def _write(path: Path, text: str) -> Path:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
-from lockstep.logbook.arms import SEVERAL, Trials
-from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import NOTE, Run, heading_of, note_of, text_of
+from lockstep.logbook.arms import ABOUT_SEVERAL, Arms
+from lockstep.logbook.figures import compare_panels, missing_curves, write_figure
+from lockstep.logbook.folders import NOTE, Run, heading_of, labels_of, note_of, text_of
 from lockstep.logbook.render import (
     aligned,
     dollars,
@@ -248,7 +248,7 @@ def _weights_address(run: Run) -> str | None:
 
 def as_text(runs: Sequence[Run]) -> str:
     """Return the comparison as aligned columns for a terminal."""
-    head = ("", [run.title for run in runs])
+    head = ("", labels_of(runs))
     empty = ("", [""] * len(runs))
     rows = [head, *number_rows(runs), empty, *setting_rows(runs)]
     table = aligned([[name, *cells] for name, cells in rows])
@@ -263,7 +263,7 @@ def meaning_of_error(rows: Sequence[Row]) -> str:
 
 def title_of(runs: Sequence[Run], page: Path | None) -> str:
     """Return the title of a comparison: the user's on a page of before, or the runs' titles."""
-    automatic = _automatic_title([run.title for run in runs])
+    automatic = _automatic_title(labels_of(runs))
     text = text_of(page) if page else ""
     heading = heading_of(text)
     head_of_table = re.search(r"^\|  \| (.+) \|$", text, re.MULTILINE)
@@ -279,30 +279,40 @@ def _automatic_title(titles: Sequence[str]) -> str:
 
 
 def write_comparison(
-    path: Path, runs: Sequence[Run], title: str, trials: Trials | None = None
+    path: Path,
+    runs: Sequence[Run],
+    title: str,
+    *,
+    caution: str = "",
+    arms: Arms | None = None,
 ) -> None:
     """Write the comparison as markdown, with a picture beside it.
 
     The user's words on a page of before stay.
 
     Args:
-        trials: of groups of runs, which are then compared as arms too.
+        caution: what differs between the runs but not in a fair comparison.
+        arms: of groups of runs, which are then compared as arms too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".svg")
-    has_picture = write_figure(picture, compare_panels(runs), has_one_legend=True)
+    panels = compare_panels(runs)
+    has_picture = write_figure(picture, panels, has_one_legend=True)
     numbers = number_rows(runs)
     text = render(
         "compare.md.j2",
         title=title,
-        trials=trials,
-        several=SEVERAL,
+        caution=caution,
+        arms=arms,
+        about_several=ABOUT_SEVERAL,
         runs=runs,
+        labels=labels_of(runs),
         numbers=numbers,
         meaning_of_error=meaning_of_error(numbers),
         settings=setting_rows(runs),
-        caution="" if trials else not_held_fixed(runs),
         picture=picture.name if has_picture else "",
+        missing_curves=missing_curves(runs, panels),
+        with_page=[run.run_id for run in runs if (path.parent / run.run_id / "page.md").exists()],
         note=note_of(text_of(path)),
         note_marks=NOTE,
     )

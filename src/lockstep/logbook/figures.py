@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.logbook.folders import Curve, Run
+from lockstep.logbook.folders import NO_METRIC, Curve, Run, labels_of
 from lockstep.process.output import split_stage
 
 STYLE = Path(__file__).parent / "static" / "figures.mplstyle"
 MAX_POINTS = 120  # of a line
-MIN_POINTS = 5  # of the longest line
+MAX_OTHERS = 6  # lines of metrics that belong into no other panel
 ROW_HEIGHT = 2.9  # inches
 WIDTH = 10.0  # inches
+EPOCH = "epoch"
+MINUTES = "minutes of training"
 # A legend below the panels.
 CHARACTERS_A_LINE = 130
 CHARACTERS_OF_HANDLE = 8
@@ -31,15 +33,20 @@ class Panel(NamedTuple):
     Attributes:
         along: label of the horizontal axis.
         lines: curves by their labels.
+        metric: its name in metrics.csv if all lines are of one.
     """
 
     title: str
     along: str
     lines: dict[str, Curve]
+    metric: str = ""
 
 
 def run_panels(run: Run) -> list[Panel]:
-    """Return loss, monitored metric, learning rate and use of the devices."""
+    """Return loss, monitored metric, learning rate and use of the devices.
+
+    The first of all other metrics follow where a run has neither loss nor monitored metric.
+    """
     accuracies = dict.fromkeys((run.record.monitor, "val/acc", "train/acc"))
     losses = dict.fromkeys(("train/loss", "val/loss", *filter(_is_loss, run.metrics)))
     names_of_panel = {
@@ -52,7 +59,18 @@ def run_panels(run: Run) -> list[Panel]:
     for title, names in names_of_panel.items():
         lines = {name: run.metrics[name] for name in names if name in run.metrics}
         panels.append(Panel(title, "step", lines))
+    if not panels[0].lines and not panels[1].lines:
+        others = [name for name in run.metrics if not NO_METRIC.match(name)]
+        lines = {name: run.metrics[name] for name in others[:MAX_OTHERS]}
+        panels.insert(0, Panel("Metrics", "step", lines))
     return panels
+
+
+def why_no_curves(run: Run) -> str:
+    """Return the sentence of a page without curves."""
+    if not run.metrics:
+        return "No curves: there is no metrics.csv, or it is empty."
+    return "No curves: no metric in metrics.csv has two points."
 
 
 def _is_loss(name: str) -> bool:
@@ -64,26 +82,51 @@ def _is_learning_rate(name: str) -> bool:
 
 
 def compare_panels(runs: Sequence[Run]) -> list[Panel]:
-    """Return the training loss and the monitored metric of each run.
+    """Return the training loss and the monitored metrics of each run.
 
-    They go over its epochs, and the metric over its time too.
+    They go over its epochs, and the metrics over its time too.
     """
-    monitor = runs[0].record.monitor
-    loss = Panel("Training loss", "epoch", {})
-    metric = Panel(monitor, "epoch", {})
-    metric_over_time = Panel(monitor, "minutes of training", {})
+    panels = [Panel("Training loss", EPOCH, {}, "train/loss")]
+    for monitor in dict.fromkeys(run.record.monitor for run in runs):
+        panels.append(Panel(monitor, EPOCH, {}, monitor))
+        panels.append(Panel(monitor, MINUTES, {}, monitor))
 
-    for run in runs:
+    for label, run in zip(labels_of(runs), runs, strict=True):
+        for panel in panels:
+            curve = _curve(run, panel)
+            if curve is not None:
+                panel.lines[label] = curve
+    return panels
+
+
+def _curve(run: Run, panel: Panel) -> Curve | None:
+    """Return the curve of a run along the axis of a panel; None without its columns."""
+    if panel.metric not in run.metrics:
+        return None
+    steps, values = run.metrics[panel.metric]
+    if panel.along == EPOCH:
         epochs_per_step = (run.record.epochs or 0) / (run.record.steps or 1)
-        for panel, name in ((loss, "train/loss"), (metric, monitor)):
-            if name in run.metrics:
-                steps, values = run.metrics[name]
-                panel.lines[run.title] = (steps * epochs_per_step, values)
-        if monitor in run.metrics and "time_s" in run.metrics:
-            steps, values = run.metrics[monitor]
-            minutes = np.interp(steps, *run.metrics["time_s"]) / 60
-            metric_over_time.lines[run.title] = (minutes, values)
-    return [loss, metric, metric_over_time]
+        return steps * epochs_per_step, values
+    if "time_s" not in run.metrics:
+        return None
+    return np.interp(steps, *run.metrics["time_s"]) / 60, values
+
+
+def missing_curves(runs: Sequence[Run], panels: Sequence[Panel]) -> list[str]:
+    """Return a sentence for each curve of a comparison that some of its runs lack."""
+    labels = labels_of(runs)
+    without = [label for label, run in zip(labels, runs, strict=True) if not run.metrics]
+    sentences = []
+    if without:
+        sentences.append(f"No curves of {', '.join(without)}: there is no metrics.csv.")
+    elif not drawn(panels):
+        sentences.append("No curves: no metric in metrics.csv has two points.")
+    for panel in panels:
+        absent = [label for label in labels if label not in panel.lines and label not in without]
+        if absent:
+            name = panel.metric if panel.along == EPOCH else f"{panel.metric} over {MINUTES}"
+            sentences.append(f"metrics.csv of {', '.join(absent)} has no {name}.")
+    return sentences
 
 
 def thin(curve: Curve, limit: int) -> Curve:
@@ -95,12 +138,8 @@ def thin(curve: Curve, limit: int) -> Curve:
 
 
 def drawn(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels that have a line; none if no line has at least MIN_POINTS."""
-    shown = [panel for panel in panels if _longest_line(panel) > 1]
-    longest = max((_longest_line(panel) for panel in shown), default=0)
-    if longest < MIN_POINTS:
-        return []
-    return shown
+    """Return the panels that have a line, which takes two points."""
+    return [panel for panel in panels if _longest_line(panel) > 1]
 
 
 def _longest_line(panel: Panel) -> int:
@@ -143,7 +182,10 @@ def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = 
 def _draw(ax: Any, panel: Panel, labels: list[str]) -> None:
     """Draw the lines of a panel, each in the colour of its place among the labels."""
     for label, curve in panel.lines.items():
-        ax.plot(*thin(curve, MAX_POINTS), color=f"C{labels.index(label)}", label=label)
+        # A single point has no line, so it gets a dot.
+        marker = "." if len(curve[0]) == 1 else None
+        colour = f"C{labels.index(label)}"
+        ax.plot(*thin(curve, MAX_POINTS), color=colour, label=label, marker=marker)
     ax.set(title=panel.title, xlabel=panel.along)
     if panel.title.startswith("Utilisation"):
         ax.set_ylim(0, 105)

@@ -2,11 +2,14 @@
 
 import csv
 import html
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +22,15 @@ from lockstep.records.folder import no_such_run, read_config, run_folders
 from lockstep.records.record import RunRecord, read_record, status_of
 
 STAGES = ("val", "test")
+# The sign of each status in tables and headings.
+SIGNS = {
+    "finished": "✅",
+    "failed": "❌",
+    "out of memory": "❌",
+    "interrupted": "⏸",
+    "running": "▶",
+    "lost": "❔",
+}
 # Columns of metrics.csv that no training step has computed.
 NO_METRIC = re.compile("(epoch|time_s|lr|images_per_s)$|hardware/|lr-")
 # An error lists at most this many runs.
@@ -61,18 +73,48 @@ class Run:
         return str(self.folder)
 
     @property
-    def events(self) -> str:
-        """Return where TensorBoard's files lie: in the bucket, or else in the run's folder.
+    def is_copy(self) -> bool:
+        """Whether the folder holds only the small files of a run, as those of the logbook do."""
+        return self.record.summary.get("folder") != self.place
 
-        It is empty if the run has none.
+    @property
+    def bucket(self) -> str:
+        """The address of the run in a bucket; empty if nothing of it is there."""
+        address = str(self.record.summary.get("folder") or "")
+        if address.startswith("s3://"):
+            return address
+        uri = str(self.record.upload.uri or "")
+        return uri.rpartition("/")[0].removesuffix("/checkpoints")
+
+    @property
+    def events(self) -> str:
+        """The address of TensorBoard's files that a reader of the page can open; empty without any.
+
+        It is in the bucket, or else in the run's own folder, which a copy has not.
         """
-        folder = self.record.summary.get("folder")
-        if not self.record.summary.get("tensorboard") or not folder:
+        if not self.record.summary.get("tensorboard"):
             return ""
-        if self.record.upload.uri:
-            beside = self.record.upload.uri.rpartition("/")[0]
-            folder = beside.removesuffix("/checkpoints")
-        return f"{folder}/tensorboard"
+        if self.bucket:
+            return f"{self.bucket}/tensorboard"
+        return "" if self.is_copy else f"{self.place}/tensorboard"
+
+    @property
+    def best_checkpoint(self) -> str:
+        """The address of the best checkpoint that a reader can open; empty as with `events`."""
+        best = self.record.best_checkpoint
+        in_bucket = best.s3_uri or self.record.upload.uri
+        if in_bucket or self.is_copy:
+            return str(in_bucket or "")
+        return f"{self.place}/{best.path}"
+
+    @property
+    def reports(self) -> dict[str, str]:
+        """The interactive reports that are still there: URLs, and files beside the run."""
+        return {
+            title: address
+            for title, address in sorted(self.record.reports.items())
+            if is_url(address) or os.path.exists(self.folder / address)
+        }
 
     @property
     def borrowed(self) -> list[str]:
@@ -152,6 +194,15 @@ class Run:
             return "out of memory"
         return status
 
+    @property
+    def sign(self) -> str:
+        return SIGNS.get(self.status, "")
+
+    @property
+    def note_beside(self) -> str:
+        """The user's own words for a page beside the run's folder: their links lead on."""
+        return re.sub(r"\]\((?![a-z]+:|[/#])", f"]({quote(self.run_id)}/", self.note)
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return {"optimizer.lr": 0.001, …}; empty if the folder has no readable config."""
@@ -216,7 +267,7 @@ def text_of(path: Path) -> str:
 
 def heading_of(page: str) -> str | None:
     """Return the first heading of a page, which the user may change."""
-    heading = re.match("# (.+)\n", page)
+    heading = re.match("# (.+)", page)
     return html.unescape(heading[1]) if heading else None
 
 
@@ -224,6 +275,10 @@ def note_of(page: str) -> str:
     """Return the user's own words on a page."""
     begin, end = NOTE
     return page.partition(begin)[2].partition(end)[0].strip()
+
+
+def is_url(address: str) -> bool:
+    return "://" in address
 
 
 def _is_result(metric: str) -> bool:
@@ -240,6 +295,16 @@ def _number(cell: str) -> float:
 
 def read_run(folder: Path) -> Run:
     return Run(folder.resolve(), read_record(folder / "run.json"))
+
+
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """Return the titles of runs; one that several runs have is followed by the run id."""
+    titles = [run.title for run in runs]
+    labels = []
+    for run in runs:
+        is_alone = titles.count(run.title) == 1 or run.title == run.run_id
+        labels.append(run.title if is_alone else f"{run.title} ({run.run_id})")
+    return labels
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.keys import REPEATS
-from lockstep.logbook.arms import ArmRun, Trials, best_of, refuse_equal_repeats
+from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import not_held_fixed
 from lockstep.logbook.folders import Run
 from lockstep.process.errors import UserError
@@ -69,7 +69,7 @@ def _equals(value: Any, text: str) -> bool:
         return str(value) == text
 
 
-def trials_of_groups(groups: dict[str, list[Run]]) -> Trials:
+def arms_of_groups(groups: dict[str, list[Run]]) -> Arms:
     """Return groups of runs as arms.
 
     Raises:
@@ -90,7 +90,7 @@ def trials_of_groups(groups: dict[str, list[Run]]) -> Trials:
         runs += [_arm_run(name, run, metric) for run in members]
     refuse_equal_repeats(runs)
     minimize = every[0].config.get("callbacks.checkpoints.mode") == "min"
-    return Trials(runs, metric, minimize)
+    return Arms(runs, metric, minimize)
 
 
 def _arm_run(name: str, run: Run, metric: str) -> ArmRun:
@@ -120,12 +120,12 @@ def members_of(groups: dict[str, list[Run]]) -> list[Run]:
     return list(itertools.chain.from_iterable(groups.values()))
 
 
-def differs_between(groups: dict[str, list[Run]], trials: Trials) -> str:
+def differs_between(groups: dict[str, list[Run]], arms: Arms) -> str:
     """Name what is not held fixed between the runs of a pair; empty if nothing is."""
     runs = {run.run_id: run for run in members_of(groups)}
     first_of_arm: dict[str, ArmRun] = {}
-    reference = {run.repeat: run for run in trials.runs if run.arm == trials.settings[0]}
-    for run in trials.runs:
+    reference = {run.repeat: run for run in arms.runs if run.arm == arms.settings[0]}
+    for run in arms.runs:
         if run.repeat in reference:
             first_of_arm.setdefault(run.arm, run)
     for run in first_of_arm.values():

@@ -81,6 +81,13 @@ def quote(text: str) -> Markup:
     return Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
 
 
+def first_sentence(note: str) -> str:
+    """Return the first sentence of a note, without the mark of a list or a quotation before it."""
+    paragraph = " ".join(note.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.!?]) ", paragraph)[0]
+    return re.sub(r"^(?:[-*+>]|#+) ", "", sentence)
+
+
 def address(url: str) -> Markup:
     return Markup(quote_url(url, safe=SAFE_IN_ADDRESS))
 
@@ -160,6 +167,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     code,
     block,
     quote,
+    first_sentence,
     address,
     label,
     metric,

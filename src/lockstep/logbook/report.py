@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.logbook.compare import Row, not_held_fixed, number_rows, setting_rows
 from lockstep.logbook.figures import thin
-from lockstep.logbook.folders import Run
+from lockstep.logbook.folders import Run, labels_of
 from lockstep.logbook.render import metric
 from lockstep.process.redact import redact
 
@@ -68,12 +68,12 @@ def _json(data: dict[str, Any]) -> str:
 def report_data(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what report.js draws."""
     caution = not_held_fixed(runs)
-    labels = [run.title for run in runs]
+    labels = labels_of(runs)
     run_ids = ("Run", [run.run_id for run in runs])
     return {
         "subtitle": f"{len(runs)} run{'s' if len(runs) != 1 else ''}",
         "cautions": [caution] if caution else [],
-        "runs": [_run_data(run) for run in runs],
+        "runs": [_run_data(run, label) for run, label in zip(runs, labels, strict=True)],
         "panels": [_panel(name) for name in _drawn_metrics(runs)],
         "numbers": _table(["", *labels], [run_ids, *number_rows(runs)]),
         "settings": _table(["option", *labels], setting_rows(runs)),
@@ -109,14 +109,14 @@ def _table(head: list[str], rows: Sequence[Row]) -> dict[str, Any]:
     return {"head": head, "rows": [[name, *cells] for name, cells in rows], "none": "none"}
 
 
-def _run_data(run: Run) -> dict[str, Any]:
+def _run_data(run: Run, label: str) -> dict[str, Any]:
     curves = {}
     for name, curve in run.metrics.items():
         steps, values = thin(curve, MAX_POINTS)
         curves[name] = [_six_digits(steps), _six_digits(values)]
     return {
         "run_id": run.run_id,
-        "label": run.title,
+        "label": label,
         "command": run.record.command or "",
         "note": run.note,
         "headline": _headline(run),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.arms import Arm, Trials
+from lockstep.logbook.arms import Arm, Arms
 from lockstep.logbook.figures import STYLE
 from lockstep.logbook.render import is_share
 
@@ -19,7 +19,7 @@ LOGARITHMIC = 20
 
 
 def write_sweep_figure(
-    path: Path, trials: Trials, numeric_keys: Mapping[str, Mapping[str, float]]
+    path: Path, arms: Arms, numeric_keys: Mapping[str, Mapping[str, float]]
 ) -> bool:
     """Write the figure; remove it if there is nothing to draw.
 
@@ -28,43 +28,43 @@ def write_sweep_figure(
     """
     path.unlink(missing_ok=True)
     keys = list(numeric_keys)
-    draws_arms = len(trials.arms) <= MAX_ARMS and (trials.has_repeats or not keys)
-    num_finished = sum(len(arm.runs) for arm in trials.arms)
+    draws_arms = len(arms.ranked) <= MAX_ARMS and (arms.has_repeats or not keys)
+    num_finished = sum(len(arm.runs) for arm in arms.ranked)
     if num_finished < 2 or not (draws_arms or keys):
         return False
 
     import matplotlib
     from matplotlib.figure import Figure
 
-    heights = [1.0 + ARM_HEIGHT * len(trials.arms)] if draws_arms else []
+    heights = [1.0 + ARM_HEIGHT * len(arms.ranked)] if draws_arms else []
     if keys:
         heights.append(KEY_HEIGHT)
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
         rows = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat)
         if draws_arms:
-            _draw_arms(rows[0].subplots(), trials)
+            _draw_arms(rows[0].subplots(), arms)
         if keys:
             axes = rows[-1].subplots(1, len(keys), squeeze=False)
             for ax, key in zip(axes.flat, keys, strict=True):
-                _draw_key(ax, trials, key, numeric_keys[key])
+                _draw_key(ax, arms, key, numeric_keys[key])
         figure.savefig(path, transparent=True, metadata={"Date": None})
     return True
 
 
-def _scale(trials: Trials) -> int:
-    return 100 if is_share(trials.metric) else 1
+def _scale(arms: Arms) -> int:
+    return 100 if is_share(arms.metric) else 1
 
 
-def _label(trials: Trials) -> str:
-    return f"{trials.metric} in %" if is_share(trials.metric) else trials.metric
+def _label(arms: Arms) -> str:
+    return f"{arms.metric} in %" if is_share(arms.metric) else arms.metric
 
 
-def _draw_arms(ax: Any, trials: Trials) -> None:
+def _draw_arms(ax: Any, arms: Arms) -> None:
     """Draw a row for each arm, the best one on top."""
     names = []
-    for row, arm in enumerate(trials.arms):
-        scale = _scale(trials)
+    for row, arm in enumerate(arms.ranked):
+        scale = _scale(arms)
         values = [scale * run.value for run in arm.runs]
         ax.plot(values, [row] * len(values), "o", color="C0", alpha=0.5, markersize=4)
         width = scale * arm.values.half_width
@@ -75,7 +75,7 @@ def _draw_arms(ax: Any, trials: Trials) -> None:
         names.append(_name(arm))
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
-    ax.set(xlabel=_label(trials))
+    ax.set(xlabel=_label(arms))
 
 
 def _name(arm: Arm) -> str:
@@ -84,12 +84,12 @@ def _name(arm: Arm) -> str:
     return arm.name or f"{len(arm.runs)} runs"
 
 
-def _draw_key(ax: Any, trials: Trials, key: str, numbers: Mapping[str, float]) -> None:
+def _draw_key(ax: Any, arms: Arms, key: str, numbers: Mapping[str, float]) -> None:
     """Draw the metric of each run against its number, and the mean of each number."""
     values_at: dict[float, list[float]] = {}
-    for arm in trials.arms:
+    for arm in arms.ranked:
         for run in arm.runs:
-            values_at.setdefault(numbers[run.run_id], []).append(_scale(trials) * run.value)
+            values_at.setdefault(numbers[run.run_id], []).append(_scale(arms) * run.value)
     for number, values in values_at.items():
         ax.plot([number] * len(values), values, "o", color="C0", alpha=0.5, markersize=4)
     along = sorted(values_at)
@@ -97,4 +97,4 @@ def _draw_key(ax: Any, trials: Trials, key: str, numbers: Mapping[str, float]) -
     ax.plot(along, means, color="C1")
     if min(along) > 0 and max(along) / min(along) >= LOGARITHMIC:
         ax.set_xscale("log")
-    ax.set(xlabel=key, ylabel=_label(trials))
+    ax.set(xlabel=key, ylabel=_label(arms))

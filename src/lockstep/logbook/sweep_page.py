@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.arms import SEVERAL, ArmRun, Trials
+from lockstep.logbook.arms import ABOUT_SEVERAL, ArmRun, Arms
 from lockstep.logbook.folders import NOTE, heading_of, note_of, text_of
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_figure import write_sweep_figure
@@ -28,12 +28,12 @@ class Sweep:
 
     Args:
         record: the content of sweep.json.
-        trials: its jobs as arms.
+        arms: its jobs as arms.
     """
 
     folder: Path
     record: dict[str, Any]
-    trials: Trials
+    arms: Arms
 
     @property
     def sweep_id(self) -> str:
@@ -48,9 +48,9 @@ class Sweep:
     def jobs(self) -> list[dict[str, Any]]:
         """The best value first and failed jobs last; in order where none is the best."""
         jobs: list[dict[str, Any]] = self.record["jobs"]
-        if self.trials.repeats_alone:
+        if self.arms.repeats_alone:
             return jobs
-        sign = 1 if self.trials.minimize else -1
+        sign = 1 if self.arms.minimize else -1
         return sorted(
             jobs, key=lambda job: (job["value"] is None, sign * (job["value"] or 0), job["number"])
         )
@@ -58,8 +58,8 @@ class Sweep:
     @property
     def result(self) -> str:
         """The words for the list of the logbook."""
-        compared = [f"{item.arm}: {item.sentence}" for item in self.trials.comparisons]
-        return "; ".join(compared or self.trials.winner_lines() or [f"{len(self.jobs)} jobs"])
+        compared = [f"{item.arm}: {item.sentence}" for item in self.arms.comparisons]
+        return "; ".join(compared or self.arms.winner_lines() or [f"{len(self.jobs)} jobs"])
 
     def page_of(self, run_id: str) -> str:
         """Return the address of a job's page beside this one; empty if there is none."""
@@ -80,10 +80,10 @@ def read_sweep(folder: Path) -> Sweep:
         if record["schema_version"] > SCHEMA_VERSION:
             raise UserError(f"{path} is of a newer version of the code: update the code.")
         runs = [_arm_run(job) for job in record["jobs"]]
-        trials = Trials(runs, str(record["metric"]), bool(record["minimize"]))
+        arms = Arms(runs, str(record["metric"]), bool(record["minimize"]))
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not the record of a sweep: {error!r}.") from None
-    return Sweep(path.parent, record, trials)
+    return Sweep(path.parent, record, arms)
 
 
 def _arm_run(job: dict[str, Any]) -> ArmRun:
@@ -105,12 +105,12 @@ def write_sweep_page(folder: Path) -> Path:
     """Write page.md and its figure; the user's heading and words on the page before stay."""
     sweep = read_sweep(folder)
     page = sweep.folder / "page.md"
-    has_figure = write_sweep_figure(sweep.folder / FIGURE, sweep.trials, numeric_keys(sweep.record))
+    has_figure = write_sweep_figure(sweep.folder / FIGURE, sweep.arms, numeric_keys(sweep.record))
     text = render(
         "sweep.md.j2",
         sweep=sweep,
-        trials=sweep.trials,
-        several=SEVERAL,
+        arms=sweep.arms,
+        about_several=ABOUT_SEVERAL,
         figure=FIGURE if has_figure else "",
         note=note_of(text_of(page)),
         note_marks=NOTE,

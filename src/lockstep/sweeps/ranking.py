@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config.keys import REPEATS
 from lockstep.config.schema import key_of
-from lockstep.logbook.arms import BASELINE, ArmRun, Trials
+from lockstep.logbook.arms import BASELINE, ArmRun, Arms
 from lockstep.process.errors import UserError
 from lockstep.process.output import as_read, is_lower_better
 from lockstep.records.folder import RunFolder
@@ -122,7 +122,7 @@ def _common_overrides(jobs: Sequence[Job]) -> set[str]:
     return set.intersection(*(set(job.overrides) for job in jobs))
 
 
-def trials_of(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> Trials:
+def trials_of(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> Arms:
     """Return the jobs as arms: jobs of one arm differ in fold or seed alone."""
     common = _common_overrides(jobs)
     runs = []
@@ -142,4 +142,4 @@ def trials_of(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bo
     if len({run.arm for run in runs}) > 1:
         # An arm that sets nothing of its own is that of against=baseline.
         runs = [run if run.arm else replace(run, arm=BASELINE) for run in runs]
-    return Trials(runs, metric, minimize)
+    return Arms(runs, metric, minimize)

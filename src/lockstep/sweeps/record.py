@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.arms import ArmRun, Trials, as_record
+from lockstep.logbook.arms import ArmRun, Arms, as_record
 from lockstep.logbook.sweep_page import SCHEMA_VERSION, SWEEP_FILE, write_sweep_page
 from lockstep.process.files import utc_now, write_atomically
 from lockstep.process.output import tested_name
@@ -16,7 +16,7 @@ from lockstep.records.record import RunRecord, read_record, status_of
 from lockstep.sweeps.ranking import Job
 
 
-def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], trials: Trials) -> str:
+def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], trials: Arms) -> str:
     """Write sweep.json and page.md; return the page's path from here.
 
     Args:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.logbook.build import summarise
+from lockstep.logbook.build import keep_run, summarise
 from lockstep.logbook.compare import (
     as_text,
     not_held_fixed,
@@ -110,16 +110,52 @@ def test_other_initial_weights_are_a_difference(runs):
 
 def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
     page = tmp_path / "logbook" / "two.md"
-    write_comparison(page, runs[:2], "Two <ways>")
+    write_comparison(page, runs[:2], "Two <ways>", caution=not_held_fixed(runs[:2]))
     text = page.read_text()
-    assert text.startswith(
-        "# Two &#60;ways&#62;\n\n**Not held fixed between these runs: the number of epochs.**"
-    )
+    head = f"# Two &#60;ways&#62;\n\n{NOTE[0]}\n\n{NOTE[1]}\n\n**Not held fixed between these runs:"
+    assert text.startswith(head)
     assert "|  | ddp | fsdp |\n|---|---|---|\n| Status | finished | finished |\n" in text
     assert "| `choices.trainer` | `ddp` | `fsdp` |" in text and "](two.svg)" in text
-    assert "[ddp](ddp/page.md):\n\n```sh\npython src/train.py" in text
+    assert "\nddp:\n\n```sh\npython src/train.py" in text
     svg = page.with_suffix(".svg").read_text()
     assert all(title in svg for title in ("Training loss", "val/acc", "minutes of training"))
+
+
+def test_a_comparison_links_the_pages_that_are_kept(runs, tmp_path):
+    page = tmp_path / "logbook" / "two.md"
+    keep_run(runs[0].folder, page.parent)
+    write_comparison(page, runs[:2], "Two")
+    assert "\n[ddp](ddp/page.md):\n" in page.read_text() and "\nfsdp:\n" in page.read_text()
+
+
+def test_a_comparison_says_which_curves_are_missing(runs, tmp_path):
+    (runs[1].folder / "metrics.csv").unlink()
+    rows = "".join(f"{step},{1 / step:.3f}\n" for step in range(1, 9))
+    (runs[2].folder / "metrics.csv").write_text(f"step,train/loss\n{rows}")
+    write_comparison(tmp_path / "c.md", runs, "c")
+    text = (tmp_path / "c.md").read_text()
+    assert "\nNo curves of fsdp: there is no metrics.csv.\n" in text
+    assert "\nmetrics.csv of failed has no val/acc.\n" in text
+    write_comparison(tmp_path / "c.md", runs[:1], "c")
+    assert "metrics.csv" not in (tmp_path / "c.md").read_text()
+
+
+def test_runs_of_one_title_have_a_curve_each(runs):
+    for run in runs[:2]:
+        (run.folder / "page.md").write_text("# the same\n")
+    loss, *_ = compare_panels(runs)
+    assert list(loss.lines) == ["the same (ddp)", "the same (fsdp)", "failed"]
+
+
+def test_each_monitored_metric_has_its_panels(runs):
+    runs[1].record.monitor = "val/loss"
+    panels = compare_panels(runs)
+    assert [panel.title for panel in panels] == [
+        "Training loss",
+        *["val/acc"] * 2,
+        *["val/loss"] * 2,
+    ]
+    assert all(len(panel.lines) == 3 for panel in panels)
 
 
 # --- the interactive report ---

@@ -150,7 +150,7 @@ def test_a_run_in_the_logbook_is_a_slim_copy_without_secrets(folders, tmp_path):
     assert read_run(page.parent).record.summary == read_run(folders[0]).record.summary
     index = (logbook / "README.md").read_text()
     assert "| ✅ [ddp](ddp/page.md) | cifar10 | vit_tiny_32 | ddp × 2 | 86.43" in index
-    assert "\n- [Two ways](two-ways.md)\n- interactive: [All &#124; curves](x.html)\n" in index
+    assert "\n- [Two ways](two-ways.md)\n" in index and "\n- [All &#124; curves](x.html)\n" in index
 
 
 def test_build_writes_pages_from_records_again_and_skips_what_it_cannot_read(folders, tmp_path):
@@ -267,6 +267,69 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
         and tags.targets == []
         and len(re.findall("^## ", text, re.MULTILINE)) == 7
     )
+
+
+# A page names what its reader can open
+
+
+def local_run(root, **changes):
+    """Write the folder of a run that has no bucket."""
+    best = {"path": "checkpoints/best-step00000007.ckpt", "step": 7, "sha256": "5e", "bytes": 10**6}
+    return write_run(root, "r", upload=None, best_checkpoint=best, **changes)
+
+
+def test_a_page_in_the_runs_own_folder_names_its_files(tmp_path):
+    text = write_page(summarise(local_run(tmp_path))).read_text()
+    assert f"`tensorboard --logdir {tmp_path}/r/tensorboard`" in text
+    assert f"Best checkpoint: `{tmp_path}/r/checkpoints/best-step00000007.ckpt`, 1" in text
+
+
+def test_a_kept_page_names_no_file_of_the_machine(tmp_path):
+    text = keep_run(local_run(tmp_path), tmp_path / "logbook").read_text()
+    assert "tensorboard --logdir" not in text and "checkpoints/best" not in text
+    assert "step 7, sha256 `5e`. It is in no bucket.\n" in text
+
+
+def test_a_kept_page_names_the_bucket_of_its_events(folders, tmp_path):
+    text = keep_run(folders[0], tmp_path / "logbook").read_text()
+    assert "TensorBoard: `tensorboard --logdir s3://models/vit/ddp/tensorboard`\n" in text
+
+
+def test_a_kept_page_links_the_reports_of_the_logbook_alone(tmp_path):
+    addresses = {
+        "kept": "../../logbook/a.html",
+        "elsewhere": "../../b.html",
+        "gone": "../../logbook/c.html",
+        "public": "https://x.example/d.html",
+    }
+    for name in ("logbook/a.html", "b.html"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("<title>x</title>")
+    text = keep_run(
+        local_run(tmp_path / "runs", reports=addresses), tmp_path / "logbook"
+    ).read_text()
+    assert re.findall(r"Interactive report: (\S+)", text) == [
+        "[kept](../a.html)",
+        "[public](https://x.example/d.html)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "curves"),
+    [
+        ("step,val/acc\n1,0.5\n2,0.6\n", True),
+        ("step,train/reward\n1,0.5\n2,0.6\n", True),
+        ("step,val/acc\n1,0.5\n", False),
+        ("", False),
+    ],
+)
+def test_a_page_has_curves_of_any_metric(tmp_path, metrics, curves):
+    folder = local_run(tmp_path)
+    (folder / "metrics.csv").write_text(metrics)
+    page = keep_run(folder, tmp_path / "logbook")
+    assert ("](curves.svg)" in page.read_text()) is curves
+    assert ("No curves: " in page.read_text()) is not curves
+    assert (page.parent / "metrics.csv").exists() is curves
 
 
 # The end of a run derives what pages print
