@@ -240,7 +240,8 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    from lockstep.ranks.meeting import join, meet
+    from lockstep.ranks.meeting import meet
+    from lockstep.ranks.process_group import join
 
     cpu = torch.device("cpu")
     device = torch.device("cuda", 0) if cluster.accelerator == "gpu" else cpu

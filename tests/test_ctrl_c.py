@@ -11,7 +11,7 @@ from functools import partial
 import psutil
 import pytest
 
-from faults import signal_at_step
+from faults import BEFORE_A_GROUP, signal_at_step, stopped_before_group
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
 from ranks import SRC
@@ -98,3 +98,19 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert done.record["status"] == "interrupted" and not list(
         done.folder.checkpoints.glob("*.json")
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", BEFORE_A_GROUP)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_stop_between_two_process_groups_ends_all_ranks(place, whole, tmp_path):
+    """Without an agreement rank 0 waits in torch until the agent kills it after 30 or 100 s."""
+    trainer = ["trainer=ddp_sim"]
+    if place == "mesh":
+        trainer = ["trainer=fsdp_sim", "trainer.strategy.shard_within_node=true"]
+    flag = tmp_path / "stopped"
+    fault = partial(stopped_before_group, place, flag, whole=whole)
+    done = run_door("train", *WORDS, *trainer, logs=tmp_path, before=fault)
+    assert done.code == 75 and "Traceback" not in done.output, done.output
+    assert done.record["status"] == "interrupted"
+    assert time.time() - flag.stat().st_mtime < 20, done.output

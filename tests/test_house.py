@@ -16,8 +16,8 @@ SRC = TESTS.parent / "src"
 LAYERS = (
     {"process"},
     {"records"},
-    {"config"},
-    {"ranks", "data", "strategies", "loggers", "logbook"},
+    {"config", "ranks"},
+    {"data", "strategies", "loggers", "logbook"},
     {"checkpoints"},
     {"storage"},
     {"callbacks"},
@@ -49,6 +49,7 @@ WITH_TORCH = {
     "lockstep/ranks/gpus.py",
     "lockstep/ranks/heartbeat.py",
     "lockstep/ranks/meeting.py",
+    "lockstep/ranks/process_group.py",
     "lockstep/runs/join.py",
 }
 TORCH_FREE = {"lockstep/checkpoints/files.py"}

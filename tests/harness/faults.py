@@ -2,6 +2,7 @@
 before=fault).
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -49,6 +50,39 @@ def signal_at_step(
             os.kill(os.getpid(), number)
 
     _wrap(Interruption, hook, fault)
+
+
+# Where a rank has the creation of a process group before it, in the order of a start.
+BEFORE_A_GROUP = {
+    "join": "lockstep.runs.join:prepare_process",
+    "mesh": "lockstep.strategies.fsdp:FSDP.setup_environment",
+    "checkpoints": "lockstep.callbacks.checkpoints:Checkpoints.setup",
+    "votes": "lockstep.callbacks.interruption:Interruption.setup",
+}
+
+
+def stopped_before_group(place: str, flag: Path, *, whole: bool) -> None:
+    """Rank 1 is asked to stop when the other ranks are a second ahead of it.
+
+    Args:
+        place: a key of BEFORE_A_GROUP.
+        flag: a file that begins to exist when it happens.
+        whole: the agent gets the signal, and hands it to all ranks; else rank 1 alone.
+    """
+    module, _, path = BEFORE_A_GROUP[place].partition(":")
+    *classes, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for class_name in classes:
+        owner = getattr(owner, class_name)
+
+    def fault(*_: Any) -> None:
+        if _rank() == 1:
+            time.sleep(1.0)
+            flag.touch()
+            os.kill(os.getppid() if whole else os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+    _wrap(owner, name, fault)
 
 
 def fail_at_step(step: int) -> None:

@@ -108,7 +108,7 @@ def _rank(
 
 
 def meet(cluster: Cluster, device_type: str = "cpu") -> None:
-    """Make the default process group, once, as lockstep/ranks/meeting.py does before a run's
+    """Make the default process group, once, as lockstep/ranks/process_group.py does before a run's
     strategy.
     """
     import torch.distributed as dist

@@ -28,6 +28,7 @@ from lockstep.checkpoints.writer import CheckpointWriter, Paths
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import gather_objects
+from lockstep.ranks.process_group import all_or_none
 from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class Checkpoints(pl.Callback):
         if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
             trainer.callbacks = [AfterEpoch(self), *callbacks]
         if self._patient is None and trainer.world_size > 1 and dist.is_initialized():
-            self._patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+            with all_or_none():
+                self._patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)

@@ -26,6 +26,7 @@ from lockstep.process import signals
 from lockstep.process.errors import Interrupted
 from lockstep.process.output import duration
 from lockstep.ranks.collectives import gather_objects
+from lockstep.ranks.process_group import all_or_none
 
 log = logging.getLogger(__name__)
 
@@ -99,17 +100,18 @@ class Interruption(pl.Callback):
         trainer._signal_connector.register_signal_handlers = do_nothing
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = do_nothing
 
-        if not self._previous:
-            self._previous = signals.on_stop(self._on_signal)
-        if signals.received:
-            # A signal has come in the middle of an import.
-            self.ask(signal.Signals(signals.received[0]).name)
-
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             # A vote on the CPU never waits for a GPU.
             timeout = timedelta(seconds=self.timeout_s)
-            group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            with all_or_none():
+                group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        if not self._previous:
+            self._previous = signals.on_stop(self._on_signal)
+        if signals.received:
+            # A signal has come in the middle of an import.
+            self.ask(signals.first_name())
+
         kinds = ("train", "evaluate", "time")
         self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
 
@@ -124,8 +126,8 @@ class Interruption(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if signals.interrupt in self._previous.values():
-            # A script ends now, and its handlers stay until it has.
+        if not self._previous or signals.interrupt in self._previous.values():
+            # `setup` was not reached; or a script ends now, whose handlers stay until it has.
             return
         # A notebook goes on.
         self._restore_handlers()

@@ -24,7 +24,7 @@ from lockstep.data.augmentation import Operation
 from lockstep.data.batches import Selection
 from lockstep.data.decoding import pixels_of
 from lockstep.data.framing import Framing
-from lockstep.process.environment import available_cores, cores_of_rank
+from lockstep.process.environment import cores_of_rank, cores_of_task
 from lockstep.process.errors import UserError
 
 LoadedBatch = dict[str, Any]
@@ -97,7 +97,7 @@ def workers_of(requested: int | str, device: torch.device) -> int:
         return int(requested)
     if device.type == "cuda":
         return max(1, min(16, cores_of_rank() - 2))
-    return max(1, min(4, available_cores()))
+    return max(1, min(4, cores_of_task()))
 
 
 def start_method(num_workers: int) -> str | None:

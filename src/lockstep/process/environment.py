@@ -124,20 +124,36 @@ def _quota(folder: Path, names: tuple[str, ...]) -> int:
     return quota // period if quota > 0 else NO_QUOTA
 
 
+def cores_of_task() -> int:
+    """Return the cores that this process and those beside it in one task of SLURM may use.
+
+    SLURM may bind no task to its cores: each then sees all those of its node. Without SLURM they
+    are the machine's.
+    """
+    environ = environment()
+    cores = available_cores()
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        cores = min(cores, int(environ.get("SLURM_CPUS_PER_TASK") or cores))
+    return cores
+
+
 def cores_of_rank() -> int:
-    """Return the cores of this rank: those that SLURM has bound it to, else its share.
+    """Return the cores of this rank: those of its SLURM task, or its share of them.
 
     The ranks of this node, and the jobs of a sweep that run side by side, share the machine's.
     """
     environ = environment()
-    cores = available_cores()
     ranks = int(environ.get("LOCAL_WORLD_SIZE") or 1) * int(environ.get(JOBS) or 1)
     has_agent = bool({AGENT, "TORCHELASTIC_RUN_ID"} & environ.keys())
     is_task = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not has_agent
-    is_bound = is_task and cores < ranks * int(environ.get("SLURM_CPUS_PER_TASK") or 0)
+    if not is_task:
+        return max(1, cores_of_task() // ranks)
+
+    cores = available_cores()
+    is_bound = cores < ranks * int(environ.get("SLURM_CPUS_PER_TASK") or 0)
     if is_bound:
         return cores
-    return max(1, cores // ranks)
+    return max(1, min(cores_of_task(), cores // ranks))
 
 
 def cpu_name() -> str:

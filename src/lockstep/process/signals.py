@@ -4,9 +4,10 @@ and end.
 Before training they end it at once, as a second Ctrl-C always does. Imports no torch.
 """
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.process.errors import Interrupted
@@ -54,7 +55,27 @@ def interrupt(number: int, _frame: Any = None) -> None:
 def check() -> None:
     """Raise Interrupted if a signal came, also one whose exception an import has caught."""
     if received:
-        raise Interrupted(signal.Signals(received[0]).name)
+        raise Interrupted(first_name())
+
+
+def first_name() -> str:
+    """Return the name of the first signal that came."""
+    return signal.Signals(received[0]).name
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Only note the signals that come within the block; raise Interrupted after it if one came.
+
+    A second Ctrl-C ends this process at once all the same.
+    """
+    previous = on_stop(note)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    check()
 
 
 def before_the_end(action: Callable[[], None]) -> None:

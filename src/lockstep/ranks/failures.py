@@ -165,15 +165,15 @@ class _CulpritSearch:
 
     def _agree_on_first(self) -> RankError:
         rank = self.cluster.rank
+        self.store.set(f"reported/{rank}", "")
         if isinstance(self.error, LostRank):
             return self._publish(self._of_silent_rank(self.error.rank, str(self.error)))
         if self._is_of_network():
-            self.store.set(f"lost-peer/{rank}", "")
             return self._publish(self._error_of_lost_peer() or self._own_error())
         first = self._publish(self._own_error())
         if rank == 0:
             # This process may hold the store: let the others read the error before it ends.
-            self._wait_for([f"lost-peer/{other}" for other in self.others])
+            self._wait_for([f"reported/{other}" for other in self.others])
         return first
 
     def _own_error(self) -> RankError:
@@ -210,7 +210,7 @@ class _CulpritSearch:
         sentence = unequal_epochs(self.epochs())
         if sentence:
             return rank_error(self.cluster.rank, UserError(sentence), phase=self.phase)
-        silent = [rank for rank in self.others if not self.store.check([f"lost-peer/{rank}"])]
+        silent = [rank for rank in self.others if not self.store.check([f"reported/{rank}"])]
         if not silent:
             return None
         text = str(self.error).lower()
@@ -255,7 +255,7 @@ def unequal_epochs(ranks: list[Epochs]) -> str:
     return ""
 
 
-def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
+def end_of(error: BaseException, cluster: Cluster, folder: RunFolder | None) -> int:
     """Report the exception that ended this rank; return the exit code."""
     if isinstance(error, Interrupted):
         _end_interrupted(error, cluster, folder)
@@ -287,7 +287,7 @@ def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | N
         log.info(f"Interrupted ({error}): resume={folder.run_id} continues it.")
 
 
-def _tell_agent(error: Exception, failure: RankError) -> None:
+def _tell_agent(error: BaseException, failure: RankError) -> None:
     """Write the error file for Lockstep's agent, and kill a rank of this host that hangs."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

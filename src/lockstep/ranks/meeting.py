@@ -1,4 +1,4 @@
-"""Let the ranks of a run meet, compare their code and config, and create the process group."""
+"""Let the ranks of a run meet over one store, and compare their code and config."""
 
 import errno
 import json
@@ -7,10 +7,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lockstep.process import signals
@@ -26,12 +26,40 @@ SPEAK_INTERVAL_S = 5.0
 LATER_THAN_RANK_ZERO_S = 2.0
 # The process of rank 0 may hold the store. It stays so long for the others to read an error.
 READ_WITHIN_S = 2.0
-# NCCL's timeout aborts the process, gloo's raises an exception: let gloo's come first.
-NCCL_LATER_S = 15.0
 START = "lockstep/start"
 
 Answer = dict[str, Any]
-_met: list[dist.Store] = []  # the store of this start
+
+
+@dataclass
+class Meeting:
+    """What the ranks of one start share once they have met.
+
+    Attributes:
+        store: of this start alone, as torchrun keeps its store over restarts.
+        hosts: the name of each rank's host.
+        timeout_s: the longest that a rank waits for the others.
+        agreements: how many `all_or_none` of process_group.py has begun on this rank.
+    """
+
+    cluster: Cluster
+    store: dist.Store
+    hosts: list[str]
+    timeout_s: float
+    agreements: int = 0
+
+    @property
+    def errors(self) -> dist.Store:
+        """Where the ranks publish the error that ends them."""
+        return dist.PrefixStore("errors", self.store)
+
+
+_meetings: list[Meeting] = []
+
+
+def last_meeting() -> Meeting | None:
+    """Return the meeting of this start; None for a rank that has met nobody."""
+    return _meetings[-1] if _meetings else None
 
 
 def meet(
@@ -66,12 +94,18 @@ def meet(
     except (OSError, dist.DistError):
         raise RuntimeError(f"rank 0 at {wait.address} has ended before the run began") from None
 
-    _met.append(dist.PrefixStore(prefix, store))
     if "error" in answer:
-        if cluster.rank == 0 and not cluster.agent_store:
-            time.sleep(READ_WITHIN_S)
+        let_others_read(cluster)
         raise UserError(answer["error"])
+    start = dist.PrefixStore(prefix, store)
+    _meetings.append(Meeting(cluster, start, answer["hosts"], timeout_s))
     return answer
+
+
+def let_others_read(cluster: Cluster) -> None:
+    """Let the process of rank 0 live on for a moment, if it holds the store, before it ends."""
+    if cluster.rank == 0 and not cluster.agent_store:
+        time.sleep(READ_WITHIN_S)
 
 
 class _Wait:
@@ -230,43 +264,6 @@ def _answer(everyone: list[list[Any]], decide: Callable[[], Answer]) -> Answer:
         return {**decide(), "hosts": [host for _, host, _ in everyone]}
     except UserError as error:
         return {"error": str(error)}
-
-
-def join(
-    cluster: Cluster, device: torch.device, timeout_s: float, *, several_devices: bool = False
-) -> dist.Store:
-    """Create the default process group of all ranks, which meet first if they have not.
-
-    One rank is a group too.
-
-    Args:
-        device: of this rank, the first one if it has several.
-    Returns:
-        The store of this start alone, as torchrun keeps its store over restarts.
-    """
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.set_device(device)
-        timeout_s += NCCL_LATER_S
-
-    if cluster.world_size == 1:
-        # torch's own store would listen at a port.
-        store: dist.Store = dist.HashStore()
-    else:
-        if not _met:
-            meet(cluster, timeout_s)
-        store = _met[-1]
-
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=cluster.rank,
-        world_size=cluster.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        # NCCL refuses tensors of another device than this one.
-        device_id=device if is_cuda and not several_devices else None,
-    )
-    return store
 
 
 def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:

@@ -27,8 +27,8 @@ from lockstep.ranks.failures import with_culprit
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.gpus import check_gpus
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.meeting import join
 from lockstep.ranks.placement import devices_of_rank
+from lockstep.ranks.process_group import join
 from lockstep.records import provenance
 from lockstep.records.config import Config
 from lockstep.runs.run import Run

@@ -5,7 +5,6 @@ Imports no torch before the first rank is needed, so that every early refusal is
 
 import logging
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -68,7 +67,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
                 signals.on_stop(signals.note)
             code = EXIT_OK
         except Exception as error:
-            code = _code_of_failure(error, cluster, opening.folder)
+            code = _code_of_failure(error, opening)
 
         # Of several ranks that Lockstep's agent has started, the agent's process finishes the run.
         finishes_here = not cluster.has_agent and not cluster.local_rank
@@ -80,15 +79,20 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
     run.exit_code = code
 
 
-def _code_of_failure(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
+def _code_of_failure(error: BaseException, opening: "Opening") -> int:
     """Report the exception that ended this rank; return its exit code."""
+    cluster = opening.cluster
     # A signal during an import can raise any exception. After the ranks have met, `culprit` names
     # the rank that failed.
     is_explained = isinstance(error, Interrupted | UserError) or hasattr(error, "culprit")
     if signals.received and not is_explained:
-        error = Interrupted(signal.Signals(signals.received[0]).name)
+        error = Interrupted(signals.first_name())
 
-    code = failures.end_of(error, cluster, folder)
+    if opening.meeting is not None and not getattr(error, "elsewhere", False):
+        # A rank may end before it has joined: let none of the others wait for it.
+        meeting = opening.meeting
+        error = failures.with_culprit(error, meeting.errors, cluster, meeting.hosts)
+    code = failures.end_of(error, cluster, opening.folder)
     if (
         getattr(error, "elsewhere", False)
         and cluster.launcher == "torchrun"
@@ -107,6 +111,7 @@ class Opening:
         held: what stays open until the run is closed, such as its lock.
         folder: of the run, as soon as it is known.
         run: as soon as it is decided.
+        meeting: of several ranks, as soon as they have met.
     """
 
     config: Config
@@ -114,6 +119,7 @@ class Opening:
     held: ExitStack = field(default_factory=ExitStack)
     folder: RunFolder | None = None
     run: Run | None = None
+    meeting: Any = None
 
     def open(self) -> Run:
         """Return the run, once all ranks have met and know it."""
@@ -121,13 +127,14 @@ class Opening:
         if self.cluster.world_size == 1:
             self._decide()
         else:
-            from lockstep.ranks.meeting import meet
+            from lockstep.ranks.meeting import last_meeting, meet
 
             config = with_ranks(self.config, self.cluster)
             fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
             answer = meet(
                 self.cluster, self.config["trainer"]["timeout_s"], fingerprint, self._decide
             )
+            self.meeting = last_meeting()
             self._follow(answer)
         assert self.run is not None
 

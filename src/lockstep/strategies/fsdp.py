@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.process.errors import UserError
+from lockstep.ranks.process_group import all_or_none
 from lockstep.strategies.base import Ranks, SixteenBits, broadcast_from_rank_zero
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
@@ -83,7 +84,8 @@ class FSDP(Ranks):
             per_node = len(self.parallel_devices)
             shape = (self.world_size // per_node, per_node)
             names = ("replicate", "shard")
-        self.device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        with all_or_none():
+            self.device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     def setup(self, trainer) -> None:
         self.accelerator.setup(trainer)

@@ -25,7 +25,7 @@ from lockstep.process.errors import EXIT_FAILED, UserError
 from lockstep.process.output import duration
 from lockstep.ranks.failures import log_failure
 from lockstep.ranks.find import Cluster, set_rank_environment
-from lockstep.ranks.meeting import join
+from lockstep.ranks.process_group import join
 from lockstep.records.config import Config
 from lockstep.runs.join import threads_of
 from lockstep.training.inference import FinishedModel

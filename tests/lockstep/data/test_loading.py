@@ -60,14 +60,14 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
     ("stated", "device", "cores", "ranks", "bound", "wanted"),
     [("auto", "cuda", 64, "4", "", 14), ("auto", "cuda", 4, "4", "", 1), ("auto", "cpu", 64, "2", "", 4),
      (0, "cuda", 64, "1", "", 0), (32, "cpu", 2, "1", "", 32),
-     ("auto", "cuda", 8, "4", "8", 6), ("auto", "cuda", 32, "4", "8", 6)],
+     ("auto", "cuda", 8, "4", "8", 6), ("auto", "cuda", 32, "4", "8", 6), ("auto", "cuda", 64, "4", "8", 6),
+     ("auto", "cpu", 64, "1", "2", 2)],
 )  # fmt: skip
 def test_workers_follow_the_cores_of_a_rank(
     stated, device, cores, ranks, bound, wanted, monkeypatch
 ):
     """SLURM has bound a task to `bound` cores, or lets it see those of all."""
-    for module in (loading, environment):
-        monkeypatch.setattr(module, "available_cores", lambda: cores)
+    monkeypatch.setattr(environment, "available_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     for name, value in (
         {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": bound}.items() if bound else ()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.process import signals
 from lockstep.process.errors import Interrupted, UserError
-from lockstep.ranks import meeting as process_group
+from lockstep.ranks import meeting
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.meeting import meet
 from ranks import free_port
@@ -23,8 +23,8 @@ SAME = {"code": {"code": "t"}, "options": {"seed": "1"}, "packages": {"torch": "
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(process_group, "SPEAK_INTERVAL_S", 0.3)
-    monkeypatch.setattr(process_group, "_met", [])
+    monkeypatch.setattr(meeting, "SPEAK_INTERVAL_S", 0.3)
+    monkeypatch.setattr(meeting, "_meetings", [])
 
 
 class Ranks:
@@ -156,8 +156,8 @@ class Counting:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_meeting_takes_the_same_calls_however_many_ranks(rank, monkeypatch):
-    monkeypatch.setattr(process_group.secrets, "token_hex", lambda _: "n")
-    monkeypatch.setattr(process_group.dist, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(meeting.secrets, "token_hex", lambda _: "n")
+    monkeypatch.setattr(meeting.dist, "PrefixStore", lambda *_: None)
 
     def calls(world_size):
         store = dist.HashStore()
@@ -170,7 +170,7 @@ def test_a_meeting_takes_the_same_calls_however_many_ranks(rank, monkeypatch):
             store.set("lockstep/n/missing", "[]")
             store.set("lockstep/n/answer", json.dumps({"numbers": ["n"], "hosts": []}))
         counting = Counting(Appending(store))
-        monkeypatch.setattr(process_group, "_open_store", lambda *_: counting)
+        monkeypatch.setattr(meeting, "_open_store", lambda *_: counting)
         cluster = Cluster("nodes", world_size, 1, rank, 0, "127.0.0.1", 1)
         assert "hosts" in meet(cluster, 5.0, SAME)
         return counting.calls

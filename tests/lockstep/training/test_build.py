@@ -15,7 +15,7 @@ from local_ranks import run_ranks
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster, find_ranks
-from lockstep.ranks.meeting import join
+from lockstep.ranks.process_group import join
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.runs.batch_size import resolve_batch

@@ -252,6 +252,19 @@ def test_breakpoint_is_of_rank_zero_on_a_terminal(monkeypatch):
         # Four jobs of a sweep side by side
         ("auto", {"LOCKSTEP_JOBS": "4"}, 3),
         ("auto", {"LOCKSTEP_JOBS": "4", "LOCAL_WORLD_SIZE": "2"}, 1),
+        # A task that SLURM binds to no cores, its node's only one; its agent's ranks share them
+        ("auto", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_CPUS_PER_TASK": "4"}, 4),
+        ("auto", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_CPUS_PER_TASK": "4"}, 4),
+        (
+            "auto",
+            {
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_CPUS_PER_TASK": "4",
+                "LOCKSTEP_AGENT": "1",
+                "LOCAL_WORLD_SIZE": "2",
+            },
+            2,
+        ),
     ],
 )
 def test_a_rank_takes_the_threads_that_are_its_own(stated, environ, threads, monkeypatch):
