@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.decoding import CorruptImage, decode_all, pixels_of
+from lockstep.data.file_values import Header, header_of
 from lockstep.data.framing import Framing
 from lockstep.data.image_list import ImageList
 from lockstep.data.node_cache import Content
-from lockstep.data.reading import Header, header_of
 
 SAMPLE = 64  # images whose headers are read
 MEASURED_IMAGES = 1024  # for the mean, evenly spaced
@@ -52,6 +52,12 @@ class Survey:
     @property
     def is_deep(self) -> bool:
         return any(header.is_deep for header in self.headers.values())
+
+    @property
+    def has_windows(self) -> bool:
+        """Return whether each deep image says which of its values are black and white."""
+        deep = [header for header in self.headers.values() if header.is_deep]
+        return bool(deep) and all(header.has_window for header in deep)
 
     @property
     def depth(self) -> str:

@@ -8,7 +8,7 @@ from PIL import Image
 from augmentations.policies import AutoAugment, RandAugment, ResizedCrop, ThreeAugment
 from data.dataset import DatasetDataModule
 from data.image_folder import ImageFolderDataModule
-from lockstep.data import reading
+from lockstep.data import file_values
 from lockstep.data.augmentation import CropFlip
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import data_facts
@@ -120,7 +120,7 @@ def test_a_torch_dataset_has_pictures_alone(options, tmp_path):
 
 
 def test_a_tiff_that_pillow_does_not_read_names_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "has_tifffile", lambda: False)
+    monkeypatch.setattr(file_values, "has_tifffile", lambda: False)
     root = folder(tmp_path / "x")
     for label in ("a", "b"):
         for i in range(10):
