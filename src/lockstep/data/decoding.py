@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 from tqdm import tqdm
 
 from lockstep.data.dicom import MAGIC_END, has_magic, read_dicom
@@ -120,7 +121,7 @@ def upright(file: Path | bytes, page: int = 0) -> Image.Image:
         return image
 
 
-def open_header(file: Path | bytes) -> Image.Image:
+def open_header(file: Path | bytes) -> ImageFile:
     """Return an image whose pixels are not read yet."""
     try:
         return Image.open(source_of(file), formats=FORMATS)
@@ -286,8 +287,12 @@ def as_picture(image: Any) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
 
 
-def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:
-    """Call decode_one(i) for images 0 to count − 1 in threads, and raise the first error."""
+def decode_all(count: int, decode_one: Callable[[int], Any], threads: int = THREADS) -> None:
+    """Call decode_one(i) for images 0 to count − 1 in threads, and raise the first error.
+
+    Args:
+        threads: 1: in order.
+    """
 
     def decode_chunk(first: int) -> None:
         for i in range(first, min(first + CHUNK, count)):
@@ -295,7 +300,7 @@ def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:
 
     logging.getLogger(__name__).info(f"Decoding {count} images")
     firsts = range(0, count, CHUNK)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         chunks = pool.map(decode_chunk, firsts)
         # Going through the chunks raises their errors. With disable=None tqdm shows its bar on
         # terminals alone.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 
 from lockstep.data.decoding import (
     FORMATS,
@@ -88,7 +89,7 @@ def header_of(file: Path | bytes) -> Header:
         return Header(_kind_of(image), pages)
 
 
-def _kind_of(image: Image.Image) -> np.dtype:
+def _kind_of(image: ImageFile) -> np.dtype:
     if image.mode == "F":
         return np.dtype(np.float32)
     if image.mode == "I" and image.format != "PPM":
@@ -98,7 +99,7 @@ def _kind_of(image: Image.Image) -> np.dtype:
     return np.dtype(np.uint8)
 
 
-def _is_cut(image: Image.Image) -> bool:
+def _is_cut(image: ImageFile) -> bool:
     """Return whether Pillow keeps 8 bits of each of several bands that have 16."""
     tiles = getattr(image, "tile", ())
     if len(image.getbands()) == 1 or not tiles:
@@ -108,10 +109,13 @@ def _is_cut(image: Image.Image) -> bool:
     return any("16" in str(tile.args) for tile in tiles)
 
 
-def _largest_of_ppm(image: Image.Image) -> int:
+def _largest_of_ppm(image: ImageFile) -> int:
     """Return the number that is white in an open PPM file."""
     tile = image.tile[0]
-    return 255 if tile.codec_name == "raw" else int(tile.args[1])
+    if tile.codec_name == "raw":
+        return 255
+    _, white = tuple(tile.args or ())
+    return int(white)
 
 
 def with_bands(values: np.ndarray) -> np.ndarray:
@@ -136,11 +140,11 @@ def read_deep_colours(file: Path | bytes) -> np.ndarray:
     with open_header(data) as image:
         if image.format == "PPM":
             return _read_ppm(data, image)
-        raw_mode = image.tile[0].args
+        raw_mode = str(image.tile[0].args)
     return _read_png(data, raw_mode)
 
 
-def _read_ppm(data: bytes, image: Image.Image) -> np.ndarray:
+def _read_ppm(data: bytes, image: ImageFile) -> np.ndarray:
     """Return the colours of an open PPM, of which 65,535 is white as in one of grey."""
     count = 3 * image.width * image.height
     values = np.frombuffer(data, ">u2", count, image.tile[0].offset)

@@ -201,7 +201,7 @@ class ListedDataModule(ImageDataModule):
             )
         self.reading = images.reading = replace(self.reading, limits=limits)
         self.is_deep = self.reading.is_deep
-        self.depth_note = self._note_on_depth(survey)
+        self.depth_note = self._note_on_depth(survey.depth)
         if self.is_deep:
             self._measure_colours()
 
@@ -231,9 +231,13 @@ class ListedDataModule(ImageDataModule):
             return [self.reading.facts, self.channels]
         return []
 
-    def _note_on_depth(self, survey: Survey) -> str:
-        """Return "16 bits, black 0 and white 4095 (data.range=auto, of the training images)"."""
-        note = survey.depth
+    def _note_on_depth(self, depth: str) -> str:
+        """Return "16 bits, black 0 and white 4095 (data.range=auto, of the training images)".
+
+        Args:
+            depth: "16 bits".
+        """
+        note = depth
         limits = self.reading.limits
         if limits == BY_WINDOW:
             return f"{note}, black and white by the window of each file"
@@ -252,18 +256,26 @@ class ListedDataModule(ImageDataModule):
             self._set_framing()
             return
         images = self.source
-        train = self.splits.train
-        positions = evenly_spaced(train if len(train) else np.arange(len(images)), MEASURED_IMAGES)
+        positions = self._measured_positions(MEASURED_IMAGES)
         identity = ["colours", images.identity, self._deep_identity(), positions]
         framing = self.framing
         folder = self.cache_folder([*identity, framing.resize, framing.fit, framing.interpolation])
         colours = cached(folder, lambda _: measure(images, positions, framing))
+        self._set_colours(colours)
+
+    def _measured_positions(self, count: int) -> list[int]:
+        """Return the positions of some training images, else of some of all."""
+        train = self.splits.train
+        return evenly_spaced(train if len(train) else np.arange(len(self.source)), count)
+
+    def _set_colours(self, colours: Content) -> None:
+        """Set what `measure` returned."""
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
         self._set_framing()
         sentence = sentence_on_filling(colours["filled"], self.reading.limits)
         if sentence:
-            images.warnings.append(sentence)
+            self.source.warnings.append(sentence)
 
     def _read_levels(self, _: Path) -> Content:
         """Return the grey levels in all masks."""

@@ -174,7 +174,7 @@ class Reading:
             array, window = read_dicom(file, page)
             return FileValues(with_bands(array), window)
         if not has_deep_colours(file):
-            return FileValues(self._bands_of(upright(file, page)))
+            return FileValues(self.bands_of(upright(file, page)))
         if page:
             raise ValueError(f"data.page={page} counts from 0, and its pages are 1")
         colours = read_deep_colours(file)
@@ -185,8 +185,8 @@ class Reading:
         """Return whether bands are taken as they are, also an alpha."""
         return bool(self.bands) or self.channels not in PICTURE
 
-    def _bands_of(self, image: Image.Image) -> np.ndarray:
-        """Return the bands of Pillow's image."""
+    def bands_of(self, image: Image.Image) -> np.ndarray:
+        """Return (height, width, bands) of Pillow's image; 8-bit pictures on white."""
         is_grey = len(image.getbands()) == 1
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             return with_bands(np.asarray(image))

@@ -113,9 +113,9 @@ def test_options_that_do_not_fit(options, message, tmp_path):
         module(folder(tmp_path / "x"), tmp_path, **options)
 
 
-@pytest.mark.parametrize("options", [{"channels": 5}, {"range": [0, 9]}, {"page": 1}])
-def test_a_torch_dataset_has_pictures_alone(options, tmp_path):
-    with pytest.raises(UserError, match="data=dataset has images of 8 bits"):
+@pytest.mark.parametrize("options", [{"range": "window"}, {"page": 1}])
+def test_a_torch_dataset_has_no_pages_and_windows(options, tmp_path):
+    with pytest.raises(UserError, match="data.page and data.range=window are of files"):
         DatasetDataModule(dataset=[], cache_dir=tmp_path, **options)
 
 
