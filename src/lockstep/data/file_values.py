@@ -171,7 +171,8 @@ def _read_png(data: bytes, raw_mode: str) -> np.ndarray:
 def _decoded(data: bytes, raw_mode: str) -> np.ndarray:
     """Return (height, width, bands) uint16 of the bytes that a raw mode takes from a PNG."""
     with open_header(data) as image:
-        image.tile = [image.tile[0]._replace(args=raw_mode)]
+        tile = image.tile[0]
+        image.tile = [type(tile)(tile.codec_name, tile.extents, tile.offset, raw_mode)]
         return np.asarray(ImageOps.exif_transpose(image)).astype(np.uint16)
 
 
