@@ -10,12 +10,11 @@ to a training image, or if rows of a table cannot be used.
 """
 
 import logging
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +23,9 @@ from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.script import script
 from lockstep.records.config import Config
+
+if TYPE_CHECKING:
+    from lockstep.data.report import Finding
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +38,10 @@ SAME = 0.9995  # above it a pair counts, however many copies there are
 # Of more images, only those of validation and test are compared with all others.
 EVERY_PAIR = 100_000
 SHOWN_PAIRS = 40
-Lists = dict[str, list[str]]  # names of images by the reason why they are listed
+Pair = tuple[int, int]  # positions of two images
 
 
-def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
+def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[Pair]:
     """Return pairs of similar thumbnails, the most similar first.
 
     Args:
@@ -49,7 +51,7 @@ def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int
     import torch
 
     every = torch.from_numpy(thumbs)
-    distance_of: dict[tuple[int, int], float] = {}
+    distance_of: dict[Pair, float] = {}
     for start in range(0, len(rows), 1024):
         block = torch.from_numpy(rows[start : start + 1024])
         similar = every[block] @ every.T
@@ -98,35 +100,69 @@ def read_thumbnails(data: Any) -> Thumbnails:
     return thumbnails
 
 
-def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[tuple[int, int], str]:
-    """Return what each pair of nearly identical images is, the most similar first."""
+@dataclass(frozen=True)
+class Likeness:
+    """The splits and labels of two nearly identical images.
+
+    Args:
+        splits: their names, each once.
+    """
+
+    splits: tuple[str, ...]
+    has_one_label: bool
+
+    @property
+    def splits_text(self) -> str:
+        return " and ".join(self.splits)
+
+    @property
+    def reason(self) -> str:
+        labels = "same label" if self.has_one_label else "two labels"
+        return f"nearly identical, {self.splits_text}, {labels}"
+
+    @property
+    def is_suspicious(self) -> bool:
+        return not self.has_one_label or "test" in self.splits
+
+
+def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[Pair, Likeness]:
+    """Return the pairs of nearly identical images, the most similar first."""
     from lockstep.data.listing import SPLITS
 
     split_of = data.splits.of_each
     least_split = 0 if len(thumbs) <= EVERY_PAIR else 1
     rows = np.flatnonzero(thumbs.any(1) & (split_of >= least_split))
-    kinds = {}
+    likeness_of = {}
     for i, j in near_duplicates(thumbs, rows):
         if min(split_of[i], split_of[j]) < 0:
             continue
-        splits = " and ".join(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
-        is_same = data.source.target_name(i) == data.source.target_name(j)
-        labels = "same label" if is_same else "two labels"
-        kinds[i, j] = f"nearly identical, {splits}, {labels}"
-    return kinds
+        splits = tuple(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
+        has_one_label = data.source.target_name(i) == data.source.target_name(j)
+        likeness_of[i, j] = Likeness(splits, has_one_label)
+    return likeness_of
 
 
-def draw_pairs(data: Any, kinds: Mapping[tuple[int, int], str], path: Path) -> None:
-    """Draw the most suspicious pairs: those of two labels, or with test images."""
+def findings_of(data: Any, likeness_of: Mapping[Pair, Likeness]) -> "list[Finding]":
+    """Return the names of similar pairs, those of one kind together."""
+    from lockstep.data.report import Finding, Kind
+
+    names_of: dict[Likeness, list[str]] = {}
+    for (i, j), likeness in likeness_of.items():
+        pair = f"{data.source.name(i)} = {data.source.name(j)}"
+        names_of.setdefault(likeness, []).append(pair)
+    return [Finding(Kind.SIMILAR, each.reason, names) for each, names in names_of.items()]
+
+
+def draw_pairs(data: Any, likeness_of: Mapping[Pair, Likeness], path: Path) -> None:
+    """Draw the most suspicious pairs first: those of two labels, or with test images."""
     from lockstep.data.contact_sheet import contact_sheet
 
-    def is_harmless(pair: tuple[int, int]) -> bool:
-        return "same label" in kinds[pair] and "test" not in kinds[pair]
-
+    suspicious = [pair for pair in likeness_of if likeness_of[pair].is_suspicious]
+    harmless = [pair for pair in likeness_of if not likeness_of[pair].is_suspicious]
     tiles = []
-    for pair in sorted(kinds, key=is_harmless)[:SHOWN_PAIRS]:
+    for pair in (suspicious + harmless)[:SHOWN_PAIRS]:
         labels = dict.fromkeys(data.source.target_name(i) for i in pair)
-        caption = [kinds[pair].split(", ")[1], " | ".join(labels)]
+        caption = [likeness_of[pair].splits_text, " | ".join(labels)]
         tiles.append(([data.source.open(i)[0] for i in pair], caption, "black"))
     if tiles:
         contact_sheet(path, tiles, columns=4)
@@ -152,42 +188,51 @@ def draw_batch(data: Any, path: Path) -> None:
     log.info(f"{path}: training images as the net sees them")
 
 
-def log_report(data: Any, *, names_model: bool) -> Lists:
-    """Log what a run says of its data, and return the names of the images that it counts."""
-    from lockstep.data.report import log_classes, log_findings, log_settings, report_of
+def log_report(data: Any, *, names_model: bool) -> "list[Finding]":
+    """Log what a run says of its data, and return the images that it counts."""
+    from lockstep.data import report
 
-    lists: Lists = report_of(data, limit=None)[1]
-    log_classes(data)
+    findings = report.report_of(data, limit=None).findings
+    report.log_classes(data)
     # Without a model of the user's there are no weights that say how images are normalised.
     if names_model:
-        log_settings(data)
+        report.log_settings(data)
     elif data.depth_note:
         log.info(f"depth: {data.depth_note}")
-    log_findings(data, lists)
+    report.log_remarks(data)
+    report.log_findings(findings)
     if data.faults:
         log.warning(f"{len(data.faults)} images cannot be used: {data.faults[0]}")
-        lists["cannot be used"] = data.faults
-    return lists
+        findings.append(report.Finding(report.Kind.UNUSABLE, "cannot be used", data.faults))
+    return findings
 
 
-def log_images(thumbnails: Thumbnails, lists: Lists) -> None:
-    """Log the smallest and the largest image, and those that are damaged."""
-    if thumbnails.damaged:
-        log.warning(f"{len(thumbnails.damaged)} images are damaged: {thumbnails.damaged[0]}")
-        lists["damaged images"] = sorted(thumbnails.damaged)
+def log_images(thumbnails: Thumbnails) -> "list[Finding]":
+    """Log the smallest and the largest image, and return those that are damaged."""
+    from lockstep.data.report import Finding, Kind
+
     if thumbnails.sizes:
         smallest = min(thumbnails.sizes, key=np.prod)
         largest = max(thumbnails.sizes, key=np.prod)
         log.info(f"sizes: {smallest[0]}×{smallest[1]} to {largest[0]}×{largest[1]} px")
+    if not thumbnails.damaged:
+        return []
+    log.warning(f"{len(thumbnails.damaged)} images are damaged: {thumbnails.damaged[0]}")
+    return [Finding(Kind.DAMAGED, "damaged images", sorted(thumbnails.damaged))]
 
 
-def check(config: Config, *, is_augmented: bool = False) -> int:
-    """Check the data of a config, and return the exit code.
+def log_pairs(findings: "Iterable[Finding]") -> None:
+    """Log how many pairs of each kind are nearly identical."""
+    for finding in sorted(findings, key=lambda finding: finding.reason):
+        log.info(f"{finding.reason}: {len(finding.names)} pairs")
 
-    Args:
-        is_augmented: draw training images as the net sees them.
+
+def listed_data(config: Config) -> Any:
+    """Return the data module of a config, which lists its images and decodes none.
+
+    Raises:
+        UserError: there is none.
     """
-    from lockstep.data.report import write_lists
     from lockstep.training.build_data import prepared_data
 
     if config["choices"]["data"] == "none":
@@ -202,30 +247,39 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
         options["path"] = "loader"
     if "num_workers" in options:
         options["num_workers"] = 0
-    data = prepared_data(config, options, "check")
+    return prepared_data(config, options, "check")
+
+
+def check(config: Config, *, is_augmented: bool = False) -> int:
+    """Check the data of a config, and return the exit code.
+
+    Args:
+        is_augmented: draw training images as the net sees them.
+    """
+    from lockstep.data.report import Kind, write_findings
+
+    data = listed_data(config)
     groups = [key_of(override).partition(".")[0] for override in config["overrides"]]
-    lists = log_report(data, names_model="model" in groups)
+    findings = log_report(data, names_model="model" in groups)
     thumbnails = read_thumbnails(data)
-    log_images(thumbnails, lists)
-    kinds = similar_pairs(data, thumbnails.pixels)
-    for (i, j), kind in kinds.items():
-        pair = f"{data.source.name(i)} = {data.source.name(j)}"
-        lists.setdefault(kind, []).append(pair)
-    for kind in sorted(set(kinds.values())):
-        log.info(f"{kind}: {len(lists[kind])} pairs")
+    findings += log_images(thumbnails)
+    likeness_of = similar_pairs(data, thumbnails.pixels)
+    similar = findings_of(data, likeness_of)
+    log_pairs(similar)
+    findings += similar
 
     name = str(config["data"].get("name") or "data")
     folder = Path(config["paths"]["log_dir"]) / "check_data" / name
     folder.mkdir(parents=True, exist_ok=True)
-    write_lists(folder, lists)
-    draw_pairs(data, kinds, folder / "pairs.png")
+    write_findings(folder, findings)
+    draw_pairs(data, likeness_of, folder / "pairs.png")
     if is_augmented:
         draw_batch(data, folder / "batch.png")
-    if any(lists.values()):
+    if any(finding.names for finding in findings):
         files = ", ".join(sorted(path.name for path in folder.iterdir()))
         log.info(f"{folder}: {files}")
-    leaks = [sentence for sentence in lists if re.match("[0-9]+ test image", sentence)]
-    return EXIT_FAILED if leaks or data.faults else EXIT_OK
+    kinds = {finding.kind for finding in findings}
+    return EXIT_FAILED if kinds & {Kind.TEST_IN_TRAIN, Kind.UNUSABLE} else EXIT_OK
 
 
 @script

@@ -2,8 +2,9 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from PIL import Image
 
 from lockstep.data.content_hash import hash_of_arrays
 from lockstep.data.decoding import in_8_bits
+from lockstep.data.depth import measure
+from lockstep.data.file_values import Header, with_bands
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLITS, Item
 from lockstep.data.loading import OpenSample
-from lockstep.data.reading import AUTO
+from lockstep.data.reading import AUTO, BY_WINDOW, FileValues, Reading
 from lockstep.data.targets import (
     VOID,
     as_masks,
@@ -30,18 +33,24 @@ from lockstep.data.targets import (
 from lockstep.process.errors import UserError
 
 SAMPLED_ITEMS = 32  # whose images count in the hash of the data
+MEASURED_ITEMS = 256  # for mean and deviation of deep images
+EIGHT_BITS = "8 bits"
+MOST_BANDS = 4  # of a picture: red, green, blue and alpha
+GIVE_RANGE = "give data.range=[BLACK,WHITE], as [0,4095], or data.range=image"
 DatasetItem = tuple[Any, int]  # a data set and the number of an item
 
 
 class DatasetDataModule(ListedDataModule):
     """Images are Pillow images, arrays (height, width, channels) or tensors (channels, …).
 
-    They are of bytes, or of floats from 0 to 1. Labels come from the data set's `targets` or
+    They are of bytes, or of floats from 0 to 1; with `range` of any numbers, which are read in full
+    depth. Labels come from the data set's `targets` or
     `labels`, as torchvision names them, else from a look at every item; class names from its
     `classes`. Masks are Pillow images, or arrays or tensors (height, width).
     """
 
     target_choices = ("class", "number", "mask", "any")
+    source: "DatasetImages"
 
     def __init__(
         self,
@@ -52,11 +61,14 @@ class DatasetDataModule(ListedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if self.is_deep or self.range_option != AUTO or self.reading.page:
+        if self.reading.page or self.range_option == BY_WINDOW:
             raise UserError(
-                "data=dataset has images of 8 bits, grey or in colour: leave data.range, data.page "
-                "and data.bands out, and give data.channels=1 or 3."
+                "data.page and data.range=window are of files: leave them out, and choose pages "
+                "and values in the Dataset."
             )
+        if self.range_option != AUTO:
+            self.reading = replace(self.reading, limits=self.range_option)
+            self.is_deep = self.reading.is_deep
         if not hasattr(dataset, "__getitem__"):
             raise UserError(
                 "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with "
@@ -69,10 +81,30 @@ class DatasetDataModule(ListedDataModule):
         self._datasets = (dataset, val_dataset, test_dataset)
 
     def list_images(self) -> ImageList:
-        return DatasetImages(self._datasets, self.target, self.channels, self.unknown)
+        return DatasetImages(self._datasets, self.target, self.reading, self.unknown)
 
     def decode_source(self) -> None:
-        """Leave the images to the workers."""
+        """Measure some images where they are deep, and leave them all to the workers."""
+        depth = self.source.depth
+        if self.is_deep:
+            self.depth_note = self._note_on_depth(depth)
+            self._measure_colours()
+        elif self.range_option == AUTO and depth != EIGHT_BITS:
+            self.source.warnings.append(
+                f"The images have {depth} and are read in 8. Give data.range=[BLACK,WHITE], as "
+                "[0,4095], or data.range=null if 8 are enough."
+            )
+
+    def _measure_colours(self) -> None:
+        """Set mean and deviation of deep images.
+
+        Each rank measures the same ones from the same seeds. Nothing tells whether a cached value
+        is still right.
+        """
+        positions = self._measured_positions(MEASURED_ITEMS)
+        with seeded():
+            colours = measure(self.source, positions, self.framing, threads=1)
+        self._set_colours(colours)
 
     def path_taken(self) -> tuple[str, str]:
         return "loader", "a Dataset is read item by item"
@@ -83,6 +115,7 @@ class DatasetImages(ImageList):
 
     Args:
         target: class, number, mask, or any, which takes the targets as they are.
+        reading: how images become pixels, of which channels and black and white count.
         unknown: the number of several labels that means "not known"; None: there is none.
     """
 
@@ -90,9 +123,9 @@ class DatasetImages(ImageList):
     is_comparable = False
 
     def __init__(
-        self, datasets: Sequence[Any], target: str, channels: int, unknown: float | None
+        self, datasets: Sequence[Any], target: str, reading: Reading, unknown: float | None
     ) -> None:
-        self.channels = channels
+        self.reading = reading
         self._target = target
         self._unknown = unknown
         self._dataset_items: list[DatasetItem] = []
@@ -108,9 +141,20 @@ class DatasetImages(ImageList):
 
         # Whether images can be used is known before training.
         self.open(0)
+        self.depth = self._depth()
         if target != "class":
             self._read_targets(getattr(datasets[0], "classes", None))
         self.list_hash = self._hash_of_items()
+
+    def _depth(self) -> str:
+        """Return "16 bits", by the first image. Floats from 0 to 1 count as 8 bits by default."""
+        dataset, i = self._dataset_items[0]
+        with seeded():
+            kind = _array_of(dataset[i][0]).dtype
+        is_picture = kind.kind == "b" or (kind.kind == "f" and not self.reading.is_deep)
+        if is_picture:
+            return EIGHT_BITS
+        return Header(kind).depth
 
     def _labels_of(self, dataset: Any) -> tuple[list[int], Any]:
         """Return the label of each item, and the names of the classes or None."""
@@ -161,7 +205,7 @@ class DatasetImages(ImageList):
         """Return the names of the masks: pictures, or arrays of the image's size."""
         dataset, i = self._dataset_items[0]
         image, target = dataset[i]
-        size = _as_pillow(image).size[::-1]
+        size = _array_of(image).shape[:2]
         any_size = self._target == "mask"
         by_name = _by_name(target)
         return [name for name in by_name if _is_mask(by_name[name], size, any_size=any_size)]
@@ -224,11 +268,27 @@ class DatasetImages(ImageList):
         levels = self.grey_levels
         try:
             masks = [classes_of_pixels(mask, levels) for mask in masks]
-            return in_8_bits(_as_pillow(image), self.channels), *as_masks(masks)
+            return self._pixels(image), *as_masks(masks)
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"data.dataset: the image of item {i} of {type(dataset).__name__} has {error}."
+                f"data.dataset: item {i} of {type(dataset).__name__}: {error}."
             ) from None
+
+    def _pixels(self, image: Any) -> Any:
+        reading = self.reading
+        if not reading.is_deep:
+            return in_8_bits(_as_pillow(image), reading.channels)
+        if isinstance(image, Image.Image):
+            return reading.image_of(FileValues(reading.bands_of(image)))
+        array = with_bands(_array_of(image))
+        if array.dtype == bool:
+            array = array.astype(np.uint8) * 255
+        if reading.limits is None and array.dtype.kind == "f":
+            _refuse_other_floats(array)
+            reading = replace(reading, limits=(0.0, 1.0))
+        elif reading.limits is None and array.dtype != np.uint8:
+            raise ValueError(f"the image has the type {array.dtype}: {GIVE_RANGE}")
+        return reading.image_of(FileValues(array))
 
 
 def _titles(labels: Sequence[int], classes: Any, split: str) -> list[str]:
@@ -289,34 +349,55 @@ def _mask_of(value: Any) -> np.ndarray:
     return np.where(pixels < 0, VOID, pixels).astype(np.uint8)
 
 
-def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
-    """Return the pixels of an item and its masks, [] where the loader will refuse it.
-
-    Random transforms draw the same numbers in every process, and their streams are restored.
-    """
-    with isolate_rng(include_cuda=False), suppress(UserError):
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Draw from the same seeds in every process, and restore the streams of random numbers."""
+    with isolate_rng(include_cuda=False):
         torch.default_generator.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
+        yield
+
+
+def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
+    """Return the pixels of an item and its masks, [] where the loader will refuse it."""
+    with seeded(), suppress(UserError):
         return [np.asarray(picture) for picture in open_sample(position)]
     return []
+
+
+def _array_of(image: Any) -> np.ndarray:
+    """Return (height, width) or (height, width, channels) of an image of any kind."""
+    if hasattr(image, "movedim") and image.ndim == 3:
+        image = image.movedim(0, -1)
+    return np.asarray(image)
+
+
+def _refuse_other_floats(pixels: np.ndarray) -> None:
+    """
+    Raises:
+        ValueError: they are not from 0 to 1.
+    """
+    low = pixels.min()
+    high = pixels.max()
+    if not 0 <= low <= high <= 1:
+        raise ValueError(
+            f"the image has values from {low:.3g} to {high:.3g}: remove its Normalize, as Lockstep "
+            f"normalises, or {GIVE_RANGE}"
+        )
 
 
 def _as_pillow(image: Any) -> Image.Image:
     if isinstance(image, Image.Image):
         return image
-    if hasattr(image, "movedim") and image.ndim == 3:
-        image = image.movedim(0, -1)
-    pixels = np.asarray(image)
+    pixels = _array_of(image)
     if pixels.dtype.kind == "f":
-        low = pixels.min()
-        high = pixels.max()
-        if not 0 <= low <= high <= 1:
-            raise ValueError(
-                f"values from {low:.3g} to {high:.3g}: remove its Normalize, as Lockstep normalises"
-            )
+        _refuse_other_floats(pixels)
         pixels = np.round(255 * pixels).astype(np.uint8)
     if pixels.dtype != np.uint8:
-        raise ValueError(f"the type {pixels.dtype}: give bytes, or floats from 0 to 1")
+        raise ValueError(f"the image has the type {pixels.dtype}: {GIVE_RANGE}")
+    if pixels.ndim == 3 and pixels.shape[2] > MOST_BANDS:
+        count = pixels.shape[2]
+        raise ValueError(f"the image has {count} channels: give data.channels={count}")
     is_grey = pixels.ndim == 3 and pixels.shape[-1] == 1
     return Image.fromarray(pixels[..., 0] if is_grey else pixels)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.shards import Shards
-from lockstep.data.decoding import PICTURE_SUFFIXES
+from lockstep.data.decoding import ARRAY_SUFFIX, SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import LeftOut
@@ -20,6 +20,8 @@ HINT_ON_FIELD = " (where a key.json holds the label: data.label_field=FIELD)"
 class WebDatasetDataModule(ListedDataModule):
     """Uncompressed tar files with key.jpg beside key.cls or key.json, which are read in place.
 
+    NumPy files are images where a tar file has no others.
+
     configs/data/webdataset.yaml explains the options.
     """
 
@@ -29,7 +31,9 @@ class WebDatasetDataModule(ListedDataModule):
         super().__init__(**options)
         self._label_field = label_field
         self._label_suffix = ".json" if label_field else ".cls"
-        self._shards = Shards(self, root, ".tar", self._read_shard, [label_field])
+        # Listings of versions that left NumPy files out have other options.
+        depends_on = [label_field, "arrays"]
+        self._shards = Shards(self, root, ".tar", self._read_shard, depends_on)
 
     def list_images(self) -> ImageList:
         return self._shards.list_images()
@@ -52,7 +56,7 @@ class WebDatasetDataModule(ListedDataModule):
 
         items = []
         image_of_key: dict[str, str] = {}
-        for member in images:
+        for member in _without_arrays(images, left_out):
             key = self._key_of(path, member.name, labels)
             other = image_of_key.setdefault(key, member.name)
             if other != member.name:
@@ -79,7 +83,7 @@ class WebDatasetDataModule(ListedDataModule):
             left_out.setdefault("hidden members", []).append(member.name)
         elif ending == self._label_suffix:
             labels[key] = archive.extractfile(member).read()
-        elif ending in PICTURE_SUFFIXES:
+        elif ending in SUFFIXES:
             images.append(member)
         else:
             left_out.setdefault(f"{ending or 'nameless'} members", []).append(member.name)
@@ -106,3 +110,16 @@ class WebDatasetDataModule(ListedDataModule):
                 f"{error})."
             ) from None
         return str(label)
+
+
+def _without_arrays(images: list[tarfile.TarInfo], left_out: LeftOut) -> list[tarfile.TarInfo]:
+    """Return the images. NumPy files beside pictures, as of their features, are left out."""
+    arrays = [image for image in images if _is_array(image)]
+    if len(arrays) in (0, len(images)):
+        return images
+    left_out.setdefault(f"{ARRAY_SUFFIX} members", []).extend(image.name for image in arrays)
+    return [image for image in images if not _is_array(image)]
+
+
+def _is_array(member: tarfile.TarInfo) -> bool:
+    return member.name.lower().endswith(ARRAY_SUFFIX)

@@ -169,8 +169,118 @@ def test_two_classes_of_one_name_stay_two(tmp_path):
 
 
 def test_images_that_are_normalised_already_are_refused_before_training(tmp_path):
-    with pytest.raises(UserError, match="the image of item 0 of Shades has values from -0.765"):
+    with pytest.raises(UserError, match="item 0 of Shades: the image has values from -0.765"):
         module(tmp_path, dataset=Shades("normalised"), mean=None, std=None).attach_to_ranks()
+
+
+LOW = 1000
+HIGH = 4000
+
+
+class Deep(torch.utils.data.Dataset):
+    """Grey images of 11 values, as arrays, tensors or Pillow images of many bits."""
+
+    def __init__(self, kind, channels=1, count=40):
+        self.kind = kind
+        self.channels = channels
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def values(self, i):
+        """Return (height, width, channels)."""
+        rows = np.linspace(LOW, HIGH, 64).reshape(8, 8, 1) if i % 2 else np.full((8, 8, 1), LOW)
+        return np.round(rows).repeat(self.channels, 2)
+
+    def __getitem__(self, i):
+        kind, _, form = self.kind.partition(" ")
+        values = self.values(i).astype(kind)
+        if form == "tensor":
+            return torch.from_numpy(values).permute(2, 0, 1), i % 2
+        if form == "pillow":
+            return Image.fromarray(values[..., 0]), i % 2
+        return values, i % 2
+
+
+DEEP_KINDS = ["uint16", "uint16 tensor", "uint16 pillow", "int32", "int64 tensor", "float32 tensor"]
+
+
+@pytest.mark.parametrize("kind", DEEP_KINDS)
+def test_deep_images_are_read_in_full_depth(kind, tmp_path):
+    dm = module(tmp_path, dataset=Deep(kind), range=[LOW, HIGH], channels=1)
+    dm.attach_to_ranks()
+    dm.test_on_all()
+    expected = (Deep(kind).values(1)[..., 0] - LOW) / (HIGH - LOW)
+    for batch in dm.test_dataloader():
+        images, labels = dm.on_after_batch_transfer(batch, 0)
+        assert np.allclose(images[labels == 1][:, 0], expected, atol=1e-6)
+        assert not images[labels == 0].any()
+    assert "black 1000 and white 4000" in dm.depth_note
+
+
+def test_bands_of_a_dataset_are_its_channels(tmp_path):
+    dm = module(tmp_path, dataset=Deep("uint16 tensor", 5), range=[LOW, HIGH], channels=5)
+    images = dm.on_after_batch_transfer(next(iter(dm.train_dataloader())), 0)[0]
+    assert images.shape == (4, 5, 8, 8) and images.max() == 1
+
+
+def test_mean_and_deviation_of_deep_items_are_measured(tmp_path):
+    dm = module(
+        tmp_path, dataset=Deep("uint16"), range=[LOW, HIGH], channels=1, mean="auto", std="auto"
+    )
+    dm.prepare()
+    pixels = np.stack([(Deep("uint16").values(i) - LOW) / (HIGH - LOW) for i in dm.splits.train])
+    assert dm.mean == pytest.approx([pixels.mean()], abs=1e-6)
+    assert dm.std == pytest.approx([pixels.std()], abs=1e-6)
+
+
+def test_random_transforms_give_all_ranks_one_mean(tmp_path):
+    class Noise(Deep):
+        def values(self, i):
+            return torch.randint(LOW, HIGH, (8, 8, 1)).numpy()
+
+    means = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        dm = module(tmp_path, dataset=Noise("uint16"), range=[LOW, HIGH], channels=1, mean="auto")
+        dm.prepare()
+        means.append(dm.mean)
+    assert means[0] == means[1]
+
+
+def test_range_by_image_stretches_each_item(tmp_path):
+    dm = module(tmp_path, dataset=Deep("int32"), range="image", channels=1)
+    batch = next(iter(dm.train_dataloader()))
+    images, labels = dm.on_after_batch_transfer(batch, 0)
+    assert (images[labels == 1].amax((1, 2, 3)) == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int32", "int64 tensor"])
+def test_other_numbers_than_bytes_ask_for_a_range(kind, tmp_path):
+    with pytest.raises(UserError, match=r"has the type u?int.*: give data.range=.BLACK,WHITE."):
+        module(tmp_path, dataset=Deep(kind), channels=1).prepare()
+    with pytest.raises(UserError, match=r"has the type u?int.*: give data.range=.BLACK,WHITE."):
+        module(tmp_path, dataset=Deep(kind, 5), channels=5).prepare()
+
+
+def test_floats_of_many_values_ask_for_a_range(tmp_path):
+    with pytest.raises(UserError, match=r"values from 1e.03 to 1e.03: .*give data.range="):
+        module(tmp_path, dataset=Deep("float32"), channels=1).prepare()
+
+
+def test_pillow_images_of_16_bits_in_8_are_warned_of(tmp_path):
+    dm = module(tmp_path, dataset=Deep("uint16 pillow"), channels=1)
+    dm.prepare()
+    assert "The images have 16 bits and are read in 8" in dm.warnings[0]
+    quiet = module(tmp_path, dataset=Deep("uint16 pillow"), channels=1, range=None)
+    quiet.prepare()
+    assert not quiet.warnings
+
+
+def test_bands_without_their_number_are_refused(tmp_path):
+    with pytest.raises(UserError, match="the image has 5 channels: give data.channels=5"):
+        module(tmp_path, dataset=Deep("uint8", 5)).prepare()
 
 
 @pytest.mark.slow

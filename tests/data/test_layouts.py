@@ -115,7 +115,7 @@ def test_splits_that_are_asked_for_must_be_there(tmp_path):
 def test_classes_that_differ_in_case_alone_are_reported(tmp_path, caplog):
     dm = prepared(tmp_path, write(tmp_path / "set", ["Dog", "dog", "hot dog", "cat"]))
     with caplog.at_level(logging.INFO):
-        log_contents(dm, {})
+        log_contents(dm)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "Dog and dog differ in case" in warnings[0]
 
@@ -130,5 +130,5 @@ def test_groups_are_named_in_the_log_and_the_record(tmp_path):
     from lockstep.data.report import report_of
 
     root = write(tmp_path / "set", [f"{c}/p{i}" for c in ("cat", "dog") for i in range(10)], 2)
-    fields, _ = report_of(prepared(tmp_path, root, group="(p[0-9])"))
+    fields = report_of(prepared(tmp_path, root, group="(p[0-9])")).fields
     assert fields["groups"].startswith("(p[0-9]): 10 groups, ")

@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -85,6 +86,36 @@ def test_members_with_dots_and_capitals_are_read_and_others_counted(tmp_path):
         "hidden members": 5,
         ".txt members": 5,
     }
+
+
+def npy(value):
+    out = io.BytesIO()
+    np.save(out, np.full((12, 12), value, np.uint16))
+    return out.getvalue()
+
+
+def test_numpy_arrays_are_read_in_full_depth(tmp_path):
+    members = []
+    for i in range(12):
+        members += [(f"{i}.npy", npy(1000 + i)), (f"{i}.cls", b"dark" if i < 6 else b"light")]
+    root = shard(tmp_path / "0.tar", members=members)
+    dm = module(root, tmp_path, channels=1, mean=0, std=1, range=[1000, 1011])
+    dm.attach_to_ranks()
+    dm.test_on_all()
+    batches = [dm.on_after_batch_transfer(batch, 0) for batch in dm.test_dataloader()]
+    for images, labels in batches:
+        assert ((images[:, 0, 0, 0] * 11).round() >= 6).tolist() == (labels == 1).tolist()
+    assert sum(len(labels) for _, labels in batches) == 12
+
+
+def test_numpy_arrays_beside_pictures_are_left_out(tmp_path):
+    members = []
+    for i in range(8):
+        members += [(f"{i}.png", png("red", i)), (f"{i}.npy", npy(i)), (f"{i}.cls", b"red")]
+    dm = module(shard(tmp_path / "0.tar", members=members), tmp_path, global_batch_size=2)
+    dm.prepare()
+    assert len(dm.source) == 8
+    assert dm.left_out == {".npy members": [f"0.tar: {i}.npy" for i in range(8)]}
 
 
 def test_labels_in_json(tmp_path):

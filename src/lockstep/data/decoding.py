@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 from tqdm import tqdm
 
+from lockstep.data.dicom import MAGIC_END, has_magic, read_dicom
+from lockstep.data.dicom import SUFFIXES as DICOM_SUFFIXES
 from lockstep.process.errors import UserError
 
 # Raster formats that Pillow decodes itself. EPS and WMF need other programs; PDF and containers
@@ -29,7 +32,7 @@ ARRAY_SUFFIX = ".npy"
 PICTURE_SUFFIXES = {
     suffix for suffix, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")
 }
-SUFFIXES = {*PICTURE_SUFFIXES, ARRAY_SUFFIX}
+SUFFIXES = {*PICTURE_SUFFIXES, *DICOM_SUFFIXES, ARRAY_SUFFIX}
 # The first bytes of a NumPy array in a file.
 ARRAY_MAGIC = b"\x93NUMPY"
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -109,6 +112,8 @@ def upright(file: Path | bytes, page: int = 0) -> Image.Image:
     """Return one page of an image file, rotated by its EXIF data, in the file's own mode."""
     if is_array(file):
         return _image_of_array(load_array(file))
+    if is_dicom(file):
+        return _image_of_dicom(file, page)
     with open_header(file) as opened:
         turn_to(opened, page)
         image = ImageOps.exif_transpose(opened)
@@ -116,7 +121,7 @@ def upright(file: Path | bytes, page: int = 0) -> Image.Image:
         return image
 
 
-def open_header(file: Path | bytes) -> Image.Image:
+def open_header(file: Path | bytes) -> ImageFile:
     """Return an image whose pixels are not read yet."""
     try:
         return Image.open(source_of(file), formats=FORMATS)
@@ -129,10 +134,15 @@ def open_header(file: Path | bytes) -> Image.Image:
 
 
 def is_tiff(file: Path | bytes) -> bool:
+    return start_of(file, 4) in TIFF_MAGIC
+
+
+def start_of(file: Path | bytes, count: int) -> bytes:
+    """Return at most `count` bytes from the start of a file."""
     if isinstance(file, bytes):
-        return file[:4] in TIFF_MAGIC
+        return file[:count]
     with open(file, "rb") as opened:
-        return opened.read(4) in TIFF_MAGIC
+        return opened.read(count)
 
 
 def turn_to(image: Image.Image, page: int) -> None:
@@ -150,6 +160,15 @@ def is_array(file: Path | bytes) -> bool:
     if isinstance(file, bytes):
         return file.startswith(ARRAY_MAGIC)
     return Path(file).suffix.lower() == ARRAY_SUFFIX
+
+
+def is_dicom(file: Path | bytes) -> bool:
+    """Return whether a file is of DICOM, whose names often have no ending."""
+    if not isinstance(file, bytes):
+        suffix = Path(file).suffix.lower()
+        if suffix in SUFFIXES:
+            return suffix in DICOM_SUFFIXES
+    return has_magic(start_of(file, MAGIC_END))
 
 
 def load_array(file: Path | bytes) -> np.ndarray:
@@ -174,9 +193,22 @@ def source_of(file: Path | bytes) -> Any:
 def _image_of_array(array: np.ndarray) -> Image.Image:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
+    if array.ndim == 3 and array.dtype == np.uint16:
+        # Pillow has no colours of 16 bits.
+        array = np.round(array / 257).astype(np.uint8)
     if array.dtype in (np.uint8, np.uint16):
         return Image.fromarray(np.ascontiguousarray(array))
     return Image.fromarray(array.astype(np.float32))
+
+
+def _image_of_dicom(file: Path | bytes, frame: int) -> Image.Image:
+    """Return a frame in the 8 bits of its window; without a window in the depth of the file."""
+    values, window = read_dicom(file, frame)
+    if window is None or values.dtype == np.uint8:
+        return _image_of_array(values)
+    black, white = window
+    shown = (values.astype(np.float64) - black) / (white - black)
+    return Image.fromarray(np.round(255 * shown.clip(0, 1)).astype(np.uint8))
 
 
 def in_8_bits(image: Image.Image, channels: int) -> Image.Image:
@@ -255,8 +287,12 @@ def as_picture(image: Any) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
 
 
-def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:
-    """Call decode_one(i) for images 0 to count − 1 in threads, and raise the first error."""
+def decode_all(count: int, decode_one: Callable[[int], Any], threads: int = THREADS) -> None:
+    """Call decode_one(i) for images 0 to count − 1 in threads, and raise the first error.
+
+    Args:
+        threads: 1: in order.
+    """
 
     def decode_chunk(first: int) -> None:
         for i in range(first, min(first + CHUNK, count)):
@@ -264,7 +300,7 @@ def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:
 
     logging.getLogger(__name__).info(f"Decoding {count} images")
     firsts = range(0, count, CHUNK)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         chunks = pool.map(decode_chunk, firsts)
         # Going through the chunks raises their errors. With disable=None tqdm shows its bar on
         # terminals alone.

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import CorruptImage, decode_all, pixels_of
+from lockstep.data.decoding import THREADS, CorruptImage, decode_all, pixels_of
+from lockstep.data.file_values import Header, header_of
 from lockstep.data.framing import Framing
 from lockstep.data.image_list import ImageList
 from lockstep.data.node_cache import Content
-from lockstep.data.reading import Header, header_of
 
 SAMPLE = 64  # images whose headers are read
 MEASURED_IMAGES = 1024  # for the mean, evenly spaced
@@ -52,6 +52,12 @@ class Survey:
     @property
     def is_deep(self) -> bool:
         return any(header.is_deep for header in self.headers.values())
+
+    @property
+    def has_windows(self) -> bool:
+        """Return whether each deep image says which of its values are black and white."""
+        deep = [header for header in self.headers.values() if header.is_deep]
+        return bool(deep) and all(header.has_window for header in deep)
 
     @property
     def depth(self) -> str:
@@ -127,8 +133,13 @@ def range_in(extremes: np.ndarray) -> tuple[float, float]:
     return low, high if high > low else low + 1
 
 
-def measure(images: ImageList, positions: list[int], framing: Framing) -> Content:
+def measure(
+    images: ImageList, positions: list[int], framing: Framing, threads: int = THREADS
+) -> Content:
     """Return mean and deviation of each channel and two percentiles, of pixels from 0 to 1.
+
+    Args:
+        threads: 1: the images are opened in order.
 
     Raises:
         CorruptImage: no image can be read.
@@ -149,7 +160,7 @@ def measure(images: ImageList, positions: list[int], framing: Framing) -> Conten
         places = np.linspace(0, len(values) - 1, PIXELS_OF_IMAGE).astype(int)
         samples[i] = values[places]
 
-    decode_all(len(positions), read)
+    decode_all(len(positions), read, threads)
     if len(damaged) == len(positions):
         raise damaged[0]
     is_read = np.isfinite(samples[:, 0])

@@ -27,7 +27,7 @@ from lockstep.data.image_datamodule import CHECK, ImageDataModule
 from lockstep.data.image_list import ImageList
 from lockstep.data.listing import fingerprint
 from lockstep.data.node_cache import Content, cached
-from lockstep.data.reading import AUTO, PICTURE, Range, Reading, range_of
+from lockstep.data.reading import AUTO, BY_WINDOW, PICTURE, Range, Reading, range_of
 from lockstep.data.sampling import BY_CLASS
 from lockstep.data.source import Source
 from lockstep.data.targets import levels_in, mask_classes, note_on_levels
@@ -54,7 +54,8 @@ class ListedDataModule(ImageDataModule):
         max_megapixels: the largest image that is decoded, in millions of pixels; None: Pillow's
             limit, 179.
         range, page, bands: as of Reading, whose `limits` are the range; "auto": of images of more
-            than 8 bits, the smallest and largest value of the training images.
+            than 8 bits, the windows of DICOM files, else the smallest and largest value of the
+            training images.
         options: as of ImageDataModule.
     """
 
@@ -193,16 +194,22 @@ class ListedDataModule(ImageDataModule):
 
         limits = self.range_option
         if limits == AUTO:
-            limits = self._measured_range() if survey.is_deep else None
+            limits = self._automatic_range(survey)
         elif limits is not None and not survey.is_deep:
             images.warnings.append(
                 f"data.range={limits} changes nothing: the images have 8 bits, from 0 to 255."
             )
         self.reading = images.reading = replace(self.reading, limits=limits)
         self.is_deep = self.reading.is_deep
-        self.depth_note = self._note_on_depth(survey)
+        self.depth_note = self._note_on_depth(survey.depth)
         if self.is_deep:
             self._measure_colours()
+
+    def _automatic_range(self, survey: Survey) -> Range:
+        """Return black and white of data.range=auto."""
+        if not survey.is_deep:
+            return None
+        return BY_WINDOW if survey.has_windows else self._measured_range()
 
     def _measured_range(self) -> Range:
         """Return the smallest and largest value of the training images, else of all."""
@@ -224,10 +231,16 @@ class ListedDataModule(ImageDataModule):
             return [self.reading.facts, self.channels]
         return []
 
-    def _note_on_depth(self, survey: Survey) -> str:
-        """Return "16 bits, black 0 and white 4095 (data.range=auto, of the training images)"."""
-        note = survey.depth
+    def _note_on_depth(self, depth: str) -> str:
+        """Return "16 bits, black 0 and white 4095 (data.range=auto, of the training images)".
+
+        Args:
+            depth: "16 bits".
+        """
+        note = depth
         limits = self.reading.limits
+        if limits == BY_WINDOW:
+            return f"{note}, black and white by the window of each file"
         if isinstance(limits, str):
             return f"{note}, black and white by each image (data.range={limits})"
         if limits is not None:
@@ -243,18 +256,26 @@ class ListedDataModule(ImageDataModule):
             self._set_framing()
             return
         images = self.source
-        train = self.splits.train
-        positions = evenly_spaced(train if len(train) else np.arange(len(images)), MEASURED_IMAGES)
+        positions = self._measured_positions(MEASURED_IMAGES)
         identity = ["colours", images.identity, self._deep_identity(), positions]
         framing = self.framing
         folder = self.cache_folder([*identity, framing.resize, framing.fit, framing.interpolation])
         colours = cached(folder, lambda _: measure(images, positions, framing))
+        self._set_colours(colours)
+
+    def _measured_positions(self, count: int) -> list[int]:
+        """Return the positions of some training images, else of some of all."""
+        train = self.splits.train
+        return evenly_spaced(train if len(train) else np.arange(len(self.source)), count)
+
+    def _set_colours(self, colours: Content) -> None:
+        """Set what `measure` returned."""
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
         self._set_framing()
         sentence = sentence_on_filling(colours["filled"], self.reading.limits)
         if sentence:
-            images.warnings.append(sentence)
+            self.source.warnings.append(sentence)
 
     def _read_levels(self, _: Path) -> Content:
         """Return the grey levels in all masks."""

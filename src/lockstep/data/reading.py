@@ -4,26 +4,33 @@ A deep image has more than 8 bits, or other channels than a picture. It is torch
 from 0 to 1. All other images are Pillow's, in 8 bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from lockstep.data.decoding import (
-    FORMATS,
     decoding_errors,
     in_8_bits,
     is_array,
-    is_tiff,
+    is_dicom,
     load_array,
-    open_header,
     open_image,
-    source_of,
     upright,
+)
+from lockstep.data.dicom import Window, read_dicom
+from lockstep.data.file_values import (
+    ALL,
+    has_deep_colours,
+    header_of,
+    needs_tifffile,
+    on_white,
+    read_deep_colours,
+    read_tiff,
+    with_bands,
 )
 from lockstep.process.errors import UserError
 
@@ -31,15 +38,28 @@ AUTO = "auto"
 # The black and white of each image are these percentiles of its values.
 BY_IMAGE = "image"
 PERCENTILES = (0.5, 99.5)
-ALL = "all"
+# The black and white of each image are those of the window in its DICOM file.
+BY_WINDOW = "window"
 # Channels of a picture: grey, or red, green and blue.
 PICTURE = (1, 3)
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow's
-PAGED = ("TIFF", "GIF")
-NEEDS_TIFFFILE = "a TIFF of bits or bands that Pillow does not read: pip install tifffile"
 
 Range = tuple[float, float] | str | None
-"""Black and white; image: by the percentiles of each image; None: the 8 bits that a viewer shows"""
+"""Black and white; image: by the percentiles of each image; window: by the window of each DICOM
+file; None: the 8 bits that a viewer shows"""
+
+
+@dataclass(frozen=True)
+class FileValues:
+    """The values of an image as its file has them.
+
+    Args:
+        array: (height, width, channels).
+        window: black and white as the file says; None: it says none.
+    """
+
+    array: np.ndarray
+    window: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ class Reading:
     Args:
         channels: 1 for grey, 3 for colour; other numbers are the bands of a file.
         limits: black and white of images of more than 8 bits. Other images are from 0 to 255.
-        page: of a TIFF or GIF, from 0; all: its pages are channels.
+        page: of a TIFF or GIF, or frame of a DICOM file, from 0; all: they are channels.
         bands: which bands of the file are the channels, from 1; (): all in their order.
         max_megapixels: as of `open_image`.
 
@@ -103,7 +123,16 @@ class Reading:
                 page=int(self.page),
             )
         with decoding_errors(name or file, self.max_megapixels):
-            return _as_tensor(self._in_unit_range(self._fitting(self._read(file))))
+            return self.image_of(self._read(file))
+
+    def image_of(self, values: FileValues) -> Any:
+        """Return torchvision's image of the values of a file.
+
+        Raises:
+            ValueError: they have other channels, or nothing says what is white.
+        """
+        fitting = self._fitting(values.array)
+        return _as_tensor(self._in_unit_range(fitting, values.window))
 
     def values_of(self, file: Path | bytes, name: object = None) -> np.ndarray:
         """Return (height, width, channels) as the file has them.
@@ -112,7 +141,7 @@ class Reading:
             CorruptImage: as of `open`.
         """
         with decoding_errors(name or file, self.max_megapixels):
-            return self._fitting(self._read(file))
+            return self._fitting(self._read(file).array)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -129,27 +158,42 @@ class Reading:
             tuple(facts.get("bands") or ()),
         )
 
-    def _read(self, file: Path | bytes) -> np.ndarray:
-        """Return (height, width, bands) as the file has them; 8-bit pictures on white."""
+    def _read(self, file: Path | bytes) -> FileValues:
+        """Return the bands of the chosen pages; 8-bit pictures on white."""
         if is_array(file):
-            return _with_bands(load_array(file))
+            return FileValues(with_bands(load_array(file)))
         if needs_tifffile(file):
-            return _with_bands(_read_tiff(file, self.page))
+            return FileValues(read_tiff(file, self.page))
         if self.page != ALL:
-            return self._page(upright(file, int(self.page)))
-        count = header_of(file).pages
-        return np.concatenate([self._page(upright(file, i)) for i in range(count)], axis=2)
+            return self._read_page(file, int(self.page))
+        pages = [self._read_page(file, page) for page in range(header_of(file).pages)]
+        return FileValues(np.concatenate([page.array for page in pages], axis=2), pages[0].window)
 
-    def _page(self, image: Image.Image) -> np.ndarray:
-        """Return the bands of one page."""
+    def _read_page(self, file: Path | bytes, page: int) -> FileValues:
+        if is_dicom(file):
+            array, window = read_dicom(file, page)
+            return FileValues(with_bands(array), window)
+        if not has_deep_colours(file):
+            return FileValues(self.bands_of(upright(file, page)))
+        if page:
+            raise ValueError(f"data.page={page} counts from 0, and its pages are 1")
+        colours = read_deep_colours(file)
+        return FileValues(colours if self._keeps_bands else on_white(colours))
+
+    @property
+    def _keeps_bands(self) -> bool:
+        """Return whether bands are taken as they are, also an alpha."""
+        return bool(self.bands) or self.channels not in PICTURE
+
+    def bands_of(self, image: Image.Image) -> np.ndarray:
+        """Return (height, width, bands) of Pillow's image; 8-bit pictures on white."""
         is_grey = len(image.getbands()) == 1
-        keeps_bands = bool(self.bands) or self.channels not in PICTURE
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-            return _with_bands(np.asarray(image))
-        if keeps_bands and image.mode not in ("1", "P", "PA"):
-            return _with_bands(np.asarray(image))
+            return with_bands(np.asarray(image))
+        if self._keeps_bands and image.mode not in ("1", "P", "PA"):
+            return with_bands(np.asarray(image))
         # A palette has colours.
-        return _with_bands(np.asarray(in_8_bits(image, 1 if is_grey and image.mode != "P" else 3)))
+        return with_bands(np.asarray(in_8_bits(image, 1 if is_grey and image.mode != "P" else 3)))
 
     def _fitting(self, values: np.ndarray) -> np.ndarray:
         """Return the bands that are the channels."""
@@ -168,17 +212,19 @@ class Reading:
             f"its bands are {count}: give data.channels={count}, or choose data.bands=[1,2,3]"
         )
 
-    def _in_unit_range(self, values: np.ndarray) -> np.ndarray:
+    def _in_unit_range(self, values: np.ndarray, window: Window | None) -> np.ndarray:
         """Return float32 from 0, black, to 1, white."""
         if values.dtype == np.uint8:
             return values.astype(np.float32) / 255
-        low, high = self._limits_of(values)
+        low, high = self._limits_of(values, window)
         # Equal values are black.
         width = high - low if high > low else 1.0
         scaled = (values.astype(np.float64) - low) / width
         return np.nan_to_num(scaled.clip(0, 1)).astype(np.float32)
 
-    def _limits_of(self, values: np.ndarray) -> tuple[float, float]:
+    def _limits_of(self, values: np.ndarray, window: Window | None) -> tuple[float, float]:
+        if self.limits == BY_WINDOW and window is not None:
+            return window
         if isinstance(self.limits, str):
             finite = values[np.isfinite(values)]
             low, high = np.percentile(finite, PERCENTILES) if finite.size else (0, 1)
@@ -196,7 +242,7 @@ def range_of(option: Any) -> Range:
     Raises:
         UserError: it is no range.
     """
-    if option in (None, AUTO, BY_IMAGE):
+    if option in (None, AUTO, BY_IMAGE, BY_WINDOW):
         return option
     try:
         low, high = map(float, option)
@@ -205,107 +251,10 @@ def range_of(option: Any) -> Range:
         is_valid = False
     if not is_valid:
         raise UserError(
-            f"data.range={option} must be auto, image, or two ascending numbers, as [0,4095]."
+            f"data.range={option} must be auto, image, or two ascending numbers, as [0,4095]; of "
+            "DICOM files also window."
         )
     return low, high
-
-
-@dataclass(frozen=True)
-class Header:
-    """The facts in the head of an image file.
-
-    Args:
-        kind: of its numbers.
-        pages: 1 but for TIFF and GIF.
-        is_cut: Pillow reads 8 of its bits.
-    """
-
-    kind: np.dtype
-    pages: int = 1
-    is_cut: bool = False
-
-    @property
-    def is_deep(self) -> bool:
-        return self.kind != np.uint8 and not self.is_cut
-
-    @property
-    def depth(self) -> str:
-        """Return "16 bits" or "32-bit floats"."""
-        bits = 8 * self.kind.itemsize
-        return f"{bits}-bit floats" if self.kind.kind == "f" else f"{bits} bits"
-
-
-def header_of(file: Path | bytes) -> Header:
-    """Return what the head of an image file says; it may raise nearly anything."""
-    if is_array(file):
-        return Header(load_array(file).dtype)
-    if needs_tifffile(file) and has_tifffile():
-        return _header_by_tifffile(file)
-    with open_header(file) as image:
-        pages = getattr(image, "n_frames", 1) if image.format in PAGED else 1
-        if image.mode == "F":
-            return Header(np.dtype(np.float32), pages)
-        if image.mode == "I" and image.format != "PPM":
-            return Header(np.dtype(np.int32), pages)
-        if image.mode == "I" or image.mode.startswith("I;16"):
-            return Header(np.dtype(np.uint16), pages)
-        if _is_cut(image):
-            return Header(np.dtype(np.uint16), pages, is_cut=True)
-        return Header(np.dtype(np.uint8), pages)
-
-
-def _is_cut(image: Image.Image) -> bool:
-    """Return whether Pillow keeps 8 of the 16 bits that its raw mode names for several bands."""
-    tiles = getattr(image, "tile", ())
-    return len(image.getbands()) > 1 and any("16" in str(tile[3]) for tile in tiles)
-
-
-def has_tifffile() -> bool:
-    return find_spec("tifffile") is not None
-
-
-def needs_tifffile(file: Path | bytes) -> bool:
-    """Return whether a file is a TIFF that Pillow cannot read in full."""
-    if not is_tiff(file):
-        return False
-    try:
-        with Image.open(source_of(file), formats=FORMATS) as image:
-            return _is_cut(image)
-    except UnidentifiedImageError:
-        return True
-
-
-def _header_by_tifffile(file: Path | bytes) -> Header:
-    import tifffile
-
-    with tifffile.TiffFile(source_of(file)) as opened:
-        return Header(np.dtype(opened.pages[0].dtype), len(opened.pages))
-
-
-def _read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
-    """Return (height, width[, bands]) of one page, or of all pages as bands."""
-    if not has_tifffile():
-        raise ValueError(NEEDS_TIFFFILE)
-    import tifffile
-
-    with tifffile.TiffFile(source_of(file)) as opened:
-        if page != ALL and int(page) >= len(opened.pages):
-            count = len(opened.pages)
-            raise ValueError(f"data.page={page} counts from 0, and its pages are {count}")
-        pages: Sequence[Any] = opened.pages if page == ALL else [opened.pages[int(page)]]
-        return np.concatenate([_with_bands(_bands_last(each)) for each in pages], axis=2)
-
-
-def _bands_last(page: Any) -> np.ndarray:
-    """Return a page of tifffile, whose bands may lie in separate planes."""
-    values = page.asarray()
-    if values.ndim == 3 and page.planarconfig == 2:
-        return np.moveaxis(values, 0, 2)
-    return values
-
-
-def _with_bands(values: np.ndarray) -> np.ndarray:
-    return values[..., None] if values.ndim == 2 else values
 
 
 def _as_tensor(values: np.ndarray) -> Any:

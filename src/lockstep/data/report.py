@@ -6,8 +6,10 @@ ImageDataModule.
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +26,67 @@ LISTS = "data_report.txt"
 SHOWN_CLASSES = 10  # in the log
 SAMPLE = 64  # images that are opened for their size
 MAX_COMPARED = 50_000  # files of equal size that a start may open
-IDENTICAL = {  # by kind: the words for one image and for several
-    "test": (
-        "test image is identical to a training image",
-        "test images are identical to training images",
-    ),
-    "val": (
-        "validation image is identical to a training image",
-        "validation images are identical to training images",
-    ),
-    "labels": ("image occurs under two labels", "images occur under two labels"),
-}
 NAME_OF_TARGETS = {"class": "classes", "labels": "labels", "mask": "classes of pixels"}
 
 
-def report_of(
-    data: Any, limit: int | None = MAX_COMPARED
-) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return `data_report` of the record, and the names of the images that it counts.
+class Kind(Enum):
+    """The reasons why images are listed."""
 
+    LEFT_OUT = auto()
+    # Images of a split that are identical to training images.
+    TEST_IN_TRAIN = auto()
+    VAL_IN_TRAIN = auto()
+    # Identical images with two labels.
+    TWO_LABELS = auto()
+    NOT_COMPARED = auto()
+    UNUSABLE = auto()
+    DAMAGED = auto()
+    SIMILAR = auto()
+
+
+# The predicate for one image and for several.
+IDENTICAL = {
+    Kind.TEST_IN_TRAIN: (
+        "test image is identical to a training image",
+        "test images are identical to training images",
+    ),
+    Kind.VAL_IN_TRAIN: (
+        "validation image is identical to a training image",
+        "validation images are identical to training images",
+    ),
+    Kind.TWO_LABELS: ("image occurs under two labels", "images occur under two labels"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Images that are listed for one reason.
+
+    Args:
+        reason: a phrase for the log and the list.
+        names: of the images, or of pairs of them, "a = b".
+    """
+
+    kind: Kind
+    reason: str
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is said of images before they are trained on.
+
+    Args:
+        fields: `data_report` of the record.
+        findings: the images that the fields count.
+    """
+
+    fields: dict[str, Any]
+    findings: list[Finding]
+
+
+def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
+    """
     Args:
         limit: the most files of equal size that are compared; None: all.
     """
@@ -51,7 +95,7 @@ def report_of(
     fields = {
         "images_per_class": _counts_per_class(data),
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
-        "identical_images": list(identical),
+        "identical_images": [finding.reason for finding in identical],
         "smallest_image": sizes[0] if sizes else None,
         "largest_image": sizes[-1] if sizes else None,
     }
@@ -61,7 +105,8 @@ def report_of(
         fields["inputs"] = "; ".join(_scales(data))
     if data.sampling_note:
         fields["sampling"] = data.sampling_note
-    return fields, {**data.left_out, **identical}
+    left_out = [Finding(Kind.LEFT_OUT, *entry) for entry in data.left_out.items()]
+    return Report(fields, left_out + identical)
 
 
 def _scales(data: Any) -> list[str]:
@@ -112,18 +157,15 @@ def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
     }
 
 
-def log_contents(
-    data: Any, lists: Mapping[str, list[str]], augmentation: str | None = None
-) -> None:
-    """Log classes and splits, how images are made, what was left out and what is identical.
+def log_contents(data: Any, augmentation: str | None = None) -> None:
+    """Log classes and splits, how images are made, and what was left out.
 
     Args:
-        lists: as of `report_of`.
         augmentation: the option of a training; None for an evaluation.
     """
     log_classes(data)
     log_settings(data, augmentation)
-    log_findings(data, lists)
+    log_remarks(data)
 
 
 def log_classes(data: Any) -> None:
@@ -166,7 +208,7 @@ def log_settings(data: Any, augmentation: str | None = None) -> None:
     log.info(" · ".join(parts))
 
 
-def log_findings(data: Any, lists: Mapping[str, list[str]]) -> None:
+def log_remarks(data: Any) -> None:
     """Log how the images are split, what was left out, and what is likely to be a mistake."""
     if data.splits.note:
         log.info(data.splits.note)
@@ -176,29 +218,33 @@ def log_findings(data: Any, lists: Mapping[str, list[str]]) -> None:
         log.info(f"left out: {counts_of(data.left_out)} ({LISTS})")
     for sentence in data.warnings:
         log.warning(sentence)
-    for sentence in lists:
-        if sentence not in data.left_out:
-            log.warning(f"{sentence} ({LISTS}).")
 
 
-def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
-    """Write the names of images that were left out or are identical, a line each, with reasons."""
+def log_findings(findings: Iterable[Finding]) -> None:
+    """Log the images that are listed, but for those left out, which `log_remarks` counts."""
+    for finding in findings:
+        if finding.kind is not Kind.LEFT_OUT:
+            log.warning(f"{finding.reason} ({LISTS}).")
+
+
+def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
+    """Write the names of the listed images, a line each, with reasons."""
     lines: list[str] = []
-    for reason, names in lists.items():
-        lines += [f"{name}  # {reason}\n" for name in names]
+    for finding in findings:
+        lines += [f"{name}  # {finding.reason}\n" for name in finding.names]
     if lines:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
-def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> dict[str, list[str]]:
-    """Return sentences on equal images, each with the pairs of images that it counts, "a = b".
+def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
+    """Return the pairs of equal images, "a = b", that are in two splits or under two labels.
 
     Args:
         limit: the most files of equal size that are compared; None: all.
     """
     source = data.source
     if not source.is_comparable:
-        return {}
+        return []
     index = np.flatnonzero(data.splits.of_each >= 0)
     _, of_size, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
     index = index[counts[of_size] > 1]
@@ -207,17 +253,18 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> dict[str, l
             "not checked for identical images (too many files of equal size): run "
             "`python src/check_data.py`"
         )
-        return {too_many: []}
+        return [Finding(Kind.NOT_COMPARED, too_many, [])]
 
-    pairs: dict[str, list[str]] = {kind: [] for kind in IDENTICAL}
+    pairs: dict[Kind, list[str]] = {kind: [] for kind in IDENTICAL}
     for group in _equal_images(source, index):
         _add_pairs(data, group, pairs)
-    sentences = {}
-    for kind, names in pairs.items():
-        if names:
-            one, several = IDENTICAL[kind]
-            sentences[f"{len(names)} {several if len(names) > 1 else one}"] = names
-    return sentences
+    return [_counted(kind, names) for kind, names in pairs.items() if names]
+
+
+def _counted(kind: Kind, names: list[str]) -> Finding:
+    one, several = IDENTICAL[kind]
+    count = len(names)
+    return Finding(kind, f"{count} {several if count > 1 else one}", names)
 
 
 def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
@@ -232,16 +279,16 @@ def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _add_pairs(data: Any, group: list[int], pairs: dict[str, list[str]]) -> None:
+def _add_pairs(data: Any, group: list[int], pairs: dict[Kind, list[str]]) -> None:
     """Add the pairs among equal images that are in two splits or under two labels."""
     source = data.source
     splits = data.splits.of_each
     trained = [i for i in group if splits[i] == TRAIN]
     if trained:
-        for kind, split in (("test", TEST), ("val", VAL)):
+        for kind, split in ((Kind.TEST_IN_TRAIN, TEST), (Kind.VAL_IN_TRAIN, VAL)):
             others = [i for i in group if splits[i] == split]
             pairs[kind] += [f"{source.name(i)} = {source.name(trained[0])}" for i in others]
     first = group[0]
     others = [i for i in group if source.target_name(i) != source.target_name(first)]
     if others:
-        pairs["labels"].append(f"{source.name(first)} = {source.name(others[0])}")
+        pairs[Kind.TWO_LABELS].append(f"{source.name(first)} = {source.name(others[0])}")

@@ -120,13 +120,11 @@ def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
 def _report(data: Any, run: Run, *, is_training: bool) -> None:
     """Log the contents of the data on rank 0, and compare the images of a training."""
     augmentation = run.choices.get("augmentation") if is_training else None
-    report.log_contents(data, {}, augmentation)
+    report.log_contents(data, augmentation)
     if is_training:
         _warn_of_two_corrections(run.config)
         run.data_report = DataReport(data, run.folder)
         run.data_report.start()
-    else:
-        data.report = {}
 
 
 def _warn_of_two_corrections(config: Config) -> None:

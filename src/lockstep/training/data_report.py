@@ -21,14 +21,17 @@ class DataReport(pl.Callback):
     """The report of a run's images, which rank 0 makes in a thread.
 
     Args:
-        data: a prepared ImageDataModule, whose attribute `report` is set when it is done.
+        data: a prepared ImageDataModule.
         folder: gets the names of images that were left out or are identical.
+
+    Attributes:
+        fields: `data_report` of run.json; {} until it is done.
     """
 
     def __init__(self, data: Any, folder: RunFolder) -> None:
         self.data = data
         self.folder = folder
-        self.data.report = {}
+        self.fields: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._make, name="data-report", daemon=True)
 
     def start(self) -> None:
@@ -44,20 +47,18 @@ class DataReport(pl.Callback):
             log.info("The images are compared with each other while the training begins.")
 
     def _make(self) -> None:
-        left_out = self.data.left_out
         try:
-            fields, lists = report.report_of(self.data)
+            made = report.report_of(self.data)
         except OSError as error:
             log.warning(f"The images were not compared with each other ({error}).")
             return
-        report.write_lists(self.folder.path, lists)
-        for sentence in lists.keys() - left_out.keys():
-            log.warning(f"{sentence} ({report.LISTS}).")
-        self.data.report = fields
+        report.write_findings(self.folder.path, made.findings)
+        report.log_findings(made.findings)
+        self.fields = made.fields
 
     def record_fields(self) -> dict[str, object]:
         """Return the fields of run.json."""
-        return {"data_report": self.data.report} if self.data.report else {}
+        return {"data_report": self.fields} if self.fields else {}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._thread.is_alive():

@@ -32,6 +32,6 @@ def facts_of_data(run: Run, data: Any) -> dict[str, Any]:
         "num_test": data.num_test,
         "left_out_per_epoch": left_out,
         "data_hash": data.data_hash,
-        "data_report": data.report,
+        "data_report": run.data_report.fields if run.data_report else {},
         "images": settings_of(data, run.choices.get("augmentation")),
     }

@@ -8,7 +8,7 @@ from PIL import Image
 from augmentations.policies import AutoAugment, RandAugment, ResizedCrop, ThreeAugment
 from data.dataset import DatasetDataModule
 from data.image_folder import ImageFolderDataModule
-from lockstep.data import reading
+from lockstep.data import file_values
 from lockstep.data.augmentation import CropFlip
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import data_facts
@@ -113,14 +113,14 @@ def test_options_that_do_not_fit(options, message, tmp_path):
         module(folder(tmp_path / "x"), tmp_path, **options)
 
 
-@pytest.mark.parametrize("options", [{"channels": 5}, {"range": [0, 9]}, {"page": 1}])
-def test_a_torch_dataset_has_pictures_alone(options, tmp_path):
-    with pytest.raises(UserError, match="data=dataset has images of 8 bits"):
+@pytest.mark.parametrize("options", [{"range": "window"}, {"page": 1}])
+def test_a_torch_dataset_has_no_pages_and_windows(options, tmp_path):
+    with pytest.raises(UserError, match="data.page and data.range=window are of files"):
         DatasetDataModule(dataset=[], cache_dir=tmp_path, **options)
 
 
 def test_a_tiff_that_pillow_does_not_read_names_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "has_tifffile", lambda: False)
+    monkeypatch.setattr(file_values, "has_tifffile", lambda: False)
     root = folder(tmp_path / "x")
     for label in ("a", "b"):
         for i in range(10):

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from lockstep.data.decoding import CorruptImage, as_picture, load_array, pixels_of, size_of
-from lockstep.data.reading import Reading, header_of
+from lockstep.data.reading import Reading
 
 GREY = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100
 
@@ -17,6 +17,7 @@ GREY = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100
         Reading(1, (0.0, 4095.0)),
         Reading(3, "image", 2, (3, 2, 1)),
         Reading(5, page="all"),
+        Reading(1, "window"),
     ],
 )
 def test_a_checkpoints_facts_give_the_reading_back(reading):
@@ -60,21 +61,3 @@ def test_deep_images_have_a_size_and_a_picture(tmp_path):
     image = Reading(1, (0, 1100)).open(tmp_path / "x.png")
     assert size_of(image) == (4, 3)
     assert np.asarray(as_picture(image)).tolist()[2][3] == 255
-
-
-def test_colours_that_pillow_cuts_to_8_bits_are_known(tmp_path):
-    """A PNG of 16 bits and three colours, which Pillow cannot write."""
-    import struct
-    import zlib
-
-    def chunk(kind, data):
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    head = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
-    pixels = zlib.compress(b"\0" + bytes(6))
-    parts = [chunk(b"IHDR", head), chunk(b"IDAT", pixels), chunk(b"IEND", b"")]
-    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
-    header = header_of(tmp_path / "x.png")
-    assert header.is_cut and not header.is_deep and header.depth == "16 bits"

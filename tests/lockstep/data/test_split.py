@@ -109,7 +109,7 @@ def test_contents_and_what_the_weights_say_are_logged_and_recorded(tmp_path, cap
     dm.set_augmentation(None, WANTED)
     dm.prepare()
     with caplog.at_level(logging.INFO):
-        log_contents(dm, {}, "none")
+        log_contents(dm, "none")
     names = ", ".join(f"pattern {number}" for number in range(10))
     assert [record.message for record in caplog.records] == [
         f"data: 10 classes: {names} · 58 images to train, 6 to validate, 9 to test",

@@ -1,0 +1,189 @@
+"""Read DICOM files by pydicom, where it is installed.
+
+Values are those of the modality, as Hounsfield units: stored values by their rescale slope and
+intercept, or by their lookup table. The frames of a file are its pages.
+"""
+
+import io
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+SUFFIXES = {".dcm", ".dicom"}
+# The format's name stands behind a preamble of 128 bytes.
+MAGIC = b"DICM"
+MAGIC_START = 128
+MAGIC_END = 132
+NEEDS_PYDICOM = "a DICOM file: pip install pydicom"
+
+Window = tuple[float, float]
+"""The values that are shown black and white."""
+
+
+@dataclass(frozen=True)
+class DicomHeader:
+    """The facts in the head of a DICOM file.
+
+    Args:
+        kind: of its numbers; 8-bit images that are not rescaled are uint8.
+        bits: that are stored for each number.
+        frames: how many images it has.
+        has_window: it says which values are shown black and white.
+    """
+
+    kind: np.dtype
+    bits: int
+    frames: int
+    has_window: bool
+
+
+def has_magic(start: bytes) -> bool:
+    """Return whether the first bytes of a file are those of a DICOM file."""
+    return start[MAGIC_START:MAGIC_END] == MAGIC
+
+
+def has_pydicom() -> bool:
+    return find_spec("pydicom") is not None
+
+
+def dicom_header(file: Path | bytes) -> DicomHeader:
+    """Return what the head of a DICOM file says; it may raise nearly anything."""
+    dataset = _read(file, with_pixels=False)
+    bits = int(dataset.get("BitsStored") or dataset.BitsAllocated)
+    has_window = window_of(dataset, 0) is not None
+    return DicomHeader(_kind_of(dataset), bits, _num_frames(dataset), has_window)
+
+
+def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | None]:
+    """Return one frame, (height, width) or (height, width, 3), and its window if it has one.
+
+    Dark values are small ones, also of MONOCHROME1, whose values are mirrored.
+
+    Raises:
+        ValueError: pydicom is missing, or the file has no such frame.
+        DecompressionBombError: the image is larger than Pillow's limit.
+    """
+    dataset = _read(file, with_pixels=True)
+    count = _num_frames(dataset)
+    if frame >= count:
+        raise ValueError(f"data.page={frame} counts from 0, and its frames are {count}")
+    _check_size(dataset)
+
+    from pydicom.pixels import apply_color_lut, pixel_array
+
+    # Colours become RGB here, whatever the file has.
+    stored = pixel_array(dataset, index=frame)
+    if dataset.PhotometricInterpretation == "PALETTE COLOR":
+        return apply_color_lut(stored, dataset), None
+    if stored.ndim == 3:
+        return stored, None
+    values = _of_modality(stored, dataset, frame)
+    window = window_of(dataset, frame)
+    if dataset.PhotometricInterpretation != "MONOCHROME1":
+        return values, window
+
+    low, high = _of_modality(_stored_range(dataset, stored.dtype), dataset, frame).tolist()
+    if window is not None:
+        window = (low + high - window[1], low + high - window[0])
+    return low + high - values, window
+
+
+def window_of(dataset: Any, frame: int) -> Window | None:
+    """Return black and white of the first window, as DICOM's linear function has them."""
+    part = _part(dataset, frame, "FrameVOILUTSequence")
+    center = _first_number(part.get("WindowCenter"))
+    width = _first_number(part.get("WindowWidth"))
+    if center is None or width is None or width <= 1:
+        return None
+    if part.get("VOILUTFunction", "LINEAR") == "LINEAR_EXACT":
+        return center - width / 2, center + width / 2
+    return center - 0.5 - (width - 1) / 2, center - 0.5 + (width - 1) / 2
+
+
+def _first_number(value: Any) -> float | None:
+    """Return the first of several values, or the only one; None where there is none."""
+    if value is None or value == "":
+        return None
+    numbers = np.atleast_1d(np.array(value, float))
+    return float(numbers[0]) if len(numbers) else None
+
+
+def _read(file: Path | bytes, *, with_pixels: bool) -> Any:
+    if not has_pydicom():
+        raise ValueError(NEEDS_PYDICOM)
+    import pydicom
+
+    source = io.BytesIO(file) if isinstance(file, bytes) else file
+    dataset = pydicom.dcmread(source, stop_before_pixels=not with_pixels)
+    if "Rows" not in dataset:
+        raise ValueError("a DICOM file without pixels")
+    return dataset
+
+
+def _check_size(dataset: Any) -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and int(dataset.Rows) * int(dataset.Columns) > 2 * limit:
+        raise Image.DecompressionBombError
+
+
+def _num_frames(dataset: Any) -> int:
+    return int(dataset.get("NumberOfFrames") or 1)
+
+
+def _part(dataset: Any, frame: int, sequence: str) -> Any:
+    """Return what holds the attributes of a frame.
+
+    Files of the enhanced kind have them in sequences, of each frame or of all. Others have them
+    at the top.
+    """
+    of_frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    of_all = dataset.get("SharedFunctionalGroupsSequence") or []
+    for groups in (*of_frames[frame : frame + 1], *of_all[:1]):
+        if groups.get(sequence):
+            return groups[sequence][0]
+    return dataset
+
+
+def _of_modality(stored: np.ndarray, dataset: Any, frame: int) -> np.ndarray:
+    """Return the values of the modality; those that are not rescaled keep their type."""
+    from pydicom.pixels import apply_modality_lut
+
+    part = _part(dataset, frame, "PixelValueTransformationSequence")
+    if not _is_rescaled(part):
+        return stored
+    return apply_modality_lut(stored, part)
+
+
+def _is_rescaled(part: Any) -> bool:
+    """Return whether values are others than those that are stored."""
+    if part.get("ModalityLUTSequence"):
+        return True
+    has_both = part.get("RescaleSlope") is not None and part.get("RescaleIntercept") is not None
+    return has_both and (float(part.RescaleSlope), float(part.RescaleIntercept)) != (1, 0)
+
+
+def _stored_range(dataset: Any, kind: np.dtype) -> np.ndarray:
+    """Return the smallest and the largest value that the stored bits can have."""
+    bits = int(dataset.BitsStored)
+    if int(dataset.PixelRepresentation):
+        return np.array([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1]).astype(kind)
+    return np.array([0, 2**bits - 1]).astype(kind)
+
+
+def _kind_of(dataset: Any) -> np.dtype:
+    """Return the type of the values that `read_dicom` returns."""
+    bits = int(dataset.BitsAllocated)
+    is_signed = bool(dataset.get("PixelRepresentation"))
+    if dataset.PhotometricInterpretation == "PALETTE COLOR":
+        bits = int(dataset.RedPaletteColorLookupTableDescriptor[2])
+    elif int(dataset.get("SamplesPerPixel") or 1) == 1:
+        part = _part(dataset, 0, "PixelValueTransformationSequence")
+        if _is_rescaled(part):
+            return np.dtype(np.float64)
+    if bits <= 8:
+        return np.dtype(np.int8 if is_signed else np.uint8)
+    return np.dtype(f"{'i' if is_signed else 'u'}{bits // 8}")

@@ -1,0 +1,233 @@
+"""Read what image files hold: the facts in their heads, and their values in full depth.
+
+Pillow reads most formats. It keeps 8 of the 16 bits of colours, so a PNG of them is decoded in two
+halves, a PPM by NumPy, and a TIFF by tifffile where it is installed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
+
+from lockstep.data.decoding import (
+    FORMATS,
+    is_array,
+    is_dicom,
+    is_tiff,
+    load_array,
+    open_header,
+    source_of,
+    start_of,
+)
+from lockstep.data.dicom import dicom_header
+
+ALL = "all"
+PAGED = ("TIFF", "GIF")
+NEEDS_TIFFFILE = "a TIFF of bits or bands that Pillow does not read: pip install tifffile"
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+# The bytes of a PNG that tell its bits for each colour, and what its bands are.
+PNG_BITS = 24
+PNG_KIND = 25
+# Kinds of several bands: colour, grey with alpha, colour with alpha.
+PNG_OF_BANDS = (2, 4, 6)
+GREY_WITH_ALPHA = "LA;16B"  # Pillow's name
+PPM_MAGIC = b"P6"
+WHITE_16 = 65535
+
+
+@dataclass(frozen=True)
+class Header:
+    """The facts in the head of an image file.
+
+    Args:
+        kind: of its numbers.
+        pages: pages of a TIFF, pictures of a GIF, or frames of a DICOM file; 1 of other formats.
+        is_cut: Pillow reads 8 of its bits.
+        bits: that are in use; None: all of its numbers.
+        has_window: it says which of its values are shown black and white.
+    """
+
+    kind: np.dtype
+    pages: int = 1
+    is_cut: bool = False
+    bits: int | None = None
+    has_window: bool = False
+
+    @property
+    def is_deep(self) -> bool:
+        return self.kind != np.uint8 and not self.is_cut
+
+    @property
+    def depth(self) -> str:
+        """Return "16 bits" or "32-bit floats"."""
+        if self.bits is not None:
+            return f"{self.bits} bits"
+        bits = 8 * self.kind.itemsize
+        return f"{bits}-bit floats" if self.kind.kind == "f" else f"{bits} bits"
+
+
+def header_of(file: Path | bytes) -> Header:
+    """Return what the head of an image file says; it may raise nearly anything."""
+    if is_array(file):
+        return Header(load_array(file).dtype)
+    if is_dicom(file):
+        header = dicom_header(file)
+        return Header(header.kind, header.frames, bits=header.bits, has_window=header.has_window)
+    if needs_tifffile(file) and has_tifffile():
+        return _header_by_tifffile(file)
+    if has_deep_colours(file):
+        return Header(np.dtype(np.uint16))
+    with open_header(file) as image:
+        pages = getattr(image, "n_frames", 1) if image.format in PAGED else 1
+        if _is_cut(image):
+            return Header(np.dtype(np.uint16), pages, is_cut=True)
+        return Header(_kind_of(image), pages)
+
+
+def _kind_of(image: ImageFile) -> np.dtype:
+    if image.mode == "F":
+        return np.dtype(np.float32)
+    if image.mode == "I" and image.format != "PPM":
+        return np.dtype(np.int32)
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint8)
+
+
+def _is_cut(image: ImageFile) -> bool:
+    """Return whether Pillow keeps 8 bits of each of several bands that have 16."""
+    tiles = getattr(image, "tile", ())
+    if len(image.getbands()) == 1 or not tiles:
+        return False
+    if image.format == "PPM":
+        return _largest_of_ppm(image) > 255
+    return any("16" in str(tile.args) for tile in tiles)
+
+
+def _largest_of_ppm(image: ImageFile) -> int:
+    """Return the number that is white in an open PPM file."""
+    tile = image.tile[0]
+    if tile.codec_name == "raw":
+        return 255
+    _, white = tuple(tile.args or ())
+    return int(white)
+
+
+def with_bands(values: np.ndarray) -> np.ndarray:
+    """Return (height, width, bands) of an image that may have two axes."""
+    return values[..., None] if values.ndim == 2 else values
+
+
+def has_deep_colours(file: Path | bytes) -> bool:
+    """Return whether a file is a PNG or PPM of 16 bits for each of several bands."""
+    start = start_of(file, PNG_KIND + 1)
+    if start.startswith(PNG_MAGIC):
+        return start[PNG_BITS] == 16 and start[PNG_KIND] in PNG_OF_BANDS
+    if not start.startswith(PPM_MAGIC):
+        return False
+    with open_header(file) as image:
+        return _is_cut(image)
+
+
+def read_deep_colours(file: Path | bytes) -> np.ndarray:
+    """Return (height, width, bands) uint16 of a PNG or PPM, as its EXIF data rotate it."""
+    data = file if isinstance(file, bytes) else file.read_bytes()
+    with open_header(data) as image:
+        if image.format == "PPM":
+            return _read_ppm(data, image)
+        raw_mode = str(image.tile[0].args)
+    return _read_png(data, raw_mode)
+
+
+def _read_ppm(data: bytes, image: ImageFile) -> np.ndarray:
+    """Return the colours of an open PPM, of which 65,535 is white as in one of grey."""
+    count = 3 * image.width * image.height
+    values = np.frombuffer(data, ">u2", count, image.tile[0].offset)
+    scale = WHITE_16 / _largest_of_ppm(image)
+    return np.round(values * scale).astype(np.uint16).reshape(image.height, image.width, 3)
+
+
+def _read_png(data: bytes, raw_mode: str) -> np.ndarray:
+    """Return the colours of a PNG, whose bytes Pillow decodes by another raw mode.
+
+    Args:
+        raw_mode: as of Pillow's tile: RGB;16B, RGBA;16B, or LA;16B.
+    """
+    if raw_mode == GREY_WITH_ALPHA:
+        # Each pixel has the four bytes of one in 8-bit colours with alpha.
+        pixels = _decoded(data, "RGBA")
+        return 256 * pixels[..., 0::2] + pixels[..., 1::2]
+    # Pillow keeps the first of two bytes, which is the low one where it believes the other order.
+    high = _decoded(data, raw_mode)
+    low = _decoded(data, raw_mode.replace("16B", "16L"))
+    return 256 * high + low
+
+
+def _decoded(data: bytes, raw_mode: str) -> np.ndarray:
+    """Return (height, width, bands) uint16 of the bytes that a raw mode takes from a PNG."""
+    with open_header(data) as image:
+        tile = image.tile[0]
+        image.tile = [type(tile)(tile.codec_name, tile.extents, tile.offset, raw_mode)]
+        return np.asarray(ImageOps.exif_transpose(image)).astype(np.uint16)
+
+
+def on_white(values: np.ndarray) -> np.ndarray:
+    """Return 16-bit colours without alpha, on white as `in_8_bits` puts them.
+
+    Args:
+        values: (height, width, bands) uint16; the last of two or four bands is alpha.
+    """
+    if values.shape[2] not in (2, 4):
+        return values
+    colours = values[..., :-1].astype(np.float64)
+    alpha = values[..., -1:].astype(np.float64) / WHITE_16
+    return np.round(colours * alpha + WHITE_16 * (1 - alpha)).astype(np.uint16)
+
+
+def has_tifffile() -> bool:
+    return find_spec("tifffile") is not None
+
+
+def needs_tifffile(file: Path | bytes) -> bool:
+    """Return whether a file is a TIFF that Pillow cannot read in full."""
+    if not is_tiff(file):
+        return False
+    try:
+        with Image.open(source_of(file), formats=FORMATS) as image:
+            return _is_cut(image)
+    except UnidentifiedImageError:
+        return True
+
+
+def _header_by_tifffile(file: Path | bytes) -> Header:
+    import tifffile
+
+    with tifffile.TiffFile(source_of(file)) as opened:
+        return Header(np.dtype(opened.pages[0].dtype), len(opened.pages))
+
+
+def read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
+    """Return (height, width, bands) of one page by tifffile, or of all pages as bands."""
+    if not has_tifffile():
+        raise ValueError(NEEDS_TIFFFILE)
+    import tifffile
+
+    with tifffile.TiffFile(source_of(file)) as opened:
+        if page != ALL and int(page) >= len(opened.pages):
+            count = len(opened.pages)
+            raise ValueError(f"data.page={page} counts from 0, and its pages are {count}")
+        pages: Sequence[Any] = opened.pages if page == ALL else [opened.pages[int(page)]]
+        return np.concatenate([with_bands(_bands_last(each)) for each in pages], axis=2)
+
+
+def _bands_last(page: Any) -> np.ndarray:
+    """Return a page of tifffile, whose bands may lie in separate planes."""
+    values = page.asarray()
+    if values.ndim == 3 and page.planarconfig == 2:
+        return np.moveaxis(values, 0, 2)
+    return values
