@@ -4,7 +4,8 @@
     python src/train.py -m experiment=quickstart hydra/sweeper=optuna hydra.sweeper.num_trials=30 \\
       'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'task.label_smoothing=choice(0.0,0.1)'
 
-Hydra finds its plugins here; what they do is in lockstep/sweeps.
+Hydra finds its plugins here; what they do is in lockstep/sweeps. Hydra imports this file at every
+start, so that it imports what a sweep needs when a sweep begins.
 """
 
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -24,7 +26,9 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.process.errors import EXIT_USER_ERROR, UserError
 from lockstep.records.trial import check_pruner
-from lockstep.sweeps.local import StartJob, jobs_at_once, side_by_side
+
+if TYPE_CHECKING:
+    from lockstep.sweeps.local import StartJob
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class LocalJobs(Launcher):
 
     def at_once(self) -> tuple[int, list[str]]:
         """Return the number of jobs at the same time, and the GPUs of each."""
+        from lockstep.sweeps.local import jobs_at_once
+
         return jobs_at_once(self.config.trainer, self.n_jobs)
 
     def launch(
@@ -60,8 +66,10 @@ class LocalJobs(Launcher):
             return [future.result() for future in futures]
 
     @contextmanager
-    def starting(self) -> Iterator[StartJob]:
+    def starting(self) -> "Iterator[StartJob]":
         """Yield a function that starts a job; the block ends when all jobs have."""
+        from lockstep.sweeps.local import side_by_side
+
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         program = str(Path(sys.argv[0]).resolve())
         number_at_once, gpus = self.at_once()
@@ -136,7 +144,7 @@ class OptunaSearch(Sweeper):
             return number
         return 1
 
-    def _starting(self) -> AbstractContextManager[StartJob]:
+    def _starting(self) -> "AbstractContextManager[StartJob]":
         """Yield a function that starts a job. Other launchers wait until it has ended."""
         if isinstance(self.launcher, LocalJobs):
             return self.launcher.starting()

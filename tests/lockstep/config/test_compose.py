@@ -1,6 +1,8 @@
 """What is composed from a command line, and the one sentence if it cannot be."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,9 @@ from lockstep.config.compose import CONFIGS, compose, plain, typed_overrides
 from lockstep.process.errors import UserError
 from lockstep.process.script import exit_code_of
 from lockstep.records.config import flatten
+
+
+SRC = CONFIGS.parent / "src"
 
 
 def composed(argv, configs=None, stored=None):
@@ -70,6 +75,15 @@ def test_what_is_wrong_is_refused_in_one_sentence_with_what_to_type(words):
     with pytest.raises(UserError) as refused:
         compose("train", words.split())
     assert WRONG[words] in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_composing_imports_no_numpy_and_no_jinja2():
+    code = (
+        "import sys; from lockstep.config.compose import compose; compose('train', []); "
+        "sys.exit(' '.join({'numpy', 'jinja2', 'torch'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("words", RIGHT)
