@@ -159,7 +159,7 @@ def test_each_config_is_yaml_without_a_key_twice_and_builds_what_lies_in_the_fol
 
 # Names with a leading underscore of the libraries, which may go in any release. Each file says in
 # its first line which it uses and why. The test of a name fails when the name goes.
-NO_LIGHTNING_SIGNALS = "test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains"
+NO_LIGHTNING_SIGNALS = "test_lockstep_takes_signals_in_place_of_lightning"
 PRIVATE = {
     "lockstep/sweeps/jobs.py": {
         "_check_help": "test_argparse_checks_help_texts_by_the_name_that_is_replaced"
@@ -193,7 +193,7 @@ STORE = "test_a_store_serves_at_the_socket_that_it_gets"
 FRAGILE = {
     "lockstep/strategies/base.py": {
         "configure_ddp": "test_lightning_calls_what_the_strategies_replace",
-        "num_processes": "test_in_a_plain_script_that_nobody_started_with_ranks_they_say_so",
+        "num_processes": "test_a_script_that_was_not_started_with_ranks_is_refused",
     },
     "lockstep/strategies/ddp.py": {
         "configure_ddp": "test_lightning_calls_what_the_strategies_replace",

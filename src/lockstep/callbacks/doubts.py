@@ -14,9 +14,9 @@ NAMES_IN_WARNING = 3
 
 
 class Doubts(pl.Callback):
-    """Warn of parameters without an optimizer, and of loaders that do not shuffle or leave out.
+    """Warn of parameters without an optimizer, of loaders without shuffling, of dropped samples.
 
-    Parameters are looked at in each epoch's first batch, because a callback may unfreeze them.
+    The first batch of each epoch checks the parameters, because a callback may unfreeze them.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Doubts(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_whole(trainer.limit_val_batches):
-            self._warn_of_left_out(trainer, "validation", trainer.val_dataloaders)
+            self._warn_of_dropped(trainer, "validation", trainer.val_dataloaders)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_whole(trainer.limit_test_batches):
-            self._warn_of_left_out(trainer, "test", trainer.test_dataloaders)
+            self._warn_of_dropped(trainer, "test", trainer.test_dataloaders)
 
     def _warn_of_parameters(self, trainer: pl.Trainer) -> bool:
         """Return whether parameters require a gradient that no optimizer uses, and name them."""
@@ -61,14 +61,14 @@ class Doubts(pl.Callback):
         )
         return True
 
-    def _warn_of_left_out(self, trainer: pl.Trainer, kind: str, collection: Any) -> None:
+    def _warn_of_dropped(self, trainer: pl.Trainer, kind: str, collection: Any) -> None:
         if kind in self.seen_evaluations or not trainer.is_global_zero or is_rehearsal(trainer):
             return
         self.seen_evaluations.add(kind)
-        samples = sum(map(left_out, loaders_in(collection))) * trainer.world_size
+        samples = sum(map(dropped_samples, loaders_in(collection))) * trainer.world_size
         if samples:
             log.warning(
-                f"The {kind} loader has drop_last=True and leaves out {samples} samples, the last "
+                f"The {kind} loader has drop_last=True and drops {samples} samples, the last "
                 "batch: pass drop_last=False to its DataLoader."
             )
 
@@ -113,8 +113,8 @@ def never_shuffles(loader: Any) -> bool:
     return type(sampler) is SequentialSampler
 
 
-def left_out(loader: Any) -> int:
-    """Return the samples of this rank that drop_last leaves out."""
+def dropped_samples(loader: Any) -> int:
+    """Return how many samples of this rank drop_last drops."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return 0
     if not loader.drop_last or loader.batch_size is None:

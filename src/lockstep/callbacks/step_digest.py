@@ -276,21 +276,32 @@ def size_of(batch: Any) -> int:
 def part_of(batch: Any, part: int, parts: int) -> Any:
     """Return one of several parts of a batch; they are equal if its size can be divided."""
     size = size_of(batch)
-    cut = slice(part * size // parts, (part + 1) * size // parts)
+    samples = slice(part * size // parts, (part + 1) * size // parts)
+    return _cut(batch, samples, size)
 
-    def cut_tree(tree: Any) -> Any:
-        if isinstance(tree, Tensor):
-            return tree[cut] if tree.ndim and len(tree) == size else tree
-        if isinstance(tree, dict):
-            return {name: cut_tree(item) for name, item in tree.items()}
-        if isinstance(tree, list | tuple) and leaves(tree):
-            items = [cut_tree(item) for item in tree]
-            return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-        if isinstance(tree, list | tuple) and len(tree) == size:
-            return tree[cut]
-        return tree
 
-    return cut_tree(batch)
+def _cut(tree: Any, samples: slice, size: int) -> Any:
+    """Return a batch, or a part of its tree, with these samples of everything that has `size`."""
+    if isinstance(tree, Tensor):
+        if tree.ndim and len(tree) == size:
+            return tree[samples]
+    elif isinstance(tree, dict):
+        return {name: _cut(item, samples, size) for name, item in tree.items()}
+    elif isinstance(tree, list | tuple):
+        return _cut_list(tree, samples, size)
+    return tree
+
+
+def _cut_list(items: Any, samples: slice, size: int) -> Any:
+    """Cut the members of a list or tuple, or a list without tensors that has an item a sample."""
+    if leaves(items):
+        parts = [_cut(item, samples, size) for item in items]
+        if hasattr(items, "_fields"):
+            return type(items)(*parts)
+        return type(items)(parts)
+    if len(items) == size:
+        return items[samples]
+    return items
 
 
 def samples_of(batch: Any) -> list[list[str]]:
@@ -407,7 +418,7 @@ def random_calls(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str
     for value in (*objects, trainer.datamodule, pl_module):
         for cls in type(value).__mro__:
             calls += calls_in(cls)
-    return [place for _, place in sorted(calls, key=lambda call: not call[0])]
+    return [line for _, line in sorted(calls, key=lambda call: not call[0])]
 
 
 def calls_in(cls: type) -> list[tuple[bool, str]]:

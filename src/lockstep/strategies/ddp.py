@@ -47,7 +47,7 @@ class DDP(Ranks):
         self.hook = HOOKS[gradient_dtype]
         self.finds_unused = bool(options.get("find_unused_parameters"))
         self.averaged: list[Tensor] = []
-        self.left_out: list[Tensor] = []
+        self.frozen: list[Tensor] = []
 
     def configure_ddp(self) -> None:
         """Wrap the module, and compress the gradients.
@@ -59,9 +59,9 @@ class DDP(Ranks):
             self.model.register_comm_hook(None, self.hook)
         # The wrapper averages the gradients of the parameters that are trainable when it is made.
         self.averaged = []
-        self.left_out = []
+        self.frozen = []
         for parameter in self.lightning_module.parameters():
-            parameters = self.averaged if parameter.requires_grad else self.left_out
+            parameters = self.averaged if parameter.requires_grad else self.frozen
             parameters.append(parameter)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -71,7 +71,7 @@ class DDP(Ranks):
             self.configure_ddp()
 
     def _misses_trainable(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.left_out)
+        return any(parameter.requires_grad for parameter in self.frozen)
 
     def _waits_for_frozen(self) -> bool:
         """Return whether the wrapper waits for the gradient of a parameter that is frozen now.

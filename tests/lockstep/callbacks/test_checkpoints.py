@@ -63,9 +63,7 @@ def test_a_rank_with_several_gpus_keeps_and_sets_the_generator_of_each(monkeypat
         ({}, math.nan, False),
     ],
 )
-def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its_own(
-    tmp_path, options, value, is_best
-):
+def test_a_resumed_run_knows_the_best_of_its_monitor(tmp_path, options, value, is_best):
     here, told = tmp_path / "best-step00000040.ckpt", []
     here.write_bytes(b"weights")
     write_sidecar(here, Sidecar(40, metric={"val/acc": 0.95}))
@@ -84,7 +82,7 @@ def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_that_was_stopped_in_its_test_tests_the_best_when_it_goes_on(tmp_path):
+def test_a_run_stopped_in_its_test_tests_the_best_later(tmp_path):
     """Lightning then trains nothing and does not call on_train_start."""
     trainer = fit(Small(), Checkpoints(tmp_path))
     best, last = (next(complete_checkpoints(tmp_path, kind))[0] for kind in ("best", "last"))
@@ -94,7 +92,7 @@ def test_a_run_that_was_stopped_in_its_test_tests_the_best_when_it_goes_on(tmp_p
     assert again.best_path == best
 
 
-def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp_path, caplog):
+def test_a_monitor_that_nothing_logs_is_named(tmp_path, caplog):
     metrics = {"accuracy": torch.tensor(0.5)}
     trainer = SimpleNamespace(
         is_global_zero=True, enable_validation=True, sanity_checking=True, callback_metrics=metrics,
@@ -109,7 +107,7 @@ def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp
     )
 
 
-def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
+def test_an_error_of_the_writing_thread_ends_training(tmp_path):
     callback = Checkpoints(tmp_path, asynchronous=True)
     callback.writer.job = Future()
     callback.writer.job.set_exception(FileNotFoundError())
@@ -149,7 +147,7 @@ def test_an_epochs_last_waits_for_no_checkpoint_but_the_last(writes_beside, epoc
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_resume_could_not_load_is_refused_at_the_first_checkpoint(tmp_path):
+def test_contents_that_could_not_be_loaded_are_refused_early(tmp_path):
     class Adds(Small):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["place"] = tmp_path
@@ -168,7 +166,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tmp_path):
+def test_a_best_without_optimizer_leaves_the_last_to_resume(tmp_path):
     words = [
         "experiment=quickstart",
         "run_id=r",
@@ -249,7 +247,7 @@ def test_the_copy_does_not_change_with_the_weights():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_module_with_two_optimizers_is_validated_where_max_steps_end_it(tmp_path):
+def test_two_optimizers_are_validated_where_max_steps_end(tmp_path):
     class Two(TwoOptimizers):
         def validation_step(self, batch, batch_idx):
             self.log("val/acc", 0.5)

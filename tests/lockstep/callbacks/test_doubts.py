@@ -150,21 +150,21 @@ def test_a_rehearsal_voices_no_doubt(options, warnings_of):
         (DataLoader(ROWS, 4), {}, None),
     ],
 )
-def test_an_evaluation_that_leaves_samples_out(loader, options, samples, warnings_of):
+def test_an_evaluation_that_drops_samples(loader, options, samples, warnings_of):
     warnings = warnings_of(OfSeveral(), None, loader, **options)
     if samples is None:
         assert warnings == []
     else:
         [warning] = warnings
-        assert f"leaves out {samples} samples" in warning
+        assert f"drops {samples} samples" in warning
 
 
-def test_a_test_that_leaves_samples_out(caplog):
+def test_a_test_that_drops_samples(caplog):
     data = Numbers(rows=160)
     data.test_dataloader = lambda: DataLoader(data.parts[1], 20, drop_last=True)
     trainer = pl.Trainer(accelerator="cpu", callbacks=[Doubts()], logger=False)
     trainer.test(Regression(), datamodule=data, verbose=False)
-    assert "test loader has drop_last=True and leaves out 12 samples" in caplog.text
+    assert "test loader has drop_last=True and drops 12 samples" in caplog.text
 
 
 def test_a_gan_with_two_optimizers_raises_no_doubt(caplog):

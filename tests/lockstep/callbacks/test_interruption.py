@@ -27,7 +27,7 @@ TWO = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=2", "data
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains():
+def test_lockstep_takes_signals_in_place_of_lightning():
     """Fails where a release renames what Interruption.setup overrides: then find the new names."""
     seen, interruption = [], Interruption()
 
@@ -102,7 +102,7 @@ def test_only_the_node_whose_rank_was_asked_was_asked():
     assert run_ranks(stop_of_nodes, 4, 3) == [True, True, False, False]
 
 
-def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once(monkeypatch):
+def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     ended: list[int] = []
     monkeypatch.setattr(signals, "received", [])
     monkeypatch.setattr(signals.os, "_exit", ended.append)
@@ -115,7 +115,7 @@ def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once(monkeypatch):
     assert ended == [130]
 
 
-def test_a_terminal_that_goes_away_interrupts_a_run_and_nohup_keeps_it(tmp_path):
+def test_a_closed_terminal_interrupts_a_run_without_nohup(tmp_path):
     one = [*TWO, "trainer=cpu", "trainer.max_epochs=1"]
     fault = partial(signal_at_step, 2, number=signal.SIGHUP)
     stopped = run_door("train", *one, logs=tmp_path / "stopped", before=fault)
@@ -130,7 +130,7 @@ def test_a_terminal_that_goes_away_interrupts_a_run_and_nohup_keeps_it(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_stop_saves_what_the_modules_own_hook_changes_after_the_step(tmp_path):
+def test_a_stop_saves_changes_of_the_modules_hook(tmp_path):
     """Lightning calls the hooks of callbacks first, and then the module's."""
     interruption = Interruption()
     checkpoints = Checkpoints(tmp_path, monitor="val/loss", mode="min")
@@ -155,7 +155,7 @@ def test_a_stop_saves_what_the_modules_own_hook_changes_after_the_step(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_a_notebook_a_stop_leaves_no_handler_and_the_next_fit_trains():
+def test_a_fit_after_a_stop_trains_in_a_notebook():
     class Stopped(Small):
         def on_train_start(self):
             signal.raise_signal(signal.SIGINT)
@@ -261,7 +261,7 @@ def test_a_plain_trainer_writes_the_stack_of_a_slow_step(tmp_path):
     assert "in training_step" in (tmp_path / "stack-rank0.txt").read_text()
 
 
-def test_a_module_that_lightning_refuses_is_refused_in_its_own_words(tmp_path):
+def test_a_refusal_of_lightning_keeps_its_message(tmp_path):
     class Manual(Small):
         automatic_optimization = False
 

@@ -55,7 +55,7 @@ def test_which_epochs_have_a_line(clock, caplog, epoch_s, epochs, shown):
     ]
 
 
-def test_a_validation_within_an_epoch_has_a_line_and_so_has_an_end_there(clock, caplog):
+def test_validations_and_ends_within_an_epoch_have_a_line(clock, caplog):
     trainer, callback = trainer_at(8, 3), Progress()
     for passed in (4.0, 4.0):  # the first is too soon after the start
         clock[0] += passed

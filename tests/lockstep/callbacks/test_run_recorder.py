@@ -133,9 +133,7 @@ def test_a_run_on_the_cpu_leaves_samples_medians_and_maxima(tmp_path):
     assert rows(tmp_path / "hardware-node0.0.csv") == written
 
 
-def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_gpu_reading_that_fails_is_named_once(tmp_path, monkeypatch, capsys):
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho NVIDIA-SMI\n")

@@ -51,7 +51,7 @@ def step_of(callback, kind: str = "best") -> int:
     return read_pointer(callback.bucket.at("the-run"), kind).checkpoint.step
 
 
-def test_a_best_is_there_when_fit_has_ended_and_the_record_says_where(make):
+def test_the_record_names_the_uploaded_best_checkpoint(make):
     callback = make()
     callback.setup(trainer(), None, "fit")
     checkpoint(callback, 10)
@@ -64,7 +64,7 @@ def test_a_best_is_there_when_fit_has_ended_and_the_record_says_where(make):
     callback.teardown(trainer(), None, "test")  # a second end is no wait and no error
 
 
-def test_a_bucket_that_cannot_be_used_ends_the_run_before_training_on_every_rank(make):
+def test_an_unusable_bucket_ends_every_rank_before_training(make):
     with pytest.raises(
         UserError, match="^s3://no-such-bucket/x cannot be used: the bucket no-such-bucket does not"
     ):
@@ -190,7 +190,7 @@ def test_a_service_that_refuses_is_named_once_and_asked_again(server, start, cap
     assert capsys.readouterr().out.count("No answer about spot notices") == 1
 
 
-def test_one_rank_of_a_node_asks_and_none_after_the_training(server, start):
+def test_one_rank_a_node_asks_during_training_alone(server, start):
     start(local_rank=1)
     callback, interruption, _ = start()
     callback.teardown(None, None, "fit")

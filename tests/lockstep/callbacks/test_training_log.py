@@ -45,7 +45,7 @@ def logged(folder, module, *, batches=40, log=None, more=(), **options):
 @pytest.mark.parametrize(
     "batches, stop_at, accumulate, step", [(3, None, 1, "3"), (40, 15, 4, "4"), (40, 17, 4, "4")]
 )
-def test_an_epoch_shorter_than_the_interval_or_a_stop_within_it_has_a_row(
+def test_short_epochs_and_stops_within_an_interval_have_rows(
     tmp_path, batches, stop_at, accumulate, step
 ):
     """17: in the middle of an accumulation, as where other peers have filled the batch."""
@@ -68,7 +68,7 @@ def test_steps_count_batches_also_under_several_optimizers(tmp_path):
     )
 
 
-def test_a_value_named_step_which_lightning_takes_for_one_moves_no_row(tmp_path):
+def test_a_logged_value_named_step_moves_no_row(tmp_path):
     class Named(Net):
         def on_train_epoch_end(self):
             self.log("step", float(self.current_epoch))
@@ -79,7 +79,7 @@ def test_a_value_named_step_which_lightning_takes_for_one_moves_no_row(tmp_path)
     ]  # fmt: skip
 
 
-def test_a_step_that_returns_no_loss_has_none_in_the_log_and_a_loss_that_is_nan_ends_the_run(
+def test_a_missing_loss_is_allowed_and_nan_ends_training(
     tmp_path,
 ):
     class NoLoss(TwoOptimizers):
@@ -113,7 +113,7 @@ def test_losses_before_a_checkpoint_in_mid_epoch_count_after_it(tmp_path):
     assert 80 < float(resumed["time_s"]) < 100, "the seconds of all starts"
 
 
-def test_an_eps_that_is_zero_in_float16_is_refused_with_what_works(tmp_path):
+def test_an_eps_that_is_zero_in_float16_is_refused(tmp_path):
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 1).parameters())
     trainer = SimpleNamespace(optimizers=[optimizer], precision="16-true")
     with pytest.raises(
@@ -168,7 +168,7 @@ class Counted(Task):
         return self.net(batch).sum()
 
 
-def test_what_a_task_counts_in_training_is_in_the_row_of_an_epochs_end(tmp_path):
+def test_an_epochs_last_row_has_the_tasks_training_counts(tmp_path):
     module = Counted(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.01))
     first, last = logged(tmp_path, module, batches=4, log_every_n_steps=2)
     assert first["train/acc"] == "" and float(last["train/acc"]) == 28 / 32

@@ -94,7 +94,7 @@ def test_a_module_reads_what_it_counted_in_a_buffer():
 
 
 @pytest.mark.slow
-def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path):
+def test_a_run_stopped_in_validation_resumes_the_same_weights(tmp_path):
     words = [*WORDS, "trainer=ddp_sim"]
     whole = run_door("train", *words, logs=tmp_path / "whole")
     assert whole.code == 0, whole.output
@@ -108,7 +108,7 @@ def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path):
     assert again.record["metrics"]["val/acc"] == whole.record["metrics"]["val/acc"]
 
 
-def test_what_is_saved_is_the_average_and_it_has_learnt_after_few_steps(tmp_path):
+def test_the_average_is_saved_and_learns_within_few_steps(tmp_path):
     """With a constant decay of 0.9995 most of it would be the initial weights after 60 steps."""
     done = run_door(
         "train",

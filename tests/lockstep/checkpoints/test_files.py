@@ -29,9 +29,7 @@ def make(folder, kind, step, data=b"weights"):
     return path
 
 
-def test_the_newest_whole_one_is_taken_and_a_torn_or_flipped_one_passed_over_with_a_line(
-    tmp_path, caplog
-):
+def test_the_newest_checkpoint_that_is_not_damaged_is_used(tmp_path, caplog):
     good, torn, flipped = (
         make(tmp_path, "last", 10),
         make(tmp_path, "best", 30),
@@ -52,7 +50,7 @@ def test_the_newest_whole_one_is_taken_and_a_torn_or_flipped_one_passed_over_wit
     assert flipped.name in caplog.messages[0] and torn.name in caplog.messages[1]
 
 
-def test_a_link_has_its_own_life_and_leftovers_of_a_killed_process_go(tmp_path):
+def test_links_are_independent_and_leftovers_are_removed(tmp_path):
     best, last = make(tmp_path, "best", 7), tmp_path / "last-step00000007.ckpt"
     files.link(best, last)
     files.remove(best)
@@ -78,7 +76,7 @@ def test_files_of_the_user_among_the_checkpoints_stay(tmp_path):
     assert files.is_copy(copy, read_sidecar(copy)) and not files.is_copy(best, read_sidecar(best))
 
 
-def test_a_step_that_is_saved_again_leaves_the_first_one_as_it_is(tmp_path):
+def test_saving_a_step_again_keeps_its_first_checkpoint(tmp_path):
     """A run that stopped in the validation of a step saves that step a second time."""
     first = make(tmp_path, "last", 30, b"the first")
     again = files.new_path(tmp_path, "last", 30)

@@ -44,7 +44,7 @@ class Places(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_ends_where_lightning_counts_it_and_an_epoch_validates_where_it_did():
+def test_steps_and_validations_end_where_lightning_counts_them():
     places = Places()
     fit(Net(), places, batches=5, val_loader=DataLoader(torch.ones(1, 1)), max_epochs=4, num_sanity_val_steps=0,
         accumulate_grad_batches=2, check_val_every_n_epoch=2)  # fmt: skip
@@ -57,7 +57,7 @@ def test_a_step_ends_where_lightning_counts_it_and_an_epoch_validates_where_it_d
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_stop_in_the_validation_after_a_remainder_of_accumulation_trains_no_batch_twice(tmp_path):
+def test_a_stop_after_a_remainder_trains_no_batch_twice(tmp_path):
     seen, interruption = [], Interruption()
 
     class Stopped(Net):
@@ -91,7 +91,7 @@ class Watched(Net):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_that_early_stopping_ended_trains_no_more_unless_it_is_asked_for(tmp_path):
+def test_a_run_ended_by_early_stopping_trains_only_on_request(tmp_path):
     def steps(**options):
         stop, val = EarlyStopping("own", patience=1), DataLoader(torch.ones(1, 1))
         return fit(Watched(), stop, Checkpoints(tmp_path), val_loader=val, **options).global_step
@@ -141,7 +141,7 @@ def test_a_schedule_of_plateaus_goes_on_as_without_a_stop(stop, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_validations_that_are_counted_over_epochs_are_counted_over_starts_too(tmp_path):
+def test_validations_counted_over_epochs_count_over_starts(tmp_path):
     class Counted(Net):
         def on_validation_start(self):
             seen.append(self.global_step)
@@ -220,7 +220,7 @@ def whole(tmp_path_factory):
     return done
 
 
-def test_an_epoch_is_validated_every_so_many_optimizer_steps_and_at_its_end(whole):
+def test_validations_come_every_few_steps_and_at_the_end(whole):
     found = validated(whole)
     assert [step for step, *_ in found] == AT
     best = max(found, key=lambda row: float(row[2]))
@@ -238,9 +238,7 @@ def test_an_epoch_is_validated_every_so_many_optimizer_steps_and_at_its_end(whol
         (2, "on_validation_batch_end", "validation"),  # in the one at step 16
     ],
 )
-def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(
-    whole, tmp_path, stop, hook, phase
-):
+def test_a_run_interrupted_within_an_epoch_resumes_bit_for_bit(whole, tmp_path, stop, hook, phase):
     small = "data.eval_batch_size=100"  # several batches in a validation
     stopped = run_door(
         "train",
@@ -295,7 +293,7 @@ def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_time_counts_over_restarts_and_more_of_it_goes_on_in_mid_epoch(whole, tmp_path):
+def test_the_time_limit_counts_over_restarts(whole, tmp_path):
     words = [*WORDS, "trainer.accumulate_grad_batches=2", "trainer.max_time=13s"]
 
     assert (

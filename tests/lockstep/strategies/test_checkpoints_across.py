@@ -52,7 +52,7 @@ def test_saved_under_one_strategy_tested_and_resumed_under_the_others(saved, opt
 
 
 @pytest.mark.slow
-def test_fsdp_saved_on_two_ranks_goes_on_bit_equal_on_two_and_close_on_four(tmp_path):
+def test_fsdp_saved_on_two_ranks_resumes_on_two_and_four(tmp_path):
     run = {"precision": "32-true", "optimizer": adamw}
     path = tmp_path / "epoch1.ckpt"
     runs = [{"epochs": 2}, {"save": path}, {"epochs": 2, "resume": path}]

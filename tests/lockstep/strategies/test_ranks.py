@@ -58,7 +58,7 @@ def test_equals_one_process_in_float64(world_size, nodes, every):
         )
 
 
-def test_low_precision_stays_close_keeps_float32_weights_and_skips_an_overflow_of_one_rank_on_all():
+def test_low_precision_stays_close_and_skips_an_overflow():
     cases = [
         (precision, norm) for precision in ("bf16-mixed", "16-mixed") for norm in (False, True)
     ]
@@ -162,7 +162,7 @@ def communication(cluster):
     return result
 
 
-def test_ranks_exchange_each_gradient_once_a_step_buffers_once_an_evaluation_and_begin_with_rank_zeros_weights():
+def test_ranks_exchange_each_gradient_and_buffer_once():
     for found in run_ranks(communication, 2):
         assert found["allreduce", 1] == found["allreduce", 4] == 3 * 17  # steps × parameters
         assert found["fsdp", 1] == found["fsdp", 4] == 3 * 4  # steps × (three blocks and the root)
@@ -210,7 +210,7 @@ def test_ddp_rounds_gradients_to_sixteen_bits_only_where_asked():
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_in_a_plain_script_that_nobody_started_with_ranks_they_say_so(name):
+def test_a_script_that_was_not_started_with_ranks_is_refused(name):
     own = {
         "logger": False,
         "enable_checkpointing": False,

@@ -106,7 +106,7 @@ def test_a_layer_that_does_more_is_refused():
         synchronise(nn.Sequential(Scaled(2)), "cpu")
 
 
-def test_batchnorm_that_depends_on_the_ranks_is_named_and_one_image_at_a_time_refused_with_the_sizes_that_work():
+def test_batchnorm_that_depends_on_ranks_or_single_images_is_named():
     norm, batch = nn.BatchNorm1d(1), {"images": 1, "world_size": 4, "micro_batches": 1}
     for net in (nn.Linear(1, 1), nn.BatchNorm1d(1).eval()):  # frozen
         assert not check_batch_norm(net, **batch, synchronised=False)
