@@ -100,7 +100,7 @@ def seconds_of(command: list[str]) -> float:
     return time.perf_counter() - started
 
 
-def places(scratch: Path | str) -> list[str]:
+def folder_overrides(scratch: Path | str) -> list[str]:
     """Return overrides that keep a run's folder, decoded images and pages out of the repository."""
     return [f"paths.{name}_dir={scratch}/{name}" for name in ("log", "data", "logbook")]
 
@@ -108,7 +108,7 @@ def places(scratch: Path | str) -> list[str]:
 def run_record(scratch: Path | str, words: list[str]) -> dict[str, Any]:
     """Train with `python src/train.py`; return the run's record."""
     run_id = f"bench{time.time_ns()}"
-    output_of([*TRAIN, *words, *places(scratch), f"run_id={run_id}"])
+    output_of([*TRAIN, *words, *folder_overrides(scratch), f"run_id={run_id}"])
     record: dict[str, Any] = json.loads(
         Path(scratch, "log/train/runs", run_id, "run.json").read_text()
     )

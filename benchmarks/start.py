@@ -21,7 +21,6 @@ from measuring import (
     median,
     output_of,
     paired_ratio,
-    places,
     save,
     seconds_of,
 )
@@ -75,7 +74,7 @@ def first_step(scratch: str, trainer: str) -> float:
         trainer,
         "trainer.max_steps=1",
         "test=false",
-        *places(scratch),
+        *folder_overrides(scratch),
     ]
     started = time.time()
     said = output_of([sys.executable, __file__, FIRST_STEP, *words])

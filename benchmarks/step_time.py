@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from measuring import goal_row, in_turns, median, paired_ratio, places, save
+from measuring import folder_overrides, goal_row, in_turns, median, paired_ratio, save
 
 TINY = ["model=small_cnn", "data=digits", "data.global_batch_size=64"]
 VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
@@ -73,7 +73,7 @@ class Sides:
             "test=false",
             "trainer.limit_val_batches=0",
         ]
-        self.overrides = [*overrides, *limits, *places(scratch)]
+        self.overrides = [*overrides, *limits, *folder_overrides(scratch)]
         self.steps, self.warmup = steps, max(2, steps // 20)
         self.batches: list[Any] = []
 
