@@ -2,9 +2,8 @@
 
     python benchmarks/gpu.py --out results --budget 560      # make bench-gpu
     python benchmarks/gpu.py --out results --only step,data
-    python benchmarks/gpu.py --out results --small           # tiny nets, few steps: a dry run on a
-    simulated GPU python benchmarks/gpu.py --out results --only cifar10 --cifar10 FOLDER --airbench
-    airbench94_muon.py
+    python benchmarks/gpu.py --out results --small           # tiny nets, on a simulated GPU
+    python benchmarks/gpu.py --out results --only cifar10 --cifar10 FOLDER --airbench SCRIPT
 
 Each part runs in a process of its own under a time limit. Its figures are in OUT/gpu.json as soon
 as it ends, so that a run that is cut short keeps them. Both sides of a ratio run in turns on the
@@ -24,43 +23,145 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import REPOSITORY, in_turns, median, output_of, places, run_record
+from measuring import REPOSITORY, folder_overrides, in_turns, median, output_of, run_record
 from step_time import Cached, timed_run
 
-SMALL = "--small" in sys.argv
-BATCH = 8 if SMALL else 1024
-SMALL_BATCH = 4 if SMALL else 64  # the host launches kernels more slowly than the GPU runs them
-WARMUP, STEPS = (1, 2) if SMALL else (5, 20)
-ROUNDS = 2 if SMALL else 3
-SIZE = 32 if SMALL else 224
-CLASSES = 10
-NET = (
-    "model=vit_tiny_32 model.depth=2 model.embed_dim=48"
-    if SMALL
-    else "model=vit model.pretrained=false"
-)
-QUIET = "test=false trainer.limit_val_batches=0 trainer.log_every_n_steps=1000 trainer.num_sanity_val_steps=0 quiet=true"
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
-IMAGES = "GPU_BENCHMARK_IMAGES"  # the environment's name of the folder where the parts keep generated images
-CIFAR10, AIRBENCH = "GPU_BENCHMARK_CIFAR10", "GPU_BENCHMARK_AIRBENCH"  # of --cifar10 and --airbench
+CLASSES = 10
+# Floating-point operations of ViT-B/32 for an image, forward and backward
+FLOP_OF_IMAGE = 26.2e9
+MIB = 2**20
+GIB = 2**30
+# Variables that tell the process of a part where generated images are kept, and what the options
+# --cifar10 and --airbench name.
+IMAGES = "GPU_BENCHMARK_IMAGES"
+CIFAR10 = "GPU_BENCHMARK_CIFAR10"
+AIRBENCH = "GPU_BENCHMARK_AIRBENCH"
+# A simulated GPU takes longer.
+TIMES_LONGER_IF_SMALL = 5
+SHORTEST_PART_S = 5.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: of a GPU, or of a simulated one.
+
+    Attributes:
+        batch: images of a step.
+        small_batch: so few that the host launches kernels more slowly than the GPU runs them.
+        decoded_batch: of images that are decoded; a thousand of 224 px take 150 MB.
+        image_size: in pixels.
+        net: the options of the net that Lockstep trains.
+        timm_options: the same net's, in timm.
+        product_side: rows and columns of the matrices of the ceiling.
+        product_s: seconds of products, for the sustained ceiling.
+        copied_bytes: of the copy on the device.
+        device_gib: the memory of a device to plan for.
+        checkpoint_mib: weights and two moments.
+        checkpoint_steps: steps between two checkpoints.
+        checkpoints: the number that is saved.
+    """
+
+    batch: int = 1024
+    small_batch: int = 64
+    decoded_batch: int = 256
+    warmup: int = 5
+    compiled_warmup: int = 12
+    steps: int = 20
+    rounds: int = 3
+    image_size: int = 224
+    net: tuple[str, ...] = ("model=vit", "model.pretrained=false")
+    timm_options: Mapping[str, int] = field(default_factory=dict)
+    product_side: int = 8192
+    product_s: float = 10.0
+    copied_bytes: int = 2**32
+    device_gib: int = 40
+    checkpoint_mib: int = 1050
+    checkpoint_steps: int = 20
+    checkpoints: int = 2
+
+
+FULL = Scale()
+TINY = Scale(
+    batch=8,
+    small_batch=4,
+    decoded_batch=8,
+    warmup=1,
+    compiled_warmup=1,
+    steps=2,
+    rounds=2,
+    image_size=32,
+    net=("model=vit_tiny_32", "model.depth=2", "model.embed_dim=48"),
+    timm_options={"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 4, "img_size": 32},
+    product_side=64,
+    product_s=0.01,
+    copied_bytes=2**20,
+    device_gib=1,
+    checkpoint_mib=4,
+    checkpoint_steps=2,
+    checkpoints=1,
+)
+IS_SMALL = "--small" in sys.argv
+SCALE = TINY if IS_SMALL else FULL
+QUIET = (
+    "test=false",
+    "trainer.limit_val_batches=0",
+    "trainer.log_every_n_steps=1000",
+    "trainer.num_sanity_val_steps=0",
+    "quiet=true",
+)
 PREDICTIONS = {
-    "ceilings/copy_tb_per_s": "3.0", "ceilings/bf16_tflops": "798", "step/lockstep_over_bare": "≤ 1.02",
-    "step/lockstep_images_per_s": "11,100 to 12,500", "step/share_of_ceiling": "0.36 to 0.41 (goal 0.45)",
-    "data/stored_at_32_over_cached": "≤ 1.02", "data/stored_at_224_over_cached": "1.02 to 1.05",
-    "synchronisations/bf16-mixed": "0", "synchronisations/16-mixed": "0 (goal), 1 a step from GradScaler",
-    "strategies/fsdp_over_ddp_large": "< 1.1", "strategies/fsdp_over_ddp_small": "1.5 to 2.6",
-    "compiled/over_eager": "0.8", "compiled/bf16_true_over_eager": "0.65", "compiled/fsdp_over_eager": "0.8",
+    "ceilings/copy_tb_per_s": "3.0",
+    "ceilings/bf16_tflops": "798",
+    "step/lockstep_over_bare": "≤ 1.02",
+    "step/lockstep_images_per_s": "11,100 to 12,500",
+    "step/share_of_ceiling": "0.36 to 0.41 (goal 0.45)",
+    "data/stored_at_32_over_cached": "≤ 1.02",
+    "data/stored_at_224_over_cached": "1.02 to 1.05",
+    "synchronisations/bf16-mixed": "0",
+    "synchronisations/16-mixed": "0 (goal), 1 a step from GradScaler",
+    "strategies/fsdp_over_ddp_large": "< 1.1",
+    "strategies/fsdp_over_ddp_small": "1.5 to 2.6",
+    "compiled/over_eager": "0.8",
+    "compiled/bf16_true_over_eager": "0.65",
+    "compiled/fsdp_over_eager": "0.8",
     "memory/search_over_estimate": "0.95 to 1.05",
-    "checkpoints/synchronous_over_copy": "5 to 20", "checkpoints/asynchronous_over_copy": "≤ 1.2",
+    "checkpoints/synchronous_over_copy": "5 to 20",
+    "checkpoints/asynchronous_over_copy": "≤ 1.2",
     "cifar10/lockstep_over_airbench": "≤ 1.3",
-}  # fmt: skip
+}
+Figures = dict[str, Any]
 
 
 def main() -> None:
+    options = read_options()
+    if options.part:
+        print("\n" + json.dumps(PARTS[options.part].measure(options.out)))
+        return
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + options.budget
+    results: Figures = {"small": options.small, "parts": {}}
+    with tempfile.TemporaryDirectory() as images:
+        os.environ[IMAGES] = images
+        for name, path in ((CIFAR10, options.cifar10), (AIRBENCH, options.airbench)):
+            if path:
+                os.environ[name] = str(Path(path).resolve())
+        for name in options.only:
+            results["parts"][name] = run_part(name, options.out, ends - time.monotonic())
+            write_results(options.out, results)
+            print_figures(name, results["parts"][name])
+    failed = [name for name, figures in results["parts"].items() if "error" in figures]
+    if failed:
+        sys.exit(f"Not measured: {', '.join(failed)}")
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,57 +175,30 @@ def main() -> None:
     parser.add_argument(
         "--airbench", help="airbench94_muon.py of github.com/KellerJordan/cifar10-airbench"
     )
-    parser.add_argument(
-        "--part", help=argparse.SUPPRESS
-    )  # one part, in the process that is measured
+    # The process that is measured gets one part.
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.part:
-        print("\n" + json.dumps(PARTS[options.part][0](options.out)))
-        return
-    chosen = options.only.split(",")
-    if unknown := set(chosen) - set(PARTS):
+    options.only = options.only.split(",")
+    unknown = set(options.only) - set(PARTS)
+    if unknown:
         parser.error(
             f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}"
         )
-    options.out.mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + options.budget
-    results: dict[str, Any] = {"small": options.small, "parts": {}}
-    with tempfile.TemporaryDirectory() as images:
-        os.environ[IMAGES] = images  # generated once
-        given = {CIFAR10: options.cifar10, AIRBENCH: options.airbench}
-        os.environ |= {name: str(Path(path).resolve()) for name, path in given.items() if path}
-        for name in chosen:
-            limit_s = min(
-                PARTS[name][1] * (5 if SMALL else 1), ends - time.monotonic()
-            )  # a simulated GPU is slow
-            results["parts"][name] = (
-                run_part(name, options.out, limit_s) if limit_s > 5 else {"skipped": "no time left"}
-            )
-            part = options.out / "gpu.json.part"
-            part.write_text(json.dumps(results, indent=1) + "\n")
-            part.replace(options.out / "gpu.json")
-            for figure, value in results["parts"][name].items():
-                predicted = PREDICTIONS.get(f"{name}/{figure}")
-                print(
-                    f"{name:18} {figure:36} {value}"
-                    + (f"   predicted {predicted}" if predicted else ""),
-                    flush=True,
-                )
-    if failed := [name for name, figures in results["parts"].items() if "error" in figures]:
-        sys.exit(f"Not measured: {', '.join(failed)}")
+    return options
 
 
-def run_part(name: str, out: Path, limit_s: float) -> dict[str, Any]:
+def run_part(name: str, out: Path, seconds_left: float) -> Figures:
     """Run one part in a process group of its own and return its figures, or how it failed."""
-    command = [
-        sys.executable,
-        __file__,
-        "--part",
-        name,
-        "--out",
-        str(out),
-        *(["--small"] if SMALL else []),
-    ]
+    limit_s = PARTS[name].limit_s
+    if IS_SMALL:
+        limit_s *= TIMES_LONGER_IF_SMALL
+    limit_s = min(limit_s, seconds_left)
+    if limit_s < SHORTEST_PART_S:
+        return {"skipped": "no time left"}
+
+    command = [sys.executable, __file__, "--part", name, "--out", str(out)]
+    if IS_SMALL:
+        command.append("--small")
     began = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -138,13 +212,26 @@ def run_part(name: str, out: Path, limit_s: float) -> dict[str, Any]:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        return {
-            "error": f"stopped after {limit_s:.0f} s",
-            "output": process.communicate()[0][-2000:],
-        }
+        output, _ = process.communicate()
+        return {"error": f"stopped after {limit_s:.0f} s", "output": output[-2000:]}
     if process.returncode:
         return {"error": f"exit code {process.returncode}", "output": output[-2000:]}
     return {**json.loads(output.splitlines()[-1]), "seconds": round(time.monotonic() - began, 1)}
+
+
+def write_results(out: Path, results: Figures) -> None:
+    """Write gpu.json anew, whole at any moment."""
+    part = out / "gpu.json.part"
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(out / "gpu.json")
+
+
+def print_figures(part: str, figures: Figures) -> None:
+    for name, value in figures.items():
+        line = f"{part:18} {name:36} {value}"
+        if f"{part}/{name}" in PREDICTIONS:
+            line += f"   predicted {PREDICTIONS[f'{part}/{name}']}"
+        print(line, flush=True)
 
 
 def per_step(run: Callable[[], Any], count: int = 1) -> float:
@@ -167,14 +254,13 @@ def ratio(ours: list[float], theirs: list[float]) -> list[float]:
 
 
 def random_batches(batch: int) -> list[Any]:
-    """Return four batches of noise in GPU memory: images of shape [batch, 3, SIZE, SIZE] and
-    labels.
-    """
+    """Return four batches of noise in GPU memory: images [batch, 3, side, side] and labels."""
     import torch
 
-    made, shape = torch.Generator("cuda").manual_seed(0), (batch, 3, SIZE, SIZE)
-    images = [torch.randn(shape, device="cuda", generator=made) for _ in range(4)]
-    return [(each, torch.randint(CLASSES, (batch,), device="cuda")) for each in images]
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, 3, SCALE.image_size, SCALE.image_size)
+    images = [torch.randn(shape, device="cuda", generator=generator) for _ in range(4)]
+    return [(part, torch.randint(CLASSES, (batch,), device="cuda")) for part in images]
 
 
 def bare_loop(batch: int) -> float:
@@ -183,14 +269,11 @@ def bare_loop(batch: int) -> float:
     import torch
     from torch.nn import functional as F
 
-    own = (
-        {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 4, "img_size": SIZE}
-        if SMALL
-        else {}
-    )
-    net = timm.create_model("vit_base_patch32_224", num_classes=CLASSES, **own).cuda()
+    net = timm.create_model(
+        "vit_base_patch32_224", num_classes=CLASSES, **SCALE.timm_options
+    ).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    batches = iter(Cached(random_batches(batch), WARMUP + STEPS + 1))
+    batches = iter(Cached(random_batches(batch), SCALE.warmup + SCALE.steps + 1))
 
     def step() -> None:
         images, labels = next(batches)
@@ -200,15 +283,21 @@ def bare_loop(batch: int) -> float:
         loss.backward()
         optimizer.step()
 
-    for _ in range(WARMUP):
+    for _ in range(SCALE.warmup):
         step()
-    return per_step(step, STEPS)
+    return per_step(step, SCALE.steps)
 
 
 def lockstep_run(
-    words: str, *, batch: int = BATCH, cached: bool = True, watch: Any = None, warmup: int = WARMUP, steps: int = STEPS
-) -> float:  # fmt: skip
-    """Train as `python src/train.py WORDS` does; return seconds per step.
+    overrides: str,
+    *,
+    batch: int = SCALE.batch,
+    cached: bool = True,
+    watch: Any = None,
+    warmup: int = SCALE.warmup,
+    steps: int = SCALE.steps,
+) -> float:
+    """Train as `python src/train.py OVERRIDES` does; return seconds per step.
 
     Args:
         cached: replace the data by batches of noise in GPU memory.
@@ -216,307 +305,388 @@ def lockstep_run(
     """
     import torch
 
+    all_steps = warmup + steps + 1
+    if cached:
+        images = 256 + 2 * batch
+        stored_size = 32
+    else:
+        images = 256 + int(1.2 * all_steps * batch)
+        stored_size = SCALE.image_size
     with tempfile.TemporaryDirectory() as scratch:
-        total = warmup + steps + 1
-        count, size = (256 + 2 * batch, 32) if cached else (256 + int(1.2 * total * batch), SIZE)
-        overrides = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", f"data.num_images={count}",
-                     f"data.stored_size={size}", "data.num_test_images=40", f"data.global_batch_size={batch}",
-                     f"trainer.max_steps={total}", *QUIET.split(), *words.split(), *places(scratch)]  # fmt: skip
+        run = [
+            *SCALE.net,
+            "data=synthetic",
+            f"data.image_size={SCALE.image_size}",
+            f"data.num_images={images}",
+            f"data.stored_size={stored_size}",
+            "data.num_test_images=40",
+            f"data.global_batch_size={batch}",
+            f"trainer.max_steps={all_steps}",
+            *QUIET,
+            *overrides.split(),
+            *folder_overrides(scratch),
+        ]
         if IMAGES in os.environ:
-            overrides += [f"paths.data_dir={os.environ[IMAGES]}"]
+            run.append(f"paths.data_dir={os.environ[IMAGES]}")
         batches = random_batches(batch) if cached else None
-        return timed_run(overrides, warmup, steps, batches, watch, torch.cuda.synchronize)
+        return timed_run(run, warmup, steps, batches, watch, torch.cuda.synchronize)
 
 
-def seconds_of(words: str, **options: Any) -> Callable[[], float]:
+def seconds_of(overrides: str, **options: Any) -> Callable[[], float]:
     """Return a measurement for in_turns: seconds per step of one training run."""
-    return lambda: lockstep_run(f"{NO_CHECKPOINTS} {words}", **options)
+    return lambda: lockstep_run(f"{NO_CHECKPOINTS} {overrides}", **options)
 
 
-def machine(out: Path) -> dict[str, Any]:
+def milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 2)
+
+
+# --- parts
+
+
+def machine(out: Path) -> Figures:
     import torch
 
-    fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,utilization.gpu,memory.used"
+    fields = (
+        "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,utilization.gpu,"
+        "memory.used"
+    )
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    asked = subprocess.run(command, capture_output=True, text=True)
-    versions = {
+    answer = subprocess.run(command, capture_output=True, text=True)
+    return {
+        "nvidia_smi": answer.stdout.strip(),
+        "device": torch.cuda.get_device_name(),
+        "cores": os.cpu_count(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / GIB, 1),
     }
-    return {
-        "nvidia_smi": asked.stdout.strip(), "device": torch.cuda.get_device_name(), "cores": os.cpu_count(),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())), **versions,
-        "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
-    }  # fmt: skip
 
 
-def ceilings(out: Path) -> dict[str, Any]:
+def ceilings(out: Path) -> Figures:
     import torch
 
-    side, size = (64, 2**20) if SMALL else (8192, 2**32)
-    seconds = 0.01 if SMALL else 10.0
-    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    side = SCALE.product_side
+    a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
     burst = per_step(lambda: a @ b, 20)
-    sustained = per_step(lambda: a @ b, max(1, int(seconds / burst)))
-    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in "st")
+    sustained = per_step(lambda: a @ b, max(1, int(SCALE.product_s / burst)))
+
+    source = torch.empty(SCALE.copied_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
     copy = per_step(lambda: target.copy_(source), 10)
     return {
-        "copy_tb_per_s": round(2 * size / copy / 1e12, 2), "bf16_tflops": round(2 * side**3 / burst / 1e12, 1),
+        "copy_tb_per_s": round(2 * SCALE.copied_bytes / copy / 1e12, 2),
+        "bf16_tflops": round(2 * side**3 / burst / 1e12, 1),
         "bf16_tflops_sustained": round(2 * side**3 / sustained / 1e12, 1),
-    }  # fmt: skip
+    }
 
 
-def step(out: Path) -> dict[str, Any]:
+def step(out: Path) -> Figures:
     """ViT-B/32 in bf16: a training step of Lockstep against a bare loop over timm's net."""
-    bare, ours = in_turns(ROUNDS, lambda: bare_loop(BATCH), seconds_of("trainer=gpu"))
+    bare, ours = in_turns(SCALE.rounds, lambda: bare_loop(SCALE.batch), seconds_of("trainer=gpu"))
     return {
-        "bare_ms": round(1000 * median(bare), 2), "lockstep_ms": round(1000 * median(ours), 2),
-        "lockstep_over_bare": ratio(ours, bare), "lockstep_images_per_s": round(BATCH / median(ours)),
+        "bare_ms": milliseconds(median(bare)),
+        "lockstep_ms": milliseconds(median(ours)),
+        "lockstep_over_bare": ratio(ours, bare),
+        "lockstep_images_per_s": round(SCALE.batch / median(ours)),
         "share_of_ceiling": share_of_ceiling(out, median(ours)),
-    }  # fmt: skip
+    }
 
 
 def share_of_ceiling(out: Path, seconds: float) -> float | None:
-    """Return the share of the measured bf16 products that a step of BATCH images does.
+    """Return the share of the measured bf16 products that a step of SCALE.batch images does.
 
     None if they are not known.
     """
-    measured = (
-        json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
-    )
-    ceiling = measured.get("ceilings", {}).get("bf16_tflops")
-    return ceiling and round(
-        26.2e-3 * BATCH / seconds / ceiling, 3
-    )  # 26.2 GFLOP per image, forward and backward
+    path = out / "gpu.json"
+    if not path.exists():
+        return None
+    ceiling = json.loads(path.read_text())["parts"].get("ceilings", {}).get("bf16_tflops")
+    if not ceiling:
+        return None
+    return round(FLOP_OF_IMAGE / 1e12 * SCALE.batch / seconds / ceiling, 3)
 
 
-def data(out: Path) -> dict[str, Any]:
+def data(out: Path) -> Figures:
     """Images that come from Lockstep's data path against batches that lie on the GPU."""
-    found = {}
-    for stored, batch in (
-        (32, BATCH),
-        (SIZE, 8 if SMALL else 256),
-    ):  # a thousand images of 224 px take 150 MB
-        words = f"trainer=gpu data.stored_size={stored}"
-        cached, own = in_turns(
-            2, seconds_of(words, batch=batch), seconds_of(words, batch=batch, cached=False)
+    figures = {}
+    for stored, batch in ((32, SCALE.batch), (SCALE.image_size, SCALE.decoded_batch)):
+        overrides = f"trainer=gpu data.stored_size={stored}"
+        cached, decoded = in_turns(
+            2,
+            seconds_of(overrides, batch=batch),
+            seconds_of(overrides, batch=batch, cached=False),
         )
-        found[f"stored_at_{stored}_over_cached"] = ratio(own, cached)
-    return found
+        figures[f"stored_at_{stored}_over_cached"] = ratio(decoded, cached)
+    return figures
 
 
-def synchronisations(out: Path) -> dict[str, Any]:
+class SynchronisationWatch:
+    """The warnings of torch about calls for which the host waits."""
+
+    def begin(self) -> None:
+        import torch
+
+        self.caught = warnings.catch_warnings(record=True)
+        self.warnings = self.caught.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def end(self) -> None:
+        import torch
+
+        torch.cuda.set_sync_debug_mode("default")
+        self.caught.__exit__(None, None, None)
+
+    def lines(self) -> Counter[str]:
+        """Return how often each line of code has waited."""
+        counts: Counter[str] = Counter()
+        for warning in self.warnings:
+            if "called a synchronizing" in str(warning.message):
+                counts[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
+        return counts
+
+
+def synchronisations(out: Path) -> Figures:
     """Synchronisations of host and GPU per step, between two rows of the log."""
-    import torch
-
-    class Watch:
-        def begin(self) -> None:
-            self.caught = warnings.catch_warnings(record=True)
-            self.seen = self.caught.__enter__()
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-
-        def end(self) -> None:
-            torch.cuda.set_sync_debug_mode("default")
-            self.caught.__exit__(None, None, None)
-
-    found: dict[str, Any] = {}
+    figures: Figures = {}
     for precision in ("bf16-mixed", "16-mixed"):
-        watch = Watch()
-        lockstep_run(
-            f"{NO_CHECKPOINTS} trainer=gpu trainer.precision={precision}",
-            batch=SMALL_BATCH,
-            watch=watch,
-        )
-        told = (one for one in watch.seen if "called a synchronizing" in str(one.message))
-        lines = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in told)
-        found[precision] = round(sum(lines.values()) / STEPS, 2)
-        found[f"{precision}_lines"] = dict(lines.most_common(5))
-    return found
+        watch = SynchronisationWatch()
+        overrides = f"{NO_CHECKPOINTS} trainer=gpu trainer.precision={precision}"
+        lockstep_run(overrides, batch=SCALE.small_batch, watch=watch)
+        lines = watch.lines()
+        figures[precision] = round(lines.total() / SCALE.steps, 2)
+        figures[f"{precision}_lines"] = dict(lines.most_common(5))
+    return figures
 
 
-def strategies(out: Path) -> dict[str, Any]:
+def strategies(out: Path) -> Figures:
     """DDP and FSDP on one device, where only their overhead shows."""
-    found: dict[str, Any] = {}
-    for size, batch in (("small", SMALL_BATCH), ("large", BATCH)):
-        names = ("ddp", "fsdp")
-        measures = [seconds_of(f"trainer={name} trainer.devices=1", batch=batch) for name in names]
-        seconds = dict(zip(names, in_turns(2, *measures), strict=True))
-        found |= {
-            f"{name}_ms_{size}": round(1000 * median(values), 2) for name, values in seconds.items()
-        }
-        found[f"fsdp_over_ddp_{size}"] = ratio(seconds["fsdp"], seconds["ddp"])
-    return found
+    figures: Figures = {}
+    for size, batch in (("small", SCALE.small_batch), ("large", SCALE.batch)):
+        ddp, fsdp = in_turns(
+            2,
+            seconds_of("trainer=ddp trainer.devices=1", batch=batch),
+            seconds_of("trainer=fsdp trainer.devices=1", batch=batch),
+        )
+        figures[f"ddp_ms_{size}"] = milliseconds(median(ddp))
+        figures[f"fsdp_ms_{size}"] = milliseconds(median(fsdp))
+        figures[f"fsdp_over_ddp_{size}"] = ratio(fsdp, ddp)
+    return figures
 
 
-def compiled(out: Path) -> dict[str, Any]:
-    """torch.compile against eager: in bf16-mixed, with weights in bf16, under FSDP, and with CUDA
-    graphs.
-    """
-    gpu, fsdp = "trainer=gpu trainer.compile", "trainer=fsdp trainer.devices=1 trainer.compile"
+def compiled(out: Path) -> Figures:
+    """torch.compile against eager: bf16-mixed, weights in bf16, FSDP, and CUDA graphs."""
+    gpu = "trainer=gpu trainer.compile"
+    fsdp = "trainer=fsdp trainer.devices=1 trainer.compile"
     variants = {
-        "eager": (f"{gpu}=false", BATCH), "compiled": (f"{gpu}=true", BATCH),
-        "bf16_true": (f"{gpu}=true trainer.precision=bf16-true", BATCH), "fsdp": (f"{fsdp}=false", BATCH),
-        "fsdp_compiled": (f"{fsdp}=true", BATCH), "eager_small": (f"{gpu}=false", SMALL_BATCH),
-        "graphs_small": (f"{gpu}={{mode:reduce-overhead}}", SMALL_BATCH),
-    }  # fmt: skip
-    lockstep_run(
-        f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1
-    )  # the first run of a process imports
-    found: dict[str, Any] = {}
-    for name, (words, batch) in variants.items():
+        "eager": (f"{gpu}=false", SCALE.batch),
+        "compiled": (f"{gpu}=true", SCALE.batch),
+        "bf16_true": (f"{gpu}=true trainer.precision=bf16-true", SCALE.batch),
+        "fsdp": (f"{fsdp}=false", SCALE.batch),
+        "fsdp_compiled": (f"{fsdp}=true", SCALE.batch),
+        "eager_small": (f"{gpu}=false", SCALE.small_batch),
+        "graphs_small": (f"{gpu}={{mode:reduce-overhead}}", SCALE.small_batch),
+    }
+    # The first run of a process imports.
+    lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1)
+    figures: Figures = {}
+    for name, (overrides, batch) in variants.items():
         began = time.perf_counter()
         seconds = lockstep_run(
-            f"{NO_CHECKPOINTS} {words}", batch=batch, warmup=WARMUP if SMALL else 12
+            f"{NO_CHECKPOINTS} {overrides}", batch=batch, warmup=SCALE.compiled_warmup
         )
-        found[f"{name}_ms"] = round(1000 * seconds, 2)
-        found[f"{name}_whole_s"] = round(time.perf_counter() - began, 1)  # with the compilation
-    pairs = {"": ("compiled", "eager"), "bf16_true_": ("bf16_true", "eager"), "fsdp_": ("fsdp_compiled", "fsdp"),
-             "graphs_": ("graphs_small", "eager_small")}  # fmt: skip
-    ratios = {
-        f"{name}over_eager": round(found[f"{a}_ms"] / found[f"{b}_ms"], 3)
-        for name, (a, b) in pairs.items()
+        figures[f"{name}_ms"] = milliseconds(seconds)
+        # The compilation counts here.
+        figures[f"{name}_whole_s"] = round(time.perf_counter() - began, 1)
+
+    pairs = {
+        "": ("compiled", "eager"),
+        "bf16_true_": ("bf16_true", "eager"),
+        "fsdp_": ("fsdp_compiled", "fsdp"),
+        "graphs_": ("graphs_small", "eager_small"),
     }
-    shares = {f"{name}_share_of_ceiling": share_of_ceiling(out, found[f"{name}_ms"] / 1000)
-              for name in ("compiled", "bf16_true")}  # fmt: skip
-    return {**found, **ratios, **shares}
+    for name, (a, b) in pairs.items():
+        figures[f"{name}over_eager"] = round(figures[f"{a}_ms"] / figures[f"{b}_ms"], 3)
+    for name in ("compiled", "bf16_true"):
+        share = share_of_ceiling(out, figures[f"{name}_ms"] / 1000)
+        figures[f"{name}_share_of_ceiling"] = share
+    return figures
 
 
-def memory(out: Path) -> dict[str, Any]:
+def memory(out: Path) -> Figures:
     """The largest batch that a search finds on a device of 40 GiB, against the estimate."""
-    largest: dict[str, int] = {}
-    for how in ("search", "estimate"):
-        words = [
-            *NET.split(),
+    search = largest_batch()
+    estimate = largest_batch("--estimate")
+    return {
+        "search": search,
+        "estimate": estimate,
+        "search_over_estimate": round(search / estimate, 3),
+    }
+
+
+def largest_batch(*flags: str) -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [
+            sys.executable,
+            "src/find_batch_size.py",
+            *flags,
+            *SCALE.net,
             "data=synthetic",
-            f"data.image_size={SIZE}",
+            f"data.image_size={SCALE.image_size}",
             "data.stored_size=32",
             "trainer=gpu",
+            f"trainer.memory_limit_gib={SCALE.device_gib}",
+            *folder_overrides(scratch),
+            f"paths.data_dir={os.environ.get(IMAGES, scratch)}",
         ]
-        words += [f"trainer.memory_limit_gib={1 if SMALL else 40}"]
-        with tempfile.TemporaryDirectory() as scratch:
-            command = [
-                sys.executable,
-                "src/find_batch_size.py",
-                *(["--estimate"] if how == "estimate" else []),
-            ]
-            command += [
-                *words,
-                *places(scratch),
-                f"paths.data_dir={os.environ.get(IMAGES, scratch)}",
-            ]
-            done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-        said = re.search(r"largest batch (\d+)", done.stdout)
-        if done.returncode or not said:
-            raise RuntimeError(done.stdout + done.stderr)
-        largest[how] = int(said[1])
-    return {**largest, "search_over_estimate": round(largest["search"] / largest["estimate"], 3)}
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    match = re.search(r"largest batch (\d+)", done.stdout)
+    if done.returncode or not match:
+        raise RuntimeError(done.stdout + done.stderr)
+    return int(match[1])
 
 
-def checkpoints(out: Path) -> dict[str, Any]:
-    """Seconds that training waits for a checkpoint, against a copy of the same bytes to the
-    host.
-    """
+def checkpoints(out: Path) -> Figures:
+    """Seconds that training waits for a checkpoint, against a copy of its bytes to the host."""
     import torch
 
-    length, saves = (
-        (2, 1) if SMALL else (20, 2)
-    )  # batches of an epoch, and saves between the first and the last step
-    own = f"trainer=gpu trainer.limit_train_batches={length} trainer.max_epochs=9"
-    options = {"warmup": length // 2, "steps": saves * length}
+    steps = SCALE.checkpoints * SCALE.checkpoint_steps
 
-    def steps(words: str) -> float:
-        return lockstep_run(f"{own} {words}", **options) * options["steps"]
+    def seconds(overrides: str) -> float:
+        epochs = f"trainer.limit_train_batches={SCALE.checkpoint_steps} trainer.max_epochs=9"
+        per_step = lockstep_run(
+            f"trainer=gpu {epochs} {overrides}", warmup=SCALE.checkpoint_steps // 2, steps=steps
+        )
+        return per_step * steps
 
-    state = torch.empty(
-        (4 if SMALL else 1050) * 2**20, dtype=torch.uint8, device="cuda"
-    )  # weights and two moments
+    state = torch.empty(SCALE.checkpoint_mib * MIB, dtype=torch.uint8, device="cuda")
     copy = per_step(state.cpu, 2)
-    kinds = (
-        "callbacks.checkpoints.asynchronous=false",
-        "callbacks.checkpoints.asynchronous=true",
-        NO_CHECKPOINTS,
+    synchronous, asynchronous, without = in_turns(
+        1,
+        lambda: seconds("callbacks.checkpoints.asynchronous=false"),
+        lambda: seconds("callbacks.checkpoints.asynchronous=true"),
+        lambda: seconds(NO_CHECKPOINTS),
     )
-    synchronous, asynchronous, without = in_turns(1, *(lambda own=own: steps(own) for own in kinds))
-    kinds_of = {"synchronous": synchronous, "asynchronous": asynchronous}
-    stalls = {
-        name: (median(seconds) - median(without)) / saves for name, seconds in kinds_of.items()
-    }
-    return {
-        "copy_s": round(copy, 3), **{f"{name}_s": round(value, 3) for name, value in stalls.items()},
-        **{f"{name}_over_copy": round(value / copy, 2) for name, value in stalls.items()},
-    }  # fmt: skip
+    figures = {"copy_s": round(copy, 3)}
+    for name, measured in (("synchronous", synchronous), ("asynchronous", asynchronous)):
+        stall = (median(measured) - median(without)) / SCALE.checkpoints
+        figures[f"{name}_s"] = round(stall, 3)
+        figures[f"{name}_over_copy"] = round(stall / copy, 2)
+    return figures
 
 
-def cifar10(out: Path) -> dict[str, Any]:
-    """airbench's recipe, 200 steps of 2,000 images without evaluation: our seconds against those of
-    its own script.
-    """
+def cifar10(out: Path) -> Figures:
+    """airbench's recipe: 200 steps of 2,000 images without evaluation, by us and by its script."""
     import torch
 
-    if not (CIFAR10 in os.environ and AIRBENCH in os.environ):
+    if CIFAR10 not in os.environ or AIRBENCH not in os.environ:
         return {"skipped": "needs --cifar10 and --airbench"}
-    root, script = Path(os.environ[CIFAR10]), Path(os.environ[AIRBENCH]).read_text()
-    recipe = ["experiment=cifar10_speedrun", "trainer=gpu", f"data.root={root}", "data.global_batch_size=2000",
-              "optimizer.lr=0.24", "optimizer.vector_lr=106", "trainer.max_epochs=8",
-              "trainer.compile=false"]  # fmt: skip
-    # A warm-up and three runs; its compilation would take minutes
-    script = script.replace("range(200)", "range(3)").replace(
-        'model.compile(mode="max-autotune")', ""
-    )
+    root = Path(os.environ[CIFAR10])
+    recipe = [
+        "experiment=cifar10_speedrun",
+        "trainer=gpu",
+        f"data.root={root}",
+        "data.global_batch_size=2000",
+        "optimizer.lr=0.24",
+        "optimizer.vector_lr=106",
+        "trainer.max_epochs=8",
+        "trainer.compile=false",
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         record = run_record(scratch, recipe)
-        words = [*recipe, *QUIET.split(), NO_CHECKPOINTS, *places(scratch)]
-        ours = 200 * timed_run(
-            words, 24, 144, None, None, torch.cuda.synchronize
-        )  # 24 steps are an epoch
-        Path(scratch, "cifar10").mkdir()
-        Path(scratch, "cifar10", "cifar-10-batches-py").symlink_to(root / "cifar-10-batches-py")
-        Path(scratch, "airbench.py").write_text(script)
-        printed = output_of([sys.executable, "airbench.py"], cwd=Path(scratch))
-    rows = [
-        [cell.strip() for cell in line.split("|")]
-        for line in printed.splitlines()
-        if line.startswith("|")
-    ]
+        overrides = [*recipe, *QUIET, NO_CHECKPOINTS, *folder_overrides(scratch)]
+        # An epoch has 24 steps.
+        seconds = timed_run(overrides, 24, 144, None, None, torch.cuda.synchronize)
+        rows = rows_of_airbench(Path(scratch), root)
     theirs = median([float(row[6]) for row in rows if row[2] == "7"][1:])
+    ours = 200 * seconds
     return {
-        "lockstep_s": round(ours, 3), "airbench_s": theirs, "lockstep_over_airbench": round(ours / theirs, 3),
-        "accuracy": record["metrics"]["test/acc"], "fit_s": round(record["fit_seconds"], 2),
+        "lockstep_s": round(ours, 3),
+        "airbench_s": theirs,
+        "lockstep_over_airbench": round(ours / theirs, 3),
+        "accuracy": record["metrics"]["test/acc"],
+        "fit_s": round(record["fit_seconds"], 2),
         "airbench_accuracy": [float(row[5]) for row in rows if row[2] == "eval"][1:],
-    }  # fmt: skip
+    }
 
 
-def profile(out: Path) -> dict[str, Any]:
+def rows_of_airbench(scratch: Path, root: Path) -> list[list[str]]:
+    """Run airbench's script: a warm-up and three runs; return the cells of its table.
+
+    It is not compiled, which would take minutes.
+    """
+    script = Path(os.environ[AIRBENCH]).read_text()
+    script = script.replace("range(200)", "range(3)")
+    script = script.replace('model.compile(mode="max-autotune")', "")
+    (scratch / "airbench.py").write_text(script)
+    (scratch / "cifar10").mkdir()
+    (scratch / "cifar10" / "cifar-10-batches-py").symlink_to(root / "cifar-10-batches-py")
+    printed = output_of([sys.executable, "airbench.py"], cwd=scratch)
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    return [list(map(str.strip, line.split("|"))) for line in lines]
+
+
+class ProfilerWatch:
+    """torch's profiler over the steps that are timed."""
+
+    def begin(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        self.profiler.start()
+
+    def end(self) -> None:
+        self.profiler.stop()
+
+
+def profile(out: Path) -> Figures:
     """The kernels that take the most time in a step of Lockstep."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    class Watch:
-        def begin(self) -> None:
-            self.profiler = profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-            self.profiler.start()
-
-        def end(self) -> None:
-            self.profiler.stop()
-
-    watch = Watch()
-    seconds = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=3)
-    events = sorted(watch.profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    busy = sum(event.self_device_time_total for event in events) / 3 / 1000
+    steps = 3
+    watch = ProfilerWatch()
+    seconds = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=steps)
+    # An operator may have several events.
+    microseconds: Counter[str] = Counter()
+    for event in watch.profiler.key_averages():
+        microseconds[event.key] += event.self_device_time_total / steps
     return {
-        "step_ms": round(1000 * seconds, 2), "kernels_ms": round(busy, 2),
-        "by_operator_ms": {e.key: round(e.self_device_time_total / 3 / 1000, 2) for e in events[:15]},
-    }  # fmt: skip
+        "step_ms": milliseconds(seconds),
+        "kernels_ms": round(microseconds.total() / 1000, 2),
+        "by_operator_ms": {
+            name: round(time / 1000, 2) for name, time in microseconds.most_common(15)
+        },
+    }
 
 
-PARTS: dict[str, tuple[Callable[[Path], dict[str, Any]], float]] = {  # with the most seconds that each may take
-    "machine": (machine, 30), "ceilings": (ceilings, 60), "step": (step, 110),
-    "synchronisations": (synchronisations, 50), "data": (data, 150), "strategies": (strategies, 90),
-    "checkpoints": (checkpoints, 90), "compiled": (compiled, 220), "memory": (memory, 180), "profile": (profile, 60),
-    "cifar10": (cifar10, 150),
-}  # fmt: skip
+@dataclass(frozen=True)
+class Part:
+    """A part of the measurements.
+
+    Args:
+        measure: gets the folder of the results, and returns figures.
+        limit_s: the most seconds that it may take.
+    """
+
+    measure: Callable[[Path], Figures]
+    limit_s: float
+
+
+PARTS = {
+    "machine": Part(machine, 30),
+    "ceilings": Part(ceilings, 60),
+    "step": Part(step, 110),
+    "synchronisations": Part(synchronisations, 50),
+    "data": Part(data, 150),
+    "strategies": Part(strategies, 90),
+    "checkpoints": Part(checkpoints, 90),
+    "compiled": Part(compiled, 220),
+    "memory": Part(memory, 180),
+    "profile": Part(profile, 60),
+    "cifar10": Part(cifar10, 150),
+}
 
 if __name__ == "__main__":
     main()

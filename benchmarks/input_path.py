@@ -22,12 +22,12 @@ from typing import Any
 
 from measuring import goal_row, in_turns, median, paired_ratio, run_record, save
 
-BATCH, WORKERS, SIZES = (
-    256,
-    (0, 1, 2, 4),
-    {32: 2.0, 224: 4.0},
-)  # pixels and the seconds of a measurement
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+BATCH = 256
+WORKERS = (0, 1, 2, 4)
+# Pixels, and the seconds of a measurement
+SIZES = {32: 2.0, 224: 4.0}
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
 MODELS = {"ViT-B/32": "vit_base_patch32_224", "EfficientNet-Lite0": "tf_efficientnet_lite0"}
 WAIT_GOAL = 0.02
 Batches = Callable[[], Iterator[Any]]
@@ -48,61 +48,72 @@ def main() -> None:
 
 
 def compare(root: Path, repetitions: int) -> None:
-    warnings.filterwarnings(
-        "ignore", "This DataLoader will create"
-    )  # the best number of workers is measured here
-    goals, figures = [], {}
+    # The best number of workers is measured here.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    goals = []
+    figures = {}
     for size, seconds in SIZES.items():
         theirs = {workers: torchvision_batches(size, root, workers) for workers in WORKERS}
         trial = {workers: images_per_s(batches, seconds) for workers, batches in theirs.items()}
         best = max(trial, key=trial.__getitem__)
         with tempfile.TemporaryDirectory() as scratch:
-            sides = (our_batches(size, root, scratch), theirs[best])
             ours, peer = in_turns(
-                repetitions, *(partial(images_per_s, side, seconds) for side in sides)
+                repetitions,
+                partial(images_per_s, our_batches(size, root, scratch), seconds),
+                partial(images_per_s, theirs[best], seconds),
             )
         figures[f"{size} px"] = {"ours": ours, "torchvision": peer, "torchvision_by_workers": trial}
-        detail = f"{median(ours, 0):,.0f} images/s, torchvision {median(peer, 0):,.0f} with {best} workers"
-        goals.append(
-            goal_row(
-                f"input path ÷ torchvision at {size} px",
-                "",
-                paired_ratio(ours, peer),
-                detail=detail,
-            )
+        what = f"input path ÷ torchvision at {size} px"
+        detail = (
+            f"{median(ours, 0):,.0f} images/s, torchvision {median(peer, 0):,.0f} with {best} "
+            "workers"
         )
+        goals.append(goal_row(what, "", paired_ratio(ours, peer), detail=detail))
     save("input_path", goals, batch=BATCH, images_per_s=figures)
 
 
 def measure_wait(images: Path) -> None:
-    goals, figures = [], {}
-    words = ["data=image_folder", f"data.root={images}", "data.path=loader", "data.val_fraction=0", "test=false",
-             "data.global_batch_size=64", "model=timm", "model.pretrained=false", "augmentation=resized_crop",
-             "optimizer=adamw", "trainer=cpu", "trainer.max_steps=20"]  # fmt: skip
+    """Measure the share of a step in which it waits for images."""
+    goals = []
+    figures = {}
+    overrides = [
+        "data=image_folder",
+        f"data.root={images}",
+        "data.path=loader",
+        "data.val_fraction=0",
+        "test=false",
+        "data.global_batch_size=64",
+        "model=timm",
+        "model.pretrained=false",
+        "augmentation=resized_crop",
+        "optimizer=adamw",
+        "trainer=cpu",
+        "trainer.max_steps=20",
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         for label, name in MODELS.items():
-            figures[name] = run_record(scratch, [*words, f"model.name={name}"])["throughput"]
-            share, detail = figures[name]["data_wait_share"], "20 steps of 64 images"
-            what = f"{label} at 224 px from JPEG files: a step's wait for images"
-            goals.append(
-                goal_row(
-                    what,
-                    "≤ 2 %",
-                    round(100 * share, 2),
-                    share <= WAIT_GOAL,
-                    unit="%",
-                    detail=detail,
-                )
+            record = run_record(scratch, [*overrides, f"model.name={name}"])
+            figures[name] = record["throughput"]
+            share = figures[name]["data_wait_share"]
+            goal = goal_row(
+                f"{label} at 224 px from JPEG files: a step's wait for images",
+                "≤ 2 %",
+                round(100 * share, 2),
+                share <= WAIT_GOAL,
+                unit="%",
+                detail="20 steps of 64 images",
             )
+            goals.append(goal)
     save("loader_wait", goals, throughput=figures)
 
 
 def images_per_s(batches: Batches, seconds: float) -> float:
-    """Count from the first batch on, so that starting workers does not count.
+    """Return images per second over as many epochs as fit.
 
-    As many epochs as fit.
+    An epoch counts from its first batch on, so that the start of its workers does not.
     """
-    images, elapsed = 0, 0.0
+    images = 0
+    elapsed = 0.0
     while elapsed < seconds:
         iterator = batches()
         next(iterator)
@@ -120,9 +131,16 @@ def our_batches(size: int, root: Path, scratch: str) -> Batches:
     from data.torchvision_sets import CIFAR10DataModule
 
     data = CIFAR10DataModule(
-        root=root, cache_dir=scratch, image_size=size, crop_padding=4 if size == 32 else 0, flip=True,
-        global_batch_size=BATCH, mean=MEAN, std=STD, num_val=1,
-    )  # fmt: skip
+        root=root,
+        cache_dir=scratch,
+        image_size=size,
+        crop_padding=4 if size == 32 else 0,
+        flip=True,
+        global_batch_size=BATCH,
+        mean=MEAN,
+        std=STD,
+        num_val=1,
+    )
     data.attach_to_ranks()
     loader: Any = data.train_dataloader()
     return lambda: (data.on_after_batch_transfer(batch, 0) for batch in loader)

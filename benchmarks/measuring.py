@@ -47,41 +47,48 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
 
     The load average shows other work of the machine.
     """
-    words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
-    words += [
-        "FOLDER" if Path(word).is_absolute() else word for word in sys.argv[1:]
-    ]  # another machine has others
-    machine = {
-        "cpu": environment.cpu_name(), "cores": environment.available_cores(), "versions": provenance.versions()
-    }  # fmt: skip
     content = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python " + shlex.join(words),
-        "commit": provenance.code_state(REPOSITORY)["commit"], "machine": machine,
-        "load_average": round(os.getloadavg()[0], 1), "goals": goals, **figures,
-    }  # fmt: skip
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": command_of_this_process(),
+        "commit": provenance.code_state(REPOSITORY)["commit"],
+        "machine": {
+            "cpu": environment.cpu_name(),
+            "cores": environment.available_cores(),
+            "versions": provenance.versions(),
+        },
+        "load_average": round(os.getloadavg()[0], 1),
+        "goals": goals,
+        **figures,
+    }
     path = HERE / "results" / "cpu.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: content}, indent=1) + "\n")
     for row in goals:
-        met = (
-            ""
-            if row["met"] is None
-            else f" (goal {row['goal']}): {'met' if row['met'] else 'NOT MET'}"
-        )
-        print(
-            f"{row['what']}: {row['measured']:g} {row['unit']}{met} · {row['detail']}", flush=True
-        )
+        verdict = ""
+        if row["met"] is not None:
+            verdict = f" (goal {row['goal']}): {'met' if row['met'] else 'NOT MET'}"
+        figure = f"{row['measured']:g} {row['unit']}"
+        print(f"{row['what']}: {figure}{verdict} · {row['detail']}", flush=True)
+
+
+def command_of_this_process() -> str:
+    """Return the command, without folders, which another machine does not have."""
+    arguments = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
+    for argument in sys.argv[1:]:
+        arguments.append("FOLDER" if Path(argument).is_absolute() else argument)
+    return f"python {shlex.join(arguments)}"
 
 
 def in_turns(repetitions: int, *measures: Callable[[], float]) -> list[list[float]]:
-    """Call each measure `repetitions` times, in turns, so that other work on the machine hits all
-    alike.
+    """Return the values of each measure, which is called `repetitions` times.
+
+    They take turns, and none is always first, so that other work on the machine hits all alike.
     """
-    found: list[list[float]] = [[] for _ in measures]
+    values: list[list[float]] = [[] for _ in measures]
     for turn in range(repetitions):
-        for i in range(len(measures)):
-            which = (i + turn) % len(measures)  # none is always first
-            found[which].append(measures[which]())
-    return found
+        for position in range(len(measures)):
+            number = (position + turn) % len(measures)
+            values[number].append(measures[number]())
+    return values
 
 
 def median(values: list[float], digits: int = 4) -> float:
@@ -100,15 +107,15 @@ def seconds_of(command: list[str]) -> float:
     return time.perf_counter() - started
 
 
-def places(scratch: Path | str) -> list[str]:
+def folder_overrides(scratch: Path | str) -> list[str]:
     """Return overrides that keep a run's folder, decoded images and pages out of the repository."""
     return [f"paths.{name}_dir={scratch}/{name}" for name in ("log", "data", "logbook")]
 
 
-def run_record(scratch: Path | str, words: list[str]) -> dict[str, Any]:
+def run_record(scratch: Path | str, overrides: list[str]) -> dict[str, Any]:
     """Train with `python src/train.py`; return the run's record."""
     run_id = f"bench{time.time_ns()}"
-    output_of([*TRAIN, *words, *places(scratch), f"run_id={run_id}"])
+    output_of([*TRAIN, *overrides, *folder_overrides(scratch), f"run_id={run_id}"])
     record: dict[str, Any] = json.loads(
         Path(scratch, "log/train/runs", run_id, "run.json").read_text()
     )

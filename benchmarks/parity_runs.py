@@ -1,4 +1,4 @@
-"""The trainings of the parity table, in ranks or in this process: the same images in the same order."""
+"""The trainings of the parity table, in ranks or in this process, over the same images."""
 
 from dataclasses import dataclass
 from functools import partial

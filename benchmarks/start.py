@@ -16,12 +16,12 @@ from functools import partial
 
 from measuring import (
     TRAIN,
+    folder_overrides,
     goal_row,
     in_turns,
     median,
     output_of,
     paired_ratio,
-    places,
     save,
     seconds_of,
 )
@@ -34,7 +34,8 @@ ROUNDS = 5
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        first_step(scratch, "trainer=cpu")  # decodes the images once, and warms the disk
+        # This run decodes the images, and warms the disk.
+        first_step(scratch, "trainer=cpu")
         torch, help_s, cfg_s, imports, one, two = in_turns(
             ROUNDS,
             partial(seconds_of, TORCH),
@@ -50,48 +51,55 @@ def main() -> None:
         ("first optimizer step ÷ bare imports", paired_ratio(one, imports), 1.3),
         ("first step of two ranks ÷ of one", paired_ratio(two, one), 1.2),
     ]
-    named = {"import_torch": torch, "help": help_s, "cfg_job": cfg_s, "imports": imports, "first_step": one,
-             "first_step_two_ranks": two}  # fmt: skip
+    all_seconds = {
+        "import_torch": torch,
+        "help": help_s,
+        "cfg_job": cfg_s,
+        "imports": imports,
+        "first_step": one,
+        "first_step_two_ranks": two,
+    }
     goals = [
         goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit)
         for what, ratio, limit in ratios
     ]
-    medians = {name: median(values, 3) for name, values in named.items()}
+    medians = {name: median(values, 3) for name, values in all_seconds.items()}
     save(
         "start",
         goals,
         seconds=medians,
-        all_seconds=named,
+        all_seconds=all_seconds,
         bytecode=not sys.flags.dont_write_bytecode,
     )
 
 
 def first_step(scratch: str, trainer: str) -> float:
-    """Return the seconds from starting the process to the end of its first optimizer step, on rank
-    0.
+    """Return the seconds from the start of a process to the end of its first optimizer step.
+
+    With several ranks rank 0 tells it.
     """
-    words = [
+    overrides = [
         "experiment=quickstart",
         trainer,
         "trainer.max_steps=1",
         "test=false",
-        *places(scratch),
+        *folder_overrides(scratch),
     ]
     started = time.time()
-    said = output_of([sys.executable, __file__, FIRST_STEP, *words])
-    at = re.search(r"first_step_at (\S+)", said)
-    assert at, said
-    return float(at.group(1)) - started
+    output = output_of([sys.executable, __file__, FIRST_STEP, *overrides])
+    match = re.search(r"first_step_at (\S+)", output)
+    assert match, output
+    return float(match[1]) - started
 
 
-def train_and_print_first_step(words: list[str]) -> int:
+def train_and_print_first_step(overrides: list[str]) -> int:
     """Run train.py with a hook after the first optimizer step.
 
     A process that starts ranks imports no torch for it.
     """
     import train
 
-    if "trainer=ddp_sim" not in words or "LOCKSTEP_AGENT" in os.environ:
+    if "trainer=ddp_sim" not in overrides or "LOCKSTEP_AGENT" in os.environ:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         def tell(*_: object) -> None:
@@ -99,7 +107,7 @@ def train_and_print_first_step(words: list[str]) -> int:
             print(f"first_step_at {time.time()!r}", flush=True)
 
         handle = register_optimizer_step_post_hook(tell)
-    return train.main(words)
+    return train.main(overrides)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""The usual Hydra + Lightning template on the same MNIST net, optimizer, batch and epochs as
-experiment=mnist.
+"""The usual Hydra + Lightning template beside experiment=mnist: the same net, batch and epochs.
 
-    python benchmarks/template.py --root FOLDER                        # MNIST in torchvision's
-    layout, FOLDER/MNIST/raw python benchmarks/template.py --root FOLDER --data fashion_mnist   #
-    Fashion-MNIST's files there, unpacked
+    python benchmarks/template.py --root FOLDER            # FOLDER/MNIST/raw, as torchvision has it
+    python benchmarks/template.py --root FOLDER --data fashion_mnist   # its files there, unpacked
 
 template_peer.txt is written as the template's own documentation shows it. Measures whole processes.
 """
@@ -21,6 +19,23 @@ WHOLE_LIMIT = 0.8
 
 
 def main() -> None:
+    arguments = read_arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        both = Sides(arguments, Path(scratch))
+        theirs, ours = in_turns(3, both.template, both.ours)
+    whole = paired_ratio(ours, theirs)
+    detail = f"{arguments.epochs} epoch(s); images: {arguments.data}"
+    name = "template"
+    if arguments.overrides:
+        detail += f"; ours with {' '.join(arguments.overrides)}"
+        name = "template_with_overrides"
+    what = "whole process ÷ the usual Hydra + Lightning template's"
+    goal = goal_row(what, f"≤ {WHOLE_LIMIT}", whole, whole <= WHOLE_LIMIT, detail=detail)
+    seconds = {"ours": ours, "template": theirs}
+    save(name, [goal], seconds=seconds, accuracies=both.accuracies)
+
+
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,51 +47,48 @@ def main() -> None:
     parser.add_argument(
         "overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed"
     )
-    arguments = parser.parse_args()
-    accuracies: dict[str, list[float]] = {"ours": [], "template": []}
-    with tempfile.TemporaryDirectory() as scratch:
-        root = arguments.root.resolve()
-        peer = write_peer(Path(scratch) / "peer")
-        epochs = f"trainer.max_epochs={arguments.epochs}"
+    return parser.parse_args()
 
-        def ours() -> float:
-            words = [
-                "experiment=mnist",
-                f"data={arguments.data}",
-                f"data.root={root}",
-                "data.num_val=5000",
-                epochs,
-            ]
-            started = time.perf_counter()
-            record = run_record(f"{scratch}/{time.time_ns()}", [*words, *arguments.overrides])
-            seconds = time.perf_counter() - started
-            accuracies["ours"].append(round(record["metrics"]["test/acc"], 4))
-            return seconds
 
-        def template() -> float:
-            words = [
-                epochs,
-                "data.train_val_test_split=[55000,5000,10000]",
-                f"data.data_dir={root}",
-            ]
-            started = time.perf_counter()
-            said = output_of([sys.executable, str(peer), *words], env={"PROJECT_ROOT": scratch})
-            seconds = time.perf_counter() - started
-            accuracies["template"].append(float(re.findall(r"accuracy (\S+) threads", said)[-1]))
-            return seconds
+class Sides:
+    """The same training by both; each returns the seconds of a whole process."""
 
-        theirs, mine = in_turns(3, template, ours)
-    whole, detail = (
-        paired_ratio(mine, theirs),
-        f"{arguments.epochs} epoch(s); images: {arguments.data}",
-    )
-    detail += f"; ours with {' '.join(arguments.overrides)}" if arguments.overrides else ""
-    what = "whole process ÷ the usual Hydra + Lightning template's"
-    save(
-        "template_with_overrides" if arguments.overrides else "template",
-        [goal_row(what, f"≤ {WHOLE_LIMIT}", whole, whole <= WHOLE_LIMIT, detail=detail)],
-        seconds={"ours": mine, "template": theirs}, accuracies=accuracies,
-    )  # fmt: skip
+    def __init__(self, arguments: argparse.Namespace, scratch: Path) -> None:
+        self.arguments = arguments
+        self.scratch = scratch
+        self.root = arguments.root.resolve()
+        self.peer = write_peer(scratch / "peer")
+        self.epochs = f"trainer.max_epochs={arguments.epochs}"
+        self.accuracies: dict[str, list[float]] = {"ours": [], "template": []}
+
+    def ours(self) -> float:
+        overrides = [
+            "experiment=mnist",
+            f"data={self.arguments.data}",
+            f"data.root={self.root}",
+            "data.num_val=5000",
+            self.epochs,
+            *self.arguments.overrides,
+        ]
+        started = time.perf_counter()
+        record = run_record(self.scratch / str(time.time_ns()), overrides)
+        seconds = time.perf_counter() - started
+        self.accuracies["ours"].append(round(record["metrics"]["test/acc"], 4))
+        return seconds
+
+    def template(self) -> float:
+        overrides = [
+            self.epochs,
+            "data.train_val_test_split=[55000,5000,10000]",
+            f"data.data_dir={self.root}",
+        ]
+        command = [sys.executable, str(self.peer), *overrides]
+        started = time.perf_counter()
+        output = output_of(command, env={"PROJECT_ROOT": str(self.scratch)})
+        seconds = time.perf_counter() - started
+        accuracy = re.findall(r"accuracy (\S+) threads", output)[-1]
+        self.accuracies["template"].append(float(accuracy))
+        return seconds
 
 
 def write_peer(folder: Path) -> Path:

@@ -111,9 +111,7 @@ def check_accumulate(proof: Proof) -> Result:
 
 
 def check_ranks(proof: Proof, check: str) -> Result:
-    reason = proof.why_not_in_parts()
-    if not reason and proof.one_process == "gpu":
-        reason = "trainer=gpu computes on one GPU: leave trainer=gpu out"
+    reason = proof.why_not_in_parts() or why_not_two_ranks(proof)
     if reason:
         return nothing(check, reason)
     return result_of_parts(proof, check, proof.two_ranks(check))
@@ -184,12 +182,10 @@ def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> R
 
 def check_metric(proof: Proof) -> Result:
     monitor = str(proof.config["task"].get("monitor"))
+    reason = why_no_metric(proof, monitor)
+    if reason:
+        return nothing("metric", reason)
     reference = proof.reference
-    reason = proof.why_not_in_parts() if not proof.is_lockstep else ""
-    if not any(monitor in ranks[0] for ranks in reference.metrics.values()):
-        reason = f"task.monitor={monitor} is no metric of a validation"
-    if reason or proof.one_process == "gpu":
-        return nothing("metric", reason or "trainer=gpu computes on one GPU: leave trainer=gpu out")
     run = proof.two_ranks("ddp")
     if any(len(ranks) < RANKS for ranks in run.metrics.values()) or not run.metrics:
         return nothing("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
@@ -204,6 +200,21 @@ def check_metric(proof: Proof) -> Result:
     if difference is None:
         return Result("metric", True)
     return differs("metric", difference, cause_of_metric(run, monitor))
+
+
+def why_no_metric(proof: Proof, monitor: str) -> str:
+    """Return why two ranks cannot give the same metric, or ""."""
+    if not any(monitor in ranks[0] for ranks in proof.reference.metrics.values()):
+        return f"task.monitor={monitor} is no metric of a validation"
+    if not proof.is_lockstep and proof.why_not_in_parts():
+        return proof.why_not_in_parts()
+    return why_not_two_ranks(proof)
+
+
+def why_not_two_ranks(proof: Proof) -> str:
+    if proof.one_process == "gpu":
+        return "trainer=gpu computes on one GPU: leave trainer=gpu out"
+    return ""
 
 
 def check_eval(proof: Proof) -> Result:

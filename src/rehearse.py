@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import read_command
-from lockstep.config.keys import is_left_out_of_trials
-from lockstep.config.schema import key_of
+from lockstep.config.overrides import FEW_STEPS, overrides_of_trial
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.script import script
@@ -59,20 +58,13 @@ NOT_YOURS = (
     f"{SRC}/rehearse.py",
 )
 FIXED = {
+    **FEW_STEPS,
     "trainer.max_epochs": 1,
-    "trainer.max_steps": -1,
-    "trainer.max_time": "null",
-    "trainer.compile": False,
     "trainer.limit_val_batches": 1,
     "trainer.limit_test_batches": 1,
     "trainer.num_sanity_val_steps": 0,
-    "trainer.check_val_every_n_epoch": 1,
-    "trainer.val_check_interval": 1.0,
     "trainer.log_every_n_steps": 1000,
-    "trainer.timeout_s": 60,
     "run_id": "dry-run",
-    "logbook": "null",
-    "s3.uri": "null",
     "+callbacks.dry_run._target_": "lockstep.callbacks.unused_parameters.UnusedParameters",
 }
 # The word ok, FAILED or nothing, and the text.
@@ -144,9 +136,7 @@ class Rehearsal:
         """
         folder.mkdir()
         changes = self._changes(folder, images) | options
-        kept = [text for text in self.overrides if not _is_replaced(text, changes)]
-        overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
-
+        overrides = overrides_of_trial(self.overrides, changes)
         simulated = self.nullgpu.environment(
             max(self.devices, self.ranks * self.devices_each),
             self.memory_gib,
@@ -173,11 +163,6 @@ class Rehearsal:
         changes["paths.log_dir"] = folder
         changes["+callbacks.dry_run.path"] = folder / "unused.json"
         return changes
-
-
-def _is_replaced(override: str, changes: Mapping[str, Any]) -> bool:
-    key = key_of(override)
-    return key in changes or is_left_out_of_trials(key)
 
 
 def lines(

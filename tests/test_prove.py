@@ -88,7 +88,7 @@ def test_it_names_the_cause_of_a_fault(parts, tmp_path):
         assert [part for part in cause if part not in causes] == [], lines
 
 
-def test_a_run_that_ends_before_its_first_validation_has_no_metric(tmp_path):
+def test_a_run_without_a_validation_has_no_metric(tmp_path):
     values = {("sanity", 0): [{"val_loss": 1.0}]}
     proof = SimpleNamespace(
         config={"task": {"monitor": "val_loss"}},

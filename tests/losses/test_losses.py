@@ -31,7 +31,7 @@ def test_cross_entropy_is_that_of_torch(targets, smoothing):
     assert own.train()(LOGITS.bfloat16(), targets).dtype == torch.float32
 
 
-def test_focal_without_gamma_is_cross_entropy_and_with_it_leaves_aside_what_is_right():
+def test_focal_without_gamma_is_cross_entropy():
     assert torch.allclose(
         Focal(3, COUNTS, gamma=0)(LOGITS, MIXED), CrossEntropy(3, COUNTS)(LOGITS, MIXED), rtol=1e-12
     )
@@ -41,7 +41,7 @@ def test_focal_without_gamma_is_cross_entropy_and_with_it_leaves_aside_what_is_r
     )
 
 
-def test_bce_is_the_mean_over_classes_and_its_probability_the_sigmoid():
+def test_bce_is_the_mean_over_classes():
     own = BinaryCrossEntropy(3, COUNTS, label_smoothing=0.3)
     each = F.binary_cross_entropy_with_logits(LOGITS, 0.7 * ONES + 0.1, reduction="none")
     torch.testing.assert_close(own(LOGITS, LABELS), each.mean(1))
@@ -50,7 +50,7 @@ def test_bce_is_the_mean_over_classes_and_its_probability_the_sigmoid():
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
-def test_bce_counts_the_classes_of_a_mixed_image_whole_from_a_share_on(threshold):
+def test_bce_counts_mixed_classes_whole_from_a_share_on(threshold):
     own, plain = (
         BinaryCrossEntropy(3, COUNTS, target_threshold=threshold),
         BinaryCrossEntropy(3, COUNTS),
@@ -101,7 +101,7 @@ def built(**loss):
     return build_loss({"loss": loss}, {"num_classes": 3, "class_counts": COUNTS})
 
 
-def test_a_loss_of_another_library_takes_the_place_of_the_options_own():
+def test_a_loss_of_another_library_replaces_the_options():
     unset = {"label_smoothing": 0.0, "class_weights": None}
     assert (
         built(_target_="timm.loss.LabelSmoothingCrossEntropy", smoothing=0.2, **unset).smoothing

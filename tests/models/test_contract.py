@@ -66,7 +66,7 @@ def through(stages, images):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stages_hold_each_parameter_once_and_in_turn_train_like_the_whole(name):
+def test_stages_in_turn_train_as_the_whole_net_does(name):
     """With dropout on: the same draws in the same order, and the same gradients."""
     (whole, size), (split, _) = build(name), build(name)
     stages = split.stages()
@@ -98,7 +98,7 @@ def test_shard_units_are_disjoint_parts_of_the_model(name):
 @pytest.mark.parametrize(
     ("model_class", "smallest"), [(SmallCNN, 6), (AlexNet, 63), (AlexNetBN, 127), (Airbench, 9)]
 )
-def test_the_smallest_image_size_works_and_a_smaller_one_is_refused(model_class, smallest):
+def test_the_smallest_image_works_and_a_smaller_one_is_refused(model_class, smallest):
     net = model_class(num_classes=3, image_size=smallest, channels=1).eval()
     assert net(torch.zeros(1, 1, smallest, smallest)).shape == (1, 3)
     with pytest.raises(UserError, match=f"{smallest} px or more"):
@@ -116,7 +116,7 @@ def test_alexnets_logits_equal_torchvisions_with_its_weights():
         assert torch.equal(ours(images), reference(images))
 
 
-def test_alexnet_bn_pools_after_1_2_3_5_and_ends_each_block_with_batch_norm():
+def test_alexnet_bn_has_its_poolings_and_norms_in_place():
     kinds = [
         type(layer).__name__
         for layer in AlexNetBN(num_classes=2, image_size=224, channels=3).features
@@ -142,7 +142,7 @@ def correlated_images(count=64, channels=3):
     return images.cumsum(2).cumsum(3) / 8 + 0.3 * images.mean(1, keepdim=True)
 
 
-def test_whitening_gives_uncorrelated_outputs_of_equal_power_is_the_same_each_time_and_is_not_trained():
+def test_whitening_is_repeatable_and_its_outputs_are_uncorrelated():
     torch.manual_seed(0)
     images = correlated_images()
     net, again = (Airbench(num_classes=10, image_size=12, channels=3) for _ in range(2))

@@ -25,7 +25,7 @@ class Dropping(TinyNet):
         return nn.functional.dropout(super().forward(images), 0.99, training=self.training)
 
 
-def test_forward_is_spread_names_stay_and_the_replicas_follow_train_and_eval(monkeypatch):
+def test_replicas_follow_the_net_which_keeps_its_names(monkeypatch):
     monkeypatch.setattr(data_parallel, "_Spread", Recorder)
     net = Dropping().eval()
     names, images = list(net.state_dict()), torch.randn(64, 1, 3, 4)

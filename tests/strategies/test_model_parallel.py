@@ -101,7 +101,7 @@ def test_what_cannot_be_cut_is_refused(call, said):
         call()
 
 
-def test_a_stated_cut_puts_the_features_on_one_device_and_the_head_on_the_other():
+def test_a_cut_parts_alexnets_features_from_its_head():
     net = AlexNetBN(10, 128, 3)
     strategy = ModelParallel(stage_devices=["meta", "meta"], cut=[5])
     strategy._lightning_module = ImageClassifier(net, num_classes=10)

@@ -53,7 +53,7 @@ def step(classifier, optimizer):
         (torch.optim.Adadelta, "32-true", True, ["foreach"]),
     ],
 )
-def test_one_kernel_for_all_parameters_where_torch_has_it_for_them(
+def test_one_kernel_steps_all_parameters_where_torch_has_it(
     optimizer, precision, is_sharded, kernel
 ):
     classifier = module(partial(optimizer), precision)
@@ -95,7 +95,7 @@ def test_a_schedule_of_torch_is_told_what_it_takes(schedule, interval, rates):
     assert stepped["lr_scheduler"]["interval"] == interval and found == pytest.approx(rates)
 
 
-def test_an_epoch_has_as_many_steps_as_lightning_makes_of_it():
+def test_an_epoch_has_as_many_steps_as_lightning_makes():
     def schedule(optimizer, steps_per_epoch):
         told.append(steps_per_epoch)
         return ExponentialLR(optimizer, 1)
@@ -130,7 +130,7 @@ def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
     torch.testing.assert_close(first.net[1].weight, second.net[1].weight, rtol=1e-13, atol=1e-13)
 
 
-def test_hits_are_counted_without_looking_at_them_and_those_before_a_checkpoint_count_after_it():
+def test_hits_before_a_checkpoint_count_after_it():
     strategy = SimpleNamespace(reduce=lambda counts, reduce_op: 2 * counts, root_device="cpu")
     classifier = ImageClassifier(nn.Flatten(), num_classes=3)
     classifier._trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)

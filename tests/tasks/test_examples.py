@@ -159,7 +159,7 @@ def exact(kind, logs, *words, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", CASES)
-def test_two_ranks_and_a_resume_in_mid_epoch_give_the_weights_of_one_process(task, logs):
+def test_two_ranks_and_a_resume_give_one_processs_weights(task, logs):
     kind, words, *_ = CASES[task]
     kind, more = (
         ("class", ["data.views=2"]) if kind == "views" else (kind, ["trainer.sync_batchnorm=true"])
@@ -183,7 +183,7 @@ def test_two_ranks_and_a_resume_in_mid_epoch_give_the_weights_of_one_process(tas
 
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
-def test_a_dict_of_targets_reaches_a_task_and_its_images_count_once(trainer, logs):
+def test_a_dict_of_targets_reaches_a_task(trainer, logs):
     words = [
         "task._target_=shapes.ClassAndNumber",
         "+task.outputs=3",
@@ -226,7 +226,7 @@ def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
     assert evaluated.record["metrics"]["test/acc"] == done.record["metrics"]["test/acc"]
 
 
-def test_a_student_trains_on_images_as_they_are_whatever_its_evaluation_does(monkeypatch):
+def test_a_student_trains_on_images_as_they_are(monkeypatch):
     images, targets = torch.rand(4, 1, 2, 2), torch.tensor([0, 1, 1, 0])
     net, teacher = (
         torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)) for _ in range(2)
@@ -242,7 +242,7 @@ def test_a_student_trains_on_images_as_they_are_whatever_its_evaluation_does(mon
     assert losses[0] == losses[1]
 
 
-def test_a_teacher_sees_images_in_its_own_normalisation_and_has_the_classes_of_the_data(
+def test_a_teacher_sees_images_in_its_own_normalisation(
     monkeypatch,
 ):
     facts = {"class_names": ["cat", "dog"], "channels": 1, "mean": [0.25], "std": [0.5]}
@@ -275,7 +275,7 @@ def test_a_teacher_of_another_range_is_refused(limits, said):
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples")
-def test_a_label_that_never_occurs_has_no_part_in_the_mean_precision(monkeypatch):
+def test_a_label_that_never_occurs_has_no_precision(monkeypatch):
     task = MultiLabel(torch.nn.Identity(), num_classes=3)
     task._trainer = SimpleNamespace(
         strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts)
@@ -325,7 +325,7 @@ def uncertain(tmp_path):
             "trainer.max_epochs=1", "run_id=r"]  # fmt: skip
 
 
-def test_a_label_of_minus_one_ends_a_run_before_its_first_step(tmp_path):
+def test_a_label_of_minus_one_ends_a_run_early(tmp_path):
     done = run_door("train", *uncertain(tmp_path), logs=tmp_path / "logs")
     assert done.code == 2, done.output
     assert "0.png (line 2): the label b is -1" in done.output
@@ -394,7 +394,7 @@ def test_a_gradient_that_overflows_leaves_the_weights(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_schedule_that_counts_epochs_does_so_also_in_manual_optimization():
+def test_a_schedule_counts_epochs_in_manual_optimization():
     net, schedule = (
         torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)),
         partial(ExponentialLR, gamma=0.5),
@@ -444,9 +444,7 @@ def test_predicted_masks_have_the_grey_levels_of_the_training(tmp_path):
     assert np.array(Image.open(row["mask"])).tolist() == [[0, 127, 254]]
 
 
-def test_masks_of_files_have_a_folder_that_is_neither_the_table_nor_the_images(
-    tmp_path, monkeypatch
-):
+def test_masks_of_files_have_a_folder_of_their_own(tmp_path, monkeypatch):
     class Dark(torch.nn.Module):
         def predict_step(self, images, number):
             return (images[:, 0] < 0).long()

@@ -1,8 +1,10 @@
 """The overrides of a command line, in the form in which Hydra reads them. Imports no torch."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.config import keys
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of
@@ -21,6 +23,17 @@ UNFIT = {
     "model._target_": ("data", "task", "optimizer", "scheduler"),
 }
 SEARCH_PATH = "hydra.searchpath"
+# A run of a few steps, which other commands start, ends by its epochs and leaves nothing.
+FEW_STEPS = {
+    "trainer.max_steps": -1,
+    "trainer.max_time": "null",
+    "trainer.compile": False,
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.val_check_interval": 1.0,
+    "trainer.timeout_s": 60,
+    "logbook": "null",
+    "s3.uri": "null",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,17 @@ class CommandLine:
     def recorded(self) -> list[str]:
         """The overrides that a run records: all but Hydra's own."""
         return [word for word in self.overrides if not re.match("hydra[./]", key_of(word))]
+
+
+def overrides_of_trial(overrides: list[str], changes: Mapping[str, Any]) -> list[str]:
+    """Return the overrides of a run of a few steps: the user's, and changes in place of some."""
+    replaced = {key_of(key) for key in changes}
+    kept = []
+    for override in overrides:
+        key = key_of(override)
+        if key not in replaced and not keys.is_left_out_of_trials(key):
+            kept.append(override)
+    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
 
 
 def search_paths(overrides: list[str]) -> list[str]:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.keys import is_left_out_of_trials
-from lockstep.config.schema import key_of
+from lockstep.config.overrides import overrides_of_trial
 from lockstep.process import signals
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
@@ -233,34 +232,30 @@ def _overrides(
     config: Config, cluster: Cluster, smallest: Batch, batch: int, folder: Path
 ) -> list[str]:
     """Return the command line of a run of two steps, which writes below `folder`."""
-    devices = cluster.devices
+    trainer = config["trainer"]
     accumulate = smallest.accumulate
-    kept = [
-        override for override in config["overrides"] if not is_left_out_of_trials(key_of(override))
-    ]
-    overrides = [
-        *kept,
-        f"data.global_batch_size={batch * devices * accumulate}",
-        f"trainer.accumulate_grad_batches={accumulate}",
-        "trainer.max_steps=2",
-        f"trainer.limit_train_batches={2 * accumulate}",
-        "trainer.limit_val_batches=1",
-        "test=false",
-        "pictures=false",
-        "logbook=null",
-        "s3.uri=null",
-        "++callbacks.checkpoints=null",
+    changes: dict[str, Any] = {
+        "data.global_batch_size": batch * cluster.devices * accumulate,
+        "trainer.accumulate_grad_batches": accumulate,
+        "trainer.max_steps": 2,
+        "trainer.limit_train_batches": 2 * accumulate,
+        "trainer.limit_val_batches": 1,
+        "test": False,
+        "pictures": False,
+        "logbook": "null",
+        "s3.uri": "null",
+        "++callbacks.checkpoints": "null",
         # This callback tells the peak.
-        "++callbacks.hardware={_target_: lockstep.callbacks.hardware_stats.HardwareStats}",
-        "run_id=probe",
-        f"paths.log_dir={folder}",
-    ]
-    if config["trainer"]["launch"] != "one_process":
-        all_devices = devices * devices_of_rank(config["trainer"])
-        overrides += [f"trainer.devices={all_devices}", "trainer.num_nodes=1"]
+        "++callbacks.hardware": "{_target_: lockstep.callbacks.hardware_stats.HardwareStats}",
+        "run_id": "probe",
+        "paths.log_dir": folder,
+    }
+    if trainer["launch"] != "one_process":
+        changes["trainer.devices"] = cluster.devices * devices_of_rank(trainer)
+        changes["trainer.num_nodes"] = 1
     if "pretrained" in config["model"]:
-        overrides.append("model.pretrained=false")
-    return overrides
+        changes["model.pretrained"] = False
+    return overrides_of_trial(config["overrides"], changes)
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -268,13 +263,8 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
 
 
-def run_train(
-    overrides: list[str], environ: Mapping[str, str], output: Path, script: Path = TRAIN
-) -> int:
+def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) -> int:
     """Run train.py without a launcher's variables, until it or this process ends.
-
-    Args:
-        script: another one to run in its place.
 
     Returns:
         Its exit code.
@@ -282,7 +272,7 @@ def run_train(
     variables = without_launcher(environ)
     # While the child starts, a signal is only noted: a child that nobody knows would go on.
     previous = signals.on_stop(signals.note)
-    command = [sys.executable, str(script), *overrides]
+    command = [sys.executable, str(TRAIN), *overrides]
     with output.open("w") as file:
         child = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
     try:

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.keys import is_left_out_of_trials, is_placement
+from lockstep.config.keys import is_placement
+from lockstep.config.overrides import FEW_STEPS, overrides_of_trial
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
@@ -22,20 +23,13 @@ RANKS = 2
 TOLERANCE_32 = 1e-4
 DIGEST = "callbacks.prove"
 FIXED = {
+    **FEW_STEPS,
     "trainer.max_epochs": 2,
-    "trainer.max_steps": -1,
-    "trainer.max_time": "null",
-    "trainer.compile": False,
     "trainer.accumulate_grad_batches": 1,
     "trainer.num_sanity_val_steps": -1,
-    "trainer.check_val_every_n_epoch": 1,
-    "trainer.val_check_interval": 1.0,
     "trainer.log_every_n_steps": 1,
     "trainer.num_threads": 1,
-    "trainer.timeout_s": 60,
     "test": False,
-    "logbook": "null",
-    "s3.uri": "null",
     "callbacks.checkpoints.asynchronous": False,
     "++callbacks.hardware": "null",
     f"+{DIGEST}._target_": "lockstep.callbacks.step_digest.StepDigest",
@@ -87,23 +81,12 @@ class Proof:
         """Run train.py as the user does, with the changes that every run of a proof has."""
         trainer = trainer or self.one_process
         changes = {**FIXED, **self._sizes(), "trainer": trainer, "run_id": name, **options}
-        keys = {key_of(key) for key in changes}
-        overrides = []
-        for override in self.overrides:
-            key = key_of(override)
-            if key not in keys and self._is_kept(key, trainer):
-                overrides.append(override)
-        overrides += [f"{key}={value}" for key, value in changes.items()]
-        return self.start("train", name, overrides)
+        kept = [text for text in self.overrides if _is_kept(key_of(text), trainer)]
+        return self.start("train", name, overrides_of_trial(kept, changes))
 
     @property
     def one_process(self) -> str:
         return "gpu" if self.config["choices"].get("trainer") == "gpu" else "cpu"
-
-    def _is_kept(self, key: str, trainer: str) -> bool:
-        if key.startswith("trainer.strategy."):
-            return trainer == "ddp_sim"
-        return not is_left_out_of_trials(key) and not is_placement(key)
 
     def _sizes(self) -> dict[str, Any]:
         sizes: dict[str, Any] = {"trainer.precision": self.precision}
@@ -205,6 +188,13 @@ class Proof:
         if images % RANKS:
             return f"a batch of {images} images cannot be cut in two: give an even batch size"
         return ""
+
+
+def _is_kept(key: str, trainer: str) -> bool:
+    """Return whether another trainer than the user's has an override."""
+    if key.startswith("trainer.strategy."):
+        return trainer == "ddp_sim"
+    return not is_placement(key)
 
 
 def test_metrics(folder: Path) -> dict[str, float]:
