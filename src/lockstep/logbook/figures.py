@@ -119,7 +119,7 @@ def missing_curves(runs: Sequence[Run], panels: Sequence[Panel]) -> list[str]:
     sentences = []
     if without:
         sentences.append(f"No curves of {', '.join(without)}: there is no metrics.csv.")
-    elif not drawn(panels):
+    elif not panels_with_lines(panels):
         sentences.append("No curves: no metric in metrics.csv has two points.")
     for panel in panels:
         absent = [label for label in labels if label not in panel.lines and label not in without]
@@ -137,7 +137,7 @@ def thin(curve: Curve, limit: int) -> Curve:
     return steps[chosen], values[chosen]
 
 
-def drawn(panels: Sequence[Panel]) -> list[Panel]:
+def panels_with_lines(panels: Sequence[Panel]) -> list[Panel]:
     """Return the panels that have a line, which takes two points."""
     return [panel for panel in panels if _longest_line(panel) > 1]
 
@@ -154,7 +154,7 @@ def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = 
         has_one_legend: a label has one colour in all panels, and the legend stands below them.
     """
     path.unlink(missing_ok=True)
-    shown = drawn(panels)
+    shown = panels_with_lines(panels)
     if not shown:
         return False
 

@@ -1,7 +1,8 @@
 """The figure of a sweep: single runs as points, means, and their 95 % intervals."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ LONGEST_NAME = 48  # characters
 WIDTH = 10.0  # inches
 KEY_HEIGHT = 3.0  # inches
 ARM_HEIGHT = 0.4  # inches
+AXIS_HEIGHT = 1.0  # inches
 # A key whose largest value is so many times the smallest one has a logarithmic axis.
 LOGARITHMIC = 20
 
@@ -27,27 +29,27 @@ def write_sweep_figure(
         numeric_keys: of each key the number that each run has of it.
     """
     path.unlink(missing_ok=True)
-    keys = list(numeric_keys)
-    draws_arms = len(arms.ranked) <= MAX_ARMS and (arms.has_repeats or not keys)
-    num_finished = sum(len(arm.runs) for arm in arms.ranked)
-    if num_finished < 2 or not (draws_arms or keys):
+    if sum(len(arm.runs) for arm in arms.ranked) < 2:
+        return False
+    # Each row of the figure has its height and the function that draws it.
+    rows: list[tuple[float, Callable[[Any], None]]] = []
+    if len(arms.ranked) <= MAX_ARMS and (arms.has_repeats or not numeric_keys):
+        height = AXIS_HEIGHT + ARM_HEIGHT * len(arms.ranked)
+        rows.append((height, partial(_draw_arms, arms=arms)))
+    if numeric_keys:
+        rows.append((KEY_HEIGHT, partial(_draw_keys, arms=arms, numeric_keys=numeric_keys)))
+    if not rows:
         return False
 
     import matplotlib
     from matplotlib.figure import Figure
 
-    heights = [1.0 + ARM_HEIGHT * len(arms.ranked)] if draws_arms else []
-    if keys:
-        heights.append(KEY_HEIGHT)
+    heights = [height for height, _ in rows]
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-        rows = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat)
-        if draws_arms:
-            _draw_arms(rows[0].subplots(), arms)
-        if keys:
-            axes = rows[-1].subplots(1, len(keys), squeeze=False)
-            for ax, key in zip(axes.flat, keys, strict=True):
-                _draw_key(ax, arms, key, numeric_keys[key])
+        parts = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)
+        for part, (_, draw) in zip(parts.flat, rows, strict=True):
+            draw(part)
         figure.savefig(path, transparent=True, metadata={"Date": None})
     return True
 
@@ -60,8 +62,9 @@ def _label(arms: Arms) -> str:
     return f"{arms.metric} in %" if is_share(arms.metric) else arms.metric
 
 
-def _draw_arms(ax: Any, arms: Arms) -> None:
+def _draw_arms(part: Any, arms: Arms) -> None:
     """Draw a row for each arm, the best one on top."""
+    ax = part.subplots()
     names = []
     for row, arm in enumerate(arms.ranked):
         scale = _scale(arms)
@@ -82,6 +85,12 @@ def _name(arm: Arm) -> str:
     if len(arm.name) > LONGEST_NAME:
         return f"{arm.name[: LONGEST_NAME - 1]}…"
     return arm.name or f"{len(arm.runs)} runs"
+
+
+def _draw_keys(part: Any, arms: Arms, numeric_keys: Mapping[str, Mapping[str, float]]) -> None:
+    axes = part.subplots(1, len(numeric_keys), squeeze=False)
+    for ax, (key, numbers) in zip(axes.flat, numeric_keys.items(), strict=True):
+        _draw_key(ax, arms, key, numbers)
 
 
 def _draw_key(ax: Any, arms: Arms, key: str, numbers: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook.arms import ABOUT_SEVERAL, ArmRun, Arms
-from lockstep.logbook.folders import NOTE, heading_of, note_of, text_of
+from lockstep.logbook.folders import NOTE_MARKS, heading_of, note_of, text_of
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_figure import write_sweep_figure
 from lockstep.process.errors import UserError
@@ -110,7 +110,7 @@ def write_sweep_page(folder: Path) -> Path:
         about_several=ABOUT_SEVERAL,
         figure=FIGURE if has_figure else "",
         note=note_of(text_of(page)),
-        note_marks=NOTE,
+        note_marks=NOTE_MARKS,
     )
     write_atomically(page, lambda file: file.write(text))
     return page
