@@ -89,7 +89,7 @@ class Run:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the folder holds only the small files of a run, as those of the logbook do."""
+        """Return whether the folder has only the small files of a run, as those of the logbook."""
         return self.record.summary.get("folder") != self.relative_folder
 
     @property
