@@ -100,12 +100,15 @@ def test_the_index_has_the_answer_of_a_comparison(logbook, tmp_path):
 
 def test_the_index_begins_with_questions_and_ends_with_all_runs(logbook, tmp_path):
     runs = tmp_path / "logs/train/runs"
-    for name, note in (("alone", "Best *so far* ([why](curves.svg)). More."), ("silent", "")):
-        write_run(runs, name)
+    write_run(runs, "silent")
+    write_run(runs, "alone")
+    for name, note in (
+        ("alone", "Best *so far* ([why](curves.svg)). More."),
+        ("run-ddp", "Linked."),
+    ):
         (runs / name / "page.md").write_text(
             f"# {name}\n{NOTE_MARKS[0]}\n- {note}\n{NOTE_MARKS[1]}\n"
         )
-    (runs / "silent/page.md").unlink()
     page = tmp_path / "logbook/two.md"
     assert logbook("keep", "run-ddp", "run-fsdp", "alone", "silent") == 0
     assert logbook("compare", "ddp", "fsdp", "--md", page, "--title", "Is <it> slower?") == 0
