@@ -1,5 +1,6 @@
-"""Write docs/options.md from the comments in configs/.    python docs/make_options.py   (or: make
-docs)
+"""Write docs/options.md from the comments in configs/.
+
+python docs/make_options.py      or: make docs
 """
 
 import re
@@ -64,14 +65,15 @@ def key_table(options: list[Option]) -> list[str]:
 
 def heirs(names: list[str], options: list[Option]) -> list[str]:
     """Return the options, and those that have one of them in their `defaults`."""
-    parent = {
-        option.name: re.findall(r"^defaults: \[(\w+)", option.path.read_text(), re.MULTILINE)
-        for option in options
-    }
-    found = set(names)
+    parents = {}
+    for option in options:
+        text = option.path.read_text()
+        parents[option.name] = set(re.findall(r"^defaults: \[(\w+)", text, re.MULTILINE))
+    family = set(names)
+    # A chain of heirs is no longer than there are options.
     for _ in options:
-        found |= {name for name, base in parent.items() if found & set(base)}
-    return sorted(found)
+        family |= {name for name, parent in parents.items() if family & parent}
+    return sorted(family)
 
 
 def cell(text: str) -> str:

@@ -24,15 +24,19 @@ import tomllib
 import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN_FILES = "launch/project"  # files that replace those of the template; {{name}} stands for the project's name
-TAKEN = (
+# Files of a project that replace those of the template. {{name}} stands for the project's name.
+PROJECT_FILES = "launch/project"
+COPIED = (
     ".github/workflows/checks.yml", ".gitignore", "LICENSE", "configs", "launch/install.sh",
     "launch/project.py", "launch/train.sbatch", "launch/uv.txt", "requirements-dev.txt", "requirements.txt", "src",
 )  # fmt: skip
-PACKAGES = ("hydra_plugins", "lockstep")  # that come as a wheel
-LEFT = (  # the packages, the dry run on a driver that a project lacks, and our exercises
+# They come as a wheel.
+PACKAGES = ("hydra_plugins", "lockstep")
+# The packages, the dry run on a driver that a project lacks, and the repository's exercises.
+OMITTED = (
     *(f"src/{package}/" for package in PACKAGES), "src/rehearse.py",
     "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
     "*.egg-info/*", "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
@@ -58,6 +62,7 @@ WHEEL = re.compile(
     r"(?:\./)?vendor/lockstep(?:_vision)?-(?P<version>[\w.]+)-py3-none-any\.whl \\\n"
     r" +--hash=sha256:[0-9a-f]{64}\n"
 )
+WHEEL_TAGS = "Wheel-Version: 1.0\nGenerator: lockstep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 # The lines of a project's pyproject.toml that name the distribution and its wheel.
 DEPENDENCY = re.compile(r'"lockstep(?:-vision)?==[\w.]+"')
 SOURCE = re.compile(
@@ -80,12 +85,12 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-def git(*words: str, cwd: Path) -> str:
+def git(*arguments: str, cwd: Path) -> str:
     """Run git; where nobody has told it a name, it commits as lockstep."""
-    who = ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
     if run("git", "config", "--default", "", "--get", "user.email", cwd=cwd):
-        who = ()
-    return run("git", *who, *words, cwd=cwd)
+        return run("git", *arguments, cwd=cwd)
+    author = ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
+    return run("git", *author, *arguments, cwd=cwd)
 
 
 def files_in(source: Path, *names: str) -> list[str]:
@@ -94,9 +99,8 @@ def files_in(source: Path, *names: str) -> list[str]:
     An installed wheel and an sdist are no repository: there it is all that they hold.
     """
     if (source / ".git").exists():
-        return run(
-            "git", "ls-files", "-co", "--exclude-standard", "--", *names, cwd=source
-        ).splitlines()
+        listing = run("git", "ls-files", "-co", "--exclude-standard", "--", *names, cwd=source)
+        return listing.splitlines()
     paths: list[Path] = []
     for name in names:
         path = source / name
@@ -105,14 +109,14 @@ def files_in(source: Path, *names: str) -> list[str]:
     return [path.relative_to(source).as_posix() for path in kept]
 
 
-def listed(source: Path) -> list[Path]:
-    """Return the files of the template that git knows or would add, without those that a project
-    does not get.
-    """
-    left = [pattern.rstrip("/") + "*" for pattern in LEFT]
-    names = files_in(source, *TAKEN)
-    kept = [Path(name) for name in names if not any(fnmatchcase(name, pattern) for pattern in left)]
-    return [path for path in kept if (source / path).is_file()]
+def template_files(source: Path) -> list[Path]:
+    """Return the files of the template that a project gets, relative to `source`."""
+    names = [name for name in files_in(source, *COPIED) if not is_omitted(name)]
+    return [Path(name) for name in names if (source / name).is_file()]
+
+
+def is_omitted(name: str) -> bool:
+    return any(fnmatchcase(name, pattern.rstrip("/") + "*") for pattern in OMITTED)
 
 
 def build_wheel(source: Path, vendor: Path) -> Path:
@@ -122,25 +126,12 @@ def build_wheel(source: Path, vendor: Path) -> Path:
     time.
     """
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
-    files = {
-        str(path.relative_to(source / "src")): path.read_bytes()
-        for package in PACKAGES
-        for path in sorted((source / "src" / package).rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    }
     info = f"{STEM}-{project['version']}.dist-info"
-    metadata = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {project['version']}",
-                f"Requires-Python: {project['requires-python']}",
-                *(f"Requires-Dist: {name}" for name in project["dependencies"])]  # fmt: skip
-    files[f"{info}/METADATA"] = "".join(f"{line}\n" for line in metadata).encode()
-    files[f"{info}/WHEEL"] = (
-        b"Wheel-Version: 1.0\nGenerator: lockstep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    )
-    record = ""
-    for name, content in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
-        record += f"{name},sha256={digest},{len(content)}\n"
-    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    files = package_files(source / "src")
+    files[f"{info}/METADATA"] = metadata_of(project).encode()
+    files[f"{info}/WHEEL"] = WHEEL_TAGS.encode()
+    files[f"{info}/RECORD"] = f"{hashes_of(files)}{info}/RECORD,,\n".encode()
+
     vendor.mkdir(exist_ok=True)
     for old in wheels_in(vendor):
         old.unlink()
@@ -151,13 +142,43 @@ def build_wheel(source: Path, vendor: Path) -> Path:
     return wheel
 
 
+def package_files(src: Path) -> dict[str, bytes]:
+    """Return the content of each file of the packages by its name in the wheel."""
+    files = {}
+    for package in PACKAGES:
+        for path in sorted((src / package).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                files[str(path.relative_to(src))] = path.read_bytes()
+    return files
+
+
+def metadata_of(project: dict[str, Any]) -> str:
+    """Return METADATA of the table `project` of pyproject.toml."""
+    lines = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {project['version']}"]
+    lines.append(f"Requires-Python: {project['requires-python']}")
+    lines += [f"Requires-Dist: {name}" for name in project["dependencies"]]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def hashes_of(files: dict[str, bytes]) -> str:
+    """Return a line of RECORD for each file."""
+    lines = ""
+    for name, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+        lines += f"{name},sha256={digest},{len(content)}\n"
+    return lines
+
+
 def wheels_in(vendor: Path) -> list[Path]:
-    return [path for pattern in WHEELS for path in vendor.glob(pattern)]
+    wheels: list[Path] = []
+    for pattern in WHEELS:
+        wheels += vendor.glob(pattern)
+    return wheels
 
 
 def write_template(source: Path, target: Path) -> None:
     """Copy what `new` needs into a folder: it goes into the wheel, as does the one for vendor/."""
-    names = [*map(str, listed(source)), *files_in(source, OWN_FILES), "pyproject.toml"]
+    names = [*map(str, template_files(source)), *files_in(source, PROJECT_FILES), "pyproject.toml"]
     for name in names:
         write(target / name, (source / name).read_bytes())
     build_wheel(source, target / "vendor")
@@ -195,16 +216,8 @@ def new(name: str, folder: str) -> None:
     if target.exists() and any(target.iterdir()):
         raise Refused(f"{target} is not empty. Pass a folder that does not exist yet.")
 
-    for path in listed(ROOT):
-        write(target / path, (ROOT / path).read_bytes())
-        shutil.copymode(ROOT / path, target / path)
-    pins = target / "requirements-dev.txt"
-    pins.write_text(PIN_OF_TEST_PACKAGE.sub("", pins.read_text()))
-    for file in files_in(ROOT, OWN_FILES):
-        text = (ROOT / file).read_text().replace("{{name}}", name)
-        text = text.replace("{{source}}", origin_of(ROOT)).replace("{{version}}", version_of(ROOT))
-        path = target / file.removeprefix(f"{OWN_FILES}/").removesuffix(".in")
-        write(path, text.encode())
+    copy_template(target)
+    write_project_files(name, target)
     pin(add_wheel(target), target / "requirements.txt")
     text = "# Logbook\n\nNo runs yet: `python src/logbook.py keep <run_id>`.\n"
     write(target / "logbook" / "README.md", text.encode())
@@ -215,6 +228,24 @@ def new(name: str, folder: str) -> None:
     git("add", "-A", cwd=target)
     git("commit", "-qm", f"Start {name} from Lockstep", cwd=target)
     print(f'{name} is in {target}. Next: cd "{target}" && make train')
+
+
+def copy_template(target: Path) -> None:
+    """Copy the files of the template, and pin no package that only its own tests use."""
+    for path in template_files(ROOT):
+        write(target / path, (ROOT / path).read_bytes())
+        shutil.copymode(ROOT / path, target / path)
+    pins = target / "requirements-dev.txt"
+    pins.write_text(PIN_OF_TEST_PACKAGE.sub("", pins.read_text()))
+
+
+def write_project_files(name: str, target: Path) -> None:
+    """Write the project's own Makefile, README and so on, with its name and version filled in."""
+    for file in files_in(ROOT, PROJECT_FILES):
+        text = (ROOT / file).read_text().replace("{{name}}", name)
+        text = text.replace("{{source}}", origin_of(ROOT)).replace("{{version}}", version_of(ROOT))
+        path = target / file.removeprefix(f"{PROJECT_FILES}/").removesuffix(".in")
+        write(path, text.encode())
 
 
 def write(path: Path, content: bytes) -> None:
@@ -233,20 +264,21 @@ def origin_of(source: Path) -> str:
     """
     if not (source / ".git").exists():
         return ""
-    found = subprocess.run(
-        ["git", "remote", "get-url", "origin"], cwd=source, capture_output=True, text=True
-    )
-    return found.stdout.strip() or str(source)
+    command = ["git", "remote", "get-url", "origin"]
+    answer = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    return answer.stdout.strip() or str(source)
 
 
 def upgrade(version: str, source: str) -> None:
     version = version.removeprefix("v")
-    found = WHEEL.search((ROOT / "requirements.txt").read_text())
-    if not found:
+    pinned = WHEEL.search((ROOT / "requirements.txt").read_text())
+    if not pinned:
         raise Refused(
-            "requirements.txt has no line of a wheel in vendor/: this is no project made by make new."
+            "requirements.txt has no line of a wheel in vendor/: this is no project made by make "
+            "new."
         )
-    if found["version"] == version:
+    before = pinned["version"]
+    if before == version:
         print(f"This project already uses lockstep {version}.")
         return
     project = ROOT / "pyproject.toml"
@@ -261,29 +293,33 @@ def upgrade(version: str, source: str) -> None:
         run("git", "clone", "-q", "--depth=1", f"--branch=v{version}", source, release, cwd=ROOT)
         pin(build_wheel(release, ROOT / "vendor"), ROOT / "requirements.txt")
         name_wheel(project, version)
-        print(changes_between((release / "CHANGELOG.md").read_text(), found["version"], version))
+        print(changes_between((release / "CHANGELOG.md").read_text(), before, version))
     try:
         run("make", "lock", cwd=ROOT)
     except Refused:
         print(
-            "The other requirements stay as they are, as no package index answers: run make lock later."
+            "The other requirements stay as they are, as no package index answers: run make lock "
+            "later."
         )
     run("make", "install", cwd=ROOT)
-    for script in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
-        run(
-            ROOT / ".venv/bin/python",
-            "src/train.py",
-            "--cfg",
-            "job",
-            f"experiment={script.stem}",
-            cwd=ROOT,
-        )
+    check_project()
+    print(f"lockstep {before} → {version}. Commit them after make test.")
+
+
+def check_project() -> None:
+    """Compose every recipe of the project, and its last run as a resume does.
+
+    Raises:
+        Refused: one of them does not compose.
+    """
+    compose = (ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job")
+    for recipe in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
+        run(*compose, f"experiment={recipe.stem}", cwd=ROOT)
     runs = sorted((ROOT / "logs/train/runs").glob("*/run.json"), key=os.path.getmtime)
     if runs:
         last = runs[-1].parent.name
-        run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"resume={last}", cwd=ROOT)
+        run(*compose, f"resume={last}", cwd=ROOT)
         print(f"All recipes compose, and run {last} can be resumed.")
-    print(f"lockstep {found['version']} → {version}. Commit them after make test.")
 
 
 def name_wheel(project: Path, version: str) -> None:
@@ -307,7 +343,8 @@ def adopt(file: str) -> None:
     package = run(
         sys.executable, "-c", "import lockstep; print(*lockstep.__path__)", cwd=ROOT / "vendor"
     )
-    source, target = Path(package) / file, ROOT / "src" / "adopted" / Path(file).name
+    source = Path(package) / file
+    target = ROOT / "src" / "adopted" / Path(file).name
     if not file.endswith(".py") or not source.is_file():
         raise Refused(
             f"lockstep has no file {file}. Pass a path in the package, as FILE=strategies/fsdp.py."
@@ -323,9 +360,8 @@ def adopt(file: str) -> None:
         if f"_target_: {old}" in text:
             path.write_text(text.replace(f"_target_: {old}", f"_target_: adopted.{target.stem}."))
             changed.append(str(path.relative_to(ROOT)))
-    print(
-        f"{target.relative_to(ROOT)} is yours now. It is named in: {', '.join(changed) or 'no yaml yet'}."
-    )
+    names = ", ".join(changed) or "no yaml yet"
+    print(f"{target.relative_to(ROOT)} is yours now. It is named in: {names}.")
 
 
 def vendor() -> None:
@@ -334,46 +370,45 @@ def vendor() -> None:
         raise Refused("src/lockstep exists already.")
     [wheel] = wheels_in(ROOT / "vendor")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(
-            ROOT / "src", [name for name in archive.namelist() if ".dist-info/" not in name]
-        )
-        [name] = [name for name in archive.namelist() if name.endswith("/METADATA")]
-        metadata = archive.read(name).decode()
+        names = archive.namelist()
+        archive.extractall(ROOT / "src", [name for name in names if ".dist-info/" not in name])
+        [metadata_name] = [name for name in names if name.endswith("/METADATA")]
+        metadata = archive.read(metadata_name).decode()
     wheel.unlink()
-    requirements, project = ROOT / "requirements.txt", ROOT / "pyproject.toml"
+
+    requirements = ROOT / "requirements.txt"
+    project = ROOT / "pyproject.toml"
     requirements.write_text(WHEEL.sub("", requirements.read_text()))
-    needed = "".join(f'  "{name}",\n' for name in REQUIRED.findall(metadata))
-    text = re.sub(rf"  {DEPENDENCY.pattern},\n", lambda _: needed, project.read_text())
+    dependencies = "".join(f'  "{name}",\n' for name in REQUIRED.findall(metadata))
+    text = re.sub(rf"  {DEPENDENCY.pattern},\n", lambda _: dependencies, project.read_text())
     text = SOURCE.sub("", text).replace("[tool.uv.sources]\n\n\n", "")
     project.write_text(text)
     run(sys.executable, "-m", "pip", "uninstall", "-q", "-y", DISTRIBUTION, cwd=ROOT)
     print("src/lockstep holds the package now, and nothing installs a wheel any more.")
 
 
+ARGUMENTS = {"new": ["name", "folder"], "upgrade": ["to"], "adopt": ["file"], "vendor": []}
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, arguments in {
-        "new": ["name", "folder"],
-        "upgrade": ["to"],
-        "adopt": ["file"],
-        "vendor": [],
-    }.items():
+    for name, arguments in ARGUMENTS.items():
         command = commands.add_parser(name)
         for argument in arguments:
             command.add_argument(argument)
     commands.choices["upgrade"].add_argument(
         "--from", dest="source", default="", help="clone or address of Lockstep"
     )
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        match given.command:
+        match options.command:
             case "new":
-                new(given.name, given.folder)
+                new(options.name, options.folder)
             case "upgrade":
-                upgrade(given.to, given.source)
+                upgrade(options.to, options.source)
             case "adopt":
-                adopt(given.file)
+                adopt(options.file)
             case "vendor":
                 vendor()
     except Refused as refused:

@@ -31,9 +31,7 @@ def faults(*words, **environment):
     return [sentence for fine, sentence in findings(*words, **environment) if not fine]
 
 
-def test_a_machine_alone_is_ready_and_what_it_lacks_makes_the_exit_code_1(
-    tmp_path, monkeypatch, capsys
-):
+def test_what_a_machine_lacks_makes_the_exit_code(tmp_path, monkeypatch, capsys):
     words = ["trainer=cpu", f"paths.log_dir={tmp_path / 'not/yet'}"]
     assert doctor.main(words) == 0
     named = capsys.readouterr().out
@@ -82,7 +80,7 @@ def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
     assert len(faults("trainer=cpu", f"paths.log_dir={tmp_path}", NCCL_SOCKET_IFNAME="=l")) == 1
 
 
-def test_a_driver_that_torch_cannot_use_and_efa_without_its_plugin_are_named(monkeypatch, tmp_path):
+def test_a_wrong_driver_and_efa_without_plugin_are_named(monkeypatch, tmp_path):
     (tmp_path / "efa_0").mkdir()
     monkeypatch.setattr(doctor, "INFINIBAND", tmp_path)
     monkeypatch.setattr(gpus, "read_machine", lambda: Machine("535.54.03", [Card("T4", (7, 5))]))

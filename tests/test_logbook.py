@@ -16,7 +16,7 @@ import pytest
 from example_runs import write_run
 from lockstep.logbook import build
 from lockstep.logbook.build import summary_of, write_index, write_page
-from lockstep.logbook.folders import NOTE, read_run
+from lockstep.logbook.folders import NOTE_MARKS, read_run
 from lockstep.logbook.report import report_html
 from lockstep.process.files import utc_now
 from lockstep.records.record import update_record
@@ -62,9 +62,7 @@ def test_the_logbook_holds_what_was_kept_until_it_is_removed(logbook, tmp_path, 
     )
 
 
-def test_compare_prints_and_writes_a_page_and_a_report_that_the_index_and_the_pages_of_the_runs_list(
-    logbook, tmp_path, capsys
-):
+def test_compare_writes_a_page_and_a_report_with_links(logbook, tmp_path, capsys):
     logbook("keep", "run-ddp")
     before = files(tmp_path)
     capsys.readouterr()
@@ -94,7 +92,7 @@ def test_the_index_has_the_answer_of_a_comparison(logbook, tmp_path):
     words = ("compare", "run-ddp", "run-fsdp", "--md", page, "--title", "Is FSDP slower?")
     assert logbook(*words) == 0
     note = "Yes, by 7 % on *two* cores. The rest\nis detail."
-    page.write_text(page.read_text().replace(NOTE[0], f"{NOTE[0]}\n\n{note}\n"))
+    page.write_text(page.read_text().replace(NOTE_MARKS[0], f"{NOTE_MARKS[0]}\n\n{note}\n"))
     assert logbook(*words) == 0
     index = (tmp_path / "logbook/README.md").read_text()
     assert "- [Is FSDP slower?](two.md): Yes, by 7 % on *two* cores.\n" in index
@@ -102,10 +100,15 @@ def test_the_index_has_the_answer_of_a_comparison(logbook, tmp_path):
 
 def test_the_index_begins_with_questions_and_ends_with_all_runs(logbook, tmp_path):
     runs = tmp_path / "logs/train/runs"
-    for name, note in (("alone", "Best *so far* ([why](curves.svg)). More."), ("silent", "")):
-        write_run(runs, name)
-        (runs / name / "page.md").write_text(f"# {name}\n{NOTE[0]}\n- {note}\n{NOTE[1]}\n")
-    (runs / "silent/page.md").unlink()
+    write_run(runs, "silent")
+    write_run(runs, "alone")
+    for name, note in (
+        ("alone", "Best *so far* ([why](curves.svg)). More."),
+        ("run-ddp", "Linked."),
+    ):
+        (runs / name / "page.md").write_text(
+            f"# {name}\n{NOTE_MARKS[0]}\n- {note}\n{NOTE_MARKS[1]}\n"
+        )
     page = tmp_path / "logbook/two.md"
     assert logbook("keep", "run-ddp", "run-fsdp", "alone", "silent") == 0
     assert logbook("compare", "ddp", "fsdp", "--md", page, "--title", "Is <it> slower?") == 0
@@ -124,7 +127,7 @@ def test_answered_questions_come_first(logbook, tmp_path):
     for name, note in (("a", ""), ("b", "Yes.")):
         page = tmp_path / f"logbook/{name}.md"
         logbook("compare", "run-ddp", "run-fsdp", "--md", page, "--title", name)
-        page.write_text(page.read_text().replace(NOTE[0], f"{NOTE[0]}\n{note}"))
+        page.write_text(page.read_text().replace(NOTE_MARKS[0], f"{NOTE_MARKS[0]}\n{note}"))
     assert logbook("build") == 0
     index = (tmp_path / "logbook/README.md").read_text()
     assert index.index("[b](b.md): Yes.") < index.index("[a](a.md)")
@@ -211,7 +214,7 @@ def test_an_address_without_a_run_is_refused(logbook, bucket, below, message, ca
     assert not (tmp_path / "logbook").exists()
 
 
-def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, capsys):
+def test_a_table_has_any_field_metric_or_option(logbook, tmp_path, capsys):
     logbook("keep", "run-ddp")
     write_run(tmp_path / "logs/train/runs", "run-late", metrics={"test/acc": 0.75})
     write_run(tmp_path / "logs/train/runs", "run-nan", metrics={"test/acc": "nan"})
@@ -233,7 +236,7 @@ def test_the_kept_diff_has_the_bytes_of_the_runs(logbook, tmp_path):
     assert "coffee" in (tmp_path / "logbook/run-ddp/page.md").read_text()
 
 
-def test_a_table_has_the_option_of_a_group_and_tells_the_roots(logbook, tmp_path, capsys):
+def test_a_table_has_groups_and_counts_of_both_folders(logbook, tmp_path, capsys):
     logbook("keep", "run-ddp", "run-fsdp")
     shutil.rmtree(tmp_path / "logs/train/runs/run-fsdp")
     with (tmp_path / "logs/train/runs/run-ddp/config.yaml").open("a") as config:
@@ -252,11 +255,11 @@ def test_a_comparison_that_is_typed_again_keeps_title_and_words(logbook, tmp_pat
     assert logbook(*typed) == 0
     assert page.read_text().startswith("# run-ddp beside run-fsdp\n")
     text = page.read_text().replace("run-ddp beside run-fsdp", "Is FSDP <slower>?")
-    page.write_text(text.replace(NOTE[1], f"It **is**: 2×.\n{NOTE[1]}"))
+    page.write_text(text.replace(NOTE_MARKS[1], f"It **is**: 2×.\n{NOTE_MARKS[1]}"))
     assert logbook(*typed) == 0
     text = page.read_text()
     assert text.startswith("# Is FSDP &#60;slower&#62;?\n")
-    assert f"{NOTE[0]}\n\nIt **is**: 2×.\n\n{NOTE[1]}" in text
+    assert f"{NOTE_MARKS[0]}\n\nIt **is**: 2×.\n\n{NOTE_MARKS[1]}" in text
     assert logbook(*typed, "--title", "Two") == 0
     assert page.read_text().startswith("# Two\n") and "It **is**" in page.read_text()
 
@@ -354,7 +357,7 @@ def test_a_kept_copy_of_a_live_run_has_its_summary(logbook, live, tmp_path):
     assert kept.record.summary["best"] == {"val/loss": 0.412, "val/acc": 0.871}
 
 
-def test_a_record_that_is_written_while_a_run_is_kept_loses_nothing(logbook, tmp_path, monkeypatch):
+def test_a_record_written_during_keep_loses_nothing(logbook, tmp_path, monkeypatch):
     path = tmp_path / "logs/train/runs/run-ddp/run.json"
     writers = []
 

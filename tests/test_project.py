@@ -51,7 +51,7 @@ def environment(project):
     return {"PYTHONPATH": f"{project.parent / 'installed'}", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tmp_path):
+def test_the_wheel_is_that_of_pip_and_reproducible(first, tmp_path):
     [ours] = (first / "vendor").glob("*.whl")
     source = tmp_path / "source"  # setuptools leaves its build folder behind
     for package in ("hydra_plugins", "lockstep"):
@@ -155,7 +155,7 @@ def test_its_own_tests_pass(project):
     assert re.search(r"\d+ passed", said) and "failed" not in said
 
 
-def test_a_run_in_it_has_the_weights_of_one_of_the_repository(project, tmp_path):
+def test_a_run_in_it_equals_one_of_the_repository(project, tmp_path):
     words = [
         "src/train.py",
         "experiment=quickstart",
@@ -180,7 +180,7 @@ def test_a_run_in_it_has_the_weights_of_one_of_the_repository(project, tmp_path)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_the_largest_batch_is_found_in_it_and_libraries_are_quiet(project, tmp_path):
+def test_it_finds_the_largest_batch_quietly(project, tmp_path):
     """Both need the project's src/, which is not where the installed package lies."""
     words = [
         "experiment=quickstart",
@@ -239,7 +239,7 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     )
 
 
-def test_an_upgrade_gives_a_project_of_2_0_0_the_new_name(project):
+def test_an_upgrade_renames_the_package_of_version_2(project):
     pyproject = project / "pyproject.toml"
     before = pyproject.read_text()
     older = before.replace("lockstep-vision", "lockstep").replace("lockstep_vision", "lockstep")
@@ -251,7 +251,7 @@ def test_an_upgrade_gives_a_project_of_2_0_0_the_new_name(project):
     assert pyproject.read_text() == before != older
 
 
-def test_adopt_copies_a_file_and_points_its_yaml_at_the_copy(project):
+def test_adopt_copies_a_file_and_changes_its_yaml(project):
     own = environment(project)
     said = run(
         sys.executable, "launch/project.py", "adopt", "strategies/fsdp.py", cwd=project, **own

@@ -89,7 +89,7 @@ def release(folder, *words):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_release_is_a_commit_and_a_tag_with_its_version_everywhere(clone):
+def test_a_release_is_a_commit_and_a_tag(clone):
     before = git(clone, "rev-parse", "HEAD")
     code, said = release(clone, "1.0.0")
     assert code == 0, said
@@ -107,7 +107,7 @@ def test_a_release_is_a_commit_and_a_tag_with_its_version_everywhere(clone):
     assert release(clone, "1.0.1")[1].startswith("error: CHANGELOG.md has nothing under")
 
 
-def test_a_version_that_cannot_be_and_changes_that_are_not_committed_are_refused(clone):
+def test_a_wrong_version_or_uncommitted_changes_are_refused(clone):
     for version, said in (
         ("one", "is no version"),
         ("0.0.10", "not greater than 0.1.0"),
@@ -153,7 +153,7 @@ def test_metadata_that_an_index_refuses_are_named(metadata, said, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_built_wheel_is_fit_for_an_index_and_makes_a_project(tmp_path):
+def test_a_built_wheel_makes_a_project(tmp_path):
     uv = Path(sys.executable).with_name("uv")
     if not uv.exists():
         pytest.skip("uv is not beside this Python")

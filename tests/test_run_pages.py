@@ -14,7 +14,7 @@ from runs import run_door
 SMALL = ("experiment=quickstart", "trainer.max_steps=2", "test=false", "run_id=r")
 
 
-def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
+def test_a_real_run_writes_its_page_into_its_folder(tmp_path):
     words = ("optimizer=sgd", "trainer.limit_test_batches=1", "test=true", "metrics=[f1,kappa]")
     done = run_door("train", *SMALL, *words, logs=tmp_path)
     assert done.code == 0, done.output
@@ -29,7 +29,7 @@ def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
     assert not (tmp_path / "logbook").exists()
 
 
-def test_a_run_that_is_to_be_kept_has_its_row_and_debugging_or_evaluating_has_none(tmp_path):
+def test_only_a_training_that_is_kept_has_a_row(tmp_path):
     done = run_door("train", *SMALL, "logbook=keep", logs=tmp_path)
     assert done.code == 0 and done.output.strip().endswith("logbook/r/page.md"), done.output
     assert "| ✅ [r](r/page.md) | digits |" in (tmp_path / "logbook" / "README.md").read_text()
@@ -60,7 +60,7 @@ def poor_disk() -> None:
 
 
 @pytest.mark.slow
-def test_f41_a_log_folder_without_hard_links_whose_files_are_all_0777_trains_and_resumes(tmp_path):
+def test_a_log_folder_without_links_and_rights_resumes(tmp_path):
     first = run_door("train", *SMALL, logs=tmp_path, before=poor_disk)
     assert first.code == 0 and first.folder.page.exists(), first.output
     for path in (tmp_path, *tmp_path.rglob("*")):
@@ -93,7 +93,7 @@ def without_roots_rights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_f45_two_users_share_a_log_folder_and_their_runs_stay_their_own(tmp_path):
+def test_two_users_share_a_log_folder(tmp_path):
     logs, words = tmp_path / "logs", SMALL[:3]
     theirs = run_door("train", *words, "run_id=theirs", logs=logs)
     assert theirs.code == 0, theirs.output

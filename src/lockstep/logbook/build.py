@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.figures import drawn, run_panels, why_no_curves, write_figure
-from lockstep.logbook.folders import NOTE, Run, config_of, is_url, read_run
+from lockstep.logbook.figures import panels_with_lines, run_panels, why_no_curves, write_figure
+from lockstep.logbook.folders import NOTE_MARKS, Run, config_of, is_url, read_run
 from lockstep.logbook.index import readable_runs, write_index
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
@@ -52,7 +52,7 @@ def summary_of(run: Run) -> dict[str, Any]:
     """Return what pages print, without empty values."""
     record = run.record
     summary = {
-        "folder": run.place,
+        "folder": run.relative_folder,
         "tensorboard": (run.folder / "tensorboard").is_dir(),
         "best": record.best_checkpoint.metric,
         "errors": _standard_errors(record),
@@ -152,7 +152,7 @@ def write_page(run: Run) -> Path:
     text = render(
         "run.md.j2",
         run=run,
-        note_marks=NOTE,
+        note_marks=NOTE_MARKS,
         has_curves=has_curves,
         no_curves=why_no_curves(run),
         pictures=[name for name in PICTURES if (run.folder / name).is_file()],
@@ -174,33 +174,44 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     target = logbook / folder.name
     if target.resolve() == folder.resolve():
         raise UserError(f"{folder} is in the logbook already.")
+    # The copy has the summary also where run.json of a live run has none.
     run = summarise(folder)
     if address:
         run.record.summary["folder"] = address
+    _add_proof(run)
     run.record.reports = _reports_of_copy(run, target)
-    # A run folder is logs/train/runs/<run_id>, or a job's, a folder deeper.
-    for logs in folder.resolve().parents[2:4]:
-        proof = proof_of_run(run.record, logs)
-        if proof:
-            run.record.summary["proof"] = proof
-            break
-    # The copy has the summary also where run.json of a live run has none.
-    record = as_json(run.record) | {"config": config_of(folder)}
-    _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
-    if drawn(run_panels(run)):
-        _write(target / "metrics.csv", _fewer_rows(run.text("metrics.csv")))
-    if run.text("code.diff"):
-        _copy_diff(folder / "code.diff", target / "code.diff")
-    for name in PICTURES:
-        _copy_picture(folder / name, target / name)
+    _copy_files(run, target)
 
-    kept = Run(target, run.record)
-    if kept.title == run.run_id and not kept.note:
-        # This is for the user's words: the rest is written anew.
-        _write(target / "page.md", redact_text(run.text("page.md")))
     page = write_page(read_run(target))
     write_index(logbook)
     return page
+
+
+def _add_proof(run: Run) -> None:
+    """Add the newest proof of the run's experiment to its summary, if prove.py has written one."""
+    # A run folder is logs/train/runs/<run_id>, or a job's, a folder deeper.
+    for logs in run.folder.parents[2:4]:
+        proof = proof_of_run(run.record, logs)
+        if proof:
+            run.record.summary["proof"] = proof
+            return
+
+
+def _copy_files(run: Run, target: Path) -> None:
+    """Write record, curves, diff, pictures and, for the user's words, the page into the logbook."""
+    record = as_json(run.record) | {"config": config_of(run.folder)}
+    _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
+    if panels_with_lines(run_panels(run)):
+        _write(target / "metrics.csv", _fewer_rows(run.text("metrics.csv")))
+    if run.text("code.diff"):
+        _copy_diff(run.folder / "code.diff", target / "code.diff")
+    for name in PICTURES:
+        _copy_picture(run.folder / name, target / name)
+
+    copy = Run(target, run.record)
+    if copy.title == run.run_id and not copy.note:
+        # Nobody has written on the page of the copy: take the words of the run's own page.
+        _write(target / "page.md", redact_text(run.text("page.md")))
 
 
 def _reports_of_copy(run: Run, target: Path) -> dict[str, str]:

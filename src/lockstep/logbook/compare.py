@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lockstep.config.changes import differences
 from lockstep.logbook.arms import ABOUT_SEVERAL, Arms
 from lockstep.logbook.figures import compare_panels, missing_curves, write_figure
-from lockstep.logbook.folders import NOTE, Run, heading_of, labels_of, note_of, text_of
+from lockstep.logbook.folders import NOTE_MARKS, Run, heading_of, labels_of, note_of, text_of
 from lockstep.logbook.render import (
     aligned,
     dollars,
@@ -314,6 +314,6 @@ def write_comparison(
         missing_curves=missing_curves(runs, panels),
         with_page=[run.run_id for run in runs if (path.parent / run.run_id / "page.md").exists()],
         note=note_of(text_of(path)),
-        note_marks=NOTE,
+        note_marks=NOTE_MARKS,
     )
     write_atomically(path, lambda file: file.write(text))

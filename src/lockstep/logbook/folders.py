@@ -38,10 +38,25 @@ SHOWN_RUNS = 5
 # Steps and values of a metric.
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
 # The user's own words on a page stand between these two comments.
-NOTE = (
+NOTE_MARKS = (
     "<!-- Write your own words below: they stay when the page is written anew. -->",
     "<!-- End of your words -->",
 )
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of the table of results.
+
+    Attributes:
+        metric: its name without the stage.
+        in_validation: its name in the validation; empty if it was not validated.
+        in_test: its name in the test; empty if it was not tested.
+    """
+
+    metric: str
+    in_validation: str
+    in_test: str
 
 
 @dataclass
@@ -66,16 +81,16 @@ class Run:
         return note_of(self.text("page.md"))
 
     @property
-    def place(self) -> str:
-        """The folder, relative to the repository if it is inside."""
+    def relative_folder(self) -> str:
+        """The address of the folder, relative to the repository if it is inside."""
         if self.folder.is_relative_to(REPOSITORY):
             return str(self.folder.relative_to(REPOSITORY))
         return str(self.folder)
 
     @property
     def is_copy(self) -> bool:
-        """Whether the folder holds only the small files of a run, as those of the logbook do."""
-        return self.record.summary.get("folder") != self.place
+        """Return whether the folder has only the small files of a run, as those of the logbook."""
+        return self.record.summary.get("folder") != self.relative_folder
 
     @property
     def bucket(self) -> str:
@@ -96,7 +111,7 @@ class Run:
             return ""
         if self.bucket:
             return f"{self.bucket}/tensorboard"
-        return "" if self.is_copy else f"{self.place}/tensorboard"
+        return "" if self.is_copy else f"{self.relative_folder}/tensorboard"
 
     @property
     def best_checkpoint(self) -> str:
@@ -105,7 +120,7 @@ class Run:
         in_bucket = best.s3_uri or self.record.upload.uri
         if in_bucket or self.is_copy:
             return str(in_bucket or "")
-        return f"{self.place}/{best.path}"
+        return f"{self.relative_folder}/{best.path}"
 
     @property
     def reports(self) -> dict[str, str]:
@@ -117,7 +132,7 @@ class Run:
         }
 
     @property
-    def borrowed(self) -> list[str]:
+    def linked_folders(self) -> list[str]:
         """The folders beside the code that hold the run's data and weights.
 
         They are the first parts of paths in the repository.
@@ -140,17 +155,14 @@ class Run:
     def test_value(self) -> Any:
         """The monitored metric in the test."""
         monitor = split_stage(self.record.monitor)[1]
-        for metric, _, test_name in self.results:
-            if metric == monitor:
-                return self.record.metrics.get(test_name)
+        for result in self.results:
+            if result.metric == monitor:
+                return self.record.metrics.get(result.in_test)
         return None
 
     @property
-    def results(self) -> list[tuple[str, str, str]]:
-        """Return (metric, its name in validation, in test).
-
-        The monitored one stands first, then accuracy and loss.
-        """
+    def results(self) -> list[Result]:
+        """The metrics of validation and test: the monitored one, then accuracy, loss and others."""
         monitor = self.record.monitor
         best = self.record.summary.get("best", {})
         names: dict[str, dict[str, str]] = {}
@@ -162,11 +174,15 @@ class Run:
             if stage in STAGES and _is_result(metric):
                 names.setdefault(metric, {})[stage] = name
 
-        rows = [(metric, of.get("val", ""), of.get("test", "")) for metric, of in names.items()]
-        return sorted(
-            rows,
-            key=lambda row: (monitor not in row, row[0] != "acc", row[0] != "loss", row[0]),
-        )
+        results = []
+        for metric, name_in in names.items():
+            results.append(Result(metric, name_in.get("val", ""), name_in.get("test", "")))
+        return sorted(results, key=self._order_of_result)
+
+    def _order_of_result(self, result: Result) -> tuple[bool, bool, bool, str]:
+        metric = result.metric
+        is_monitored = self.record.monitor in (metric, result.in_validation, result.in_test)
+        return not is_monitored, metric != "acc", metric != "loss", metric
 
     @property
     def training_results(self) -> dict[str, Any]:
@@ -174,7 +190,7 @@ class Run:
 
         They are those of the record, or of metrics.csv if it ended before the record had any.
         """
-        if any(validated for _, validated, _ in self.results):
+        if any(result.in_validation for result in self.results):
             return {}
         metrics: dict[str, Any] = dict(self.record.metrics)
         if not metrics:
@@ -273,7 +289,7 @@ def heading_of(page: str) -> str | None:
 
 def note_of(page: str) -> str:
     """Return the user's own words on a page."""
-    begin, end = NOTE
+    begin, end = NOTE_MARKS
     return page.partition(begin)[2].partition(end)[0].strip()
 
 
@@ -315,29 +331,29 @@ def config_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def find_run(word: str, *roots: Path) -> Path:
-    """Return the folder of the run that `word` names.
+def find_run(name: str, *roots: Path) -> Path:
+    """Return the folder of a run.
 
     Args:
-        word: a folder, a run id, or a part of one.
+        name: a folder, a run id, or a part of one.
         roots: folders of runs; the first counts if several have the run.
     """
-    if (Path(word) / "run.json").exists():
-        return Path(word)
+    if (Path(name) / "run.json").exists():
+        return Path(name)
 
     folders = {}
     for root in reversed(roots):
         for path in run_folders(root):
             folders[path.name] = path
-    if word in folders:
-        return folders[word]
+    if name in folders:
+        return folders[name]
 
-    names = sorted(name for name in folders if word in name)
-    if not names:
-        raise no_such_run(word, folders.values(), *roots)
-    if len(names) > 1:
-        shown = ", ".join(names[-SHOWN_RUNS:])
-        if len(names) > SHOWN_RUNS:
+    run_ids = sorted(run_id for run_id in folders if name in run_id)
+    if not run_ids:
+        raise no_such_run(name, folders.values(), *roots)
+    if len(run_ids) > 1:
+        shown = ", ".join(run_ids[-SHOWN_RUNS:])
+        if len(run_ids) > SHOWN_RUNS:
             shown = f"…, {shown}"
-        raise UserError(f"{word!r} means {len(names)} runs ({shown}): give more of the run id.")
-    return folders[names[0]]
+        raise UserError(f"{name!r} means {len(run_ids)} runs ({shown}): give more of the run id.")
+    return folders[run_ids[0]]

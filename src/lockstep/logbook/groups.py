@@ -16,29 +16,30 @@ from lockstep.process.output import tested_name
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 
 
-def is_group(word: str) -> bool:
-    """Return whether a word names several runs, and is no folder of one run."""
-    return any(sign in word for sign in "=,") and not (Path(word) / "run.json").exists()
+def is_group(text: str) -> bool:
+    """Return whether a text names several runs, and is no folder of one run."""
+    return any(sign in text for sign in "=,") and not (Path(text) / "run.json").exists()
 
 
-def name_of_group(word: str) -> str:
+def name_of_group(text: str) -> str:
     """Return the name of a group: its conditions, or its first run and how many more."""
-    parts = [part for part in word.split(",") if part]
-    if "=" in word or len(parts) == 1:
-        return word
+    parts = [part for part in text.split(",") if part]
+    if "=" in text or len(parts) == 1:
+        return text
     return f"{parts[0]} and {len(parts) - 1} more"
 
 
-def runs_of_group(word: str, runs: Sequence[Run], find: Callable[[str], Run]) -> list[Run]:
+def runs_of_group(text: str, runs: Sequence[Run], find: Callable[[str], Run]) -> list[Run]:
     """Return the runs of a group.
 
     Args:
+        text: KEY=VALUE,KEY=VALUE, or run ids with commas.
         runs: all that a condition may choose.
         find: returns the run of an id.
     Raises:
         UserError: no run is of the group.
     """
-    parts = [part for part in word.split(",") if part]
+    parts = [part for part in text.split(",") if part]
     if not all("=" in part for part in parts):
         return [find(part) for part in parts]
     chosen = list(runs)
@@ -46,7 +47,7 @@ def runs_of_group(word: str, runs: Sequence[Run], find: Callable[[str], Run]) ->
         chosen = [run for run in chosen if _fits(run, part)]
     if not chosen:
         raise UserError(
-            f"No run has {word}. Keys are those of logbook.py table, as optimizer.lr, augmentation "
+            f"No run has {text}. Keys are those of logbook.py table, as optimizer.lr, augmentation "
             "or tags."
         )
     return chosen
@@ -56,8 +57,8 @@ def _fits(run: Run, condition: str) -> bool:
     """Return whether a run has the value of KEY=VALUE; a list, as tags, has it among others."""
     key, _, text = condition.partition("=")
     value = run.value(key)
-    values = value if isinstance(value, list) else [value]
-    return any(_equals(item, text) for item in values)
+    items = value if isinstance(value, list) else [value]
+    return any(_equals(item, text) for item in items)
 
 
 def _equals(value: Any, text: str) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook.arms import ABOUT_SEVERAL, ArmRun, Arms
-from lockstep.logbook.folders import NOTE, heading_of, note_of, text_of
+from lockstep.logbook.figures import write_sweep_figure
+from lockstep.logbook.folders import NOTE_MARKS, heading_of, note_of, text_of
 from lockstep.logbook.render import render
-from lockstep.logbook.sweep_figure import write_sweep_figure
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.redact import redact
@@ -113,7 +113,7 @@ def write_sweep_page(folder: Path) -> Path:
         about_several=ABOUT_SEVERAL,
         figure=FIGURE if has_figure else "",
         note=note_of(text_of(page)),
-        note_marks=NOTE,
+        note_marks=NOTE_MARKS,
     )
     write_atomically(page, lambda file: file.write(text))
     return page

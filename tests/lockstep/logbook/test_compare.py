@@ -15,7 +15,7 @@ from lockstep.logbook.compare import (
     write_comparison,
 )
 from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import NOTE
+from lockstep.logbook.folders import NOTE_MARKS
 from lockstep.logbook.report import STATIC, report_data, report_html
 
 HARDWARE = ["hardware/gpu_percent", "hardware/gpu_memory_gib", "hardware/cpu_percent"]
@@ -27,7 +27,7 @@ def runs(folders):
     return [summarise(folder) for folder in folders]
 
 
-def test_numbers_stand_beside_their_ratio_to_the_first_run_and_what_is_not_held_fixed_is_named(
+def test_numbers_have_their_ratio_to_the_first_run(
     runs,
 ):
     numbers = number_rows(runs)
@@ -63,7 +63,7 @@ def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):
     assert lines[-1].startswith("Not held fixed")
 
 
-def test_the_meaning_of_plus_and_minus_is_told_where_there_is_one(runs, tmp_path):
+def test_a_comparison_with_errors_says_what_they_mean(runs, tmp_path):
     meaning = "±: standard error of a share"
     write_comparison(tmp_path / "c.md", runs, "c")
     assert meaning in as_text(runs) and meaning in (tmp_path / "c.md").read_text()
@@ -112,7 +112,7 @@ def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
     page = tmp_path / "logbook" / "two.md"
     write_comparison(page, runs[:2], "Two <ways>", caution=not_held_fixed(runs[:2]))
     text = page.read_text()
-    head = f"# Two &#60;ways&#62;\n\n{NOTE[0]}\n\n{NOTE[1]}\n\n**Not held fixed between these runs:"
+    head = f"# Two &#60;ways&#62;\n\n{NOTE_MARKS[0]}\n\n{NOTE_MARKS[1]}\n\n**Not held fixed between these runs:"
     assert text.startswith(head)
     assert "|  | ddp | fsdp |\n|---|---|---|\n| Status | finished | finished |\n" in text
     assert "| `choices.trainer` | `ddp` | `fsdp` |" in text and "](two.svg)" in text
@@ -161,7 +161,7 @@ def test_each_monitored_metric_has_its_panels(runs):
 # --- the interactive report ---
 
 
-def test_the_report_is_one_small_file_that_needs_no_network_with_curves_hardware_and_confusion(
+def test_the_report_is_one_small_file_without_network(
     runs,
 ):
     page = report_html("Three <runs> @DATA@", runs)
@@ -190,7 +190,9 @@ def opened(runs, tmp_path):
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     if not CHROMIUM.exists():
         pytest.skip("there is no /usr/bin/chromium: apt-get install chromium")
-    (runs[1].folder / "page.md").write_text(f"# fsdp\n{NOTE[0]}\n<b>Two</b> *runs*.\n{NOTE[1]}\n")
+    (runs[1].folder / "page.md").write_text(
+        f"# fsdp\n{NOTE_MARKS[0]}\n<b>Two</b> *runs*.\n{NOTE_MARKS[1]}\n"
+    )
     report, said, asked = tmp_path / "report.html", [], []
     report.write_text(report_html("Three <runs>", runs))
     with sync_api.sync_playwright() as playwright:

@@ -15,7 +15,7 @@ from lockstep.logbook import render
 from lockstep.logbook.build import build, keep_run, summarise, write_page
 from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
-from lockstep.logbook.folders import NOTE, Run, read_run
+from lockstep.logbook.folders import NOTE_MARKS, Run, read_run
 from lockstep.logbook.report import report_data
 from lockstep.process.project import REPOSITORY
 from lockstep.records.proof_table import Result, write_table
@@ -50,7 +50,7 @@ def test_a_page_answers_in_the_order_of_a_reviewer(folders):
     assert "| `trainer.devices` | `1` | `2` |" in text
 
 
-def test_a_page_says_what_ended_a_run_and_what_its_code_and_its_data_were(folders):
+def test_a_page_has_the_error_the_diff_and_the_data(folders):
     report = {
         "duplicates": 12,
         "skipped": ["a.gif", "b.txt"],
@@ -132,7 +132,7 @@ def test_the_pictures_of_a_run_are_copied_and_shown(folders, tmp_path):
     assert "](mistakes.png)" in page.read_text() and "batch.png" not in page.read_text()
 
 
-def test_a_run_in_the_logbook_is_a_slim_copy_without_secrets(folders, tmp_path):
+def test_a_kept_run_is_a_slim_copy_without_secrets(folders, tmp_path):
     logbook = tmp_path / "logbook"
     logbook.mkdir()
     (logbook / "two-ways.md").write_text("# Two ways\n\n…")
@@ -153,7 +153,7 @@ def test_a_run_in_the_logbook_is_a_slim_copy_without_secrets(folders, tmp_path):
     assert "\n- [Two ways](two-ways.md)\n" in index and "\n- [All &#124; curves](x.html)\n" in index
 
 
-def test_build_writes_pages_from_records_again_and_skips_what_it_cannot_read(folders, tmp_path):
+def test_build_skips_what_it_cannot_read(folders, tmp_path):
     logbook = tmp_path / "logbook"
     for folder in folders[:2]:
         keep_run(folder, logbook)
@@ -168,11 +168,11 @@ def test_build_writes_pages_from_records_again_and_skips_what_it_cannot_read(fol
     assert {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()} == before
 
 
-def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp_path):
+def test_words_and_heading_of_the_user_stay(folders, tmp_path):
     page = write_page(summarise(folders[0]))
     text = page.read_text().replace("# ddp\n", "# the <good> one\n", 1)
     page.write_text(
-        text.replace(NOTE[0], f"{NOTE[0]}\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE.")
+        text.replace(NOTE_MARKS[0], f"{NOTE_MARKS[0]}\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE.")
     )
     text = keep_run(folders[0], tmp_path / "logbook").read_text()
     for _ in range(2):  # and once more from the record
@@ -207,9 +207,7 @@ def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp
           "Weights: those of timm's `vit`, from the Hugging Face hub, sha256 `5e`."]),
     ],
 )  # fmt: skip
-def test_a_page_says_how_to_repeat_its_run_with_what_data_and_weights(
-    tmp_path, launcher, command, config, lines
-):
+def test_a_page_says_how_to_repeat_its_run(tmp_path, launcher, command, config, lines):
     nodes = 1 if launcher == "none" else 2
     folder = write_run(
         tmp_path, "r", launcher=launcher, command=command, num_nodes=nodes, world_size=4 * nodes, accelerator="gpu",
@@ -347,7 +345,7 @@ def test_curves_have_any_name_and_no_damaged_cell(tmp_path):
     assert curves == {"val/acc/tabby, cat": [[1, 3], [0.5, 0.25]], "lr": [[3], [1]]}
 
 
-def test_the_summary_is_written_into_the_record_and_comes_out_the_same_again(folders):
+def test_a_second_summary_is_the_same(folders):
     (folders[0] / "confusion_matrix.csv").write_text("true \\ predicted,a,b\na,3,1\nb,0,4\n")
     summary = summarise(folders[0]).record.summary
     assert summary["best"] == {"val/loss": 0.412, "val/acc": 0.871}, "those of the best checkpoint"
@@ -370,12 +368,12 @@ def test_a_share_of_counted_images_has_its_standard_error(tmp_path):
     assert record.summary["errors"] == {"val/acc": 0.024876}, "not that of F1"
 
 
-def test_the_worktree_of_a_page_borrows_data_that_a_yaml_names_by_its_whole_path(tmp_path):
+def test_the_worktree_of_a_page_links_data_by_whole_path(tmp_path):
     folder = tmp_path / "r"
     folder.mkdir()
     text = f"data: {{root: {REPOSITORY}/photos/birds}}\nmodel: {{weights: /elsewhere/a.pth}}\n"
     (folder / "config.yaml").write_text(text)
-    assert Run(folder, RunRecord()).borrowed == ["photos"]
+    assert Run(folder, RunRecord()).linked_folders == ["photos"]
 
 
 def write_proof(logs, name, reference, result):

@@ -49,7 +49,7 @@ def test_an_address_has_a_bucket_and_a_prefix():
      "s3://bucket/../x", "s3://bucket/a//b", "s3://bucket/a?X-Amz-Signature=5ecre7", "s3://bucket/a\nb",
      ("s3://bucket", "127.0.0.1:9000"), ("s3://bucket", "http://key:5ecre7@host"), ("s3://bucket", "http://h/?t=5ecre7")],
 )  # fmt: skip
-def test_what_is_no_address_is_refused_and_no_secret_in_it_is_repeated(given):
+def test_a_wrong_address_is_refused_without_its_secret(given):
     with pytest.raises(UserError) as caught:
         Bucket(*([given] if isinstance(given, str) else given))
     assert "5ecre7" not in str(caught.value)

@@ -127,7 +127,7 @@ AWAY = {"endpoint_url": "http://127.0.0.1:9"}
 # While it trains
 
 
-def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
+def test_the_newest_of_each_kind_replaces_the_one_before(setting):
     uploader = setting.uploader()
     for step in (10, 20, 30):
         setting.checkpoint(step)
@@ -154,9 +154,7 @@ def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
     uploader.stop()
 
 
-def test_training_may_delete_its_file_while_it_is_sent_from_a_disk_without_hard_links(
-    setting, monkeypatch
-):
+def test_a_file_may_go_while_it_is_sent_without_links(setting, monkeypatch):
     monkeypatch.setattr(
         checkpoint_files.os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no links"))
     )
@@ -223,7 +221,7 @@ def test_an_older_start_cannot_move_or_create_a_pointer(setting, caplog):
 # Two runs of one id, and files of others
 
 
-def test_a_place_with_another_run_is_refused_before_anything_is_written(setting):
+def test_another_run_in_the_bucket_is_refused_first(setting):
     setting.checkpoint(50)
     assert setting.finish() == EXIT_OK
     objects = list(setting.run.list())
@@ -246,7 +244,7 @@ def without_uuid(setting) -> None:
     setting.run.write("run.json", json.dumps({"started_at": "2026-01-01T00:00:00Z"}).encode())
 
 
-def test_a_run_of_version_2_0_0_goes_on_and_gets_its_uuid(setting):
+def test_a_run_of_version_2_gets_its_uuid(setting):
     setting.checkpoint(50)
     assert setting.finish() == EXIT_OK
     without_uuid(setting)
@@ -259,7 +257,7 @@ def test_a_run_of_version_2_0_0_goes_on_and_gets_its_uuid(setting):
     uploader.stop()
 
 
-def test_a_new_run_is_refused_where_version_2_0_0_has_a_run(setting):
+def test_a_new_run_is_refused_where_version_2_has_one(setting):
     setting.checkpoint(50)
     assert setting.finish() == EXIT_OK
     without_uuid(setting)
@@ -284,7 +282,7 @@ def test_files_and_uploads_of_others_stay_in_the_bucket(setting):
     assert [upload["UploadId"] for upload in setting.unfinished()] == [copy["UploadId"]]
 
 
-def test_an_upload_that_no_pointer_came_to_name_is_cleaned_up(setting, monkeypatch):
+def test_an_upload_without_a_pointer_is_cleaned_up(setting, monkeypatch):
     """The process is killed between the upload and the pointer, and another machine goes on."""
     setting.checkpoint(10)
     assert setting.finish() == EXIT_OK
@@ -376,7 +374,7 @@ def test_kills_in_the_midst_of_uploads(setting):
     assert sha256_of(newest_whole(there.checkpoints)) == sha256_of(best)
 
 
-def test_the_end_of_a_run_sends_what_its_process_left_and_else_upload_py_does(setting, capsys):
+def test_the_rest_is_sent_at_the_end_or_by_upload(setting, capsys):
     before, started = setting.folder.record.read_text(), time.monotonic()
     assert setting.finish(2, **AWAY) == 2 and finish_upload({"uri": None}, setting.folder, 0) == 0
     assert time.monotonic() - started < 1 and setting.folder.record.read_text() == before, (
@@ -447,7 +445,7 @@ def test_an_empty_endpoint_of_upload_py_is_amazons(setting):
     }
 
 
-def test_upload_py_does_not_say_that_files_are_there_which_were_not_sent(setting, capsys):
+def test_upload_says_which_files_were_not_sent(setting, capsys):
     write_record(setting.folder.record, RunRecord(status="failed"))
     assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 3
     captured = capsys.readouterr()
@@ -543,7 +541,7 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     )
 
 
-def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, caplog):
+def test_a_best_of_weights_alone_comes_with_the_last(setting, caplog):
     best = setting.checkpoint(20)
     write_sidecar(best, replace(read_sidecar(best), weights_only=True))
     setting.checkpoint(10, "last")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from example_runs import write_run
-from lockstep.logbook.folders import NOTE
+from lockstep.logbook.folders import NOTE_MARKS
 from lockstep.logbook.sweep_page import numeric_keys, read_sweep, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.sweeps.ranking import Job, trials_of
@@ -91,7 +91,11 @@ def test_arms_of_other_image_sizes_are_drawn(tmp_path):
 
 def test_words_of_the_user_stay_on_the_page(sweep):
     page = sweep / "page.md"
-    text = page.read_text().replace("# night", "# The rate").replace(NOTE[1], f"mine\n{NOTE[1]}")
+    text = (
+        page.read_text()
+        .replace("# night", "# The rate")
+        .replace(NOTE_MARKS[1], f"mine\n{NOTE_MARKS[1]}")
+    )
     page.write_text(text)
     write_sweep_page(sweep)
     assert page.read_text().startswith("# The rate\n") and "\nmine\n" in page.read_text()
