@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py                 # a ViT and a tiny net
     python benchmarks/step_time.py --only tiny
+    python benchmarks/step_time.py --only memory   # with and without the memory that glibc keeps
 
 Both sides get the same net, the same optimizer and the same batches, which lie in memory. Ours is a
 whole run, built as `python src/train.py` builds it, with its callbacks, loggers and record. Each
@@ -9,6 +10,8 @@ measurement is one epoch; the first steps do not count.
 """
 
 import argparse
+import multiprocessing
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,15 +24,21 @@ TINY = ["model=small_cnn", "data=digits", "data.global_batch_size=64"]
 VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
 PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}  # overrides, steps, rounds
 VIT_LIMIT = 1.02
+LIMITS = ["trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
+ALEXNET = ["model=alexnet", "data=synthetic", "data.global_batch_size=128"]
+MEMORY_STEPS = 5
+MEMORY_ROUNDS = 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=[*PARTS])
+    parser.add_argument("--only", choices=[*PARTS, "memory"])
     only = parser.parse_args().only
     figures = {name: measure(*part) for name, part in PARTS.items() if only in (None, name)}
+    if only in (None, "memory"):
+        figures["memory"] = measure_memory()
     goals = []
     if tiny := figures.get("tiny"):
         detail = f"bare loop {tiny['bare_ms']}, ours {tiny['ours_ms']} ms"
@@ -46,6 +55,10 @@ def main() -> None:
                 detail="vit_tiny_32, cached batches",
             )
         )
+    if memory := figures.get("memory"):
+        peaks = f"peak {memory['without_peak_mib']} MiB without, {memory['kept_peak_mib']} MiB with"
+        what = "AlexNet on the CPU: a step with kept memory ÷ without"
+        goals.append(goal_row(what, "", memory["kept_over_without"], detail=peaks))
     save("step_time", goals, **figures)
 
 
@@ -63,17 +76,57 @@ def measure(overrides: list[str], steps: int, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_memory() -> dict[str, Any]:
+    """Compare steps of AlexNet on the CPU with and without `keep_freed_memory`.
+
+    Each measurement is a process of its own, because what glibc keeps cannot be undone.
+    """
+
+    def without() -> float:
+        seconds, mebibytes = in_new_process(train_alexnet, False)
+        peaks["without"].append(mebibytes)
+        return seconds
+
+    def kept() -> float:
+        seconds, mebibytes = in_new_process(train_alexnet, True)
+        peaks["kept"].append(mebibytes)
+        return seconds
+
+    peaks: dict[str, list[float]] = {"without": [], "kept": []}
+    without_s, kept_s = in_turns(MEMORY_ROUNDS, without, kept)
+    return {
+        "kept_over_without": paired_ratio(kept_s, without_s, 4),
+        "without_s": median(without_s),
+        "kept_s": median(kept_s),
+        "without_peak_mib": median(peaks["without"]),
+        "kept_peak_mib": median(peaks["kept"]),
+        "steps": MEMORY_STEPS,
+    }
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def train_alexnet(keeps_memory: bool) -> tuple[float, float]:
+    """Return the seconds of a step and the peak of the process's memory in MiB."""
+    from lockstep.runs import join
+
+    if not keeps_memory:
+        join.keep_freed_memory = lambda: None
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = [*ALEXNET, *LIMITS, *places(scratch)]
+        seconds = timed_run(overrides, 2, MEMORY_STEPS, [])
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 class Sides:
     """Two ways to make the same steps; each returns seconds per step."""
 
     def __init__(self, overrides: list[str], steps: int, scratch: str) -> None:
-        limits = [
-            "trainer=cpu",
-            "trainer.max_epochs=1",
-            "test=false",
-            "trainer.limit_val_batches=0",
-        ]
-        self.overrides = [*overrides, *limits, *places(scratch)]
+        self.overrides = [*overrides, *LIMITS, *places(scratch)]
         self.steps, self.warmup = steps, max(2, steps // 20)
         self.batches: list[Any] = []
 
