@@ -15,6 +15,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -25,7 +26,7 @@ VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
 PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}  # overrides, steps, rounds
 VIT_LIMIT = 1.02
 LIMITS = ["trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
-ALEXNET = ["model=alexnet", "data=synthetic", "data.global_batch_size=128"]
+ALEXNET = ["model=alexnet", "data=synthetic", "data.image_size=64", "data.global_batch_size=128"]
 MEMORY_STEPS = 5
 MEMORY_ROUNDS = 3
 
@@ -106,8 +107,8 @@ def measure_memory() -> dict[str, Any]:
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(function, arguments)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def train_alexnet(keeps_memory: bool) -> tuple[float, float]:
