@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py                 # a ViT and a tiny net
     python benchmarks/step_time.py --only tiny
+    python benchmarks/step_time.py --only memory   # with and without the memory that glibc keeps
 
 Both sides get the same net, the same optimizer and the same batches, which lie in memory. Ours is a
 whole run, built as `python src/train.py` builds it, with its callbacks, loggers and record. Each
@@ -9,9 +10,12 @@ measurement is one epoch; the first steps do not count.
 """
 
 import argparse
+import multiprocessing
+import resource
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -23,15 +27,21 @@ VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
 PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}  # overrides, steps, rounds
 VIT_LIMIT = 1.02
 CACHED_BATCHES = 16
+LIMITS = ["trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
+ALEXNET = ["model=alexnet", "data=synthetic", "data.image_size=64", "data.global_batch_size=128"]
+MEMORY_STEPS = 5
+MEMORY_ROUNDS = 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=[*PARTS])
+    parser.add_argument("--only", choices=[*PARTS, "memory"])
     only = parser.parse_args().only
     figures = {name: measure(*part) for name, part in PARTS.items() if only in (None, name)}
+    if only in (None, "memory"):
+        figures["memory"] = measure_memory()
     goals = []
     if "tiny" in figures:
         tiny = figures["tiny"]
@@ -43,6 +53,11 @@ def main() -> None:
         what = "ViT at batch 256: a step ÷ a bare loop's"
         detail = "vit_tiny_32, cached batches"
         goals.append(goal_row(what, f"≤ {VIT_LIMIT}", ratio, ratio <= VIT_LIMIT, detail=detail))
+    if "memory" in figures:
+        memory = figures["memory"]
+        peaks = f"peak {memory['without_peak_mib']} MiB without, {memory['kept_peak_mib']} MiB with"
+        what = "AlexNet on the CPU: a step with kept memory ÷ without"
+        goals.append(goal_row(what, "", memory["kept_over_without"], detail=peaks))
     save("step_time", goals, **figures)
 
 
@@ -62,17 +77,57 @@ def measure(overrides: list[str], steps: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def measure_memory() -> dict[str, Any]:
+    """Compare steps of AlexNet on the CPU with and without `keep_freed_memory`.
+
+    Each measurement is a process of its own, because what glibc keeps cannot be undone.
+    """
+
+    def without() -> float:
+        seconds, mebibytes = in_new_process(train_alexnet, False)
+        peaks["without"].append(mebibytes)
+        return seconds
+
+    def kept() -> float:
+        seconds, mebibytes = in_new_process(train_alexnet, True)
+        peaks["kept"].append(mebibytes)
+        return seconds
+
+    peaks: dict[str, list[float]] = {"without": [], "kept": []}
+    without_s, kept_s = in_turns(MEMORY_ROUNDS, without, kept)
+    return {
+        "kept_over_without": paired_ratio(kept_s, without_s, 4),
+        "without_s": median(without_s),
+        "kept_s": median(kept_s),
+        "without_peak_mib": median(peaks["without"]),
+        "kept_peak_mib": median(peaks["kept"]),
+        "steps": MEMORY_STEPS,
+    }
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def train_alexnet(keeps_memory: bool) -> tuple[float, float]:
+    """Return the seconds of a step and the peak of the process's memory in MiB."""
+    from lockstep.runs import join
+
+    if not keeps_memory:
+        join.keep_freed_memory = lambda: None
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = [*ALEXNET, *LIMITS, *folder_overrides(scratch)]
+        seconds = timed_run(overrides, 2, MEMORY_STEPS, [])
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 class Sides:
     """Two ways to make the same steps; each returns seconds per step."""
 
     def __init__(self, overrides: list[str], steps: int, scratch: str) -> None:
-        limits = [
-            "trainer=cpu",
-            "trainer.max_epochs=1",
-            "test=false",
-            "trainer.limit_val_batches=0",
-        ]
-        self.overrides = [*overrides, *limits, *folder_overrides(scratch)]
+        self.overrides = [*overrides, *LIMITS, *folder_overrides(scratch)]
         self.steps = steps
         self.warmup = max(2, steps // 20)
         self.batches: list[Any] = []

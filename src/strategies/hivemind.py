@@ -9,6 +9,7 @@ plain training. data.global_batch_size is the swarm's batch; trainer.accumulate_
 into the pieces that peers add. https://github.com/learning-at-home/hivemind
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 # A round goes on without the peers that do not answer in this time.
 AVERAGING_TIMEOUT_S = 30.0
+# What a process raises when it talks to another one of this peer that has ended.
+GONE = (FileNotFoundError, ConnectionError, EOFError)
 
 
 class Hivemind(Capabilities, SingleDeviceStrategy):
@@ -120,7 +123,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         """
         hivemind = imported_hivemind()
         try:
-            return hivemind.DHT(
+            return quiet_dht(hivemind)(
                 start=True,
                 initial_peers=self.initial_peers,
                 host_maddrs=self.host_maddrs,
@@ -240,7 +243,34 @@ def imported_hivemind() -> Any:
         warnings.filterwarnings("ignore", ".*torch.jit.script.*", FutureWarning)
         import hivemind
     logging.getLogger("hivemind").setLevel(logging.WARNING)
+    for name in ("hivemind.dht.dht", "asyncio"):
+        logging.getLogger(name).addFilter(is_worth_telling)
     return hivemind
+
+
+def quiet_dht(hivemind: Any) -> Any:
+    """Return hivemind's DHT class, whose process prints no traceback at the end of this peer.
+
+    An averager that ends while the DHT reads its last request makes it raise EOFError.
+    """
+
+    class QuietDHT(hivemind.DHT):  # type: ignore[misc]
+        def run(self) -> None:
+            with contextlib.suppress(EOFError):
+                super().run()
+
+    return QuietDHT
+
+
+def is_worth_telling(record: logging.LogRecord) -> bool:
+    """Return False for what hivemind logs of its own processes and tasks that end before others.
+
+    At the end of a good run its DHT answers an averager that is gone, and asyncio finds tasks that
+    nobody has awaited.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], GONE):
+        return False
+    return not record.getMessage().startswith("Task was destroyed")
 
 
 def _end_with_parent(joining: list[int]) -> None:

@@ -4,12 +4,14 @@ together.
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +122,29 @@ class Peer:
         return json.loads(
             [line for line in self.log.read_text().splitlines() if line.startswith("{")][-1]
         )
+
+
+def test_the_dht_ends_in_silence_when_an_averager_has_ended():
+    class DHT:
+        def run(self):
+            raise EOFError
+
+    hivemind.quiet_dht(SimpleNamespace(DHT=DHT))().run()
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "is_told"),
+    [
+        ("[Errno 2] No such file or directory", FileNotFoundError(2, "No such file"), False),
+        ("Task was destroyed but it is pending!", None, False),
+        ("a peer sent nonsense", ValueError("nonsense"), True),
+        ("Task exception was never retrieved", None, True),
+    ],
+)
+def test_what_hivemind_logs_at_its_end_is_not_told(message, error, is_told):
+    exc_info = (type(error), error, None) if error else None
+    record = logging.LogRecord("asyncio", logging.ERROR, "", 1, message, None, exc_info)
+    assert hivemind.is_worth_telling(record) is is_told
 
 
 @pytest.mark.skipif(

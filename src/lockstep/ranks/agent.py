@@ -1,7 +1,7 @@
 """Start one rank for each device of this node with torch's elastic agent, the engine of torchrun.
 
 Each rank runs the same command line and composes its own config. The agent's rendezvous is of this
-node alone: the ranks of all nodes meet at MASTER_ADDR by themselves (process_group.py), where a
+node alone: the ranks of all nodes meet at MASTER_ADDR by themselves (meeting.py), where a
 node that is missing can be named.
 """
 

@@ -33,7 +33,7 @@ Answer = dict[str, Any]
 
 @dataclass
 class Meeting:
-    """What the ranks of one start share once they have met.
+    """The store and the facts that the ranks of one start share once they have met.
 
     Attributes:
         store: of this start alone, as torchrun keeps its store over restarts.
@@ -50,7 +50,7 @@ class Meeting:
 
     @property
     def errors(self) -> dist.Store:
-        """Where the ranks publish the error that ends them."""
+        """The store in which the ranks publish the error that ends them."""
         return dist.PrefixStore("errors", self.store)
 
 

@@ -19,7 +19,12 @@ from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
 from lockstep.checkpoints.resume_point import ends_epoch
 from lockstep.process import signals
-from lockstep.process.environment import AGENT, cores_of_rank, environment
+from lockstep.process.environment import (
+    AGENT,
+    cores_of_rank,
+    environment,
+    keep_freed_memory,
+)
 from lockstep.process.errors import UserError
 from lockstep.ranks import heartbeat
 from lockstep.ranks.collectives import gather_objects
@@ -275,6 +280,8 @@ def prepare_process(run: Run) -> None:
     seed_everything(run.config["seed"], verbose=False)
     if run.cluster.accelerator == "gpu":
         _prepare_gpu(run)
+    else:
+        keep_freed_memory()
 
     # Whoever adds the summary of a model wants to see it.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
