@@ -154,7 +154,7 @@ def test_config_and_class_have_the_same_options(kind):
         "options",
     }
     of_files = (
-        {"group", "splits", "max_megapixels", "range", "page", "bands"}
+        {"group", "splits", "max_megapixels", "page", "bands"}
         if kind == "dataset"
         else set()
     )
