@@ -154,9 +154,7 @@ def test_config_and_class_have_the_same_options(kind):
         "options",
     }
     of_files = (
-        {"group", "splits", "max_megapixels", "page", "bands"}
-        if kind == "dataset"
-        else set()
+        {"group", "splits", "max_megapixels", "page", "bands"} if kind == "dataset" else set()
     )
     assert taken - of_files == set(stated)
     assert stated["name"] == kind
