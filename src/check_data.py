@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SIDE = 8  # of a thumbnail, in pixels
+SIDE = 8  # pixels along each side of a thumbnail
 NEIGHBOURS = 10
 # Of the distance to the tenth neighbour: finds 303 of CIFAR-10's test images. ciFAIR counts 325.
 RATIO = 0.3
@@ -155,7 +155,7 @@ def findings_of(data: Any, likeness_of: Mapping[Pair, Likeness]) -> "list[Findin
 
 def draw_pairs(data: Any, likeness_of: Mapping[Pair, Likeness], path: Path) -> None:
     """Draw the most suspicious pairs first: those of two labels, or with test images."""
-    from lockstep.data.contact_sheet import contact_sheet
+    from lockstep.data.contact_sheet import Tile, contact_sheet
 
     suspicious = [pair for pair in likeness_of if likeness_of[pair].is_suspicious]
     harmless = [pair for pair in likeness_of if not likeness_of[pair].is_suspicious]
@@ -163,7 +163,7 @@ def draw_pairs(data: Any, likeness_of: Mapping[Pair, Likeness], path: Path) -> N
     for pair in (suspicious + harmless)[:SHOWN_PAIRS]:
         labels = dict.fromkeys(data.source.target_name(i) for i in pair)
         caption = [likeness_of[pair].splits_text, " | ".join(labels)]
-        tiles.append(([data.source.open(i)[0] for i in pair], caption, "black"))
+        tiles.append(Tile([data.source.open(i)[0] for i in pair], caption))
     if tiles:
         contact_sheet(path, tiles, columns=4)
 

@@ -464,14 +464,14 @@ def _cell(value: str | float) -> str | float:
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:
     """Draw images with their classes, and captions below UNSURE in red."""
-    from lockstep.data.contact_sheet import contact_sheet
+    from lockstep.data.contact_sheet import Tile, contact_sheet
 
     tiles = []
     for file, row in classified:
         probability = float(row["probability"])
         caption = f"{str(row['class'])[:CAPTION_LENGTH]} {probability:.0%}"
         colour = "black" if probability >= UNSURE else RED
-        tiles.append(([reading.open(file)], [caption, file.name], colour))
+        tiles.append(Tile([reading.open(file)], [caption, file.name], colour))
     contact_sheet(path, tiles, columns=SHEET_COLUMNS)
     log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
 

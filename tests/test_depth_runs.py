@@ -3,17 +3,22 @@
 import csv
 import json
 import shutil
+from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from eval import TrainedCheckpoint, evaluation_config
 from export import main as export
+from faults import signal_at_step
+from kills import differences, weights
 from lockstep.config.compose import compose, plain
 from lockstep.records.folder import read_config
 from predict import main as predict
-from runs import succeed
+from runs import run_door, succeed
 
 SIDE = 8
 
@@ -56,36 +61,100 @@ def test_a_resumed_run_of_an_earlier_version_reads_8_bits(stored, limits):
     assert plain(compose("train", [], stored=run))["data"]["range"] == limits
 
 
-@pytest.mark.slow
-def test_the_range_of_the_training_goes_with_the_checkpoint(tmp_path):
-    root = discs(tmp_path / "discs")
-    options = [f"data.root={root}", "data.channels=1", f"data.image_size={SIDE}", "run_id=discs"]
-    options += [
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return discs(tmp_path_factory.mktemp("images") / "discs")
+
+
+@pytest.fixture(scope="module")
+def options(images):
+    return [
+        "data=image_folder",
+        f"data.root={images}",
+        "data.channels=1",
+        f"data.image_size={SIDE}",
         "data.global_batch_size=8",
         "model=small_cnn",
         "trainer=cpu",
         "trainer.max_epochs=9",
+        "run_id=discs",
     ]
-    run = succeed("train", "data=image_folder", *options, logs=tmp_path)
-    assert run.record["metrics"]["test/acc"] == 1
-    low, high = run.record["images"]["range"]
-    assert 250 <= low < 260 and 350 < high < 360
-    assert f"black {low:g} and white {high:g}" in (run.folder.path / "page.md").read_text()
 
+
+@pytest.fixture(scope="module")
+def trained(options, tmp_path_factory):
+    return succeed("train", *options, logs=tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.slow
+def test_the_run_records_the_range_of_its_images(trained):
+    assert trained.record["metrics"]["test/acc"] == 1
+    low, high = trained.record["images"]["range"]
+    assert 250 <= low < 260 and 350 < high < 360
+    assert f"black {low:g} and white {high:g}" in (trained.folder.path / "page.md").read_text()
+
+
+@pytest.mark.slow
+def test_other_images_are_evaluated_by_the_trainings_range(trained, images, tmp_path):
     # Brighter images, whose own range is another one.
-    shutil.copytree(root, tmp_path / "others")
+    shutil.copytree(images, tmp_path / "others")
     bright = np.full((SIDE, SIDE), 4095, np.uint16)
     Image.fromarray(bright).save(tmp_path / "others" / "none" / "0.png")
-    other = succeed("eval", "ckpt_path=discs", f"data.root={tmp_path / 'others'}", logs=tmp_path)
-    assert read_config(other.folder.config)["data"]["range"] == [low, high]
+    address = f"ckpt_path={trained.folder.path}"
+    other = succeed("eval", address, f"data.root={tmp_path / 'others'}", logs=tmp_path)
+    assert read_config(other.folder.config)["data"]["range"] == trained.record["images"]["range"]
     assert other.record["metrics"]["test/acc"] > 0.9
 
+
+@pytest.mark.slow
+def test_a_resume_within_an_epoch_gives_equal_weights(trained, options, tmp_path):
+    steps_per_epoch = trained.record["steps"] // 9
+    assert 13 % steps_per_epoch
+    stop = partial(signal_at_step, 13)
+    stopped = run_door("train", *options, logs=tmp_path, before=stop)
+    assert stopped.code == 75 and stopped.record["steps"] == 13
+    resumed = succeed("train", "resume=discs", logs=tmp_path)
+    assert resumed.record["restarts"][0]["resumed_step"] == 13
+    assert resumed.record["images"] == trained.record["images"]
+    assert differences(weights(resumed.folder), weights(trained.folder)) == []
+
+
+def logits_of_files(net_of_format, facts, files):
+    """Return what an exported net says of files that are read as its card says."""
+    low, high = facts["range"]
+    pixels = np.stack([np.asarray(Image.open(file), np.float32) for file in files])[:, None]
+    inputs = ((pixels - low) / (high - low)).clip(0, 1)
+    inputs = (inputs - facts["mean"][0]) / facts["std"][0]
+    return net_of_format(inputs.astype(np.float32))
+
+
+@pytest.mark.slow
+def test_exported_nets_say_what_predict_says(trained, images, tmp_path):
+    log_dir = f"log_dir={trained.logs}"
     table = tmp_path / "p.csv"
-    place = f"log_dir={tmp_path}"
-    assert predict(["ckpt_path=discs", f"images={root}", f"out={table}", place]) == 0
+    assert predict(["ckpt_path=discs", f"images={images}", f"out={table}", log_dir]) == 0
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert all(row["file"].startswith(row["class"]) for row in rows) and len(rows) == 48
+
+    has_onnx = find_spec("onnxruntime") is not None
+    formats = "safetensors,pt2,onnx" if has_onnx else "safetensors,pt2"
     out = tmp_path / "export"
-    assert export(["ckpt_path=discs", f"out={out}", "formats=safetensors", place]) == 0
-    assert f"the values {low:g} and {high:g} of the file" in (out / "README.md").read_text()
+    assert export(["ckpt_path=discs", f"out={out}", f"formats={formats}", log_dir]) == 0
     assert json.loads((out / "config.json").read_text())["architecture"]
+    facts = trained.record["images"]
+    low, high = facts["range"]
+    assert f"the values {low:g} and {high:g} of the file" in (out / "README.md").read_text()
+
+    files = [images / row["file"] for row in rows]
+    program = torch.export.load(out / "model.pt2").module()
+    said = {"pt2": logits_of_files(lambda inputs: program(torch.from_numpy(inputs)), facts, files)}
+    if has_onnx:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(out / "model.onnx")
+        said["onnx"] = logits_of_files(
+            lambda inputs: torch.from_numpy(session.run(None, {"images": inputs})[0]), facts, files
+        )
+    for logits in said.values():
+        shares = logits.detach().softmax(1).amax(1).tolist()
+        assert shares == pytest.approx([float(row["probability"]) for row in rows], abs=1e-4)

@@ -32,10 +32,11 @@ from lockstep.data.targets import (
 )
 from lockstep.process.errors import UserError
 
-SAMPLED_ITEMS = 32  # whose images count in the hash of the data
-MEASURED_ITEMS = 256  # for mean and deviation of deep images
+# The images of so many items count in the hash of the data, and in mean and deviation of deep ones.
+SAMPLED_ITEMS = 32
+MEASURED_ITEMS = 256
 EIGHT_BITS = "8 bits"
-MOST_BANDS = 4  # of a picture: red, green, blue and alpha
+MOST_BANDS = 4  # red, green, blue and alpha
 GIVE_RANGE = "give data.range=[BLACK,WHITE], as [0,4095], or data.range=image"
 DatasetItem = tuple[Any, int]  # a data set and the number of an item
 

@@ -200,7 +200,7 @@ class CSVDataModule(ListedDataModule):
         names_default = self._label_column == "label" and self.target == "class"
         if not names_default or find_column(table.names, "label"):
             return []
-        columns = table.one_hot_columns(_rest(table.names, path))
+        columns = table.one_hot_columns(_possible_classes(table.names, path))
         if columns:
             table.warnings.append(
                 f"{self._table} has no column label. The columns {', '.join(columns[:20])} are "
@@ -301,11 +301,15 @@ class CSVDataModule(ListedDataModule):
         repeated = []
         for item in items:
             first = first_of.setdefault(os.path.normpath(item.name), item)
-            said = (first.split, first.label, first.numbers)
-            if said != (item.split, item.label, item.numbers):
+            is_same = (first.split, first.label, first.numbers) == (
+                item.split,
+                item.label,
+                item.numbers,
+            )
+            if not is_same:
                 faults.append(
                     f"{self._table}, lines {first.line} and {item.line}: {item.name} is "
-                    f"{_said_of(first)} and {_said_of(item)}: give one."
+                    f"{_description(first)} and {_description(item)}: give one."
                 )
             elif first is not item:
                 repeated.append(f"line {item.line}: {item.name}")
@@ -323,12 +327,12 @@ class CSVDataModule(ListedDataModule):
         return ""
 
 
-def _said_of(item: Item) -> str:
+def _description(item: Item) -> str:
     """Return "train cat 63", the split, the label and further numbers of an image."""
     return " ".join(map(str, (SPLITS[item.split], item.label, *item.numbers.values())))
 
 
-def _rest(names: Iterable[str], path: str) -> list[str]:
+def _possible_classes(names: Iterable[str], path: str) -> list[str]:
     """Return the columns that may be classes."""
     usual = {path.lower(), "split", *ALIASES["split"]}
     rest = [name for name in names if name and name.lower() not in usual]

@@ -56,7 +56,7 @@ def test_images_of_any_kind_become_batches(kind, tmp_path):
             assert shades.tolist() == [30 + 150 * label for label in labels[labels >= 0].tolist()]
 
 
-def test_classes_and_targets_are_taken_where_the_data_set_has_them(tmp_path):
+def test_classes_and_targets_of_the_data_set_count(tmp_path):
     dm = module(
         tmp_path, dataset=Shades(classes=["dark", "light"], targets=[i % 2 for i in range(40)])
     )
@@ -75,7 +75,7 @@ def test_classes_and_targets_are_taken_where_the_data_set_has_them(tmp_path):
 @pytest.mark.parametrize(
     ("own", "names"), [({"targets": torch.arange(40) % 4}, ["0", "1"]), ({}, ["0", "1"])]
 )
-def test_labels_are_the_ones_that_the_items_have_after_their_transform(own, names, tmp_path):
+def test_labels_are_those_after_the_target_transform(own, names, tmp_path):
     fine = Shades(
         classes=["black", "white", "dark", "light"], target_transform=lambda label: label % 2, **own
     )
@@ -106,7 +106,7 @@ def test_numbers_are_a_class_or_several_values_and_no_mask(of, kind, names, tmp_
     assert (dm.target_kind, dm.class_names, dm.source.mask_names) == (kind, names, [])
 
 
-def test_in_masks_of_0_and_255_alone_255_is_the_second_class(tmp_path):
+def test_255_is_a_class_in_masks_of_0_and_255(tmp_path):
     dm = module(
         tmp_path,
         dataset=Marked(of=lambda i: np.full((20, 16), 255 * (i % 2), np.uint8)),
@@ -118,7 +118,7 @@ def test_in_masks_of_0_and_255_alone_255_is_the_second_class(tmp_path):
         assert torch.equal(masks, (images[:, 0] > 0.5).long()) and masks.any()
 
 
-def test_what_random_transforms_of_the_data_set_draw_differs_between_epochs_and_seeds(tmp_path):
+def test_random_transforms_differ_between_epochs_and_seeds(tmp_path):
     class Noise(Shades):
         def __getitem__(self, i):
             return torch.rand(3, 8, 8), i % 2
@@ -150,7 +150,7 @@ def test_labels_that_are_no_classes_and_groups_are_refused(own, options, said, t
         module(tmp_path, dataset=Shades(**own), **options).prepare()
 
 
-def test_two_data_sets_of_one_length_and_other_labels_are_not_the_same_images(tmp_path):
+def test_other_labels_give_another_hash(tmp_path):
     one, other = (
         module(tmp_path, dataset=Shades(targets=targets)) for targets in ([0, 1] * 20, [1, 0] * 20)
     )

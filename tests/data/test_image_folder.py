@@ -58,7 +58,7 @@ def names(dm, split):
     return [dm.source.name(i) for i in getattr(dm.splits, split)]
 
 
-def test_classes_alone_are_split_per_class_and_test_alike_under_every_seed(tmp_path, root):
+def test_classes_are_split_alike_under_every_seed(tmp_path, root):
     first, other = (prepared(tmp_path, root, test_fraction=0.2, seed=seed) for seed in (0, 1))
     assert counts(first) == (40, 4, 11) and first.class_names == ["cat", "dog"]
     assert first.counts_per_split == {"train": [22, 18], "val": [2, 2], "test": [6, 5]}
@@ -73,7 +73,7 @@ def test_classes_alone_are_split_per_class_and_test_alike_under_every_seed(tmp_p
     )
 
 
-def test_given_parts_stay_as_they_are_and_a_test_folder_may_lack_a_class_and_not_add_one(tmp_path):
+def test_splits_of_folders_stay_and_test_may_lack_a_class(tmp_path):
     root = write(tmp_path / "set" / "train", {"a": 12, "b": 9}).parent
     write(root / "test", {"a": 3})
     assert counts(prepared(tmp_path, root, num_val=5)) == (16, 5, 3)
@@ -120,7 +120,7 @@ def test_splits_by_any_of_their_names(tmp_path, parts):
     assert dm.class_names == ["dev_board", "test_tube"]
 
 
-def test_a_folder_around_the_splits_as_unzip_makes_it_is_no_class(tmp_path):
+def test_a_folder_around_the_splits_is_no_class(tmp_path):
     for part in ("train", "val"):
         write(tmp_path / "download" / "set" / part, {"a": 6, "b": 6})
     with pytest.raises(UserError, match="holds only set/ with train, val: add /set to data.root"):
@@ -139,7 +139,7 @@ def test_a_folder_beside_train_that_is_no_split_is_named(tmp_path):
     }
 
 
-def test_imagenets_layout_tests_on_val_and_test_alone_can_be_evaluated(tmp_path):
+def test_imagenets_layout_tests_on_val(tmp_path):
     write(tmp_path / "set" / "train", {"a": 6, "b": 6})
     write(tmp_path / "set" / "val", {"a": 2, "b": 3})
     dm = prepared(tmp_path, tmp_path / "set")
@@ -285,7 +285,7 @@ def test_names_of_classes_are_ordered_as_of_torchvision(tmp_path):
     ]
 
 
-def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tmp_path, root):
+def test_augmenting_single_images_leaves_them_in_their_files(tmp_path, root):
     why = "single images are augmented, and an array would hold them resized to 24 px"
     assert prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1)).path_taken() == (
         "loader",

@@ -92,7 +92,7 @@ def test_train_beside_other_classes_is_a_class(tmp_path):
         within(["bus", "car", "train"], ["day1", "day2"]),
     ],
 )
-def test_train_that_may_be_a_class_or_a_split_is_asked_for(folders, tmp_path):
+def test_a_train_folder_of_unclear_meaning_is_refused(folders, tmp_path):
     root = write(tmp_path / "set", folders)
     with pytest.raises(UserError, match="data.splits=true .* or data.splits=false"):
         prepared(tmp_path, root)

@@ -143,7 +143,7 @@ def test_mnist_is_torchvisions(cls, tmp_path, monkeypatch):
         (raw / file).write_bytes(before)
 
 
-def test_all_digits_stretched_to_a_byte_with_a_test_set_that_no_seed_moves(tmp_path):
+def test_digits_fill_a_byte_and_their_test_set_stays(tmp_path):
     digits, last = load_digits(), np.random.default_rng(0).permutation(1797)[-360:]
     for seed in (0, 1):
         dm = made(DigitsDataModule, tmp_path, seed=seed)
@@ -161,7 +161,7 @@ def synthetic(**options):
     return SyntheticDataModule(num_images=500, num_test_images=203, **options).read()
 
 
-def test_synthetic_images_are_the_same_under_every_seed_balanced_and_of_the_sizes_asked():
+def test_synthetic_images_are_balanced_and_equal_under_every_seed():
     assert np.array_equal(synthetic(seed=0).images, synthetic(seed=9).images)
     assert not np.array_equal(synthetic().images, synthetic(noise=2.0).images)
     images = synthetic(num_classes=3, channels=1, image_size=20, resize=24)

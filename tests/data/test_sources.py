@@ -86,7 +86,7 @@ def test_the_batches_are_those_of_the_folder(kind, pipeline, roots, tmp_path):
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_path):
+def test_the_loader_opens_no_image_early(kind, tmp_path):
     """Neither is one decoded: none of these is an image.
 
     In a tar they are looked at from outside.
@@ -111,9 +111,7 @@ def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_pa
 
 
 @pytest.mark.parametrize("numbers", [True, False])
-def test_every_source_has_the_same_classes_in_the_same_order_and_the_same_hash_of_its_pixels(
-    numbers, tmp_path
-):
+def test_all_sources_have_equal_classes_and_hashes(numbers, tmp_path):
     def label(i):
         return str(i) if numbers else f"c{i}"
 
@@ -156,9 +154,7 @@ def test_config_and_class_have_the_same_options(kind):
         "options",
     }
     of_files = (
-        {"group", "splits", "max_megapixels", "range", "page", "bands"}
-        if kind == "dataset"
-        else set()
+        {"group", "splits", "max_megapixels", "page", "bands"} if kind == "dataset" else set()
     )
     assert taken - of_files == set(stated)
     assert stated["name"] == kind

@@ -101,7 +101,7 @@ def test_other_names_of_columns_and_splits_delimiters_and_encodings(
     )
 
 
-def test_a_column_of_splits_by_any_name_counts_and_a_fold_of_numbers_does_not(pictures, tmp_path):
+def test_a_column_of_splits_may_have_any_name(pictures, tmp_path):
     dm = csv_module(table(pictures / "list.csv", rows(), ["path", "label", "usage"]), tmp_path)
     assert facts(dm) == USUAL
     kaggle = [[*row[:2], i % 5, {"train": "Training", "val": "PublicTest", "test": "PrivateTest"}[row[2]]]
@@ -164,7 +164,7 @@ def test_a_line_that_is_no_image_is_named(said, pictures, tmp_path):
         csv_module(pictures / "list.csv", tmp_path, global_batch_size=1, val_fraction=0).prepare()
 
 
-def test_a_label_may_be_named_as_a_split_and_a_mask_that_is_not_there_is_named(pictures, tmp_path):
+def test_a_label_named_as_a_split_and_a_missing_mask(pictures, tmp_path):
     root = table(
         pictures / "list.csv", [[f"{i:02d}.png", i % 2] for i in range(24)], ["path", "is_test"]
     )
@@ -412,7 +412,7 @@ def test_rows_without_a_label_are_left_out(tmp_path):
     assert dm.left_out["rows without a label"][0] == "x.parquet: row 3"
 
 
-def test_a_file_that_is_cut_off_is_named_and_what_is_unpacked_stays(tmp_path):
+def test_a_cut_off_file_is_named(tmp_path):
     write(tmp_path / "a" / "0.parquet")
     parquet_module(tmp_path / "a", tmp_path, path="loader").prepare()
     other = write(tmp_path / "a" / "1.parquet", 5)
@@ -436,7 +436,7 @@ def test_a_column_of_a_parquet_file_names_the_groups(tmp_path):
     assert not groups[0] & groups[1]
 
 
-def test_a_data_set_of_the_hub_is_fetched_and_has_its_layout(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub_is_fetched(tmp_path, monkeypatch):
     """Through the function of its client that fetches the files of a repository."""
     asked = []
 

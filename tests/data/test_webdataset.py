@@ -51,7 +51,7 @@ def facts(dm):
     return dm.num_train, dm.num_val, dm.num_test
 
 
-def test_splits_are_known_by_the_names_of_files_or_folders_else_all_train(tmp_path):
+def test_names_of_files_or_folders_say_splits(tmp_path):
     for name, count in {
         "train/0.tar": 8,
         "train/1.tar": 6,
@@ -148,7 +148,7 @@ def test_a_sample_that_is_not_whole_is_named(said, members, tmp_path):
         module(shard(tmp_path / "0.tar", members=members), tmp_path).prepare()
 
 
-def test_a_shard_that_is_cut_off_before_or_while_it_is_read_is_named(tmp_path):
+def test_a_cut_off_shard_is_named(tmp_path):
     path = shard(tmp_path / "0.tar")
     dm = module(path, tmp_path, path="loader")
     dm.attach_to_ranks()

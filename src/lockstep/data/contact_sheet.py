@@ -3,20 +3,34 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.data.decoding import as_picture, size_of
 from lockstep.process.files import write_atomically
 from lockstep.process.output import printable
 
 TILE = 128  # side of a picture in a contact sheet, in pixels
-SMALL_BYTES = 80_000  # of a contact sheet in git
-COLOURS = (256, 64, 16)  # of a small one, as many as its size allows
+# A small contact sheet belongs into git. It has as many colours as its size allows.
+SMALL_BYTES = 80_000
+COLOURS = (256, 64, 16)
+
+
+class Tile(NamedTuple):
+    """Pictures that stand side by side, with a caption.
+
+    Attributes:
+        lines: of the caption.
+        colour: of the first line.
+    """
+
+    pictures: list[Any]
+    lines: list[str]
+    colour: str = "black"
 
 
 def contact_sheet(
     path: Path,
-    tiles: Sequence[tuple[list[Any], list[str], str]],
+    tiles: Sequence[Tile],
     columns: int,
     *,
     is_small: bool = False,
@@ -24,8 +38,6 @@ def contact_sheet(
     """Write a PNG of pictures with captions.
 
     Args:
-        tiles: images that stand side by side, the lines of their caption, and the colour
-            of its first line.
         is_small: reduce the colours until the file belongs into git.
     """
     from PIL import Image, ImageDraw, ImageFont

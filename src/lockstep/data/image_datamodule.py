@@ -87,21 +87,30 @@ class ImageOptions:
     epoch_size: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_name()
+        self._check_numbers()
+        self._check_loading()
+        if isinstance(self.inputs, str):
+            raise UserError(f"data.inputs={self.inputs}: give a list, data.inputs=[{self.inputs}].")
+        self.inputs = [str(name) for name in self.inputs or ()]
+
+    def _check_name(self) -> None:
         name = self.name or "images"
         if Path(name).name != name or name.startswith("."):
             raise UserError(
                 f"data.name={name!r} names a cache folder: give a name without slashes."
             )
+
+    def _check_numbers(self) -> None:
         for key in ("views", "eval_batch_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"data.{key}={getattr(self, key)} must be at least 1.")
-        if isinstance(self.inputs, str):
-            raise UserError(f"data.inputs={self.inputs}: give a list, data.inputs=[{self.inputs}].")
-        self.inputs = [str(name) for name in self.inputs or ()]
         if self.epoch_size is not None and self.epoch_size < 1:
             raise UserError(f"data.epoch_size={self.epoch_size} must be at least 1, or null.")
         if self.seed < 0:
             raise UserError(f"seed={self.seed} must be at least 0.")
+
+    def _check_loading(self) -> None:
         workers = self.num_workers
         if workers != "auto" and (isinstance(workers, str) or workers < 0):
             raise UserError(f"data.num_workers={workers} must be auto or at least 0.")

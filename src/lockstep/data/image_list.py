@@ -69,21 +69,30 @@ class ImageList(Source):
         for column in items[0].numbers:
             numbers = [_further_number(folder, item, column) for item in items]
             self.columns[column] = np.array(numbers)
+        self._set_targets(items, target, label_columns)
+        if unknown is not None and label_columns:
+            self.numbers[self.numbers == unknown] = np.nan
+
+    def _set_targets(
+        self, items: Sequence[Item], target: str, label_columns: Sequence[str]
+    ) -> None:
+        """Make the labels of the items numbers, or the names of masks."""
         labels = [item.label for item in items]
-        self.has_grey_levels = target == "mask"
+        self._masks = _as_bytes([])
         self.class_names = list(label_columns)
         if target == "mask":
+            self.has_grey_levels = True
             self.mask_names = [""]
             self.numbers = np.zeros(len(items), np.int64)
-        elif label_columns or target == "number":
-            self.numbers = _numbers(folder, items, len(label_columns))
+            self.targets = {}
+            self._masks = _as_bytes(labels)
+            return
+        if label_columns or target == "number":
+            self.numbers = _numbers(self.folder, items, len(label_columns))
         else:
             self.numbers = self._classes_of(labels)
             self.warnings += alike_names(self.class_names)
-        if unknown is not None and label_columns:
-            self.numbers[self.numbers == unknown] = np.nan
-        self._masks = _as_bytes(labels if self.mask_names else [])
-        self.targets = {} if self.mask_names else {"": self.numbers}
+        self.targets = {"": self.numbers}
 
     def _store(self, items: Sequence[Item]) -> None:
         """Keep what the items have, in arrays that worker processes share.

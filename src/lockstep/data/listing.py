@@ -58,7 +58,8 @@ class Item:
     split: int = TRAIN
     size: int = 0  # bytes of the encoded image
     mtime: int = 0  # when the file was changed, in nanoseconds
-    group: str | None = None  # what it shares with images that stay in the same split
+    # Images of one group stay in one split.
+    group: str | None = None
     file: str | None = None  # the file that holds it; None: the one of its name
     start: int = 0  # its first byte in that file
     line: int = 0  # its line in a table; 0: it is in none

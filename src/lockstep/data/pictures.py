@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.contact_sheet import TILE, contact_sheet
+from lockstep.data.contact_sheet import TILE, Tile, contact_sheet
 
 SHOWN = 16  # images of a picture
 # Classes of pixels after the first one, which keeps the colours of the image.
@@ -29,8 +29,6 @@ MASK_SHARE = 0.6  # of the colour of a class in a pixel
 # A name in a caption.
 NAME_LENGTH = 14  # characters
 RED = "#c22745"
-# Pictures that stand side by side, the lines of their caption, and the colour of its first line.
-Tile = tuple[list[Any], list[str], str]
 
 
 class Normalisation(NamedTuple):
@@ -118,7 +116,7 @@ def as_picture(pixels: Tensor) -> Image.Image:
     return Image.fromarray(pixels.contiguous().numpy())
 
 
-def words_of(target: Tensor, names: Sequence[str], *, is_mixed: bool = False) -> str:
+def text_of(target: Tensor, names: Sequence[str], *, is_mixed: bool = False) -> str:
     """Return a target of one image: its class, labels, number, or the largest classes of its mask.
 
     Args:
@@ -180,31 +178,44 @@ def write_batch(path: Path, batch: Any, data: Any) -> bool:
     if pixels.ndim == 4:
         pixels = pixels[:, None]
 
-    names = [str(name) for name in getattr(data, "class_names", ())]
-    targets = batch[1] if isinstance(batch[1], Mapping) else {"": batch[1]}
-    # One copy of all: each of its own would make the host wait for the device.
-    targets = {
-        name: values[:SHOWN].detach().cpu()
-        for name, values in targets.items()
-        if isinstance(values, Tensor)
-    }
-    is_of_classes = getattr(data, "target_kind", None) == "class"
-    tiles: list[Tile] = []
-    for i, views in enumerate(pixels):
-        pictures = list(views)
-        lines = []
-        for name, values in targets.items():
-            if is_mask(values):
-                pictures.append(with_mask(views[0], small_mask(values[i : i + 1])[0]))
-            text = words_of(values[i], names, is_mixed=is_of_classes)
-            lines.append(f"{name}: {text}" if name else text)
-        tiles.append(([as_picture(picture) for picture in pictures], lines, "black"))
+    targets = _shown_targets(batch[1])
+    tiles = [_tile(views, i, targets, data) for i, views in enumerate(pixels)]
     _write_sheet(path, tiles)
     return True
 
 
+def _shown_targets(targets: Any) -> dict[str, Tensor]:
+    """Return the targets of the first images by name, on the CPU."""
+    by_name = targets if isinstance(targets, Mapping) else {"": targets}
+    # One copy of all: each of its own would make the host wait for the device.
+    return {
+        name: values[:SHOWN].detach().cpu()
+        for name, values in by_name.items()
+        if isinstance(values, Tensor)
+    }
+
+
+def _tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) -> Tile:
+    """Return the views of image `i` of a batch, its masks and a line for each target.
+
+    Args:
+        views: (views, H, W, 3) uint8.
+        targets: of the whole batch, by name.
+    """
+    names = [str(name) for name in getattr(data, "class_names", ())]
+    is_of_classes = getattr(data, "target_kind", None) == "class"
+    pictures = list(views)
+    lines = []
+    for name, values in targets.items():
+        if is_mask(values):
+            pictures.append(with_mask(views[0], small_mask(values[i : i + 1])[0]))
+        text = text_of(values[i], names, is_mixed=is_of_classes)
+        lines.append(f"{name}: {text}" if name else text)
+    return Tile([as_picture(picture) for picture in pictures], lines)
+
+
 def _write_sheet(path: Path, tiles: list[Tile]) -> None:
-    columns = max(3, 8 // len(tiles[0][0]))
+    columns = max(3, 8 // len(tiles[0].pictures))
     contact_sheet(path, tiles, columns, is_small=True)
 
 
@@ -224,35 +235,42 @@ def write_mistakes(path: Path, worst: Sequence[Tensor], data: Any) -> None:
         pictures = [pixels[i]]
         if is_mask(targets) and is_mask(predictions):
             pictures += [with_mask(pixels[i], targets[i]), with_mask(pixels[i], predictions[i])]
-        verdict, is_right = _verdict(targets[i], predictions[i], names)
-        lines = [*verdict, f"loss {loss:.3g}"]
+        verdict = _verdict(targets[i], predictions[i], names)
+        lines = [verdict.predicted, verdict.true, f"loss {loss:.3g}"]
         if positions[i] >= 0 and hasattr(data, "source"):
             lines.append(Path(data.source.name(int(positions[i]))).name)
-        colour = "black" if is_right else RED
-        tiles.append(([as_picture(picture) for picture in pictures], lines, colour))
+        colour = "black" if verdict.is_right else RED
+        tiles.append(Tile([as_picture(picture) for picture in pictures], lines, colour))
     if tiles:
         _write_sheet(path, tiles)
 
 
-def _verdict(
-    target: Tensor, predicted: Tensor, names: Sequence[str]
-) -> tuple[tuple[str, str], bool]:
-    """Return what is predicted for an image and what is true, in words, and whether it is right."""
+class Verdict(NamedTuple):
+    """Sentences on what is predicted for an image and what is true, and whether they agree."""
+
+    predicted: str
+    true: str
+    is_right: bool
+
+
+def _verdict(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Verdict:
     if is_class(target) and predicted.ndim == 1:
         shares = predicted.float()
         best = shares.argmax()
-        said = f"{words_of(best, names)} ({shares[best]:.0%})"
-        true = f"true: {words_of(target, names)} ({shares[target]:.0%})"
-        return (said, true), bool(best == target)
+        return Verdict(
+            f"{text_of(best, names)} ({shares[best]:.0%})",
+            f"true: {text_of(target, names)} ({shares[target]:.0%})",
+            bool(best == target),
+        )
     if target.ndim == 2 and predicted.ndim == 2:
         is_counted = target >= 0
         share = (target == predicted)[is_counted].float().mean()
-        return (f"{share:.1%} of the pixels right", "image, true, predicted"), True
-    said = words_of(predicted, names)
-    true = words_of(target, names)
+        return Verdict(f"{share:.1%} of the pixels right", "image, true, predicted", True)
+    text = text_of(predicted, names)
+    true = text_of(target, names)
     if target.ndim == 0:
-        return (f"predicted: {said}", f"true: {true}"), True
-    return (said, f"true: {true}"), said == true
+        return Verdict(f"predicted: {text}", f"true: {true}", True)
+    return Verdict(text, f"true: {true}", text == true)
 
 
 def is_class(target: Tensor) -> bool:

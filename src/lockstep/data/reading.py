@@ -92,6 +92,9 @@ class Reading:
             )
         if self.page != ALL and (not isinstance(self.page, int) or self.page < 0):
             raise UserError(f"data.page={self.page} must be a number from 0, or all.")
+        self._check_bands()
+
+    def _check_bands(self) -> None:
         if any(not isinstance(band, int) or band < 1 for band in self.bands):
             raise UserError(f"data.bands={list(self.bands)} must be numbers from 1, as [3,2,1].")
         if self.bands and len(self.bands) != self.channels:

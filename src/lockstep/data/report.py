@@ -74,7 +74,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What is said of images before they are trained on.
+    """The report on the images of a run.
 
     Args:
         fields: `data_report` of the record.

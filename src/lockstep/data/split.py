@@ -14,7 +14,8 @@ from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.process.errors import UserError
 
 VAL_FRACTION = 0.1
-TEST_SEED = 42  # of drawn test images: every seed trains on the others
+# Test images are drawn by this seed, so that every seed of a run trains on the others.
+TEST_SEED = 42
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Splits:
 class Draw:
     """One draw among the training images."""
 
-    option: str  # of data: num_folds, num_val, val_fraction or test_fraction
+    option: str  # num_folds, num_val, val_fraction or test_fraction
     value: float
     seed: int
     purpose: int = SPLIT  # keeps the random streams of one seed apart

@@ -34,7 +34,7 @@ def pixels(selections):
     return np.concatenate(parts, axis=1)
 
 
-def test_an_epoch_is_complete_global_batches_of_different_images_by_seed_and_epoch_only():
+def test_an_epoch_depends_on_seed_and_epoch_alone():
     loader = train()
     seen = pixels(loader)
     assert len(loader) == 197 // 24 == 8 and seen.shape[1] == 192
@@ -110,7 +110,7 @@ def test_overfitting_repeats_the_same_epoch():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 500])
-def test_evaluation_counts_each_of_197_images_once_on_any_number_of_ranks(world_size, batch_size):
+def test_evaluation_counts_each_image_once_on_any_ranks(world_size, batch_size):
     centre = np.array([4, 4, 0])
     loaders = [
         EvalBatches(iter, INDICES, centre, batch_size=batch_size, rank=r, world_size=world_size)

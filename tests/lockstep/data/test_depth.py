@@ -103,7 +103,7 @@ def test_both_paths_give_equal_crops_and_flips(tmp_path):
     assert torch.equal(*batches) and batches[0].shape == (4, 3, SIDE, SIDE)
 
 
-def test_a_batch_stays_as_it_is_when_its_images_are_made(tmp_path):
+def test_making_images_leaves_the_batch_unchanged(tmp_path):
     data = module(folder(tmp_path / "x"), tmp_path, path="loader", mean=0.5)
     batch = next(iter(data.train_dataloader()))
     first = data.on_after_batch_transfer(batch, 0)[0].clone()
@@ -111,7 +111,7 @@ def test_a_batch_stays_as_it_is_when_its_images_are_made(tmp_path):
     assert torch.equal(first, second)
 
 
-def test_a_range_of_ones_own_clips_and_warns_of_little_contrast(tmp_path):
+def test_a_chosen_range_clips_and_warns_of_little_contrast(tmp_path):
     root = folder(tmp_path / "x")
     data = module(root, tmp_path, range=[300, 310])
     expected = ((VALUES.reshape(-1, 1, SIDE, SIDE) - 300) / 10).clip(0, 1)

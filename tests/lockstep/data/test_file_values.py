@@ -82,7 +82,7 @@ def test_alpha_of_16_bits_is_a_fourth_band():
     assert np.array_equal(Reading(4).values_of(png(VALUES)), VALUES)
 
 
-def test_a_png_of_16_bits_is_rotated_by_its_exif_data():
+def test_exif_data_rotate_a_png_of_16_bits():
     exif = Image.Exif()
     exif[0x0112] = 6
     rotated = png(VALUES[..., :3], chunk(b"eXIf", exif.tobytes()[6:]))

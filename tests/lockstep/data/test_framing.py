@@ -50,7 +50,7 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
         assert torch.allclose(transforms.normalise(moved)[0], theirs(image), atol=1e-5), image.size
 
 
-def test_the_crop_share_that_is_exported_gives_the_resized_side_again():
+def test_the_exported_crop_share_gives_the_resized_side():
     for image_size in range(1, 300, 7):
         for resize in range(image_size, image_size + 60):
             assert resize_of(image_size, None, Framing(image_size, resize).crop_pct) == resize

@@ -203,7 +203,7 @@ class Own(ImageDataModule):
         return ImageSet(images, np.arange(40) % 2, ["a", "b"], num_test=4)
 
 
-def test_a_data_set_of_ones_own_needs_no_name_and_no_cache(tmp_path):
+def test_a_users_data_set_needs_no_name_and_cache(tmp_path):
     dm = Own(image_size=4, global_batch_size=4, cache_dir=tmp_path)
     assert dm.name == "own"
     run(tmp_path / "logs", dm, max_epochs=1)

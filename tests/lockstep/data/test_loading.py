@@ -41,7 +41,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": "src"}
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
+def test_workers_ignore_a_signal_to_the_whole_job():
     """As SLURM sends it: to every process.
 
     The rank goes on, and its exit does not wait for its workers.

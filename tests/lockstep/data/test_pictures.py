@@ -12,8 +12,8 @@ from lockstep.data.pictures import (
     as_pixels,
     small_images,
     small_mask,
+    text_of,
     with_mask,
-    words_of,
     write_batch,
     write_mistakes,
 )
@@ -45,7 +45,7 @@ def test_large_images_and_masks_become_small():
     assert mask.shape == (1, 128, 128) and mask[0, 0, 0] == 0 and mask[0, 0, -1] == 255
 
 
-def test_a_mask_colours_its_classes_and_darkens_what_does_not_count():
+def test_a_mask_colours_classes_and_darkens_the_rest():
     pixels = torch.full((1, 3, 3), 100, dtype=torch.uint8)
     mixed = with_mask(pixels, torch.tensor([[0, 1, -1]]))
     blue = [int(100 * 0.4 + value * 0.6) for value in pictures.CLASS_COLOURS[0]]
@@ -65,7 +65,7 @@ def test_a_mask_colours_its_classes_and_darkens_what_does_not_count():
     ],
 )
 def test_a_target_in_words(target, is_mixed, words):
-    assert words_of(target, NAMES, is_mixed=is_mixed) == words
+    assert text_of(target, NAMES, is_mixed=is_mixed) == words
 
 
 @pytest.fixture

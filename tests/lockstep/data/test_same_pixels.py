@@ -125,7 +125,7 @@ WORLDS = ((3, 2, "loader", 0), (2, 1, "loader", 2), (2, 2, "array", 1))
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_ranks_workers_and_a_resume_see_the_pixels_of_one_process(root, name):
+def test_ranks_workers_and_resumes_see_equal_pixels(root, name):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     expected = epoch_bytes(world(root, name, 1, 1, "array", 0))
@@ -140,7 +140,7 @@ def test_ranks_workers_and_a_resume_see_the_pixels_of_one_process(root, name):
     )
 
 
-def test_resized_images_are_the_same_on_both_paths_and_in_an_array_nearly(small_root):
+def test_resized_images_agree_on_both_paths(small_root):
     expected = epoch_bytes(world(small_root, "crop_flip", 1, 1, "array", 0))
     for path in ("array", "loader"):
         modules = world(small_root, "crop_flip", 2, 2, path, 1)

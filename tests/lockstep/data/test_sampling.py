@@ -94,7 +94,7 @@ def test_ranks_and_accumulation_draw_the_same_images(world_size, accumulate):
     assert np.array_equal(positions(in_order), positions(batches()))
 
 
-def test_a_resume_in_mid_epoch_goes_on_with_the_same_images():
+def test_a_resume_in_mid_epoch_continues_its_images():
     saved = batches(accumulate=2)
     reading = iter(saved)
     for _ in range(10):
@@ -247,7 +247,7 @@ def table(place, weights):
     return place
 
 
-def test_a_column_of_weights_says_how_often_an_image_is_drawn(tmp_path):
+def test_weights_say_how_often_an_image_is_drawn(tmp_path):
     place = table(tmp_path, [0, 1, 2, 5])
     dm = listed("csv", place, sampling="weight", epoch_size=16)
     assert np.bincount(drawn_by(dm), minlength=4).tolist() == [0, 2, 4, 10]
@@ -300,7 +300,7 @@ def test_a_parquet_file_has_weights_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_weights_of_a_whole_one(tmp_path):
+def test_a_stopped_run_resumes_to_equal_weights(tmp_path):
     options = [
         "data=synthetic", "data.num_images=300", "data.num_classes=3", "data.num_test_images=30",
         "data.image_size=8", "data.global_batch_size=24", "data.sampling=sqrt", "scheduler=none",

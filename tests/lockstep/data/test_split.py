@@ -20,7 +20,7 @@ def assigned(seed=5, labels=LABELS[:93], given=None, groups=None, **options):
     return Split(seed, **options).assign(labels, given, groups)
 
 
-def test_folds_share_no_image_and_have_their_share_of_each_class():
+def test_folds_are_disjoint_and_stratified():
     parts = [assigned(fold=fold, num_folds=4) for fold in range(4)]
     for part in parts:
         assert np.array_equal(np.sort(np.concatenate([part.train, part.val])), np.arange(93))
@@ -38,7 +38,7 @@ def test_draws_and_folds_follow_from_the_seed():
 
 
 @pytest.mark.parametrize("num_val", [1, 9, 40, 88])
-def test_a_draw_takes_from_each_class_in_proportion_and_leaves_one(num_val):
+def test_a_draw_is_stratified_and_leaves_an_image(num_val):
     part = assigned(num_val=num_val)
     of_class, drawn = np.bincount(LABELS[:93]), np.bincount(LABELS[part.val], minlength=4)
     assert len(part.val) == num_val and (np.abs(drawn - of_class * num_val / 93) < 1).all()
@@ -55,7 +55,7 @@ def test_groups_stay_together_and_leave_each_class_an_image(options):
         assert "fold" in options or np.bincount(LABELS[part.train], minlength=4).min() >= 1
 
 
-def test_a_group_in_two_given_splits_and_groups_that_are_too_few():
+def test_divided_groups_and_too_few_groups_are_refused():
     with pytest.raises(
         UserError, match="data.group: 1 of 94 groups have images in several of train, val and test"
     ):

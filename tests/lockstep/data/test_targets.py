@@ -209,7 +209,7 @@ def test_a_mask_moves_with_its_image(case, source, pictures, tmp_path):
     assert torch.equal(images[:, 0] > 0.5, masks > 0)
 
 
-def test_masks_of_0_and_255_are_binary_and_255_among_others_does_not_count(pictures, tmp_path):
+def test_255_counts_in_binary_masks_alone(pictures, tmp_path):
     def made(values):
         for i in range(N):
             Image.fromarray(values[BLOCKS[i]]).save(pictures / "masks" / f"{i:02d}.png")
@@ -282,7 +282,7 @@ def test_a_dict_in_an_array_and_a_rank_without_images(path):
     )
 
 
-def test_views_are_drawn_alike_on_any_ranks_and_the_first_is_that_of_one_view():
+def test_views_are_equal_on_any_ranks():
     def images(views, world_size):
         dm = Arrays(
             np.zeros((N, 3)), "abc", **{**OPTIONS, "crop_padding": 3, "flip": True, "views": views}
