@@ -206,10 +206,10 @@ def for_multirun(typed: list[str]) -> list[str]:
     overrides = []
     for override in typed:
         key = key_of(override)
-        is_new_argument = _is_trainer_argument(key) and key not in listed
+        is_new = is_group(key, folders) or (_is_trainer_argument(key) and key not in listed)
         if is_choice(override, folders):
             override = override.lstrip("+")
-        elif override.startswith("+") or (is_new_argument and not override.startswith("~")):
+        elif override.startswith("+") or (is_new and not override.startswith("~")):
             override = set_or_add(override)
         overrides.append(override)
     return overrides

@@ -78,6 +78,20 @@ def test_what_something_reads_passes(words):
 
 
 @pytest.mark.parametrize(
+    ("typed", "taken"),
+    [
+        ("callbacks={x: {_target_: a.B}}", "++callbacks={x: {_target_: a.B}}"),
+        ("+callbacks={x: {_target_: a.B}}", "++callbacks={x: {_target_: a.B}}"),
+        ("+model=vit", "model=vit"),
+        ("trainer.limit_val_batches=3", "++trainer.limit_val_batches=3"),
+        ("~callbacks", "~callbacks"),
+    ],
+)
+def test_a_sweep_takes_what_a_run_takes(typed, taken):
+    assert module.for_multirun([typed]) == [taken]
+
+
+@pytest.mark.parametrize(
     ("word", "key", "value"),
     [
         ("run_id=2025_11_25", "run_id", "2025_11_25"),
