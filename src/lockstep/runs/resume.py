@@ -221,8 +221,8 @@ def _refuse_other_weights(folder: RunFolder, before: Config, config: Config) -> 
         return
     if any(complete_checkpoints(folder.checkpoints)):
         raise UserError(
-            f"The run {folder.run_id} goes on from its own checkpoints, and ckpt_path={address} would "
-            "have no effect: leave it out, or start a new run with it."
+            f"The run {folder.run_id} goes on from its own checkpoints, and ckpt_path={address} "
+            "would have no effect: leave it out, or start a new run with it."
         )
 
 
