@@ -108,14 +108,15 @@ class DatasetImages(ImageList):
 
         # Whether images can be used is known before training.
         self.open(0)
-        if any(title.startswith("-") and title[1:].isdigit() for title in self.class_names):
-            self.warnings.append(
-                f"data.dataset: the label {self.class_names[0]} counts as a class of its own. If "
-                "it means unknown, remove such items."
-            )
         if target != "class":
             self._read_targets(getattr(datasets[0], "classes", None))
         self.list_hash = self._hash_of_items()
+        first = self.class_names[0] if target == "class" else ""
+        if first.startswith("-") and first[1:].isdigit():
+            self.warnings.append(
+                f"data.dataset: the label {first} counts as a class of its own. If it means "
+                "unknown, remove such items."
+            )
 
     def _labels_of(self, dataset: Any) -> tuple[list[int], Any]:
         """Return the label of each item, and the names of the classes or None."""
