@@ -136,6 +136,13 @@ def test_callbacks_and_loggers_are_added_to_those_of_every_run(words, group, wan
     )
 
 
+def test_an_option_and_a_node_of_its_group_are_both_taken():
+    callbacks = plain(compose("train", ["callbacks=spot", "callbacks={x: {_target_: a.B}}"]))[
+        "callbacks"
+    ]
+    assert {"checkpoints", "spot", "x"} <= callbacks.keys()
+
+
 @pytest.mark.parametrize("key", ["trainer.max_time", "model.freeze", "trainer.barebones"])
 def test_a_null_may_be_removed(key):
     """Hydra 1.3 refuses it, and with 1.4 the key is gone."""
