@@ -38,6 +38,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent / "tests/harness")]
 
+import runs  # noqa: E402
 from faults import kill_at_line  # noqa: E402
 from kills import DDP, FSDP, TINY, differences, disturbed_run, final_state  # noqa: E402
 from lockstep.records.folder import RunFolder  # noqa: E402
@@ -46,6 +47,7 @@ from runs import Done, run_door  # noqa: E402
 
 SIGNALS_PER_RUN = 5
 STARTS_OF_A_JOB = 20
+RUN_TIMEOUT_S = 900.0
 STRATEGIES = (DDP, FSDP)
 # What a user types who has a module and a data module of the usual kind.
 JOB = (
@@ -362,6 +364,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60, help="signals of each piece")
     options = parser.parse_args(argv)
+    # The machine may be busy with other work, which is no fault of the run.
+    runs.TIMEOUT_S = RUN_TIMEOUT_S
     wrong = 0
     for piece in options.pieces or PIECES:
         with tempfile.TemporaryDirectory() as folder:

@@ -124,8 +124,9 @@ def test_a_new_limit_of_the_gradient_holds_from_the_resume_on(logs):
 
 
 @pytest.mark.slow
-def test_a_job_script_with_a_plus_goes_on_and_ends(tmp_path):
+def test_a_job_script_with_a_plus_goes_on_and_ends(stopped, tmp_path):
     words = [*WORDS, "+optimizer.maximize=false", "~callbacks.progress", "resume=auto"]
+    words.append(f"ckpt_path={stopped / 'train/runs/r'}")
     stopped = run_door("train", *words, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT))
     assert stopped.code == 75, stopped.output
     assert succeed("train", *words, logs=tmp_path).record["steps"] == 12

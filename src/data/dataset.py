@@ -146,6 +146,12 @@ class DatasetImages(ImageList):
         if target != "class":
             self._read_targets(getattr(datasets[0], "classes", None))
         self.list_hash = self._hash_of_items()
+        first = self.class_names[0] if target == "class" else ""
+        if first.startswith("-") and first[1:].isdigit():
+            self.warnings.append(
+                f"data.dataset: the label {first} counts as a class of its own. If it means "
+                "unknown, remove such items."
+            )
 
     def _depth(self) -> str:
         """Return "16 bits", by the first image. Floats from 0 to 1 count as 8 bits by default."""
@@ -228,7 +234,21 @@ class DatasetImages(ImageList):
         numbers = values.astype(np.float32)
         if self._unknown is not None and numbers.ndim == 2:
             numbers[numbers == self._unknown] = np.nan
+        if numbers.ndim == 1 or self._target == "number":
+            self._refuse_not_finite(name, numbers)
         return numbers
+
+    def _refuse_not_finite(self, name: str, numbers: np.ndarray) -> None:
+        """Refuse a number to predict that is nan or infinite: every loss would be nan."""
+        wrong = np.flatnonzero(~np.isfinite(numbers.reshape(len(numbers), -1)).all(1))
+        if not len(wrong):
+            return
+        dataset, i = self._dataset_items[wrong[0]]
+        raise UserError(
+            f"data.dataset: item {i} of {type(dataset).__name__} has the target "
+            f"{name and f'{name}='}{numbers[wrong[0]]}, as {len(wrong)} of {len(numbers)} items "
+            "that are not finite: remove them."
+        )
 
     def _names_of_classes(self, classes: Sequence[Any] | None) -> list[str]:
         kind = self.target_kind

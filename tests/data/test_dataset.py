@@ -133,6 +133,20 @@ def test_random_transforms_differ_between_epochs_and_seeds(tmp_path):
     assert not torch.equal(first, epoch(0, 1)) and not torch.equal(first, epoch(1, 0))
 
 
+def test_a_negative_label_is_warned_of(tmp_path):
+    dm = module(tmp_path, dataset=Shades(targets=[-1, *[i % 2 for i in range(39)]]))
+    dm.prepare()
+    assert dm.class_names == ["-1", "0", "1"]
+    assert ["label -1" in sentence for sentence in dm.warnings] == [True]
+
+
+@pytest.mark.parametrize("kind", ["any", "number"])
+def test_a_number_that_is_not_finite_is_refused(kind, tmp_path):
+    numbers = Marked(of=lambda i: float("nan") if i == 3 else i / 2)
+    with pytest.raises(UserError, match="item 3 of Marked has the target nan, as 1 of 40 items"):
+        module(tmp_path, dataset=numbers, target=kind).prepare()
+
+
 @pytest.mark.parametrize(
     ("own", "options", "said"),
     [

@@ -168,15 +168,15 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
     # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
     # too. A key that no yaml lists may be of Lightning's Trainer. Values may be added to a group.
     if refused["is_listed"] or _is_trainer_argument(key) or is_group(key, folders):
-        return _compose(config_name, _repaired(overrides, key), folders)
+        return _compose(config_name, _repaired(overrides, key, folders), folders)
     choices = [word for word in overrides if is_choice(word, folders)]
     options = unresolved(_compose(config_name, [*search_paths(overrides), *choices], folders))
     if refused["is_removed"] and key in flatten(options):
-        return _compose(config_name, _repaired(overrides, key), folders)
+        return _compose(config_name, _repaired(overrides, key, folders), folders)
     raise UserError(unknown_key(key, options, folders))
 
 
-def _repaired(overrides: list[str], key: str) -> list[str]:
+def _repaired(overrides: list[str], key: str, folders: tuple[Path, ...]) -> list[str]:
     """Return overrides of `key` that Hydra takes.
 
     It refuses to set a key that is new, to add one that is there, and to remove a null, which is
@@ -184,7 +184,7 @@ def _repaired(overrides: list[str], key: str) -> list[str]:
     """
     repaired = []
     for override in overrides:
-        if key_of(override) != key:
+        if key_of(override) != key or is_choice(override, folders):
             repaired.append(override)
         elif not override.startswith("~"):
             repaired.append(set_or_add(override))
@@ -206,10 +206,10 @@ def for_multirun(typed: list[str]) -> list[str]:
     overrides = []
     for override in typed:
         key = key_of(override)
-        is_new_argument = _is_trainer_argument(key) and key not in listed
+        is_new = is_group(key, folders) or (_is_trainer_argument(key) and key not in listed)
         if is_choice(override, folders):
             override = override.lstrip("+")
-        elif override.startswith("+") or (is_new_argument and not override.startswith("~")):
+        elif override.startswith("+") or (is_new and not override.startswith("~")):
             override = set_or_add(override)
         overrides.append(override)
     return overrides

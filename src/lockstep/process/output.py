@@ -13,8 +13,11 @@ from lockstep.process.project import REPOSITORY
 # Metrics of which the lower one is better, as words of a name. Others are scores.
 ERRORS = {"mae", "mse", "rmse", "mape", "nll", "ece", "brier", "perplexity", "ppl", "fid"}
 ERRORS |= {"wer", "cer", "eer", "err", "nrmse", "rmsle", "msle", "smape", "medae", "bce"}
-ERRORS |= {"crossentropy", "entropy", "kl", "hinge", "huber", "hamming", "hausdorff"}
-ERRORS |= {"lpips", "distance", "divergence", "deviation"}
+ERRORS |= {"crossentropy", "hinge", "huber", "hamming", "hausdorff", "lpips"}
+# Names of metrics that are errors nearly always, and of those that are scores.
+LIKELY_ERRORS = {"entropy", "kl", "distance", "divergence", "deviation"}
+SCORES = {"acc", "accuracy", "f1", "auc", "auroc", "map", "iou", "miou", "dice", "precision"}
+SCORES |= {"recall", "r2", "kappa", "psnr", "ssim"}
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
 PLAIN = "\033[0m"
 # Control characters but for line ends and tabs, marks that change the direction of writing, and
@@ -126,7 +129,16 @@ def is_lower_better(metric: str) -> bool:
     name = metric.lower()
     if "loss" in name or "error" in name:
         return True
-    return not ERRORS.isdisjoint(re.split("[^a-z]+", name))
+    return not (ERRORS | LIKELY_ERRORS).isdisjoint(re.split("[^a-z]+", name))
+
+
+def mode_of(metric: str) -> str | None:
+    """Return "min" or "max" if the last word of a metric's name leaves no doubt, else None."""
+    name = metric.lower().removesuffix("_epoch").removesuffix("_step")
+    last = re.split("[^a-z0-9]+", name)[-1]
+    if last in ERRORS or last.endswith(("loss", "error")):
+        return "min"
+    return "max" if last in SCORES else None
 
 
 def tested_name(monitor: str, metrics: Iterable[str] = ()) -> str:

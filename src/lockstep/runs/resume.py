@@ -222,7 +222,8 @@ def _refuse_other_weights(folder: RunFolder, before: Config, config: Config) -> 
     if any(complete_checkpoints(folder.checkpoints)):
         raise UserError(
             f"The run {folder.run_id} goes on from its own checkpoints, and "
-            f"{keys.WEIGHTS_AT_START}={address} would have no effect: leave it out, or start a new run with it."
+            f"{keys.WEIGHTS_AT_START}={address} would have no effect: leave it out, or start a "
+            "new run with it."
         )
 
 

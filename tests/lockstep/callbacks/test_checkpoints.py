@@ -165,6 +165,17 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
             Checkpoints(tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("monitor", "mode", "right"),
+    [("val_rmse", "max", "min"), ("val/image_error", "max", "min"), ("val/acc", "min", "max")],
+)
+def test_a_mode_that_keeps_the_worst_is_refused(monitor, mode, right, tmp_path):
+    with pytest.raises(UserError, match=f"give task.mode={right}"):
+        Checkpoints(tmp_path, monitor=monitor, mode=mode)
+    Checkpoints(tmp_path, monitor=monitor, mode=right)
+    Checkpoints(tmp_path, monitor="val/error_recall_of_mine", mode=mode)
+
+
 @pytest.mark.slow
 def test_a_best_without_optimizer_leaves_the_last_to_resume(tmp_path):
     words = [

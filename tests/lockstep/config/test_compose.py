@@ -92,6 +92,20 @@ def test_what_something_reads_passes(words):
 
 
 @pytest.mark.parametrize(
+    ("typed", "taken"),
+    [
+        ("callbacks={x: {_target_: a.B}}", "++callbacks={x: {_target_: a.B}}"),
+        ("+callbacks={x: {_target_: a.B}}", "++callbacks={x: {_target_: a.B}}"),
+        ("+model=vit", "model=vit"),
+        ("trainer.limit_val_batches=3", "++trainer.limit_val_batches=3"),
+        ("~callbacks", "~callbacks"),
+    ],
+)
+def test_a_sweep_takes_what_a_run_takes(typed, taken):
+    assert module.for_multirun([typed]) == [taken]
+
+
+@pytest.mark.parametrize(
     ("word", "key", "value"),
     [
         ("run_id=2025_11_25", "run_id", "2025_11_25"),
@@ -134,6 +148,13 @@ def test_callbacks_and_loggers_are_added_to_those_of_every_run(words, group, wan
         sorted(name for name, node in plain(compose("train", words))[group].items() if node)
         == wanted
     )
+
+
+def test_an_option_and_a_node_of_its_group_are_both_taken():
+    callbacks = plain(compose("train", ["callbacks=spot", "callbacks={x: {_target_: a.B}}"]))[
+        "callbacks"
+    ]
+    assert {"checkpoints", "spot", "x"} <= callbacks.keys()
 
 
 @pytest.mark.parametrize("key", ["trainer.max_time", "model.freeze", "trainer.barebones"])

@@ -25,6 +25,8 @@ def test_losses_and_errors_are_better_when_lower(metric):
     assert is_lower_better(metric)
 
 
-@pytest.mark.parametrize("metric", ["val/acc", "val/f1_macro", "val/image_score", "precision", "val/kappa", "val/miou"])
+@pytest.mark.parametrize(
+    "metric", ["val/acc", "val/f1_macro", "val/image_score", "precision", "val/kappa", "val/miou"]
+)
 def test_scores_are_better_when_higher(metric):
     assert not is_lower_better(metric)
