@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.config import merge
 from lockstep.config.check import check
 from lockstep.config.class_source import has_method
-from lockstep.config.hydra_versions import register_resolver, version_base
+from lockstep.config.hydra_versions import register_resolver, store_config, version_base
 from lockstep.config.overrides import (
     SEARCH_PATH,
     CommandLine,
@@ -60,7 +60,8 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     """
     register_resolvers()
     line = CommandLine.parse(config_name, overrides, CONFIGS)
-    if stored and _keeps_experiment(line, stored):
+    recipe = ((stored or {}).get("choices") or {}).get("experiment")
+    if stored and line.choices.get("experiment", recipe) == recipe:
         cfg = _compose_resumed(line, stored)
         overrides_before = merge.overrides_of(stored, line.overrides, line.choices)
     else:
@@ -107,11 +108,6 @@ def _chooses_data(experiment: str, folders: tuple[Path, ...]) -> bool:
     return False
 
 
-def _keeps_experiment(line: CommandLine, stored: Config) -> bool:
-    recipe = (stored.get("choices") or {}).get("experiment")
-    return line.choices.get("experiment", recipe) == recipe
-
-
 def _compose_resumed(line: CommandLine, stored: Config) -> Any:
     """Compose the config of a run that goes on."""
     choices = line.choices
@@ -122,7 +118,8 @@ def _compose_resumed(line: CommandLine, stored: Config) -> Any:
 
     values = merge.values_of(stored, line.overrides, choices, defaults)
     changes = merge.repeatable(line.overrides, stored, values, defaults)
-    overrides = [*options, merge.override_of_values(values), *changes, *line.without_fits]
+    store_config(group="resumed", name="run", node=values, package="_global_")
+    overrides = [*options, "+resumed=run", *changes, *line.without_fits]
     return _compose(line.config_name, overrides, line.folders)
 
 

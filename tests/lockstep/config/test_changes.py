@@ -1,10 +1,11 @@
 """An option that a resume changes is refused, or it takes effect: there is no third case."""
 
 import copy
+import doctest
 
 import pytest
 
-from lockstep.config import keys, schema
+from lockstep.config import keys, merge, schema
 from lockstep.config.changes import changes_of
 from lockstep.config.compose import CONFIGS, compose, defaults_of, whole_config
 from lockstep.process.errors import UserError
@@ -159,3 +160,9 @@ def test_no_key_counts_that_neither_recipe_nor_execution_has():
     )
     assert changes_of(before, now, defaults_of) == []
     assert keys.kind_of("choices.model") is keys.RECIPE, "comparisons of runs show the choices"
+
+
+def test_the_example_of_a_merge_holds():
+    folders = (CONFIGS,)
+    results = doctest.testmod(merge, extraglobs={"folders": folders})
+    assert results.attempted > 5 and not results.failed

@@ -13,7 +13,6 @@ from lockstep.process.errors import UserError
 from lockstep.process.script import exit_code_of
 from lockstep.records.config import flatten
 
-
 SRC = CONFIGS.parent / "src"
 
 

@@ -16,8 +16,7 @@ from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch
 from lockstep.runs.checks import check_options
-from lockstep.runs.first_record import changes_of_recipe
-from lockstep.runs.headlines import headlines
+from lockstep.runs.first_record import changes_of_recipe, headlines
 from lockstep.runs.place import hold_run_lock
 from lockstep.runs.resume import config_before, what_is_over
 from lockstep.runs.run import Run
