@@ -88,8 +88,9 @@ def other_images():
 def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoint_does_not(
     tmp_path,
 ):
-    first = succeed("train", *SMALL, logs=tmp_path)
-    more = [*SMALL, "trainer.max_epochs=3"]
+    short = [*SMALL, "trainer.limit_train_batches=2"]
+    first = succeed("train", *short, logs=tmp_path)
+    more = [*short, "trainer.max_epochs=3"]
     again = run_door("train", *more, "resume=auto", logs=tmp_path, before=other_images)
     assert again.code == 2 and "The run r was trained on other images (hash " in again.output
     best = first.folder.path / first.record["best_checkpoint"]["path"]

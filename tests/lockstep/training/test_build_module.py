@@ -76,9 +76,10 @@ def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
             "takes a number .*data.target=number .*the data has several labels",
         ),
         ("task._target_=plain_task.Lazy", None, "layers.weight is of a lazy layer"),
+        ("task._target_=collections.Counter", None, "Counter is not a LightningModule"),
     ],
 )
-def test_targets_that_the_task_does_not_take_and_a_lazy_layer_are_refused(task, target, said):
+def test_a_task_that_cannot_train_is_refused(task, target, said):
     with pytest.raises(UserError, match=said):
         build_module(
             plain(compose("train", [task, "model=small_cnn"])), {"target": target, "num_classes": 2}
