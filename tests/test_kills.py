@@ -34,9 +34,7 @@ def test_a_disturbed_run_ends_with_the_same_weights(tmp_path, strategy, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", [DDP, FSDP])
-def test_checkpoints_written_beside_the_training_hold_the_same_bits_after_a_stop_and_a_resume(
-    tmp_path, trainer
-):
+def test_background_checkpoints_hold_the_same_bits_after_a_resume(tmp_path, trainer):
     usual = [*trainer, *TINY, "trainer.max_epochs=2", "run_id=r"]
     assert run_door("train", *usual, logs=tmp_path / "usual").code == 0
     words, logs = [*usual, "callbacks.checkpoints.asynchronous=true"], tmp_path / "beside"

@@ -182,7 +182,7 @@ def order_of_copies():
     return events, seen
 
 
-def test_a_batch_is_copied_beside_the_step_before_it_and_waited_for():
+def test_a_batch_is_copied_beside_the_step_before_it():
     events, seen = call_on_null_gpus(order_of_copies)
     assert seen == [("cuda", [n, n]) for n in range(3)]
     assert [event for event in events if event != "copied beside"] == ["waited", "step"] * 3
@@ -219,5 +219,5 @@ def pinned(available):
 @pytest.mark.parametrize(
     ("available", "wanted"), [(2**30, [True, True]), (6000, [True, False]), (0, [False, False])]
 )
-def test_a_checkpoint_pins_a_quarter_of_the_free_memory_at_most(available, wanted):
+def test_a_checkpoint_pins_a_quarter_of_free_memory_at_most(available, wanted):
     assert call_on_null_gpus(pinned, available) == [(is_pinned, 256) for is_pinned in wanted]

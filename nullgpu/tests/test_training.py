@@ -68,7 +68,7 @@ def test_every_precision(trainer, precision, on_cpu, tmp_path):
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp trainer.shard_within_node=true"])
-def test_two_nodes_of_two_have_the_losses_of_one_process_and_statistics_of_both(
+def test_two_nodes_of_two_have_the_losses_of_one_process(
     trainer, on_cpu, tmp_path
 ):
     first, second = nodes_on_null_gpus(
@@ -81,7 +81,7 @@ def test_two_nodes_of_two_have_the_losses_of_one_process_and_statistics_of_both(
     assert all("gpu1/memory_gib" in node["stats"] for node in first.record["hardware"]["nodes"])
 
 
-def test_a_run_is_resumed_by_another_trainer_and_evaluated_by_any(tmp_path):
+def test_a_run_is_resumed_and_evaluated_by_another_trainer(tmp_path):
     trained(f"fsdp {FLOAT32} run_id=r", 2, tmp_path)
     again = ["resume=r", "trainer=gpu", "trainer.max_epochs=2", FLOAT32]
     second = run_on_null_gpus("train", *again, logs=tmp_path, devices=2)
@@ -99,7 +99,7 @@ def test_a_run_is_resumed_by_another_trainer_and_evaluated_by_any(tmp_path):
     [("fsdp", 2), ("ddp trainer.accumulate_grad_batches=2 trainer.gradient_clip_val=1.0 trainer.ema_decay=0.9", 2),
      ("gpu trainer.precision=16-mixed", 1)],
 )  # fmt: skip
-def test_no_line_synchronises_in_every_step_but_the_scaler_of_fp16(words, devices, tmp_path):
+def test_no_line_synchronises_in_every_step_but_the_scaler(words, devices, tmp_path):
     def by_line(steps):
         logs = tmp_path / str(steps)
         own = f"{words} trainer.log_every_n_steps=1000 data.num_images=600 trainer.limit_train_batches={2 * steps}"
@@ -161,14 +161,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("environment", "said"), REFUSED, ids=["volta", "driver"])
-def test_a_run_on_gpus_that_torch_cannot_use_names_the_build(environment, said, tmp_path):
+def test_a_run_on_unusable_gpus_names_the_build(environment, said, tmp_path):
     done = run_on_null_gpus("train", *SMALL, "trainer=gpu", logs=tmp_path, environment=environment)
     assert done.code == 2 and said in done.output, done.output
     assert "make install DEVICE=cu126" in done.output and "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(("environment", "said"), REFUSED, ids=["volta", "driver"])
-def test_the_doctor_names_the_build_for_gpus_that_torch_cannot_use(environment, said):
+def test_the_doctor_names_the_build_for_unusable_gpus(environment, said):
     command = [sys.executable, REPOSITORY / "src/doctor.py", "trainer=gpu"]
     done = subprocess.run(
         command, env=null_gpus() | environment, capture_output=True, text=True, timeout=120
@@ -177,7 +177,7 @@ def test_the_doctor_names_the_build_for_gpus_that_torch_cannot_use(environment, 
     assert "make install DEVICE=cu126" in done.stdout
 
 
-def test_the_doctor_of_two_nodes_sees_their_gpus_and_measures_nccl():
+def test_the_doctor_measures_nccl_between_two_nodes():
     command = [
         sys.executable,
         "src/doctor.py",

@@ -54,7 +54,7 @@ RUN_VALUE = re.compile(r"\$\{run:(\w+)\}")
 
 
 class Parts(NamedTuple):
-    """What Lightning trains or evaluates on one rank.
+    """The parts that Lightning trains or evaluates on one rank.
 
     Args:
         data: None if the module has its own loaders.

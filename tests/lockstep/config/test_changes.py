@@ -143,7 +143,7 @@ def test_a_key_of_another_version_is_no_change():
     assert changes_of(before, now, defaults_of) == []
 
 
-def test_a_new_key_with_another_value_than_its_default_is_a_change():
+def test_a_new_key_without_its_default_is_a_change():
     now = whole_config(compose("train", ["data.crop_padding=9"]))
     before = copy.deepcopy(now)
     del before["data"]["crop_padding"]

@@ -96,9 +96,7 @@ def test_a_group_that_is_chosen_anew_is_composed_anew(tmp_path):
     )
 
 
-def test_a_recipe_that_was_edited_or_removed_meanwhile_does_not_change_the_run(
-    tmp_path, monkeypatch
-):
+def test_an_edited_recipe_does_not_change_a_run_that_ran(tmp_path, monkeypatch):
     shutil.copytree(CONFIGS, tmp_path / "configs")
     monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     recipe = tmp_path / "configs" / "experiment" / "mine.yaml"
@@ -153,7 +151,7 @@ def test_what_was_added_can_be_removed(changed_run):
     assert "~callbacks.progress" in cfg.hydra.overrides.task
 
 
-def test_keys_that_only_the_older_version_had_are_left_out_and_new_ones_get_their_default(tmp_path):
+def test_a_resume_drops_old_keys_and_adds_new_defaults(tmp_path):
     before = leave_run(tmp_path, "r", "model=small_cnn", "data=digits")
     before["trainer"].update(record_hashes=True), before["callbacks"]["checkpoints"].update(gone=1)
     before["data"].update(gone=2), before.update(gone=3), before["trainer"].pop("num_threads")
@@ -178,7 +176,7 @@ def test_a_stored_class_is_kept_unless_its_module_has_moved(stored, expected, tm
     assert now["trainer"]["strategy"]["_target_"] == expected
 
 
-def test_learning_rates_are_not_scaled_twice_and_accumulation_follows_the_ranks(tmp_path):
+def test_a_resume_does_not_scale_learning_rates_twice(tmp_path):
     leave_run(
         tmp_path,
         "r",
@@ -191,7 +189,7 @@ def test_learning_rates_are_not_scaled_twice_and_accumulation_follows_the_ranks(
     assert now["trainer"]["accumulate_grad_batches"] == 1
 
 
-def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, monkeypatch):
+def test_a_launcher_decides_how_many_ranks_there_are(tmp_path, monkeypatch):
     leave_run(tmp_path, "r", "trainer=ddp_sim", "trainer.devices=4", "trainer.num_nodes=2")
     assert resumed(tmp_path, "resume=r").trainer.devices == 3, "as it ran"
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1"}.items():
@@ -199,9 +197,7 @@ def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, mon
     assert resumed(tmp_path, "resume=r").trainer.devices == "auto"
 
 
-def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_machine(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_buckets_config_gives_nothing_of_this_machine(tmp_path, monkeypatch, capsys):
     stated = ["data=cifar10", "data.root=/theirs", "trainer.max_epochs=5", "paths.logbook_dir=/etc", "optimizer.lr=0.5",
               "+callbacks.x={_target_: os.system}"]  # fmt: skip
     theirs, fetched = leave_run(tmp_path / "theirs", "r", *stated), []

@@ -50,7 +50,7 @@ def run_of(path, *words) -> Run:
 
 
 @pytest.mark.parametrize("data", ["data=digits", "data._target_=plain_task.Numbers"])
-def test_a_changed_value_is_compared_with_the_default_of_the_chosen_data(tmp_path, data):
+def test_a_change_is_told_against_the_chosen_datas_default(tmp_path, data):
     """The default data and model have another number of epochs, which configs/fits says."""
     config = config_of(data, "trainer.max_epochs=3")
     run = run_of(tmp_path / "r")
@@ -189,7 +189,7 @@ class Own(images.ImageDataModule): ...
 """
 
 
-def test_own_data_count_as_lockstep_s_by_what_their_class_can_do(tmp_path, monkeypatch):
+def test_own_data_count_by_what_their_class_can_do(tmp_path, monkeypatch):
     """All of them lie in src/data."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.py").write_text(OWN_DATA)
@@ -256,9 +256,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         ),
     ],
 )
-def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_holds(
-    tmp_path, fields, words, wanted
-):
+def test_a_resumed_run_keeps_the_images_of_a_device(tmp_path, fields, words, wanted):
     write_record(RunFolder(tmp_path).record, RunRecord(**fields))
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
     assert run_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
@@ -273,7 +271,7 @@ def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
     hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()
 
 
-def test_a_run_of_steps_alone_goes_on_until_its_steps_are_over():
+def test_a_run_of_steps_alone_ends_by_its_steps():
     trainer = {"max_epochs": None, "max_steps": 9, "max_time": None}
     stopped, ended = (
         RunRecord(status="interrupted", epochs=1, steps=5),
