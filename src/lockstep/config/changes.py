@@ -82,9 +82,7 @@ def _is_of_version(
     states it, and its class was not asked to take it.
     """
     group = keys.root_of(change.key)
-    choices_before = before.get("choices") or {}
-    choices_now = now.get("choices") or {}
-    if group in choices_before and choices_before[group] != choices_now.get(group):
+    if _is_chosen_anew(group, before, now):
         return False
     overrides = [*(before.get("overrides") or ()), *(now.get("overrides") or ())]
     was_typed = is_typed(change.key, {key_of(str(override)) for override in overrides})
@@ -93,6 +91,12 @@ def _is_of_version(
         is_derived = isinstance(default, str) and "${" in default
         return default == change.now or (is_derived and not was_typed)
     return default is ABSENT and not was_typed and group not in CLASS_GROUPS
+
+
+def _is_chosen_anew(group: str, before: Config, now: Config) -> bool:
+    choices_before = before.get("choices") or {}
+    choices_now = now.get("choices") or {}
+    return group in choices_before and choices_before[group] != choices_now.get(group)
 
 
 def _shown(value: Any) -> str:

@@ -89,22 +89,23 @@ def _brings_loaders(cfg: Any, line: CommandLine) -> bool:
 
 def _chooses_data(experiment: str, folders: tuple[Path, ...]) -> bool:
     """Return whether an experiment, or one that its defaults include, is about data."""
+    paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
+    return any(_is_about_data(path, folders) for path in paths if path.is_file())
+
+
+def _is_about_data(path: Path, folders: tuple[Path, ...]) -> bool:
     import yaml
 
-    for folder in folders:
-        path = folder / "experiment" / f"{experiment}.yaml"
-        if not path.is_file():
-            continue
-        content = yaml.safe_load(path.read_text()) or {}
-        if "data" in content:
-            return True
-        for entry in content.get("defaults") or []:
-            if isinstance(entry, dict):
-                # Keys are `data`, `/data` and `override /data`.
-                if any(key.split()[-1].lstrip("/") == "data" for key in entry):
-                    return True
-            elif entry != "_self_" and _chooses_data(str(entry).rpartition("/")[2], folders):
+    content = yaml.safe_load(path.read_text()) or {}
+    if "data" in content:
+        return True
+    for entry in content.get("defaults") or []:
+        if isinstance(entry, dict):
+            # Keys are `data`, `/data` and `override /data`.
+            if any(key.split()[-1].lstrip("/") == "data" for key in entry):
                 return True
+        elif entry != "_self_" and _chooses_data(str(entry).rpartition("/")[2], folders):
+            return True
     return False
 
 

@@ -188,6 +188,18 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
     changed = differences([default, values], keys.is_told_of_a_run)
     of_options = differences([before, values], keys.is_told_of_a_run)
     changed |= {name: pair for name, pair in of_options.items() if _names_option(name)}
+    return _rows_of_changes(overrides, changed, values)
+
+
+def _rows_of_changes(
+    overrides: list[str], changed: dict[str, list[Any]], values: dict[str, Any]
+) -> list[list[Any]]:
+    """Return the changes in the order in which the overrides make them.
+
+    Args:
+        changed: before and now by key; those that are told are taken out.
+        values: of this run, flat.
+    """
     rows = []
     for key in map(key_of, overrides):
         names = [name for name in changed if keys.is_below(name, key)]
