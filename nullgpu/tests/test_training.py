@@ -68,9 +68,7 @@ def test_every_precision(trainer, precision, on_cpu, tmp_path):
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp trainer.shard_within_node=true"])
-def test_two_nodes_of_two_have_the_losses_of_one_process(
-    trainer, on_cpu, tmp_path
-):
+def test_two_nodes_of_two_have_the_losses_of_one_process(trainer, on_cpu, tmp_path):
     first, second = nodes_on_null_gpus(
         *SMALL, FLOAT32, *f"trainer={trainer}".split(), logs=tmp_path
     )

@@ -36,7 +36,7 @@ def find_stored(overrides: list[str]) -> Config | None:
 
     The record of a run that only its bucket knows is fetched first, by one process of each node.
     """
-    if not any(key_of(override) == "resume" for override in overrides):
+    if "resume" not in map(key_of, overrides):
         return None
     finders = [override for override in overrides if keys.finds_run(key_of(override))]
     config = plain(compose("train", finders))
