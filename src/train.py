@@ -6,7 +6,7 @@ python src/train.py [group=option …] [key=value …]      --help lists them al
 import logging
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lockstep.commands.command_line import read_command
 from lockstep.process.files import utc_now
@@ -19,6 +19,9 @@ from lockstep.runs.opening import open_run
 from lockstep.runs.resume import fetch_newer_checkpoints, find_stored
 from lockstep.runs.run import Run
 from lockstep.runs.starting import start_ranks
+
+if TYPE_CHECKING:
+    from lockstep.training.build import Parts
 
 log = logging.getLogger(__name__)
 
@@ -42,30 +45,30 @@ def main(argv: list[str]) -> int:
         # torch and Lightning are imported here, after every early refusal.
         from lockstep.training.build import build
 
-        trainer, module, data = build(run)
-        record_start(run, trainer, module, data)
+        parts = build(run)
+        record_start(run, parts)
+        trainer, module, data = parts
         trainer.fit(module, datamodule=data, ckpt_path=run.resume_from, weights_only=True)
         log_profiles(run)
         if config["test"]:
-            test_best(trainer, module, data)
+            test_best(parts)
         run.update(
             trainer, status="finished", phase="end", exit_code=0, finished_at=utc_now(), error=None
         )
     return run.exit_code
 
 
-def record_start(run: Run, trainer: Any, module: Any, data: Any) -> None:
+def record_start(run: Run, parts: "Parts") -> None:
     """Record what is known when the parts of a run are built."""
-    if not trainer.is_global_zero:
+    if not run.cluster.is_rank_zero:
         return
     if run.resume_step is not None:
         # A resume that trains no step leaves the config of what ran before.
         run.recorder.on_first_step = partial(write_config, run)
 
-    from lockstep.training.facts import facts_of_data, facts_of_module
+    from lockstep.training.build import facts_of_parts
 
-    facts = facts_of_module(run, trainer, module) | facts_of_data(run, data)
-    run.update(hosts=run.hosts, **facts)
+    run.update(hosts=run.hosts, **facts_of_parts(run, parts))
 
 
 def log_profiles(run: Run) -> None:
@@ -76,11 +79,12 @@ def log_profiles(run: Run) -> None:
         log.info(profile.read_text())
 
 
-def test_best(trainer: Any, module: Any, data: Any) -> None:
+def test_best(parts: "Parts") -> None:
     """Test the best checkpoint, or the last weights if there is none."""
     from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
+    trainer, module, data = parts
     if any(getattr(callback, "is_pruned", False) for callback in trainer.callbacks):
         log.info("Nothing is tested: the trial is pruned.")
         return

@@ -16,7 +16,7 @@ from lockstep.process.output import set_up
 # test-contract
 CONTRACT = (
     "test_train.py", "test_kills.py", "test_eval.py", "test_torchrun.py",
-    "test_two_hosts.py::test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host[one_command",
+    "test_two_hosts.py::test_two_hosts_lose_one_and_resume_to_equal_weights[one_command",
     "test_slurm.py::test_usr1", "test_slurm.py::test_a_killed", "test_slurm.py::test_each_job", "test_s3_runs.py",
     "test_run_pages.py", "test_export.py", "lockstep/strategies/test_checkpoints_across.py",
     "lockstep/data/test_same_pixels.py", "lockstep/data/test_batches.py", "lockstep/sweeps/test_optuna_search.py",

@@ -111,7 +111,7 @@ def exercise(tmp_path):
     return run
 
 
-def test_one_machine_trains_both_tests_both_from_the_bucket_and_compares(exercise):
+def test_one_machine_trains_tests_and_compares_two_engines(exercise):
     code, commands = exercise("data.root=/images")
     scripts = ["src/train.py", "src/train.py", "src/eval.py", "src/eval.py", "src/logbook.py"]
     assert code == 0 and [command[0] for command in commands] == scripts
@@ -134,7 +134,7 @@ def test_one_machine_trains_both_tests_both_from_the_bucket_and_compares(exercis
     )
 
 
-def test_node_one_only_trains_its_overrides_win_and_an_interrupted_run_stops_the_script(exercise):
+def test_an_interrupted_run_stops_the_script_of_several_engines(exercise):
     nodes = {"NODES": "2", "NODE": "1", "MASTER": "host"}
     code, commands = exercise("trainer.max_epochs=5", "data.global_batch_size=64", **nodes)
     assert code == 0 and [command[:2] for command in commands] == [["1", "src/train.py"]] * 2

@@ -52,9 +52,7 @@ def test_a_key_that_nothing_reads_is_refused(word, said, animals):
     assert done.code == 2 and said in done.output, done.output
 
 
-def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_callbacks(
-    animals, tmp_path
-):
+def test_keys_are_taken_as_typed_and_foreign_callbacks_not(animals, tmp_path):
     other = photographs(tmp_path / "others", SAME)
     more = "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}"
     words = [f"data.root={other}", "data.test_fraction=0.2"]
@@ -70,9 +68,7 @@ def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_cal
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_version_without_a_key_and_one_that_says_nothing_are_tested(
-    animals, tmp_path
-):
+def test_a_checkpoint_of_an_earlier_version_is_tested(animals, tmp_path):
     logs, root = (
         shutil.copytree(animals.logs, tmp_path / "logs"),
         photographs(tmp_path / "new", SAME),
@@ -107,9 +103,7 @@ def confusion(done):
         return list(csv.reader(file))
 
 
-def test_all_images_of_another_folder_are_tested_as_the_net_was_trained_and_of_the_moved_one_the_same_part(
-    animals, tmp_path
-):
+def test_all_images_of_another_folder_are_tested(animals, tmp_path):
     done = evaluated(animals, photographs(tmp_path / "new", SAME, 30))
     assert done.code == 0 and "testing on all 90 images" in done.output, done.output
     metrics, data = done.record["metrics"], read_config(done.folder.config)["data"]
@@ -141,7 +135,7 @@ def test_labels_are_matched_by_class_name(animals, tmp_path, names, rows):
     ]
 
 
-def test_an_unknown_class_is_refused_by_name_and_a_test_folder_alone_is_tested(animals, tmp_path):
+def test_an_unknown_class_is_refused_by_name(animals, tmp_path):
     done = evaluated(animals, photographs(tmp_path / "new", {name: name for name in SHADES}))
     assert done.code == 2 and "Traceback" not in done.output, done.output
     assert (
@@ -157,9 +151,7 @@ def test_an_unknown_class_is_refused_by_name_and_a_test_folder_alone_is_tested(a
 
 
 @pytest.mark.slow
-def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoints_classes(
-    animals, tmp_path
-):
+def test_a_table_of_test_rows_has_the_checkpoints_classes(animals, tmp_path):
     photographs(tmp_path / "new", {"a": "fox", "b": "cat"})
     lines = [
         f"new/{place}/{i}.png,{name},test"

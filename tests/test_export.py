@@ -57,9 +57,7 @@ def exported(vit, tmp_path_factory):
     return out
 
 
-def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(
-    vit, tmp_path, monkeypatch, capsys
-):
+def test_the_folder_goes_to_the_hub(vit, tmp_path, monkeypatch, capsys):
     calls = []
 
     class Address(str):
@@ -148,7 +146,7 @@ def test_timm_loads_any_of_its_models_as_the_card_says(
     ]
 
 
-def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch):
+def test_a_net_of_our_own_is_built_from_its_card(tmp_path, monkeypatch):
     words = [*SMALL_NET, "model.dropout=0.125", "data.image_size=12"]
     done = succeed("train", *words, logs=tmp_path / "logs")
     out = tmp_path / "out"
@@ -178,7 +176,7 @@ def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch)
             )
 
 
-def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(exported, vit):
+def test_timm_loads_the_exported_folder(exported, vit):
     import timm
     from huggingface_hub import ModelCard
 
@@ -229,7 +227,7 @@ def test_the_card_of_another_task_says_what_its_outputs_mean(tmp_path, kind, say
     assert says in text and is_silent not in text
 
 
-def test_the_card_of_a_classifier_of_other_targets_is_of_one(tmp_path):
+def test_a_card_of_other_targets_is_no_image_classification(tmp_path):
     facts = {"class_names": ["a", "b"], "num_classes": 2, "image_size": 8, "channels": 3, "mean": [0.5] * 3,
              "std": [0.2] * 3, "resize": 8, "fit": "crop", "interpolation": "bicubic", "data_hash": "0",
              "target": "dict"}  # fmt: skip
@@ -266,9 +264,7 @@ def test_a_head_beside_the_net_is_refused():
     )
 
 
-def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(
-    vit, tmp_path, monkeypatch, capsys
-):
+def test_an_export_that_differs_is_not_good(vit, tmp_path, monkeypatch, capsys):
     def fail(model, out):
         raise ValueError("I/O error: No space left on device (os error 28)")
 

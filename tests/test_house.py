@@ -149,7 +149,7 @@ def test_init_files_are_empty_and_no_file_name_says_nothing():
         assert len(name.split("/")) <= (3 if name.startswith("lockstep/") else 2)
 
 
-def test_each_config_is_yaml_without_a_key_twice_and_builds_what_lies_in_the_folder_of_its_group():
+def test_each_config_builds_what_its_group_holds():
     for path in SRC.parent.glob("configs/**/*.yaml"):
         OmegaConf.load(path)
         homes = tuple(f"{home}." for home in FOLDER_OF_GROUP.get(path.parent.name, ()))
@@ -237,8 +237,8 @@ FRAGILE = {
         "kwonlyargs": "test_the_trainers_arguments_are_those_of_its_source",
     },
     "lockstep/config/compose.py": {
-        "Could not": "test_what_is_wrong_is_refused_in_one_sentence_with_what_to_type",
-        "OverrideParseException": "test_what_is_wrong_is_refused_in_one_sentence_with_what_to_type",
+        "Could not": "test_what_is_wrong_is_refused_with_what_to_type",
+        "OverrideParseException": "test_what_is_wrong_is_refused_with_what_to_type",
         "hydra.overrides.task": "test_hydras_node_has_the_overrides_and_the_chosen_options",
         "hydra.overrides.hydra": "test_hydras_node_has_the_overrides_and_the_chosen_options",
         "hydra.runtime.choices": "test_hydras_node_has_the_overrides_and_the_chosen_options",
@@ -292,7 +292,7 @@ def defined_names(tree: ast.AST) -> set[str]:
     return names
 
 
-def test_private_names_of_libraries_are_used_only_in_files_that_explain_them():
+def test_private_names_of_libraries_are_explained():
     defined = set()
     for path in FILES.values():
         defined |= defined_names(parsed(path))
@@ -325,7 +325,7 @@ def test_a_private_or_fragile_name_has_its_test():
             assert f"def {test}(" in tests, f"{test}, of {name}, is gone"
 
 
-def test_the_public_interface_has_the_names_and_arguments_that_docs_api_states():
+def test_the_public_interface_is_that_of_its_page():
     page = (SRC.parent / "docs" / "api.md").read_text()
     rows = re.findall(r"^\| `(lockstep\.[\w.]+)\.(\w+)` \| ([^|]*)\|", page, re.MULTILINE)
     assert 20 <= len(rows) <= 30

@@ -68,7 +68,7 @@ def end(process, place):
     return process.returncode, output
 
 
-def test_each_host_gets_its_rank_one_run_id_and_the_masters_address(place):
+def test_each_host_gets_its_rank_and_one_run_id(place):
     code, output = end(start(place, "trainer=ddp"), place)
     first, second = (
         line.split() for line in sorted(line for line in output.splitlines() if "] node" in line)
@@ -81,7 +81,7 @@ def test_each_host_gets_its_rank_one_run_id_and_the_masters_address(place):
 
 
 @pytest.mark.slow
-def test_when_one_fails_the_others_are_ended_and_its_error_stands_last(place):
+def test_the_error_of_the_failed_node_stands_last(place):
     code, output = end(start(place, "fail=1", "long"), place)
     assert code == 3 and output.strip().splitlines()[-1] == "[user@b] error: rank 1 is to blame"
 
@@ -89,7 +89,7 @@ def test_when_one_fails_the_others_are_ended_and_its_error_stands_last(place):
 @pytest.mark.parametrize(
     ("words", "times", "wanted"), [(["long"], 1, 75), (["long", "deaf"], 2, 137)]
 )
-def test_ctrl_c_asks_for_a_checkpoint_and_a_second_one_does_not_wait(place, words, times, wanted):
+def test_a_second_ctrl_c_does_not_wait_for_a_checkpoint(place, words, times, wanted):
     process, began = start(place, *words), time.monotonic()
     for _ in range(times):
         process.send_signal(signal.SIGINT)

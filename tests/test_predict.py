@@ -91,9 +91,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_image_has_a_row_and_the_others_are_classified_transparent_ones_as_on_white(
-    trained, tmp_path, capsys
-):
+def test_a_broken_image_has_a_row(trained, tmp_path, capsys):
     done, root = trained
     files = sorted((root / "images").rglob("*.png"))[:3]
     for folder, file in (("a", files[0]), ("b", files[1])):  # two files of one name
@@ -139,7 +137,7 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def test_one_image_and_a_list_of_images_and_folders_are_predicted(trained, tmp_path, monkeypatch):
+def test_images_lists_and_folders_are_predicted(trained, tmp_path, monkeypatch):
     done, root = trained
     monkeypatch.chdir(tmp_path)
     first, second = sorted((root / "images").glob("*.png"))[:2]

@@ -114,7 +114,7 @@ def test_a_schedule_that_keeps_its_length_refuses_another_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_limit_of_the_gradient_holds_from_the_resume_on(logs):
+def test_a_new_gradient_limit_holds_from_the_resume_on(logs):
     before = weights(RunFolder(logs / "train" / "runs" / "r"))
     done = succeed("train", "resume=r", "trainer.gradient_clip_val=1e-12", logs=logs)
     assert "Changed from here on: trainer.gradient_clip_val was None, now 1e-12" in done.output

@@ -70,9 +70,7 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, t
         ("photographs/cat", "has no class folders"),
     ],
 )
-def test_a_bucket_that_cannot_be_used_ends_the_run_with_its_address(
-    sources, tmp_path, place, sentence
-):
+def test_an_unusable_bucket_ends_the_run_with_its_address(sources, tmp_path, place, sentence):
     server, uri, _ = sources
     words = ("data=image_folder", *SMALL, "trainer=cpu", f"s3.endpoint_url={server.endpoint_url}",
              f"data.cache_dir={tmp_path}/cache", f"data.root={uri}/{place}")  # fmt: skip

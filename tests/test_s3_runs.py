@@ -134,7 +134,7 @@ def finished(tmp_path_factory):
         yield place, done
 
 
-def test_a_finished_run_leaves_page_figures_and_summary_in_the_bucket(finished):
+def test_a_finished_run_leaves_its_page_in_the_bucket(finished):
     place, done = finished
     for name in ("page.md", "curves.svg", "run.json", "config.yaml", "metrics.csv"):
         assert place.run.read(name)[0] == (done.path / name).read_bytes(), name
@@ -142,7 +142,7 @@ def test_a_finished_run_leaves_page_figures_and_summary_in_the_bucket(finished):
     assert json.loads(place.run.read("run.json")[0])["summary"]["best"]
 
 
-def test_a_new_run_with_the_id_of_another_in_the_bucket_is_refused(finished, tmp_path):
+def test_another_runs_id_in_the_bucket_is_refused(finished, tmp_path):
     place, _ = finished
     objects = list(place.bucket.list())
     other = place.train("trainer=cpu", *SHORT, logs=tmp_path)
@@ -205,7 +205,7 @@ def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(place, tmp_path):
+def test_a_fresh_machine_resumes_from_the_bucket_alone(place, tmp_path):
     stop = partial(signal_at_step, 30, signal.SIGTERM)
     first = place.train("trainer=fsdp_sim", logs=tmp_path / "first", before=stop)
     assert first.code == EXIT_INTERRUPTED, first.output
@@ -233,7 +233,7 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     check_no_secret(tmp_path, first.output + again.output)
 
 
-def test_a_bucket_that_is_not_there_ends_the_run_before_training_with_one_sentence(place, tmp_path):
+def test_a_missing_bucket_ends_the_run_before_training(place, tmp_path):
     done = place.train("trainer=cpu", "s3.uri=s3://no-such-bucket/x", logs=tmp_path)
     assert done.code == EXIT_USER_ERROR
     assert (
@@ -244,7 +244,7 @@ def test_a_bucket_that_is_not_there_ends_the_run_before_training_with_one_senten
 
 
 @pytest.mark.slow
-def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp_path):
+def test_a_best_that_never_arrived_is_the_last_line(place, tmp_path):
     away = ["s3.endpoint_url=http://127.0.0.1:9", "s3.required=false", "s3.flush_timeout_s=4"]
     done = place.train("trainer=cpu", *away, logs=tmp_path)
     assert done.code == EXIT_NOT_UPLOADED, done.output

@@ -119,7 +119,7 @@ def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path, c
     assert hits(output + everything_in(tmp_path)) == []
 
 
-def test_what_git_would_show_of_uncommitted_code_is_kept_without_secrets(tmp_path):
+def test_uncommitted_code_is_kept_without_secrets(tmp_path):
     done = run_door(
         "train", *SMALL, "trainer=cpu", "trainer.max_epochs=1", logs=tmp_path, before=_dirty
     )

@@ -54,7 +54,7 @@ def only_run(slurm, job):
 
 
 @pytest.mark.slow
-def test_usr1_saves_and_requeues_and_the_same_run_ends_with_bit_equal_weights(slurm, tmp_path):
+def test_usr1_requeues_and_the_weights_are_bit_equal(slurm, tmp_path):
     whole = run_door("train", *SMALL, "trainer.max_epochs=20", logs=tmp_path)
     assert whole.code == 0, whole.output
     job = slurm.sbatch(*NODES, "trainer.max_epochs=20")
@@ -92,7 +92,7 @@ def test_a_killed_task_fails_the_job_and_is_named(slurm):
 
 
 @pytest.mark.slow
-def test_a_job_whose_node_goes_down_starts_again_and_scancel_saves_and_ends_it(slurm):
+def test_a_job_whose_node_goes_down_starts_again(slurm):
     job = slurm.sbatch(*NODES, "trainer.max_epochs=1000")
     wait_for_checkpoint(slurm, job)
     slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")

@@ -88,7 +88,7 @@ def agents(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_run_id_is_one_run_and_a_restart_goes_on_in_it(agents):
+def test_a_torchrun_restart_goes_on_in_one_run(agents):
     own = agents
     agent = own.start(
         ["--nproc-per-node=2", "--max-restarts=1", "--master-port={port}"],

@@ -104,7 +104,7 @@ def test_overfit_learns_a_few_batches_by_heart(tmp_path):
     assert losses[-1] < 0.5 * losses[0] and done.record["tags"] == ["debug"]
 
 
-def test_a_checkpoint_is_plain_carries_its_config_and_eval_counts_the_same_with_a_bit_equal_loss(
+def test_a_checkpoint_is_plain_and_eval_counts_the_same(
     uninterrupted,
 ):
     path, _ = next(complete_checkpoints(uninterrupted.folder.checkpoints, "best"))
@@ -160,7 +160,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp_path):
+def test_a_sweep_of_two_rank_jobs_survives_a_failure(tmp_path):
     sweep = f"hydra.sweep.dir={tmp_path}/train/multiruns/s"
     words = [
         "experiment=quickstart",
@@ -222,7 +222,7 @@ def test_bad_input_ends_with_one_sentence_and_exit_code_2(overrides, tmp_path):
     assert "Traceback" not in done.output
 
 
-def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tmp_path):
+def test_a_file_that_is_no_checkpoint_is_refused(uninterrupted, tmp_path):
     rubbish = tmp_path / "rubbish.ckpt"
     rubbish.write_bytes(b"not a checkpoint")
     done = run_door("train", f"ckpt_path={rubbish}", logs=tmp_path)
@@ -235,7 +235,7 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
 
 
 @pytest.mark.slow
-def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted):
+def test_a_new_run_starts_from_the_weights_of_another(uninterrupted):
     best, logs = (
         weights(uninterrupted.folder, "best"),
         uninterrupted.logs,
@@ -254,7 +254,7 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
 
 
 @pytest.mark.slow
-def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(tmp_path):
+def test_max_steps_in_mid_epoch_validates_tests_and_resumes(tmp_path):
     words = ["scheduler=none", "trainer.log_every_n_steps=4"]
     whole = quickstart(tmp_path / "whole", *words, "trainer.max_steps=30")
     short = quickstart(tmp_path, *words, "trainer.max_steps=7", "run_id=r")
@@ -278,7 +278,7 @@ def breaks_before_the_first_step():
 
 
 @pytest.mark.slow
-def test_the_id_of_a_run_that_died_before_its_first_step_can_be_used_again(tmp_path):
+def test_a_run_that_never_stepped_leaves_its_id_free(tmp_path):
     words = [
         "experiment=quickstart",
         "trainer=cpu",
@@ -351,7 +351,7 @@ def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path):
+def test_early_stopping_ends_a_run_for_every_further_start(tmp_path):
     stopping = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, min_delta: 100, patience: 1}"
     words = [
         "trainer.limit_train_batches=2",
@@ -366,7 +366,7 @@ def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path
 
 
 @pytest.mark.slow
-def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder(tmp_path):
+def test_a_resume_that_fails_changes_nothing_of_the_run(tmp_path):
     words = [
         "trainer.limit_train_batches=2",
         "trainer.max_epochs=1",

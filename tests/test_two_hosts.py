@@ -82,9 +82,7 @@ def said(hosts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", [one_command_per_node, torchrun, nodes_py])
-def test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host(
-    launch, hosts, one_host
-):
+def test_two_hosts_lose_one_and_resume_to_equal_weights(launch, hosts, one_host):
     first, second = hosts
     with pytest.raises(Exception, match="returned non-zero"):
         second.run("cat", str(first.project / "src/train.py"))

@@ -6,7 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-SRC = Path(__file__).resolve().parents[1] / "src"
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+LONGEST_NAME = 10  # words behind test_
 FILES = [str(path.relative_to(SRC)) for path in sorted(SRC.rglob("*.py"))]
 # Question words and prepositions begin half a sentence, a bracket or small letter a formula
 START = re.compile(
@@ -32,7 +34,7 @@ def docstrings(name: str) -> list[tuple[str, str]]:
     return [(of, text) for of, text in found if text]
 
 
-def test_docstrings_start_with_a_verb_or_a_noun_and_use_the_terms_of_the_field():
+def test_docstrings_use_the_terms_of_the_field():
     every = [(name, of, text) for name in FILES for of, text in docstrings(name)]
     wrong = [
         (name, of, text) for name, of, text in every if START.match(text) or PRIVATE.search(text)
@@ -40,7 +42,7 @@ def test_docstrings_start_with_a_verb_or_a_noun_and_use_the_terms_of_the_field()
     assert wrong == []
 
 
-def test_messages_pages_and_option_comments_use_the_terms_of_the_field():
+def test_messages_and_pages_use_the_terms_of_the_field():
     root = SRC.parent
     paths = [
         *root.glob("*.md"),
@@ -58,3 +60,14 @@ def test_messages_pages_and_option_comments_use_the_terms_of_the_field():
         )
     found = {name: [match[0] for match in PRIVATE.finditer(text)] for name, text in texts.items()}
     assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_names_of_tests_have_at_most_ten_words():
+    long = []
+    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("nullgpu/tests/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "name", None) or ""
+            words = name.removeprefix("test_").split("_")
+            if name.startswith("test_") and len(words) > LONGEST_NAME:
+                long.append(f"{path.relative_to(ROOT)}::{name}")
+    assert long == []

@@ -49,7 +49,7 @@ def test_one_process_logs_what_plain_pytorch_has_before_clipping():
 
 
 @pytest.mark.slow
-def test_every_strategy_logs_the_same_also_without_the_scale_of_fp16():
+def test_every_strategy_logs_the_same_norm():
     exact = [
         (name, settings(accumulate=k)) for name in ("ddp", "fsdp", "allreduce") for k in (1, 2)
     ]

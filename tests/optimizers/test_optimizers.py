@@ -39,7 +39,7 @@ def weights():
     return [torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(4))]
 
 
-def test_it_is_the_one_that_was_named_and_keeps_groups_and_options():
+def test_it_is_the_optimizer_that_was_named():
     matrix, bias = weights()
     groups = [{"params": [matrix], "lr": 0.5}, {"params": [bias], "weight_decay": 0.0}]
     optimizer = timm_optimizer(groups, opt="nadamw", lr=0.1, weight_decay=0.2, betas=(0.8, 0.9))

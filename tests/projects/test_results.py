@@ -62,7 +62,7 @@ def test_the_tested_metric_is_of_the_monitored_stem():
     assert output.tested_name("val/mae") == "test/mae"
 
 
-def test_a_page_pairs_metrics_and_the_last_line_has_the_test(tmp_path):
+def test_a_page_pairs_validated_and_tested_metrics(tmp_path):
     overrides = ("task._target_=projects.segmentation.SegModel", "task.monitor=valid_loss")
     done = succeed("train", *overrides, "task.mode=min", *SHORT, logs=tmp_path, before=PROJECTS)
     metrics = done.record["metrics"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.config import keys
 from lockstep.config.merge import CLASS_GROUPS
+from lockstep.config.overrides import is_typed
 from lockstep.config.schema import key_of
 from lockstep.records.config import ABSENT, Config, lookup
 
@@ -80,29 +81,22 @@ def _is_of_version(
     A key that is new has the default of its yaml. One that is gone is in no yaml, no override
     states it, and its class was not asked to take it.
     """
-    if _is_chosen_anew(keys.root_of(change.key), before, now):
+    group = keys.root_of(change.key)
+    if _is_chosen_anew(group, before, now):
         return False
-    is_typed = any(_is_typed(change.key, config) for config in (before, now))
+    overrides = [*(before.get("overrides") or ()), *(now.get("overrides") or ())]
+    was_typed = is_typed(change.key, {key_of(str(override)) for override in overrides})
     default = lookup(defaults_of(now), change.key)
     if change.before is ABSENT:
         is_derived = isinstance(default, str) and "${" in default
-        return default == change.now or (is_derived and not is_typed)
-    return default is ABSENT and not is_typed and keys.root_of(change.key) not in CLASS_GROUPS
+        return default == change.now or (is_derived and not was_typed)
+    return default is ABSENT and not was_typed and group not in CLASS_GROUPS
 
 
 def _is_chosen_anew(group: str, before: Config, now: Config) -> bool:
     choices_before = before.get("choices") or {}
     choices_now = now.get("choices") or {}
     return group in choices_before and choices_before[group] != choices_now.get(group)
-
-
-def _is_typed(key: str, config: Config) -> bool:
-    """Return whether an override of a config sets or removes a key or a parent of it."""
-    for override in config.get("overrides") or ():
-        typed = key_of(str(override))
-        if "." in typed and f"{key}.".startswith(f"{typed}."):
-            return True
-    return False
 
 
 def _shown(value: Any) -> str:

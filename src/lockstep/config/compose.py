@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.config import merge
 from lockstep.config.check import check
 from lockstep.config.class_source import has_method
-from lockstep.config.hydra_versions import register_resolver, version_base
+from lockstep.config.hydra_versions import register_resolver, store_config, version_base
 from lockstep.config.overrides import (
     SEARCH_PATH,
     CommandLine,
@@ -60,7 +60,8 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     """
     register_resolvers()
     line = CommandLine.parse(config_name, overrides, CONFIGS)
-    if stored and _keeps_experiment(line, stored):
+    recipe = ((stored or {}).get("choices") or {}).get("experiment")
+    if stored and line.choices.get("experiment", recipe) == recipe:
         cfg = _compose_resumed(line, stored)
         overrides_before = merge.overrides_of(stored, line.overrides, line.choices)
     else:
@@ -88,28 +89,24 @@ def _brings_loaders(cfg: Any, line: CommandLine) -> bool:
 
 def _chooses_data(experiment: str, folders: tuple[Path, ...]) -> bool:
     """Return whether an experiment, or one that its defaults include, is about data."""
+    paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
+    return any(_is_about_data(path, folders) for path in paths if path.is_file())
+
+
+def _is_about_data(path: Path, folders: tuple[Path, ...]) -> bool:
     import yaml
 
-    for folder in folders:
-        path = folder / "experiment" / f"{experiment}.yaml"
-        if not path.is_file():
-            continue
-        content = yaml.safe_load(path.read_text()) or {}
-        if "data" in content:
-            return True
-        for entry in content.get("defaults") or []:
-            if isinstance(entry, dict):
-                # Keys are `data`, `/data` and `override /data`.
-                if any(key.split()[-1].lstrip("/") == "data" for key in entry):
-                    return True
-            elif entry != "_self_" and _chooses_data(str(entry).rpartition("/")[2], folders):
+    content = yaml.safe_load(path.read_text()) or {}
+    if "data" in content:
+        return True
+    for entry in content.get("defaults") or []:
+        if isinstance(entry, dict):
+            # Keys are `data`, `/data` and `override /data`.
+            if any(key.split()[-1].lstrip("/") == "data" for key in entry):
                 return True
+        elif entry != "_self_" and _chooses_data(str(entry).rpartition("/")[2], folders):
+            return True
     return False
-
-
-def _keeps_experiment(line: CommandLine, stored: Config) -> bool:
-    recipe = (stored.get("choices") or {}).get("experiment")
-    return line.choices.get("experiment", recipe) == recipe
 
 
 def _compose_resumed(line: CommandLine, stored: Config) -> Any:
@@ -122,7 +119,8 @@ def _compose_resumed(line: CommandLine, stored: Config) -> Any:
 
     values = merge.values_of(stored, line.overrides, choices, defaults)
     changes = merge.repeatable(line.overrides, stored, values, defaults)
-    overrides = [*options, merge.override_of_values(values), *changes, *line.without_fits]
+    store_config(group="resumed", name="run", node=values, package="_global_")
+    overrides = [*options, "+resumed=run", *changes, *line.without_fits]
     return _compose(line.config_name, overrides, line.folders)
 
 

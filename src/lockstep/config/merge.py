@@ -3,6 +3,37 @@
 Hydra does the merge: the run's options become overrides, its values a config in the ConfigStore.
 An "option" is what is chosen from a config group (model=vit). `choices` holds the options that the
 new overrides choose, by group. Imports no torch.
+
+A run that began with `model=small_cnn model.dropout=0.5 seed=7`, by the default optimizer adamw,
+is resumed with `optimizer=sgd trainer.max_epochs=9`:
+
+    >>> stored = {
+    ...     "choices": {"model": "small_cnn", "optimizer": "adamw"},
+    ...     "overrides": ["model=small_cnn", "model.dropout=0.5", "seed=7", "run_id=r"],
+    ...     "model": {"dropout": 0.5},
+    ...     "optimizer": {"lr": 0.001},
+    ...     "seed": 7,
+    ...     "run_id": "r",
+    ... }
+    >>> overrides = ["optimizer=sgd", "trainer.max_epochs=9"]
+    >>> choices = {"optimizer": "sgd"}
+
+Its options are chosen again, but for the optimizer, which is another one now. `fresh` is what they
+compose:
+
+    >>> options_of(stored, choices, folders)
+    ['model=small_cnn']
+    >>> fresh = {"model": {"dropout": 0.0}, "optimizer": {"lr": 0.1}, "seed": 42, "run_id": None}
+
+Its values replace those of `fresh`. The optimizer has its own, and an id belongs to one start:
+
+    >>> values_of(stored, overrides, choices, fresh)
+    {'model': {'dropout': 0.5}, 'seed': 7}
+
+The new overrides come last. The run records them behind those that still hold:
+
+    >>> overrides_of(stored, overrides, choices)
+    ['model=small_cnn', 'model.dropout=0.5', 'seed=7']
 """
 
 import importlib.util
@@ -12,7 +43,7 @@ from typing import Any
 
 from lockstep.config import keys
 from lockstep.config.hydra_versions import store_config
-from lockstep.config.overrides import set_or_add
+from lockstep.config.overrides import is_typed, set_or_add
 from lockstep.config.schema import FREE_GROUPS, is_group, key_of
 from lockstep.config.suggestions import missing_option
 from lockstep.records.config import ABSENT, Config, lookup
@@ -58,8 +89,7 @@ def values_of(
         if group == "trainer":
             values[group] = _without_placement(node, fresh[group])
     if "overrides" in stored:
-        _keep_removed(values, fresh)
-        _keep_earlier(values, fresh)
+        _set_what_is_missing(values, fresh)
 
     kept = _kept(values, fresh, {key_of(override) for override in _overrides(stored)}, "")
     if kept.get("optimizer"):
@@ -71,29 +101,20 @@ def _overrides(stored: Config) -> list[str]:
     return [str(override) for override in stored.get("overrides") or ()]
 
 
-def _keep_removed(values: dict[str, Any], fresh: Config) -> None:
+def _set_what_is_missing(values: dict[str, Any], fresh: Config) -> None:
     """Set to null the callbacks, loggers and metrics that the run had removed.
 
-    This is not for a config without overrides, which is incomplete.
+    Keys that its version did not have get the value that means what it did without them. This is
+    not for a config without overrides, which is incomplete.
     """
     for group in FREE_GROUPS:
         if isinstance(values.get(group), Mapping):
             values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
-
-
-def _keep_earlier(values: dict[str, Any], fresh: Config) -> None:
-    """Set the keys that the version of the run did not have to what it did without them."""
     for dotted, value in keys.OF_EARLIER_VERSIONS.items():
         group, _, key = dotted.partition(".")
         node = values.get(group)
         if isinstance(node, Mapping) and key not in node and key in fresh.get(group, {}):
             values[group] = {**node, key: value}
-
-
-def override_of_values(values: Config) -> str:
-    """Store the run's values in the ConfigStore; return the override that merges them."""
-    store_config(group="resumed", name="run", node=values, package="_global_")
-    return "+resumed=run"
 
 
 def repeatable(
@@ -216,18 +237,12 @@ def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """
     if key in keys.RECOMPUTED:
         return False
-    if _is_typed(key, typed):
+    if is_typed(key, typed):
         return True
     is_derived = key in keys.RESOLVED or (isinstance(default, str) and "${" in default)
     group, _, name = key.partition(".")
     may_be_new = group in CLASS_GROUPS or (group in FREE_GROUPS and name and "." not in name)
     return (is_listed or bool(may_be_new)) and not is_derived
-
-
-def _is_typed(key: str, typed: set[str]) -> bool:
-    # The choice of an option, as model=vit, types none of its values.
-    nodes = [node for node in typed if "." in node]
-    return key in typed or any(key.startswith(f"{node}.") for node in nodes)
 
 
 def _is_gone(target: Any) -> bool:

@@ -99,6 +99,18 @@ def overrides_of_trial(overrides: list[str], changes: Mapping[str, Any]) -> list
     return [*kept, *(f"{key}={value}" for key, value in changes.items())]
 
 
+def is_typed(key: str, typed: set[str]) -> bool:
+    """Return whether overrides set or remove a key or a node that holds it.
+
+    The choice of an option, as model=vit, types none of its values.
+
+    Args:
+        typed: the keys of the overrides.
+    """
+    nodes = [node for node in typed if "." in node]
+    return key in typed or any(key.startswith(f"{node}.") for node in nodes)
+
+
 def search_paths(overrides: list[str]) -> list[str]:
     """Return the overrides that add folders of yamls."""
     return [override for override in overrides if override.startswith(f"{SEARCH_PATH}=")]

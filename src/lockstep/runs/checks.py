@@ -3,7 +3,6 @@
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
@@ -81,18 +80,14 @@ def _check_training(config: Config) -> None:
         raise UserError(
             "trainer.limit_train_batches=0 leaves nothing to train on: give 1.0 for all batches."
         )
-    _check_decay(trainer["ema_decay"])
-    if trainer["max_time"]:
-        seconds_of(trainer["max_time"], "trainer.max_time")
-
-
-def _check_decay(decay: Any) -> None:
-    """Refuse a trainer.ema_decay that is no share of an average."""
+    decay = trainer["ema_decay"]
     is_share = isinstance(decay, int | float) and 0 <= decay < 1
     if decay is not None and not is_share:
         raise UserError(
             f"trainer.ema_decay={decay}: give a number from 0 to below 1, such as 0.999, or null."
         )
+    if trainer["max_time"]:
+        seconds_of(trainer["max_time"], "trainer.max_time")
 
 
 def _check_training_on_cpu(config: Config) -> None:

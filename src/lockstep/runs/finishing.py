@@ -94,7 +94,12 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> int:
     record = read_record(folder.record)
     is_short = record.upload.error is not None or code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)
     send_files(config.get("s3"), folder, is_short)
+    _log_end(folder, record, pages, code)
+    return code
 
+
+def _log_end(folder: RunFolder, record: RunRecord, pages: list[Path], code: int) -> None:
+    """Log the last lines of a run."""
     if code == EXIT_OK and record.status == "finished":
         paths = [os.path.relpath(page) for page in pages or [folder.path]]
         log.info(" · ".join(["finished", *_shown_metrics(record), *paths]))
@@ -103,7 +108,6 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> int:
         log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")
     elif code == EXIT_NOT_UPLOADED:
         log.info(f"The last checkpoint is NOT in the bucket yet: {again}.")
-    return code
 
 
 def _write_pages(config: Config, folder: RunFolder) -> list[Path]:

@@ -1,4 +1,7 @@
-"""Write what is known when a run begins: config.yaml, first record, diff of uncommitted code."""
+"""Write what is known when a run begins: config.yaml, the first record, the first lines of output.
+
+A diff of uncommitted code goes beside them.
+"""
 
 import shlex
 import sys
@@ -16,8 +19,10 @@ from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact, redact_text
 from lockstep.ranks.find import agent_id
 from lockstep.records import provenance
+from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config, data_name, flatten, model_name
 from lockstep.records.record import RunRecord, continued, locked_record, read_record, write_record
+from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.runs.run import Run
 from lockstep.storage.pointers import new_uuid, uuid_of
 
@@ -183,6 +188,18 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
     changed = differences([default, values], keys.is_told_of_a_run)
     of_options = differences([before, values], keys.is_told_of_a_run)
     changed |= {name: pair for name, pair in of_options.items() if _names_option(name)}
+    return _rows_of_changes(overrides, changed, values)
+
+
+def _rows_of_changes(
+    overrides: list[str], changed: dict[str, list[Any]], values: dict[str, Any]
+) -> list[list[Any]]:
+    """Return the changes in the order in which the overrides make them.
+
+    Args:
+        changed: before and now by key; those that are told are taken out.
+        values: of this run, flat.
+    """
     rows = []
     for key in map(key_of, overrides):
         names = [name for name in changed if keys.is_below(name, key)]
@@ -206,3 +223,60 @@ def _chooses(override: str, choices: Config) -> bool:
 
 def _names_option(key: str) -> bool:
     return key.startswith("choices.") or key.endswith("._target_")
+
+
+def headlines(run: Run) -> list[str]:
+    """Return the first line of a run's output, and one on scaled learning rates."""
+    if run.config["task_name"] != "train":
+        return [" · ".join([*_what_runs(run), *_evaluation_batch(run)])]
+    parts = [*_what_runs(run), *_global_batch(run), *_promise_of_resume(run)]
+    return [" · ".join(parts), *_scaled_rates(run)]
+
+
+def _what_runs(run: Run) -> list[str]:
+    task = str(run.config["task"].get("_target_"))
+    # A task of the user's may build its own net: its own name says more than that of the default
+    # model.
+    model = model_name(run.config) if task.startswith("tasks.") else task.rpartition(".")[2]
+    trainer = run.choices["trainer"]
+    if trainer == "default":
+        trainer = f"{trainer} ({run.cluster.accelerator})"
+    return [f"run {run.folder.run_id}", model, data_name(run.config), trainer]
+
+
+def _evaluation_batch(run: Run) -> list[str]:
+    if not is_lockstep_data(run.config):
+        return []
+    size = run.config["data"].get("eval_batch_size", DEFAULT_EVAL_BATCH_SIZE)
+    return [f"batches of {size}"]
+
+
+def _global_batch(run: Run) -> list[str]:
+    if not is_lockstep_data(run.config):
+        return []
+    batch = run.batch
+    split = f"{batch.per_device} × {run.cluster.world_size} × {batch.accumulate}"
+    return [f"global batch {batch.global_size} = {split}"]
+
+
+def _promise_of_resume(run: Run) -> list[str]:
+    if not (run.config.get("callbacks") or {}).get("checkpoints"):
+        return ["WITHOUT CHECKPOINTS"]
+    if not run.trainer_config.get("resumes_exactly", True):
+        # The peers of a swarm draw batches by time.
+        return []
+    if is_lockstep_data(run.config):
+        return ["resume exact in mid-epoch"]
+    # The loaders are not built yet. The checkpoint callback says what holds where they are no plain
+    # ones.
+    return ["resume exact, in mid-epoch by reading the epoch's batches again"]
+
+
+def _scaled_rates(run: Run) -> list[str]:
+    rates = run.learning_rates
+    if not rates:
+        return []
+    optimizer = run.config["optimizer"]
+    changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in rates.items())
+    batch = f"global batch {run.batch.global_size} / base_batch_size {optimizer['base_batch_size']}"
+    return [f"optimizer: {changes} ({batch})"]

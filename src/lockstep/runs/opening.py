@@ -27,8 +27,7 @@ from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.batch_search import search
 from lockstep.runs.batch_size import decide_batch
 from lockstep.runs.finishing import finish_run
-from lockstep.runs.first_record import begin_record, write_config
-from lockstep.runs.headlines import headlines
+from lockstep.runs.first_record import begin_record, headlines, write_config
 from lockstep.runs.place import hold_run_lock, run_folder
 from lockstep.runs.resume import check_bucket, check_resumable, config_before
 from lockstep.runs.run import Run, with_ranks

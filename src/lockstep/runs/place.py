@@ -43,18 +43,16 @@ def run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
         folder = folder_of(config, run_id or new_run_id())
 
     is_new = not has_trained(folder)
-    if is_new or resume or _is_started_again(folder):
+    if is_new or resume:
+        return folder, is_new
+    # torchrun may have started its ranks again, or SLURM requeued the job.
+    agent = agent_id(environment())
+    if agent is not None and read_record(folder.record).agent == agent:
         return folder, is_new
     raise UserError(
         f"The run {folder.run_id} exists already: resume={folder.run_id} continues it, "
         "another run_id= starts a new one."
     )
-
-
-def _is_started_again(folder: RunFolder) -> bool:
-    """Return whether torchrun has started its ranks again, or SLURM has requeued the job."""
-    agent = agent_id(environment())
-    return agent is not None and read_record(folder.record).agent == agent
 
 
 def hold_run_lock(folder: RunFolder, wait_s: float = LOCK_WAIT_S) -> IO[str]:

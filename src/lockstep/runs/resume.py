@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def find_stored(overrides: list[str]) -> Config | None:
 
     The record of a run that only its bucket knows is fetched first, by one process of each node.
     """
-    if not any(key_of(override) == "resume" for override in overrides):
+    if "resume" not in map(key_of, overrides):
         return None
     finders = [override for override in overrides if keys.finds_run(key_of(override))]
     config = plain(compose("train", finders))
@@ -59,12 +59,14 @@ def find_stored(overrides: list[str]) -> Config | None:
     if not folder.config.exists():
         before = _taken_from_bucket(before, overrides, folder, environ)
     if launcher_of(environ):
-        before["overrides"] = [
-            override
-            for override in map(str, before.get("overrides") or ())
-            if key_of(override) not in keys.RANK_COUNTS
-        ]
+        before["overrides"] = _without_rank_counts(before.get("overrides") or ())
     return before
+
+
+def _without_rank_counts(overrides: Iterable[Any]) -> list[str]:
+    return [
+        override for override in map(str, overrides) if key_of(override) not in keys.RANK_COUNTS
+    ]
 
 
 def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
@@ -170,16 +172,16 @@ def what_is_over(config: Config, before: Config, record: RunRecord) -> str | Non
 
     if record.ended_by == "max_time":
         return "time" if _time_is_over(limits, record) else None
-    # A callback, as EarlyStopping, may have ended the run before its limits.
-    is_same = all(
-        limits.get(name) == limits_before.get(name)
-        for name in ("max_epochs", "max_steps", "max_time")
-    )
     if record.steps == limits_before.get("max_steps"):
+        limit = "steps"
         is_over = 0 <= limits["max_steps"] <= (record.steps or 0)
-        return "steps" if is_over or is_same else None
-    is_over = 0 < (limits["max_epochs"] or 0) <= (record.epochs or 0)
-    return "epochs" if is_over or is_same else None
+    else:
+        limit = "epochs"
+        is_over = 0 < (limits["max_epochs"] or 0) <= (record.epochs or 0)
+    # A callback, as EarlyStopping, may have ended the run before its limits.
+    names = ("max_epochs", "max_steps", "max_time")
+    is_same = all(limits.get(name) == limits_before.get(name) for name in names)
+    return limit if is_over or is_same else None
 
 
 def _time_is_over(limits: Limits, record: RunRecord) -> bool:

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.keys import is_rate
 from lockstep.process.errors import EXIT_OK, UserError
@@ -12,6 +12,15 @@ from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, update_record
+
+if TYPE_CHECKING:
+    # These import torch, and a run exists before torch is needed.
+    from lightning.pytorch import Trainer
+
+    from lockstep.callbacks.hang_dump import HangDump
+    from lockstep.callbacks.interruption import Interruption
+    from lockstep.callbacks.run_recorder import RunRecorder
+    from lockstep.ranks.heartbeat import Heartbeat
 
 
 @dataclass
@@ -33,8 +42,6 @@ class Run:
         interruption: the callback that saves and ends when a signal came.
         hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
         heartbeat: by which the ranks notice that one of them is lost; None for a single rank.
-        data_report: the callback that compares the images on rank 0; None where nothing is
-            compared.
         recorder: the callback that writes run.json while Lightning runs; None before the parts are
             built.
     """
@@ -48,11 +55,10 @@ class Run:
 
     exit_code: int = field(default=EXIT_OK, init=False)
     hosts: list[dict[str, Any]] = field(default_factory=list, init=False)
-    interruption: Any = field(default=None, init=False)
-    hang_dump: Any = field(default=None, init=False)
-    heartbeat: Any = field(default=None, init=False)
-    data_report: Any = field(default=None, init=False)
-    recorder: Any = field(default=None, init=False)
+    interruption: "Interruption | None" = field(default=None, init=False)
+    hang_dump: "HangDump | None" = field(default=None, init=False)
+    heartbeat: "Heartbeat | None" = field(default=None, init=False)
+    recorder: "RunRecorder | None" = field(default=None, init=False)
 
     @property
     def trainer_config(self) -> Config:
@@ -107,19 +113,18 @@ class Run:
         """Return run.json as it is on the disk."""
         return read_record(self.folder.record)
 
-    def update(self, trainer: Any = None, **fields: object) -> None:
+    def update(self, trainer: "Trainer | None" = None, **fields: object) -> None:
         """Set fields of run.json, on rank 0.
 
         With a trainer, its progress and the fields of its callbacks are written, too.
         """
-        if self.recorder is not None:
-            if self.cluster.is_rank_zero:
-                self.recorder.write(trainer, **fields)
+        if not self.cluster.is_rank_zero:
             return
-
-        if self.cluster.is_rank_zero:
-            with update_record(self.folder.record) as record:
-                record.take(fields)
+        if self.recorder is not None:
+            self.recorder.write(trainer, **fields)
+            return
+        with update_record(self.folder.record) as record:
+            record.take(fields)
 
 
 def with_ranks(config: Config, cluster: Cluster) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""Build the parts of a run: strategy, data, module, callbacks, loggers and Lightning's Trainer."""
+"""Build the parts of a run: strategy, data, module, callbacks, loggers and Lightning's Trainer.
+
+The record of the run gets facts about them once they are built.
+"""
 
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -15,10 +18,12 @@ from lockstep.callbacks.doubts import Doubts
 from lockstep.callbacks.interruption import MaxTime
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.progress import Progress
-from lockstep.callbacks.run_recorder import RunRecorder
+from lockstep.callbacks.run_recorder import RunRecorder, parameter_counts
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.config.instantiate import build as build_node
+from lockstep.config.instantiate import options_of
+from lockstep.data.report import settings_of
 from lockstep.loggers.experiment import skip_other_methods
 from lockstep.process.errors import UserError
 from lockstep.records.config import model_name, seconds_of
@@ -29,9 +34,10 @@ from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
-from lockstep.training.build_data import DataFacts, build_data, data_facts
+from lockstep.training.build_data import DataFacts, build_data, data_facts, report_data
 from lockstep.training.build_module import build_module
 from lockstep.training.compilation import EagerEvaluation, compile_net, is_compiled
+from lockstep.training.data_report import DataReport
 from lockstep.training.task import Task
 from lockstep.training.trainer import build_trainer
 from lockstep.training.weights import check_fits, facts_of, load_weights
@@ -48,19 +54,29 @@ RANK_SEED_STEP = 7919
 RUN_VALUE = re.compile(r"\$\{run:(\w+)\}")
 
 
-def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, Any, Any]:
+class Parts(NamedTuple):
+    """The parts that Lightning trains or evaluates on one rank.
+
+    Args:
+        data: None if the module has its own loaders.
+    """
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    data: pl.LightningDataModule | None
+
+
+def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     """Build what one rank trains or, given a checkpoint, evaluates.
 
     The callback that writes run.json becomes `run.recorder`.
-
-    Returns:
-        Trainer, LightningModule and data module; None if the module has its own loaders.
     """
     is_training = checkpoint is None
     trained_on = None if checkpoint is None else facts_of(checkpoint)
 
     strategy = build_strategy(run)
     data = build_data(run, trained_on)
+    data_report = report_data(data, run, is_training=is_training)
     facts = data_facts(data)
     for name in OF_TRAINING_IMAGES:
         if trained_on and name in trained_on:
@@ -87,12 +103,12 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, A
         module.load_state_dict(checkpoint["state_dict"])
 
     run.recorder = RunRecorder(run.folder.record, owns_run=False)
-    callbacks = build_callbacks(run, facts, is_training=is_training)
+    callbacks = build_callbacks(run, facts, data_report, is_training=is_training)
     if compiled:
         callbacks.append(EagerEvaluation())
     loggers = build_loggers(run) if is_training else []
     trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
-    return trainer, module, data
+    return Parts(trainer, module, data)
 
 
 def _check_loaders(module: Any, run: Run) -> None:
@@ -206,11 +222,15 @@ def build_loggers(run: Run) -> list[Any]:
     return loggers[::-1]
 
 
-def build_callbacks(run: Run, facts: DataFacts, *, is_training: bool) -> list[Any]:
+def build_callbacks(
+    run: Run, facts: DataFacts, data_report: DataReport | None, *, is_training: bool
+) -> list[pl.Callback]:
     """Return Lockstep's callbacks and the config's, in the order in which they are called."""
     batch_size = run.batch.global_size if "data_hash" in facts else None
     # These run first, because other callbacks read trainer.should_stop and the averaged weights.
     first = _deciding_callbacks(run, is_training=is_training)
+    if data_report is not None:
+        first.append(data_report)
     chosen = _chosen_callbacks(run, facts, batch_size)
     if run.config["pictures"]:
         chosen.append(Pictures(run.folder.path))
@@ -223,14 +243,14 @@ def build_callbacks(run: Run, facts: DataFacts, *, is_training: bool) -> list[An
     return [*first, TrainingLog(batch_size), Doubts(), *chosen, run.interruption, run.recorder]
 
 
-def _deciding_callbacks(run: Run, *, is_training: bool) -> list[Any]:
+def _deciding_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback]:
     """Return the callbacks whose decisions others go by.
 
     They are the end of the time, the pruner of a search, the average of weights and a rank that
     hangs.
     """
     options = run.trainer_config
-    callbacks: list[Any] = []
+    callbacks: list[pl.Callback] = []
     if is_training and options["max_time"]:
         seconds = seconds_of(options["max_time"], "trainer.max_time")
         callbacks.append(MaxTime(seconds, run.recorder.elapsed, run.interruption))
@@ -245,12 +265,10 @@ def _deciding_callbacks(run: Run, *, is_training: bool) -> list[Any]:
         callbacks.append(WeightAverage(options["ema_decay"], device_of(run)))
     if run.hang_dump is not None:
         callbacks.append(run.hang_dump)
-    if run.data_report is not None:
-        callbacks.append(run.data_report)
     return callbacks
 
 
-def _chosen_callbacks(run: Run, facts: DataFacts, batch_size: int | None) -> list[Any]:
+def _chosen_callbacks(run: Run, facts: DataFacts, batch_size: int | None) -> list[pl.Callback]:
     """Return the callbacks of the config."""
     config = run.effective_config()
     config["data"].update({key: facts[key] for key in RESOLVED_BY_DATA if key in facts})
@@ -302,3 +320,34 @@ def build_part(node: Mapping[str, Any], values: Mapping[str, Any], key: str) -> 
             choices = ", ".join(f"${{run:{name}}}" for name in values)
             raise UserError(f"{key}.{name}={value}: a run has {choices}.")
     return build_node(static, values=from_run)
+
+
+def facts_of_parts(run: Run, parts: Parts) -> dict[str, Any]:
+    """Return the fields of run.json that are known once the parts of a run are built.
+
+    They are the model's name, the precision that `auto` came to, the numbers of parameters and
+    images, the hash of the images and how they are preprocessed.
+    """
+    constructor, _ = options_of(type(parts.module))
+    takes_model = "net" in constructor and "net" not in run.config["task"]
+    facts = {
+        "model": model_name(run.config) if takes_model else type(parts.module).__name__,
+        "precision": str(parts.trainer.precision),
+        **parameter_counts(parts.module),
+    }
+    data = parts.data
+    if not hasattr(data, "attach_to_ranks"):
+        # The loaders of a data module of Lightning's own kind decide the batch.
+        return {**facts, "global_batch_size": None, "per_device_batch_size": None}
+    callbacks = parts.trainer.callbacks
+    comparison = next((each for each in callbacks if isinstance(each, DataReport)), None)
+    return {
+        **facts,
+        "num_train": data.num_train,
+        "num_val": data.num_val,
+        "num_test": data.num_test,
+        "left_out_per_epoch": 0 if data.sampling else data.num_train % data.global_batch_size,
+        "data_hash": data.data_hash,
+        "data_report": {} if comparison is None else comparison.fields,
+        "images": settings_of(data, run.choices.get("augmentation")),
+    }

@@ -73,8 +73,6 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     # From here on the ranks meet in collectives, whose time is limited.
     run.wait_for_all()
     check_same_data(data_facts(data), data, cluster)
-    if cluster.is_rank_zero:
-        _report(data, run, is_training=trained_on is None)
     return data
 
 
@@ -117,14 +115,22 @@ def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
     return True if data.list_hash == trained_on.get("list_hash") else None
 
 
-def _report(data: Any, run: Run, *, is_training: bool) -> None:
-    """Log the contents of the data on rank 0, and compare the images of a training."""
+def report_data(data: Any, run: Run, *, is_training: bool) -> DataReport | None:
+    """Log the contents of Lockstep's data on rank 0, and begin to compare the images of a training.
+
+    Returns:
+        The callback that compares them; None where nothing is compared.
+    """
+    if not hasattr(data, "attach_to_ranks") or not run.cluster.is_rank_zero:
+        return None
     augmentation = run.choices.get("augmentation") if is_training else None
     report.log_contents(data, augmentation)
-    if is_training:
-        _warn_of_two_corrections(run.config)
-        run.data_report = DataReport(data, run.folder)
-        run.data_report.start()
+    if not is_training:
+        return None
+    _warn_of_two_corrections(run.config)
+    comparison = DataReport(data, run.folder)
+    comparison.start()
+    return comparison
 
 
 def _warn_of_two_corrections(config: Config) -> None:

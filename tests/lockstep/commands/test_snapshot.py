@@ -30,7 +30,7 @@ def project(tmp_path, monkeypatch):
     return tmp_path, started
 
 
-def test_the_code_of_the_moment_runs_with_uncommitted_and_new_and_without_deleted_files(project):
+def test_a_snapshot_runs_the_uncommitted_code_of_the_moment(project):
     root, started = project
     (root / "src/train.py").write_text("changed")
     (root / "src/new.py").write_text("new")

@@ -1,10 +1,12 @@
 """An option that a resume changes is refused, or it takes effect: there is no third case."""
 
 import copy
+import doctest
+import functools
 
 import pytest
 
-from lockstep.config import keys, schema
+from lockstep.config import keys, merge, schema
 from lockstep.config.changes import changes_of
 from lockstep.config.compose import CONFIGS, compose, defaults_of, whole_config
 from lockstep.process.errors import UserError
@@ -42,6 +44,11 @@ OPTIONS = [
 ]
 
 
+@functools.cache
+def composed(*words):
+    return whole_config(compose("train", list(words)))
+
+
 def is_refused(monkeypatch, before, now):
     """Return whether a resume of a run with the config `before` is refused as another run."""
     monkeypatch.setattr(resume, "config_before", lambda folder: before)
@@ -77,7 +84,7 @@ def may_change(key):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_each_option_of_a_group_is_refused_or_may_change(group, option, monkeypatch):
-    before = whole_config(compose("train", [f"{group}={option}"]))
+    before = copy.deepcopy(composed(f"{group}={option}"))
     for key, value in flatten(before[group], group).items():
         another = value + 1 if type(value) in (int, float) else "1h"
         other = with_value(before, key, another, f"{key}={another}")
@@ -97,8 +104,7 @@ def test_each_option_of_a_group_is_refused_or_may_change(group, option, monkeypa
     "word", ["scheduler=none", "scheduler=linear", "seed=1", "loss=focal", "optimizer=sgd"]
 )
 def test_another_option_of_a_group_is_refused(word, monkeypatch):
-    before, now = (whole_config(compose("train", words)) for words in ([], [word]))
-    assert is_refused(monkeypatch, before, now)
+    assert is_refused(monkeypatch, composed(), composed(word))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +117,7 @@ def test_another_option_of_a_group_is_refused(word, monkeypatch):
     ],
 )
 def test_how_a_run_is_computed_may_change_and_is_logged(word, monkeypatch, capsys):
-    before, now = (whole_config(compose("train", words)) for words in ([], [word]))
-    assert not is_refused(monkeypatch, before, now)
+    assert not is_refused(monkeypatch, composed(), composed(word))
     said = capsys.readouterr().out
     assert "Changed from here on" in said
     assert word.partition("=")[0] in said
@@ -128,7 +133,7 @@ def test_more_epochs_stretch_the_schedule_and_say_so(monkeypatch, capsys):
 
 
 def test_a_key_of_another_version_is_no_change():
-    now = whole_config(compose("train", []))
+    now = copy.deepcopy(composed())
     before = copy.deepcopy(now)
     # This version has new keys with a default, one of them derived, and a whole new group.
     del before["data"]["crop_padding"], before["data"]["seed"], before["loss"]
@@ -138,7 +143,7 @@ def test_a_key_of_another_version_is_no_change():
     assert changes_of(before, now, defaults_of) == []
 
 
-def test_a_new_key_with_another_value_than_its_default_is_a_change():
+def test_a_new_key_without_its_default_is_a_change():
     now = whole_config(compose("train", ["data.crop_padding=9"]))
     before = copy.deepcopy(now)
     del before["data"]["crop_padding"]
@@ -147,7 +152,7 @@ def test_a_new_key_with_another_value_than_its_default_is_a_change():
 
 
 def test_no_key_counts_that_neither_recipe_nor_execution_has():
-    before = whole_config(compose("train", []))
+    before = composed()
     now = copy.deepcopy(before)
     now.update(
         tags=["a"],
@@ -159,3 +164,9 @@ def test_no_key_counts_that_neither_recipe_nor_execution_has():
     )
     assert changes_of(before, now, defaults_of) == []
     assert keys.kind_of("choices.model") is keys.RECIPE, "comparisons of runs show the choices"
+
+
+def test_the_example_of_a_merge_holds():
+    folders = (CONFIGS,)
+    results = doctest.testmod(merge, extraglobs={"folders": folders})
+    assert results.attempted > 5 and not results.failed

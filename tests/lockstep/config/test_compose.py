@@ -13,7 +13,6 @@ from lockstep.process.errors import UserError
 from lockstep.process.script import exit_code_of
 from lockstep.records.config import flatten
 
-
 SRC = CONFIGS.parent / "src"
 
 
@@ -71,7 +70,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_is_wrong_is_refused_in_one_sentence_with_what_to_type(words):
+def test_what_is_wrong_is_refused_with_what_to_type(words):
     with pytest.raises(UserError) as refused:
         compose("train", words.split())
     assert WRONG[words] in str(refused.value) and "\n" not in str(refused.value)
@@ -164,7 +163,7 @@ def test_a_null_may_be_removed(key):
     assert {**removed, key: None} == {**whole, key: None}
 
 
-def test_data_of_another_class_get_no_recipe_of_the_default_data():
+def test_data_of_another_class_get_no_recipe_of_the_default():
     cfg = compose("train", ["task._target_=a.Gan", "data._target_=a.Data"])
     assert (cfg.trainer.max_epochs, cfg.trainer.gradient_clip_val, list(cfg.data)) == (
         10,
@@ -174,7 +173,7 @@ def test_data_of_another_class_get_no_recipe_of_the_default_data():
     assert typed_overrides(cfg) == ["task._target_=a.Gan", "data._target_=a.Data"]
 
 
-def test_a_model_of_another_class_gets_neither_arguments_nor_recipe_of_the_default_model():
+def test_another_model_class_gets_no_options_of_the_default():
     cfg = compose(
         "train", ["model._target_=a.Net", "+model.width=3", "scheduler._target_=a.Schedule"]
     )
@@ -200,9 +199,7 @@ YAMLS = {
 
 
 @pytest.mark.parametrize(("text", "says"), YAMLS.items())
-def test_what_an_experiments_yaml_has_wrong_is_said_in_one_sentence(
-    text, says, tmp_path, monkeypatch
-):
+def test_a_wrong_experiment_yaml_is_refused_in_one_sentence(text, says, tmp_path, monkeypatch):
     shutil.copytree(CONFIGS, tmp_path / "configs")
     monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
@@ -229,7 +226,7 @@ def test_before_anything_starts(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_cfg_prints_the_config_or_a_part_wherever_the_option_stands(capsys):
+def test_cfg_prints_the_config_or_a_part_of_it(capsys):
     assert composed(["optimizer.lr=0.5", "--cfg", "job", "--package", "optimizer"]) == 0
     assert "\nlr: 0.5\n" in capsys.readouterr().out
 

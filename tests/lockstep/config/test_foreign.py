@@ -45,9 +45,7 @@ def composed_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(
-    group, option, composed_once, monkeypatch
-):
+def test_no_key_lets_a_target_path_or_address_through(group, option, composed_once, monkeypatch):
     base = stored(
         *(["model.name=resnet18"] if option == "timm" and group == "model" else []),
         f"{group}={option}",
@@ -95,7 +93,7 @@ def test_a_foreign_config_chooses_no_peers_to_train_with():
     assert "trainer=hivemind" in rejected
 
 
-def test_nothing_outside_the_roots_is_taken_and_a_place_is_left_to_this_machine():
+def test_nothing_outside_the_roots_is_taken():
     before = stored(
         "s3.uri=s3://theirs/x", "paths.logbook_dir=/etc", "logger=wandb", "+callbacks.mine={_target_: os.system}",
         "data=cifar10", "data.root=/theirs", "model=vit_tiny_32", "model.weights=/x.pth",

@@ -90,7 +90,7 @@ def test_a_list_of_options_is_seen(tmp_path):
     assert lists_of(file) == {("MINE", ("data.root", "seed"))}
 
 
-def test_every_pattern_of_the_table_matches_an_option_or_says_why():
+def test_every_pattern_of_the_table_matches_an_option():
     others = {
         "data.*download_dir": "older configs",
         "hydra": "Hydra's own",

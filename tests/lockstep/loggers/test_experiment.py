@@ -36,7 +36,7 @@ def loggers_of(folder):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_method_that_a_logger_lacks_is_skipped_with_one_line(tmp_path, caplog):
+def test_a_method_that_a_logger_lacks_is_skipped(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     loggers = loggers_of(tmp_path)
     for _ in range(2):

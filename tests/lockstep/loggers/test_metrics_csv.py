@@ -51,7 +51,7 @@ OFTEN = ["callbacks.checkpoints.every_minutes=0", "~callbacks.hardware", "run_id
 
 
 @pytest.mark.slow
-def test_a_kill_within_an_epoch_leaves_the_rows_of_its_checkpoint(tmp_path):
+def test_a_kill_leaves_the_rows_of_the_checkpoint(tmp_path):
     command = ["train", *LONG, *OFTEN, "trainer.num_threads=1"]
     killed = run_door(*command, logs=tmp_path, before=partial(signal_at_step, 30, signal.SIGKILL))
     folder = tmp_path / "train/runs/r"
@@ -212,7 +212,7 @@ def logged(folder, *callbacks, **options):
     return rows(logger.path)
 
 
-def test_a_loss_of_the_module_has_a_column_of_its_own(tmp_path):
+def test_a_loss_of_the_module_has_its_own_column(tmp_path):
     table = logged(tmp_path, TrainingLog(1), batches=4, log_every_n_steps=2)
     assert [row["train/loss"] for row in table] == ["0.5", "2.5"]
     assert [row["module/train/loss"] for row in table] == ["101.0", "103.0"]

@@ -29,7 +29,7 @@ CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
         (["gfx942"], (9, 4), False),
     ],
 )
-def test_a_build_runs_on_a_gpu_that_it_has_kernels_for(architectures, capability, runs):
+def test_a_build_runs_on_a_gpu_with_its_kernels(architectures, capability, runs):
     assert has_kernels(architectures, capability) == runs
 
 
@@ -57,7 +57,7 @@ def test_auto_takes_the_newest_build_that_driver_and_gpus_allow(driver, capabili
         ("580.10", (3, 5), "No build .*capability 3.5.: .*DEVICE=cpu"),
     ],
 )
-def test_a_machine_that_no_build_fits_is_told_what_to_do(driver, capability, said):
+def test_a_machine_without_a_build_is_told_what_to_do(driver, capability, said):
     with pytest.raises(UserError, match=said):
         device_for(Machine(driver, [Card("card", capability)]))
 

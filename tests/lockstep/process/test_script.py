@@ -46,7 +46,7 @@ def test_what_the_user_can_mend_is_one_sentence(error, code, said, capsys):
     assert exit_code_of(failing(error)) == code and capsys.readouterr().err == said
 
 
-def test_a_task_has_its_own_code_and_a_fault_of_the_code_stays_one():
+def test_a_task_has_its_exit_code():
     assert exit_code_of(lambda: None) == 0 and exit_code_of(lambda: 3) == 3
     for error in (ZeroDivisionError(), OSError(errno.EACCES, "Permission denied")):
         with pytest.raises(type(error)):

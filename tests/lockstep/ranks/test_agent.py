@@ -115,7 +115,7 @@ def test_exit_codes_are_kept_and_the_others_end(run, body, code, message):
         ),
     ],
 )
-def test_a_signal_reaches_the_ranks_and_one_that_fails_then_has_failed(run, number, on_stop, ended):
+def test_a_rank_that_fails_after_a_signal_has_failed(run, number, on_stop, ended):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     body = f'signal.signal(signal.SIGTERM, {on_stop}); open(f"{{folder}}/ready-{{rank}}", "w"); time.sleep(60)'
     code, failure, _ = run(body, once_ready=number)
@@ -124,7 +124,7 @@ def test_a_signal_reaches_the_ranks_and_one_that_fails_then_has_failed(run, numb
     )
 
 
-def test_a_second_ctrl_c_kills_the_rest_where_one_child_is_just_gone(monkeypatch):
+def test_a_second_ctrl_c_kills_the_rest(monkeypatch):
     killed = []
 
     class Child:
@@ -146,7 +146,7 @@ def test_a_second_ctrl_c_kills_the_rest_where_one_child_is_just_gone(monkeypatch
     assert killed == [0, 2]
 
 
-def test_the_rank_that_failed_first_is_named_not_the_one_that_noticed(run):
+def test_the_rank_that_failed_first_is_named(run):
     code, failure, callstack = run(
         'first = os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error", "/1/error")\n'
         "while rank == 0 and not os.path.exists(first): time.sleep(0.01)\n"
@@ -160,7 +160,7 @@ def test_the_rank_that_failed_first_is_named_not_the_one_that_noticed(run):
     )
 
 
-def test_a_rank_that_the_agent_kills_after_its_grace_failed_because_of_the_first(tmp_path):
+def test_a_rank_killed_after_its_grace_is_not_the_cause(tmp_path):
     """One is stopped while the other waits for it inside of a collective, where no signal is
     handled.
     """

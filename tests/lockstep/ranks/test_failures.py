@@ -22,7 +22,7 @@ from lockstep.ranks.failures import log_failure, rank_error, unequal_epochs, wit
         (InductorError, "trainer.compile=false"),
     ],
 )
-def test_out_of_memory_and_a_failed_compilation_are_told_with_what_helps(kind, mend, capsys):
+def test_out_of_memory_and_failed_compilation_say_what_helps(kind, mend, capsys):
     log_failure(rank_error(1, kind.__new__(kind, "no"), host="node-b", phase="training"), "")
     place, hint = capsys.readouterr().err.splitlines()
     assert f"rank 1 on node-b, in training: {kind.__name__}" in place and mend in hint

@@ -81,7 +81,7 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         ),
     ],
 )
-def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, options, wanted):
+def test_every_launcher_says_which_rank_this_process_is(environ, options, wanted):
     found = ask(environ, **options)
     assert (found.launcher, found.rank, found.local_rank, found.devices, found.num_nodes) == wanted
     assert found.agent_store == (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")

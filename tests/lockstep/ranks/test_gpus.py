@@ -28,18 +28,18 @@ def no_driver():
     raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
 
 
-def test_a_gpu_without_kernels_is_refused_with_the_build_to_install(shown):
+def test_a_gpu_without_kernels_names_the_build(shown):
     shown((9, 0), (7, 0))
     with pytest.raises(UserError, match="no kernels for card .capability 7.0.*DEVICE=cu126"):
         check_gpus([1])
 
 
-def test_a_gpu_that_the_run_does_not_use_is_not_looked_at(shown):
+def test_a_gpu_without_use_is_not_looked_at(shown):
     shown((9, 0), (7, 0))
     check_gpus([0])
 
 
-def test_a_driver_that_is_too_old_is_refused_with_the_build_to_install(shown, monkeypatch):
+def test_a_driver_that_is_too_old_names_the_build(shown, monkeypatch):
     shown((8, 0), driver="535.54.03")
     monkeypatch.setattr(torch.cuda, "init", no_driver)
     with pytest.raises(UserError, match="cannot use the driver's GPUs.*DEVICE=cu126.*535.54.03"):

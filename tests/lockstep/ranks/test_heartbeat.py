@@ -88,7 +88,7 @@ def test_a_silent_rank_is_named_to_all_that_wait(three, dead):
     assert {end.rank for end in ends.values()} == {dead} and time.monotonic() - began < 3
 
 
-def test_an_error_of_another_rank_ends_the_wait_and_is_told(three):
+def test_an_error_of_another_rank_ends_the_wait(three):
     cluster = Cluster("torchrun", 3, 1, 2, 0, "127.0.0.1", None)
     three.wait(2)
     error = {"rank": 1, "host": "b", "phase": "start", "message": "no disk", "kind": "UserError"}

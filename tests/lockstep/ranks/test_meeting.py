@@ -93,14 +93,14 @@ def refuse():
         ({"decide": refuse}, {}, "this run is finished."),
     ],
 )
-def test_what_differs_or_rank_zero_refuses_is_told_to_every_rank(first, second, sentence):
+def test_every_rank_is_told_of_a_difference_or_refusal(first, second, sentence):
     answers = Ranks(2).start(0, **first).start(1, **second).end()
     assert (
         answers[0] == answers[1] and answers[0].startswith("rank 1 on ") and sentence in answers[0]
     )
 
 
-def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(capsys):
+def test_a_node_that_never_comes_is_named(capsys):
     began = time.monotonic()
     answers = Ranks(3, timeout_s=1.5).start(0).start(1).end()
     assert answers[0] == answers[1] and answers[0].startswith(
@@ -109,7 +109,7 @@ def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(c
     assert time.monotonic() - began < 5 and "Waiting for node rank 2 at " in capsys.readouterr().out
 
 
-def test_a_rank_that_waits_hears_a_signal_whose_exception_was_lost(monkeypatch):
+def test_a_waiting_rank_hears_a_signal_whose_exception_was_lost(monkeypatch):
     monkeypatch.setattr(signals, "received", [signal.SIGINT])
     with pytest.raises(Interrupted):
         meet(Cluster("nodes", 2, 1, 0, 0, "127.0.0.1", free_port(), False), 5.0)

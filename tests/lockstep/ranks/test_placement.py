@@ -155,7 +155,7 @@ class Net(nn.Sequential):
         return list(self)
 
 
-def test_a_unit_computes_twice_in_training_once_in_evaluation_and_so_does_a_copy():
+def test_a_recomputed_unit_computes_twice_in_training_alone():
     net = Net(Counting(), Counting())
     names = list(net.state_dict())
     recompute_activations(net)

@@ -16,7 +16,7 @@ from lockstep.records.config import seconds_of
 from lockstep.records.folder import checked_run_id, find_run, new_run_id
 
 
-def test_a_run_id_cannot_leave_its_folder_and_new_ones_sort_by_time():
+def test_a_run_id_cannot_leave_its_folder():
     for bad in ("../x", "", ".hidden", "a..b", "x" * 101, "a\nb", ["a"]):
         with pytest.raises(UserError, match="run_id"):
             checked_run_id(bad)
@@ -24,7 +24,7 @@ def test_a_run_id_cannot_leave_its_folder_and_new_ones_sort_by_time():
     assert first != second and first[:10] <= second[:10] and checked_run_id(first) == first
 
 
-def test_a_write_is_whole_or_leaves_the_old_file_and_no_part(tmp_path):
+def test_a_write_is_whole_or_leaves_the_old_file(tmp_path):
     path = tmp_path / "f"
     write_atomically(path, lambda file: file.write("old \udce9"))
     with pytest.raises(OSError, match="disk full") as raised:
@@ -41,7 +41,7 @@ def test_a_write_is_whole_or_leaves_the_old_file_and_no_part(tmp_path):
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o600, "F45: one's own runs stay one's own"
 
 
-def test_an_unknown_run_is_answered_with_the_one_of_nearly_that_name(tmp_path):
+def test_an_unknown_run_is_answered_with_the_nearest_name(tmp_path):
     for age, name in enumerate(("t1", "a2", "c1", "t4")):  # their names say nothing of when
         (tmp_path / "train/runs" / name).mkdir(parents=True)
         (tmp_path / "train/runs" / name / "run.json").write_text("{}")
@@ -55,7 +55,7 @@ def test_an_unknown_run_is_answered_with_the_one_of_nearly_that_name(tmp_path):
             find_run(tmp_path, word)
 
 
-def test_a_file_is_free_after_the_block_though_a_child_has_the_handle_too(tmp_path):
+def test_a_file_is_free_though_a_child_has_its_handle(tmp_path):
     with locked_file(tmp_path / "a"), (tmp_path / "a").open("w") as second:
         child = subprocess.Popen(["sleep", "30"], close_fds=False)  # as a forked worker
         assert not lock(second, wait_s=0.1)
@@ -67,7 +67,7 @@ def test_a_file_is_free_after_the_block_though_a_child_has_the_handle_too(tmp_pa
         child.wait()
 
 
-def test_a_full_disk_is_named_by_the_folder_of_the_file_or_else_by_the_one_that_was_written_to(
+def test_a_full_disk_is_named_by_a_folder(
     tmp_path,
 ):
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a" / "x.ckpt"))
@@ -154,7 +154,7 @@ def test_a_batch_divides_by_ranks_and_accumulation():
         (Batch.within, (8, 9, 8), "over which it does are 8."),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_nearest_that_do(cut, sizes, said):
+def test_what_does_not_divide_names_the_nearest_that_do(cut, sizes, said):
     with pytest.raises(UserError) as refused:
         cut(*sizes)
     assert said in str(refused.value)

@@ -33,7 +33,7 @@ def repository(tmp_path):
     return tmp_path
 
 
-def test_a_page_of_the_logbook_does_not_make_a_run_dirty(repository):
+def test_a_page_of_the_logbook_makes_no_run_dirty(repository):
     clean = provenance.code_state(repository)
     assert clean["dirty"] is False and len(clean["commit"]) == 40
     (repository / "logbook" / "README.md").write_text("another run\n")
@@ -45,9 +45,7 @@ def test_a_page_of_the_logbook_does_not_make_a_run_dirty(repository):
     assert changed["dirty"] is True and changed["tree_hash"] != clean["tree_hash"]
 
 
-def test_the_diff_applies_to_the_commit_whatever_git_is_configured_to_print(
-    repository, tmp_path_factory
-):
+def test_the_diff_applies_whatever_git_is_configured_to_print(repository, tmp_path_factory):
     (repository / "src" / "a.py").write_text("second\n \n")
     (repository / "src" / "new one.py").write_text("x = 1\n")
     (repository / "logbook" / "new.md").write_text("a page\n")
@@ -213,7 +211,7 @@ def test_what_is_harmless_stays_and_is_taken():
 
 
 @pytest.mark.parametrize(("driver", "count"), [(True, 2), (False, 0)])
-def test_gpus_are_counted_by_the_driver_where_nvml_is_not_there(driver, count, monkeypatch):
+def test_gpus_are_counted_by_the_driver_without_nvml(driver, count, monkeypatch):
     class Cuda:
         def cuInit(self, flags):
             return 0

@@ -27,7 +27,7 @@ def path(tmp_path):
     return tmp_path / "run.json"
 
 
-def test_an_update_keeps_what_this_version_does_not_know_and_writes_nothing_if_it_fails(path):
+def test_an_update_keeps_unknown_fields(path):
     path.write_text(
         json.dumps(
             {"status": "running", "own": [1], "code": {"commit": "a", "branch": "b"}, "error": {}}
@@ -64,7 +64,7 @@ def test_an_update_keeps_what_this_version_does_not_know_and_writes_nothing_if_i
         (None, [], None),
     ],
 )
-def test_the_cost_is_that_of_the_time_in_which_the_run_ran(price, restarts, usd, path):
+def test_the_cost_is_that_of_the_time_of_running(price, restarts, usd, path):
     times = {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T02:00:00Z"}
     cost = {"price_per_hour": price}
     write_record(
@@ -91,7 +91,7 @@ def test_what_is_no_record_is_an_error_in_one_sentence(text, said, path):
         read_record(path)
 
 
-def test_a_record_of_version_1_is_read_with_null_for_what_it_does_not_know(path):
+def test_a_record_of_version_1_is_read_with_nulls(path):
     old = {
         "schema_version": 1,
         "cost": None,
@@ -140,7 +140,7 @@ def test_a_running_record_without_a_heartbeat_is_lost():
     assert status_of(RunRecord(status="finished", updated_at="2020-01-01T00:00:00Z")) == "finished"
 
 
-def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone():
+def test_a_resumed_run_does_not_claim_its_old_test():
     def begun():
         return RunRecord(
             started_at="2026-01-02T00:00:00Z",
@@ -163,7 +163,7 @@ def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone
     assert not entry.code and entry.downtime_s == 86_400 and entry.lost_steps == 10
 
 
-def test_a_restart_tells_the_ranks_of_then_and_now_and_the_limit_is_that_of_the_first_start_or_of_what_was_stated():
+def test_a_restart_tells_the_ranks_of_both_starts():
     def of(ranks, size, *words):
         sizes = {"per_device_batch_size": size, "per_device_batch_limit": size}
         return RunRecord(world_size=ranks, overrides=list(words), **sizes)

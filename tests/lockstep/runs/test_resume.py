@@ -36,37 +36,51 @@ BEFORE = [
 ]
 
 
-def test_a_run_goes_on_with_what_ran_by_its_id_by_auto_and_in_a_renamed_folder(tmp_path):
-    before = leave_run(tmp_path, "r", *BEFORE, "run_id=r", "resume=auto", "tags=[a]")
-    (tmp_path / "train" / "runs" / "r").rename(tmp_path / "train" / "runs" / "renamed")
-    for words in (
+SAME = (
+    "data",
+    "model",
+    "optimizer",
+    "scheduler",
+    "task",
+    "augmentation",
+    "callbacks",
+    "experiment_name",
+)
+
+
+@pytest.fixture(scope="module")
+def renamed_run(tmp_path_factory):
+    """Return the logs and the config of a run whose folder has another name now."""
+    logs = tmp_path_factory.mktemp("renamed")
+    config = leave_run(logs, "r", *BEFORE, "run_id=r", "resume=auto", "tags=[a]")
+    (logs / "train" / "runs" / "r").rename(logs / "train" / "runs" / "renamed")
+    return logs, config
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         ["resume=renamed"],
         ["resume=auto", "run_id=renamed"],
-        [*BEFORE, "resume=auto", "run_id=renamed"],
-    ):
-        cfg = resumed(tmp_path, *words, "trainer.max_epochs=9")
-        now = plain(cfg)
-        assert (
-            now["trainer"]["max_epochs"] == 9
-            and now["trainer"]["devices"] == "auto"
-            and now["tags"] == ["a"]
-        )
-        assert now["trainer"]["strategy"]["reshard_after_forward"] is False
-        same = (
-            "data",
-            "model",
-            "optimizer",
-            "scheduler",
-            "task",
-            "augmentation",
-            "callbacks",
-            "experiment_name",
-        )
-        assert {key: now[key] for key in same} == {key: before[key] for key in same}
-        assert chosen_options(cfg)["experiment"] == "quickstart" and now["paths"]["log_dir"] == str(
-            tmp_path
-        )
-    assert plain(resumed(tmp_path, "run_id=r"))["trainer"]["max_epochs"] == 26
+        pytest.param([*BEFORE, "resume=auto", "run_id=renamed"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_renamed_run_goes_on_with_what_ran(words, renamed_run):
+    logs, before = renamed_run
+    cfg = resumed(logs, *words, "trainer.max_epochs=9")
+    now = plain(cfg)
+    assert now["trainer"]["max_epochs"] == 9
+    assert now["trainer"]["devices"] == "auto"
+    assert now["tags"] == ["a"]
+    assert now["trainer"]["strategy"]["reshard_after_forward"] is False
+    assert {key: now[key] for key in SAME} == {key: before[key] for key in SAME}
+    assert chosen_options(cfg)["experiment"] == "quickstart"
+    assert now["paths"]["log_dir"] == str(logs)
+
+
+def test_an_id_alone_resumes_nothing(renamed_run):
+    logs, _ = renamed_run
+    assert plain(resumed(logs, "run_id=r"))["trainer"]["max_epochs"] == 26
 
 
 def test_a_group_that_is_chosen_anew_is_composed_anew(tmp_path):
@@ -82,9 +96,7 @@ def test_a_group_that_is_chosen_anew_is_composed_anew(tmp_path):
     )
 
 
-def test_a_recipe_that_was_edited_or_removed_meanwhile_does_not_change_the_run(
-    tmp_path, monkeypatch
-):
+def test_an_edited_recipe_does_not_change_a_run_that_ran(tmp_path, monkeypatch):
     shutil.copytree(CONFIGS, tmp_path / "configs")
     monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     recipe = tmp_path / "configs" / "experiment" / "mine.yaml"
@@ -104,37 +116,42 @@ def test_a_recipe_that_was_edited_or_removed_meanwhile_does_not_change_the_run(
         )
 
 
-def test_what_was_added_or_removed_stays_so_and_can_be_changed(tmp_path):
-    early = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 3}"
-    leave_run(
-        tmp_path,
-        "r",
-        early,
-        "~callbacks.progress",
-        "data=cifar10",
-        "data.root=/old",
-        "+optimizer.amsgrad=true",
-    )
-    now = plain(resumed(tmp_path, "resume=r", "data.root=/new", "callbacks.early.patience=9"))
-    assert now["data"]["root"] == "/new" and now["callbacks"]["early"]["patience"] == 9
-    assert (
-        not now["callbacks"]["progress"]
-        and now["callbacks"]["checkpoints"]
-        and now["optimizer"]["amsgrad"]
-    )
-    assert "early" not in plain(resumed(tmp_path, "resume=r", "~callbacks.early"))["callbacks"]
-    once_more = resumed(
-        tmp_path, "resume=r", "~callbacks.progress"
-    )  # as a job script types it at each start
-    assert (
-        not plain(once_more)["callbacks"]["progress"]
-        and "~callbacks.progress" in once_more.hydra.overrides.task
-    )
-    again = resumed(tmp_path, "resume=r", "data.root=/new").hydra.overrides.task
-    assert early in again and "data.root=/new" in again and "data.root=/old" not in again
+EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 3}"
 
 
-def test_keys_that_only_the_older_version_had_are_left_out_and_new_ones_get_their_default(tmp_path):
+@pytest.fixture(scope="module")
+def changed_run(tmp_path_factory):
+    """Return the logs of a run that has more and fewer keys than its options."""
+    logs = tmp_path_factory.mktemp("changed")
+    words = [EARLY, "~callbacks.progress", "data=cifar10", "data.root=/old"]
+    leave_run(logs, "r", *words, "+optimizer.amsgrad=true")
+    return logs
+
+
+def test_what_was_added_or_removed_stays_so(changed_run):
+    cfg = resumed(changed_run, "resume=r", "data.root=/new", "callbacks.early.patience=9")
+    now = plain(cfg)
+    assert now["data"]["root"] == "/new"
+    assert now["callbacks"]["early"]["patience"] == 9
+    assert not now["callbacks"]["progress"]
+    assert now["callbacks"]["checkpoints"]
+    assert now["optimizer"]["amsgrad"]
+    overrides = cfg.hydra.overrides.task
+    assert EARLY in overrides
+    assert "data.root=/new" in overrides
+    assert "data.root=/old" not in overrides
+
+
+def test_what_was_added_can_be_removed(changed_run):
+    """A job script types the other removal at each start."""
+    cfg = resumed(changed_run, "resume=r", "~callbacks.early", "~callbacks.progress")
+    callbacks = plain(cfg)["callbacks"]
+    assert "early" not in callbacks
+    assert not callbacks["progress"]
+    assert "~callbacks.progress" in cfg.hydra.overrides.task
+
+
+def test_a_resume_drops_old_keys_and_adds_new_defaults(tmp_path):
     before = leave_run(tmp_path, "r", "model=small_cnn", "data=digits")
     before["trainer"].update(record_hashes=True), before["callbacks"]["checkpoints"].update(gone=1)
     before["data"].update(gone=2), before.update(gone=3), before["trainer"].pop("num_threads")
@@ -159,7 +176,7 @@ def test_a_stored_class_is_kept_unless_its_module_has_moved(stored, expected, tm
     assert now["trainer"]["strategy"]["_target_"] == expected
 
 
-def test_learning_rates_are_not_scaled_twice_and_accumulation_follows_the_ranks(tmp_path):
+def test_a_resume_does_not_scale_learning_rates_twice(tmp_path):
     leave_run(
         tmp_path,
         "r",
@@ -172,7 +189,7 @@ def test_learning_rates_are_not_scaled_twice_and_accumulation_follows_the_ranks(
     assert now["trainer"]["accumulate_grad_batches"] == 1
 
 
-def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, monkeypatch):
+def test_a_launcher_decides_how_many_ranks_there_are(tmp_path, monkeypatch):
     leave_run(tmp_path, "r", "trainer=ddp_sim", "trainer.devices=4", "trainer.num_nodes=2")
     assert resumed(tmp_path, "resume=r").trainer.devices == 3, "as it ran"
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1"}.items():
@@ -180,9 +197,7 @@ def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, mon
     assert resumed(tmp_path, "resume=r").trainer.devices == "auto"
 
 
-def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_machine(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_buckets_config_gives_nothing_of_this_machine(tmp_path, monkeypatch, capsys):
     stated = ["data=cifar10", "data.root=/theirs", "trainer.max_epochs=5", "paths.logbook_dir=/etc", "optimizer.lr=0.5",
               "+callbacks.x={_target_: os.system}"]  # fmt: skip
     theirs, fetched = leave_run(tmp_path / "theirs", "r", *stated), []

@@ -60,7 +60,7 @@ def test_hydras_options_survive_a_check_of_their_help(monkeypatch, capsys, root_
 @pytest.mark.parametrize(
     ("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (1, 1, 75), (2, 2, 130)]
 )
-def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, times, code):
+def test_a_stop_lets_the_job_save(tmp_path, number, times, code):
     saved, before = tmp_path / "saved", signal.getsignal(signal.SIGINT)
     words = (
         "for each in (1, 15): signal.signal(each, lambda *_: None)\n"
@@ -79,7 +79,7 @@ def test_a_job_that_starts_as_the_sweep_stops_is_told(monkeypatch):
     assert not stopping.running_jobs
 
 
-def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):
+def test_a_job_at_its_limit_saves_before_it_is_requeued(tmp_path, monkeypatch):
     """SLURM with cgroups signals submitit's process alone, whose own handler would queue the job at
     once.
     """
@@ -168,7 +168,7 @@ def test_jobs_side_by_side_know_how_many_they_are(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too(tmp_path):
+def test_jobs_side_by_side_have_folders_of_their_own(tmp_path):
     words = ["-m", "experiment=quickstart", "trainer.max_epochs=1", "seed=1,2", "test=false"]
     command = [
         sys.executable,
@@ -189,7 +189,7 @@ def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too
 
 
 @pytest.mark.slow
-def test_the_worst_exit_code_counts_and_what_failed_is_ranked_last(tmp_path):
+def test_the_worst_exit_code_of_a_sweep_counts(tmp_path):
     words = [
         "experiment=quickstart",
         "trainer.max_epochs=1",
@@ -244,7 +244,7 @@ def test_settings_and_folds_are_ranked_and_compared_by_fold():
     ]
 
 
-def test_failed_jobs_are_the_last_and_the_lowest_may_be_first():
+def test_failed_jobs_are_last_and_the_lowest_may_be_first():
     jobs = [*folds(0.1, [0.5, float("nan"), 1.0]), *folds(0.2, [0.75], 3)]
     lines = ranking(jobs, "night", "val/loss", minimize=True)
     assert lines[0] == "4 jobs by val/loss, the lowest first:"
@@ -290,7 +290,7 @@ def test_the_winner_of_settings_has_its_test_metric():
 
 
 @pytest.mark.parametrize("value", ["small_cnn,nosuch", "choice(small_cnn,nosuch)"])
-def test_a_misspelt_option_of_a_sweep_is_refused_before_its_jobs(tmp_path, value):
+def test_a_misspelt_option_is_refused_before_the_first_job(tmp_path, value):
     done = run_door("train", "-m", f"model={value}", logs=tmp_path)
     assert done.code == 2 and "There is no model=nosuch: any model of timm" in done.output
     assert "job 0" not in done.output
@@ -382,7 +382,7 @@ def test_a_sweep_takes_arguments_that_no_yaml_lists(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_of_a_module_without_validation_names_no_foreign_metric(tmp_path):
+def test_a_sweep_without_validation_names_no_foreign_metric(tmp_path):
     words = ("-m", "task._target_=plain_task.TrainsAlone", *PLAIN_JOB, "+task.lr=0.01,0.1")
     done = run_door("train", *words, logs=tmp_path)
     assert done.code == 0 and "by val/acc" not in done.output, done.output

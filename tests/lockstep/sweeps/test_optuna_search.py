@@ -27,7 +27,7 @@ COMMAND = [
 
 
 @pytest.mark.slow
-def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
+def test_a_search_survives_a_failing_trial(tmp_path):
     first = run_door("train", *COMMAND, "hydra.sweeper.num_trials=2", logs=tmp_path)
     again = run_door("train", *COMMAND, "hydra.sweeper.num_trials=5", logs=tmp_path)
     records = [
@@ -47,7 +47,7 @@ def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_search_has_another_study_and_a_named_one_is_refused(tmp_path):
+def test_another_search_has_another_study(tmp_path):
     words = ["-m", "hydra/sweeper=optuna", "experiment=quickstart", "trainer.max_epochs=1", "test=false",
              "hydra.sweeper.num_trials=1", "trainer.limit_train_batches=1"]  # fmt: skip
     one, other = "optimizer.lr=interval(1e-4,1e-1)", "optimizer.lr=interval(1e-4,1)"
@@ -68,7 +68,7 @@ def test_another_search_has_another_study_and_a_named_one_is_refused(tmp_path):
         assert done.code == 2 and "is another search" in done.output, done.output
 
 
-def test_without_a_range_it_says_what_to_type_wherever_the_flag_stands(tmp_path):
+def test_a_search_without_a_range_says_what_to_type(tmp_path):
     done = run_door("train", "experiment=quickstart", "hydra/sweeper=optuna", "-m", logs=tmp_path)
     assert done.code == 2 and "tag(log,interval(" in done.output and "Traceback" not in done.output
 

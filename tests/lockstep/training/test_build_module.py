@@ -76,16 +76,17 @@ def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
             "takes a number .*data.target=number .*the data has several labels",
         ),
         ("task._target_=plain_task.Lazy", None, "layers.weight is of a lazy layer"),
+        ("task._target_=collections.Counter", None, "Counter is not a LightningModule"),
     ],
 )
-def test_targets_that_the_task_does_not_take_and_a_lazy_layer_are_refused(task, target, said):
+def test_a_task_that_cannot_train_is_refused(task, target, said):
     with pytest.raises(UserError, match=said):
         build_module(
             plain(compose("train", [task, "model=small_cnn"])), {"target": target, "num_classes": 2}
         )
 
 
-def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
+def test_the_metric_of_a_suggestion_gives_a_number():
     words = re.search(
         r"\+metrics\.auroc=(\{.*?\})", missing_option("metrics", "auroc", (CONFIGS,))
     )[1]
@@ -192,9 +193,7 @@ def run(monkeypatch):
     torch.set_float32_matmul_precision("highest")
 
 
-def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions(
-    run, monkeypatch, caplog
-):
+def test_a_gpu_rank_with_few_cores_warns(run, monkeypatch, caplog):
     monkeypatch.setattr(rank, "check_gpus", lambda indices: None)
     prepare_process(run)
     assert torch.backends.cudnn.benchmark and "Each rank has 2 CPU core(s)" in caplog.text
@@ -315,7 +314,7 @@ def test_a_metric_that_no_schedule_goes_by_is_refused(overrides, sentence):
         module_of(*overrides)
 
 
-def test_a_schedule_of_plateaus_goes_by_the_tasks_metric_over_a_resume(tmp_path):
+def test_a_plateau_schedule_goes_by_the_metric_over_a_resume(tmp_path):
     """val/acc does not improve at optimizer.lr=1e-30: the rate halves after each second epoch."""
     schedule = ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"]
     schedule += ["+scheduler.patience=1", "+scheduler.factor=0.5", "optimizer.lr=1e-30"]

@@ -69,7 +69,7 @@ def test_layer_decay_is_that_of_timm(name):
     assert len({scale for scale, _ in expected.values()}) > 3
 
 
-def test_nets_of_our_own_are_numbered_by_their_stages_and_others_by_their_children():
+def test_layers_are_numbered_by_stages_or_children():
     assert layer_numbers(SmallCNN(3, 8, 1)) == {
         f"{name}.{kind}": number
         for number, name in enumerate(["features.0", "features.2", "head.0", "head.3"])
@@ -99,7 +99,7 @@ def stepper(rules, optimizer=torch.optim.AdamW, **options):
     return module.configure_optimizers()
 
 
-def test_nothing_asked_for_leaves_one_group_so_that_old_checkpoints_load():
+def test_without_rules_there_is_one_group():
     (group,) = stepper(None, lr=0.1).param_groups
     assert "lr_scale" not in group and len(group["params"]) == 8 and group["weight_decay"] == 0.01
     groups = stepper(GroupRules(decay_norms=False), lr=0.1, weight_decay=0.3).param_groups
@@ -119,7 +119,7 @@ def frozen(net):
     return {name for name, parameter in net.named_parameters() if not parameter.requires_grad}
 
 
-def test_patterns_name_parameters_and_modules_as_timm_or_as_the_state_dict_does_and_their_norms_keep_statistics():
+def test_freeze_patterns_name_parameters_and_modules():
     net = timm_model("resnet10t")
     freeze(net, ["conv1", "bn1", "backbone.layer1.*", "layer[23].0.bn1.weight"])
     first = ("backbone.conv1", "backbone.bn1", "backbone.layer1.")
@@ -155,7 +155,7 @@ def test_the_backbone_is_all_but_the_head():
         assert names - frozen(net) == {f"{head}.weight", f"{head}.bias"}
 
 
-def test_a_part_that_the_net_itself_does_not_train_stays_so_and_its_norms_train():
+def test_what_a_net_itself_freezes_stays_frozen():
     net = Airbench(3, 9, 1, widths=(4, 4))
     before = frozen(net)
     freeze(net, "head")
@@ -198,7 +198,7 @@ def frozen_resnet(*stated):
         ),
     ],
 )
-def test_patterns_factors_and_an_optimizer_that_groups_by_itself_are_refused(call, says):
+def test_wrong_rules_of_groups_are_refused(call, says):
     stepper(GroupRules(), AirbenchMuon, lr=0.1)
     with pytest.raises(UserError, match=says):
         call()

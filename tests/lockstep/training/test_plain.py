@@ -21,8 +21,10 @@ PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Number
          "trainer.log_every_n_steps=5", "run_id=r")  # fmt: skip
 
 
-@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim", "fsdp_sim"])
-def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer, tmp_path):
+@pytest.mark.parametrize(
+    "trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow), "fsdp_sim"]
+)
+def test_plain_modules_train_test_and_resume(trainer, tmp_path):
     done = succeed(
         "train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path
     )
@@ -53,7 +55,7 @@ def test_they_train_test_leave_checkpoints_a_record_and_a_page_and_go_on(trainer
         assert again["steps"] == 100 and again["restarts"][0]["resumed_step"] == 60
 
 
-def test_a_module_whose_hooks_make_layers_goes_on_and_is_evaluated(tmp_path):
+def test_a_module_whose_hooks_make_layers_resumes(tmp_path):
     words = ["task._target_=plain_task.Late", "trainer=cpu", "trainer.accumulate_grad_batches=3"]
     done = succeed("train", *PLAIN, *words, "+data.rows=320", logs=tmp_path)
     assert (
@@ -102,7 +104,6 @@ def test_ranks_with_unequal_numbers_of_batches_are_told_so(accumulate, tmp_path)
     [
         (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], "name its network self.net, or choose"),
         (["trainer=cpu", "callbacks.checkpoints.monitor=val_los"], "there are val_loss"),
-        (["trainer=cpu", "task._target_=collections.Counter"], "is not a LightningModule"),
         pytest.param(["task._target_=plain_task.Unused", "trainer=ddp_sim"], "find_unused_parameters=true",
                      marks=pytest.mark.slow),
     ],
@@ -128,9 +129,7 @@ compile: false
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
-def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alone(
-    trainer, tmp_path
-):
+def test_a_template_style_module_runs_by_config_alone(trainer, tmp_path):
     for group, text in TEMPLATE.items():
         (tmp_path / "configs" / group).mkdir(parents=True)
         (tmp_path / "configs" / group / "template.yaml").write_text(text)
@@ -192,7 +191,7 @@ def same_batch(batch, run):
     return all(map(torch.equal, batch, torch.load(run.logs / "batch.pt")))
 
 
-def test_the_first_batch_is_the_runs_own_bit_for_bit_unless_an_option_is_another(run):
+def test_the_first_batch_is_the_runs_own_to_the_bit(run):
     batch = first_batch(load_data("r", run.logs))
     assert same_batch(batch, run) and (batch[0].shape, batch[1].shape) == ((8, 3, 8, 8), (8, 2))
     data = load_data("r", run.logs, global_batch_size=6, seed=4)
@@ -202,9 +201,7 @@ def test_the_first_batch_is_the_runs_own_bit_for_bit_unless_an_option_is_another
     assert data.options.seed == 4
 
 
-def test_of_a_checkpoint_from_elsewhere_the_root_is_said_here_and_it_chooses_no_code_and_no_place(
-    run, tmp_path
-):
+def test_a_foreign_checkpoint_chooses_no_code_and_no_place(run, tmp_path):
     """Its augmentation and seed are names and numbers, which count."""
     canary, theirs, logs = tmp_path / "canary", str(tmp_path / "theirs.ckpt"), tmp_path / "logs"
     checkpoint = read_checkpoint(run.folder.path / run.record["best_checkpoint"]["path"])

@@ -41,14 +41,12 @@ def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
         (1.0, 0, 1, 1.0),
     ],
 )  # fmt: skip
-def test_an_interval_is_stated_in_steps_and_told_to_lightning_in_micro_batches(
-    stated, batches, accumulate, wanted
-):
+def test_lightning_gets_an_interval_in_micro_batches(stated, batches, accumulate, wanted):
     found = validation_interval(stated, batches, accumulate)
     assert found == wanted and type(found) is type(wanted)
 
 
-def test_less_than_a_step_and_what_is_no_interval_are_refused():
+def test_a_wrong_limit_or_interval_is_refused():
     with pytest.raises(
         UserError, match="leaves 3 micro-batches and a step takes 4: give at least 4"
     ):
@@ -107,7 +105,7 @@ README = re.findall(r"^\| `([^`]+)` \| (.*) \|$", COMMANDS, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "result"), README)
-def test_a_command_of_the_templates_readme_works_or_is_refused_as_the_page_says(words, result):
+def test_a_command_of_the_templates_readme_does_as_promised(words, result):
     def built():
         config = plain(compose("train", words.split()))
         node = {
