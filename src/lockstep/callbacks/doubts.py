@@ -87,7 +87,7 @@ def without_optimizer(trainer: pl.Trainer) -> list[str]:
     """Return the parameters that require a gradient and are in none of the optimizers."""
     if not trainer.optimizers:
         return []
-    updated = set()
+    updated: set[int] = set()
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             updated.update(map(id, group["params"]))

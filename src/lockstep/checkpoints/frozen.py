@@ -5,6 +5,7 @@ them to the optimizer. A resume within that epoch does not call it again.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -83,7 +84,7 @@ def _set_trainable(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str
 
 
 def _add_groups(
-    optimizer: Optimizer, groups: list[list[str]], parameters: dict[str, Tensor]
+    optimizer: Optimizer, groups: list[list[str]], parameters: Mapping[str, Tensor]
 ) -> None:
     """Add the groups that a callback has added in the run; the checkpoint has their options.
 
