@@ -36,6 +36,7 @@ from lockstep.process.script import run_with_options
 from lockstep.ranks.failures import end_of
 from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
+from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
 def predict_on(
     device: Any,
     cluster: Cluster,
-    config: dict[str, Any],
+    config: Config,
     options: dict[str, str],
     files: dict[str, Path],
 ) -> int:
