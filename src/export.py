@@ -1,9 +1,10 @@
 """Export a trained model: safetensors, ONNX, torch.export and a model card.
 
     python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>]
-        [formats=safetensors,onnx,pt2] [push_to=ORG/NAME]
+        [formats=safetensors,onnx,pt2] [push_to=ORG/NAME] [trainer=gpu | cpu]
 
-Each format is compared with the net itself. push_to= uploads the folder to the Hugging Face hub, as
+Each format is compared with the net itself, on a GPU where there is one, or on the device that
+trainer= names. push_to= uploads the folder to the Hugging Face hub, as
 a private repository. By default it makes every format whose packages are installed. A timm model is
 loaded from the folder by timm.create_model("local-dir:FOLDER", pretrained=True). ONNX needs onnx,
 onnxscript and onnxruntime.
@@ -19,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.keys import root_of
+from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError, no_room
 from lockstep.process.files import sha256_of
 from lockstep.process.project import REPOSITORY
@@ -41,6 +44,7 @@ OPTIONS: dict[str, str | None] = {
 TOLERANCE = 1e-4
 NEEDED = {"safetensors": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 MAX_BATCH = 4096
+ON_CUDA = "CUDAExecutionProvider"  # of onnxruntime
 # These options of a model choose its weights, and are no arguments of its class in an export.
 NO_ARGUMENTS = ("freeze", "weights", "pretrained")
 
@@ -77,21 +81,43 @@ def example_images(facts: Any, num: int) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def largest_difference(model: Any, exported: Any) -> float:
-    """Return the largest |difference| of the logits over the largest |logit|.
-
-    It is measured for batches of 1 and 3 images.
+def device_of_check(overrides: list[str]) -> Any:
+    """Return the torch.device on which formats are compared with the net.
 
     Args:
-        exported: images → logits.
+        overrides: of trainer=.
+
+    Raises:
+        UserError: the trainer has several ranks, or a GPU that is not here.
     """
     import torch
 
+    from lockstep.ranks.find import find_ranks
+    from lockstep.training.prediction import trainer_config
+
+    cluster = find_ranks(trainer_config(overrides))
+    if cluster.world_size > 1:
+        raise UserError("An export is checked in one process: give trainer=gpu or trainer=cpu.")
+    return torch.device("cuda", 0) if cluster.accelerator == "gpu" else torch.device("cpu")
+
+
+def largest_difference(model: Any, exported: Any, device: Any) -> float:
+    """Return the largest |difference| of the logits over the largest |logit|.
+
+    It is measured on a device, for batches of 1 and 3 images.
+
+    Args:
+        exported: images → logits, both on the device.
+    """
+    import torch
+
+    net = copy.deepcopy(model.net).to(device)
     differences = []
-    with torch.inference_mode():
+    # TF32 differs from float32 by more than the tolerance.
+    with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for num in (1, 3):
-            images = example_images(model.facts, num)
-            logits = model.net(images)
+            images = example_images(model.facts, num).to(device)
+            logits = net(images)
             difference = (exported(images) - logits).abs().max()
             differences.append(float(difference / logits.abs().max().clamp(min=1e-6)))
     return max(differences)
@@ -187,18 +213,23 @@ def _any_batch() -> tuple[dict[int, Any]]:
     return ({0: torch.export.Dim("batch", min=1, max=MAX_BATCH)},)
 
 
-def write_pt2(model: Any, out: Path) -> Any:
-    """Write model.pt2 by torch.export, for any batch size."""
+def write_pt2(model: Any, out: Path, device: Any) -> Any:
+    """Write model.pt2 by torch.export, for any batch size; return it on the device."""
     import torch
+    from torch.export.passes import move_to_device_pass
 
     images = example_images(model.facts, 2)
     program = torch.export.export(model.net, (images,), dynamic_shapes=_any_batch())
     torch.export.save(program, out / "model.pt2")
-    return torch.export.load(out / "model.pt2").module()
+    loaded = torch.export.load(out / "model.pt2")
+    return move_to_device_pass(loaded, device).module()
 
 
-def write_onnx(model: Any, out: Path) -> Any:
-    """Write model.onnx with the input `images` and the output `logits`, for any batch size."""
+def write_onnx(model: Any, out: Path, device: Any) -> Any:
+    """Write model.onnx with the input `images` and the output `logits`, for any batch size.
+
+    onnxruntime computes on the CPU where it is a build without CUDA.
+    """
     import onnxruntime
     import torch
 
@@ -214,8 +245,16 @@ def write_onnx(model: Any, out: Path) -> Any:
         external_data=False,
         dynamic_shapes=_any_batch(),
     )
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    providers = ["CPUExecutionProvider"]
+    if device.type == "cuda" and ON_CUDA in onnxruntime.get_available_providers():
+        providers.insert(0, ON_CUDA)
+    session = onnxruntime.InferenceSession(path, providers=providers)
+
+    def run(images: Any) -> Any:
+        (logits,) = session.run(["logits"], {"images": images.cpu().numpy()})
+        return torch.from_numpy(logits).to(device)
+
+    return run
 
 
 def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
@@ -292,11 +331,16 @@ def hub(push_to: str, method: str, **arguments: Any) -> Any:
         ) from None
 
 
-def export(options: dict[str, str]) -> int:
-    """Write the formats, compare each with the net, write the card; upload for push_to=."""
+def export(options: dict[str, str], overrides: list[str]) -> int:
+    """Write the formats, compare each with the net, write the card; upload for push_to=.
+
+    Args:
+        overrides: of trainer=, whose device the comparison runs on.
+    """
     from lockstep.training.inference import load_finished
 
     formats = chosen_formats(options["formats"])
+    device = device_of_check(overrides)
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     check_exportable(model)
     if hasattr(model.module, "fold_scale"):
@@ -309,7 +353,7 @@ def export(options: dict[str, str]) -> int:
 
     out = Path(options["out"] or Path("exports") / _folder_name(model))
     out.mkdir(parents=True, exist_ok=True)
-    compared = write_formats(model, formats, out)
+    compared = write_formats(model, formats, out, device)
     for name, difference in compared.items():
         if not difference <= TOLERANCE:
             log.error(
@@ -359,7 +403,7 @@ def _folder_name(model: Any) -> str:
     return model.path.stem
 
 
-def write_formats(model: Any, formats: list[str], out: Path) -> dict[str, float]:
+def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dict[str, float]:
     """Write each format and compare it with the net, until one differs by more than TOLERANCE.
 
     config.json is written in any case.
@@ -378,9 +422,10 @@ def write_formats(model: Any, formats: list[str], out: Path) -> dict[str, float]
         # The exporters warn of their internals.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = _written(name, model, net_of_weights, out)
-            compared[name] = largest_difference(model, exported)
-        log.info(f"{name}: logits within {compared[name]:.1e} of the net's")
+            exported = _written(name, model, net_of_weights, out, device)
+            compared[name] = largest_difference(model, exported, device)
+        where = " on the GPU" if device.type == "cuda" else ""
+        log.info(f"{name}: logits within {compared[name]:.1e} of the net's{where}")
         if not compared[name] <= TOLERANCE:
             return compared
 
@@ -389,17 +434,21 @@ def write_formats(model: Any, formats: list[str], out: Path) -> dict[str, float]
     return compared
 
 
-def _written(name: str, model: Any, net_of_weights: Any, out: Path) -> Any:
-    """Write a format; return what it gives for images, as read from the disk."""
+def _written(name: str, model: Any, net_of_weights: Any, out: Path, device: Any) -> Any:
+    """Write a format; return what it gives for images on the device, as read from the disk."""
     if name == "onnx":
-        return write_onnx(model, out)
+        return write_onnx(model, out, device)
     if name == "pt2":
-        return write_pt2(model, out)
-    return net_of_weights
+        return write_pt2(model, out, device)
+    return net_of_weights.to(device)
 
 
 def main(argv: list[str]) -> int:
-    return run_with_options(argv, __doc__ or "", OPTIONS, export)
+    overrides = [word for word in argv if root_of(key_of(word)) == "trainer"]
+    others = [word for word in argv if word not in overrides]
+    return run_with_options(
+        others, __doc__ or "", OPTIONS, lambda options: export(options, overrides)
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import compose, whole_config
 from lockstep.config.keys import root_of
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
@@ -85,7 +84,7 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     Args:
         overrides: of trainer=, as everywhere; without a trainer this is one process.
     """
-    from lockstep.training.prediction import joined_ranks, start_ranks
+    from lockstep.training.prediction import joined_ranks, start_ranks, trainer_config
 
     positive_number("top", options["top"])
     positive_number("batch", options["batch"] or "1")
@@ -107,18 +106,6 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
         if not cluster.has_agent:
             raise
         return end_of(error, cluster, None)
-
-
-def trainer_config(overrides: list[str]) -> dict[str, Any]:
-    """Return the composed config, in which only the trainer counts."""
-    config = whole_config(compose("train", overrides))
-    keys = {key_of(override) for override in overrides}
-    if "trainer" not in keys:
-        one_process = {"launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None}
-        config["trainer"] = {**config["trainer"], **one_process}
-    if "trainer.precision" not in keys:
-        config["trainer"]["precision"] = None
-    return {**config, "task_name": "predict"}
 
 
 def predict_on(

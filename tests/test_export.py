@@ -279,12 +279,17 @@ def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(
         "formats=pt2",
     ]
     monkeypatch.setattr(
-        export, "write_pt2", lambda model, out: lambda images: model.net(images) * 1.01
+        export, "write_pt2", lambda model, out, device: lambda images: model.net(images) * 1.01
     )
     assert main(ask) == 1 and "pt2 differs from the net by" in capsys.readouterr().err
     monkeypatch.setattr(export, "write_weights", fail)
     assert main(ask) == 1 and f"no room on {tmp_path} (" in capsys.readouterr().err
     assert not (tmp_path / "README.md").exists()
+
+
+def test_a_trainer_of_several_ranks_is_refused(vit, capsys):
+    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", "trainer=ddp_sim"]
+    assert main(ask) == 2 and "trainer=gpu or trainer=cpu" in capsys.readouterr().err
 
 
 def test_a_run_whose_data_module_defines_no_images_is_refused(monkeypatch, capsys):

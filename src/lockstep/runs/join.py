@@ -270,6 +270,11 @@ def prepare_process(run: Run) -> None:
     # Whoever adds the summary of a model wants to see it.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
+    ignore_expected_warnings()
+
+
+def ignore_expected_warnings() -> None:
+    """Silence warnings of libraries that ask the user for nothing."""
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)
 

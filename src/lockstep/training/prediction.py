@@ -20,6 +20,8 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 
+from lockstep.config.compose import compose, whole_config
+from lockstep.config.schema import key_of
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.process.errors import EXIT_FAILED, UserError
 from lockstep.process.output import duration
@@ -27,13 +29,29 @@ from lockstep.ranks.failures import log_failure
 from lockstep.ranks.find import Cluster, set_rank_environment
 from lockstep.ranks.meeting import join
 from lockstep.records.config import Config
-from lockstep.runs.join import threads_of
+from lockstep.runs.join import ignore_expected_warnings, threads_of
 from lockstep.training.inference import FinishedModel
 from lockstep.training.trainer import precision_of
 
 log = logging.getLogger(__name__)
 
 SHOWN_EVERY_S = 10.0
+
+
+def trainer_config(overrides: list[str]) -> Config:
+    """Return the composed config, in which only the trainer counts.
+
+    Args:
+        overrides: of trainer=; without a trainer it is one process, on a GPU where there is one.
+    """
+    config = whole_config(compose("train", overrides))
+    keys = {key_of(override) for override in overrides}
+    if "trainer" not in keys:
+        one_process = {"launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None}
+        config["trainer"] = {**config["trainer"], **one_process}
+    if "trainer.precision" not in keys:
+        config["trainer"]["precision"] = None
+    return {**config, "task_name": "predict"}
 
 
 def start_ranks(trainer: Config, cluster: Cluster) -> int:
@@ -59,6 +77,7 @@ def joined_ranks(trainer: Config, cluster: Cluster) -> Iterator[torch.device]:
         device = torch.device("cuda", cluster.local_rank or 0)
         torch.set_float32_matmul_precision(trainer.get("matmul_precision", "high"))
     torch.set_num_threads(threads_of(trainer))
+    ignore_expected_warnings()
     if cluster.world_size == 1:
         yield device
         return
