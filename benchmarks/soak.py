@@ -43,7 +43,7 @@ from faults import kill_at_line  # noqa: E402
 from kills import DDP, FSDP, TINY, differences, disturbed_run, final_state  # noqa: E402
 from lockstep.records.folder import RunFolder  # noqa: E402
 from object_store import object_store  # noqa: E402
-from runs import Done, run_door  # noqa: E402
+from runs import Done, run_script  # noqa: E402
 
 SIGNALS_PER_RUN = 5
 STARTS_OF_A_JOB = 20
@@ -173,7 +173,7 @@ def pointer_faults(store: Store) -> list[str]:
 def second_machine_faults(store: Store, command: list[str], folder: Path) -> list[str]:
     """Start a new run of an id that the bucket has; it must be refused and change nothing there."""
     before = store.objects()
-    done = run_door("train", *command, logs=folder, environment=store.environment)
+    done = run_script("train", *command, logs=folder, environment=store.environment)
     faults = []
     if done.code != 2:
         faults.append(f"a second machine ended with exit code {done.code}: {done.output[-600:]}")
@@ -243,7 +243,7 @@ def bucket_faults(store: Store, folder: RunFolder) -> list[str]:
 def undisturbed(command: Sequence[str], folder: Path) -> tuple[Done, float]:
     """Run a command without a signal; return how it ended and the seconds that it took."""
     began = time.monotonic()
-    done = run_door("train", *command, "run_id=reference", logs=folder)
+    done = run_script("train", *command, "run_id=reference", logs=folder)
     assert done.code == 0, done.output
     return done, time.monotonic() - began
 
@@ -313,7 +313,7 @@ def soak_job_script(campaign: Campaign) -> None:
 def soak_lines(campaign: Campaign) -> None:
     """Kill a run at a random line of the code that writes its files, once at each start."""
     count_file = campaign.folder / "lines"
-    reference = run_door(
+    reference = run_script(
         "train",
         *JOB,
         "run_id=reference",
@@ -330,13 +330,13 @@ def soak_lines(campaign: Campaign) -> None:
             for _ in range(min(SIGNALS_PER_RUN, campaign.count - campaign.sent)):
                 line = campaign.chance.randrange(number_of_lines)
                 fault = partial(kill_at_line, line, count_file)
-                done = run_door(
+                done = run_script(
                     "train", *command, logs=folder, environment=store.environment, before=fault
                 )
                 if done.code != -signal.SIGKILL:
                     break
                 campaign.sent += 1
-            done = run_door("train", *command, logs=folder, environment=store.environment)
+            done = run_script("train", *command, logs=folder, environment=store.environment)
             campaign.note(_faults_of_job(state, reference, done, store))
 
 

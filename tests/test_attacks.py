@@ -16,7 +16,7 @@ from lockstep.checkpoints.files import Sidecar, complete_checkpoints, write_side
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process.errors import UserError
 from lockstep.training.inference import load_finished
-from runs import run_door
+from runs import run_script
 
 SMALL = ["data=synthetic", "data.num_images=200", "data.image_size=8", "data.global_batch_size=64", "model=small_cnn",
          "trainer=cpu", "trainer.max_epochs=1"]  # fmt: skip
@@ -34,14 +34,14 @@ class Payload:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    done = run_door("train", *SMALL, "run_id=good", logs=tmp_path_factory.mktemp("trained"))
+    done = run_script("train", *SMALL, "run_id=good", logs=tmp_path_factory.mktemp("trained"))
     assert done.code == 0, done.output
     return done
 
 
 @pytest.fixture
 def canary(tmp_path):
-    """Outside of what a door may write to; must not exist when the test ends."""
+    """Outside of what a script may write to; must not exist when the test ends."""
     (tmp_path / "outside").mkdir()
     path = tmp_path / "outside" / "canary"
     yield path
@@ -111,12 +111,12 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
     hash beside it.
     """
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
-    first = run_door("train", *SMALL, "run_id=r", logs=logs)
+    first = run_script("train", *SMALL, "run_id=r", logs=logs)
     last, sidecar = next(complete_checkpoints(first.folder.checkpoints, "last"))
     torch.save(attack(good(trained), canary), last)
     write_sidecar(last, Sidecar(sidecar.step))
     for word in (f"ckpt_path={last}", "resume=r"):
-        done = run_door("train", *SMALL, word, "trainer.max_epochs=2", logs=logs)
+        done = run_script("train", *SMALL, word, "trainer.max_epochs=2", logs=logs)
         assert done.code == (2 if wanted else 0), done.output
         assert (
             "Traceback" not in done.output
@@ -126,7 +126,7 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
 
 @pytest.mark.parametrize("word", ["run_id=../x", "data.name=../../x", "s3.uri=s3://bucket/../../x"])
 def test_a_name_that_climbs_is_refused_by_its_key(word, canary, tmp_path):
-    done = run_door("train", *SMALL, word, logs=tmp_path / "logs")
+    done = run_script("train", *SMALL, word, logs=tmp_path / "logs")
     assert done.code == 2 and "Traceback" not in done.output, done.output
     last = done.output.strip().splitlines()[-1]
     assert (

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from check_data import main
-from runs import run_door
+from runs import run_script
 
 
 def picture(folder, name, seed, change=0, suffix="png"):
@@ -107,7 +107,7 @@ def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path):
     words = ["data=image_folder", f"data.root={photos}", "data.image_size=16", "data.global_batch_size=8",
              "model=small_cnn", "trainer=cpu", "trainer.max_steps=1", "augmentation=none",
              "run_id=r"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path / "logs")
+    done = run_script("train", *words, logs=tmp_path / "logs")
     assert done.code == 0, done.output
     assert "data: 2 classes: cat, dog · " in done.output
     assert "left out: 1 hidden images, 1 .txt files (data_report.txt)" in done.output

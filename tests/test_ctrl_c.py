@@ -15,7 +15,7 @@ from faults import BEFORE_A_GROUP, signal_at_step, stopped_before_group
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
 from ranks import SRC
-from runs import run_door
+from runs import run_script
 
 WORDS = ["experiment=quickstart", "trainer.max_epochs=1000", "trainer.num_threads=1", "run_id=r"]
 
@@ -62,7 +62,7 @@ def test_ctrl_c_at_any_moment_and_the_run_goes_on(after_s, words, tmp_path):
     check(code, errors, folder)
     if code == 75 and not words:
         steps = read_record(folder.record).steps
-        done = run_door("train", "resume=r", f"trainer.max_steps={steps + 3}", logs=tmp_path)
+        done = run_script("train", "resume=r", f"trainer.max_steps={steps + 3}", logs=tmp_path)
         assert done.code == 0 and done.record["steps"] == steps + 3, done.output
 
 
@@ -93,7 +93,7 @@ def twice(step):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
-    done = run_door("train", *WORDS, logs=tmp_path, before=partial(twice, 5))
+    done = run_script("train", *WORDS, logs=tmp_path, before=partial(twice, 5))
     assert done.code == 130 and "Traceback" not in done.output, done.output
     assert done.record["status"] == "interrupted" and not list(
         done.folder.checkpoints.glob("*.json")
@@ -110,7 +110,7 @@ def test_a_stop_between_two_process_groups_ends_all_ranks(place, whole, tmp_path
         trainer = ["trainer=fsdp_sim", "trainer.strategy.shard_within_node=true"]
     flag = tmp_path / "stopped"
     fault = partial(stopped_before_group, place, flag, whole=whole)
-    done = run_door("train", *WORDS, *trainer, logs=tmp_path, before=fault)
+    done = run_script("train", *WORDS, *trainer, logs=tmp_path, before=fault)
     assert done.code == 75 and "Traceback" not in done.output, done.output
     assert done.record["status"] == "interrupted"
     assert time.time() - flag.stat().st_mtime < 20, done.output

@@ -18,7 +18,7 @@ from kills import differences, weights
 from lockstep.config.compose import compose, plain
 from lockstep.records.folder import read_config
 from predict import main as predict
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 SIDE = 8
 
@@ -111,7 +111,7 @@ def test_a_resume_within_an_epoch_gives_equal_weights(trained, options, tmp_path
     steps_per_epoch = trained.record["steps"] // 9
     assert 13 % steps_per_epoch
     stop = partial(signal_at_step, 13)
-    stopped = run_door("train", *options, logs=tmp_path, before=stop)
+    stopped = run_script("train", *options, logs=tmp_path, before=stop)
     assert stopped.code == 75 and stopped.record["steps"] == 13
     resumed = succeed("train", "resume=discs", logs=tmp_path)
     assert resumed.record["restarts"][0]["resumed_step"] == 13

@@ -10,7 +10,7 @@ from PIL import Image
 from lockstep.checkpoints.io import write_checkpoint
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.records.folder import read_config
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 SAME = {name: name for name in ("cat", "dog", "fox")}
 SHADES = {"cat": (200, 40, 40), "dog": (40, 200, 40), "fox": (40, 40, 200), "gnu": (200, 200, 40)}
@@ -48,7 +48,7 @@ def animals(tmp_path_factory):
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(word, said, animals):
-    done = run_door("eval", "ckpt_path=animals", word, logs=animals.logs)
+    done = run_script("eval", "ckpt_path=animals", word, logs=animals.logs)
     assert done.code == 2 and said in done.output, done.output
 
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_an_earlier_version_is_tested(animals, tmp_path):
 
 
 def evaluated(run, root, *words, data="image_folder"):
-    return run_door("eval", f"ckpt_path={run.record['run_id']}", f"data={data}", f"data.root={root}", *words,
+    return run_script("eval", f"ckpt_path={run.record['run_id']}", f"data={data}", f"data.root={root}", *words,
                     logs=run.logs)  # fmt: skip
 
 

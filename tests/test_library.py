@@ -28,7 +28,7 @@ assert {"optimizer_states", "loops"} <= state.keys() and not any(name.startswith
 """
 
 
-def run_script(folder, *words, ranks=1):
+def run_train_script(folder, *words, ranks=1):
     (folder / "train_script.py").write_text(SCRIPT)
     (folder / "my_project.py").write_text(
         "from plain_task import Numbers as Data, Regression as Model\n"
@@ -59,7 +59,7 @@ def test_it_trains_records_uploads_and_goes_on(tmp_path, monkeypatch):
     store = shared_store()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.endpoint_url)
     bucket = store.new_bucket()
-    record = run_script(tmp_path, "auto", "1", f"s3://{bucket}/runs")
+    record = run_train_script(tmp_path, "auto", "1", f"s3://{bucket}/runs")
     assert (record["status"], record["steps"], record["model"], record["monitor"]) == (
         "finished", 30, "Regression", "val_loss"
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_it_trains_records_uploads_and_goes_on(tmp_path, monkeypatch):
     )
     script = SCRIPT.replace("max_epochs=3", "max_epochs=4")
     monkeypatch.setattr(sys.modules[__name__], "SCRIPT", script)
-    assert run_script(tmp_path, "auto", "1")["steps"] == 40
+    assert run_train_script(tmp_path, "auto", "1")["steps"] == 40
 
 
 def complete_of(folder, kind):
@@ -89,7 +89,7 @@ def complete_of(folder, kind):
 
 @pytest.mark.slow
 def test_it_trains_in_two_processes_under_torchrun(tmp_path):
-    record = run_script(tmp_path, "fsdp", "2", ranks=2)
+    record = run_train_script(tmp_path, "fsdp", "2", ranks=2)
     assert (record["status"], record["steps"], record["world_size"]) == ("finished", 15, 2)
     [(_, sidecar)] = complete_of(tmp_path, "last")
     assert sidecar.step == 15

@@ -15,7 +15,7 @@ from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel
 from lockstep.training.task import Task
 from predict import main
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_two_ranks_write_the_file_of_one(trained, tmp_path):
         out = tmp_path / f"{trainer}.csv"
         words = (f"images={tmp_path / 'images'}", f"out={out}", f"trainer={trainer}", "batch=50")
         run = (f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}")
-        predicted = run_door("predict", *run, *words, logs=done.logs)
+        predicted = run_script("predict", *run, *words, logs=done.logs)
         assert predicted.code == 1 and "1 of 361 images cannot be decoded" in predicted.output
         assert predicted.output.count("error:") == 1
         tables.append(out.read_bytes())

@@ -12,7 +12,7 @@ import prove
 from lockstep.config.compose import compose, whole_config
 from lockstep.records.proof_table import Result, write_table
 from lockstep.runs.recording import Recording
-from runs import run_door, small
+from runs import run_script, small
 
 BROKEN = Path(broken_modules.__file__)
 PLAIN = (
@@ -38,7 +38,7 @@ def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16)
     """The lines of prove.py, whose runs are forked from a server."""
 
     def forked(name, overrides, output):
-        done = run_door(name, *overrides, logs=output.parent, before=allow_shares)
+        done = run_script(name, *overrides, logs=output.parent, before=allow_shares)
         output.write_text(done.output)
         return done.code
 

@@ -10,7 +10,7 @@ import pytest
 from faults import signal_at_step
 from kills import weights
 from lockstep.records.folder import RunFolder
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 # Four steps an epoch; plain SGD, so that a rate or a clipped gradient shows in the weights.
 WORDS = [
@@ -32,7 +32,7 @@ STOPPED_AT = 6
 def stopped(tmp_path_factory):
     """Return the logs of a run that was stopped in its second epoch."""
     logs = tmp_path_factory.mktemp("stopped")
-    done = run_door("train", *WORDS, logs=logs, before=partial(signal_at_step, STOPPED_AT))
+    done = run_script("train", *WORDS, logs=logs, before=partial(signal_at_step, STOPPED_AT))
     assert done.code == 75, done.output
     return logs
 
@@ -71,7 +71,7 @@ QUICK = ("scheduler=none", "+optimizer.eps=1e-4", "trainer.max_epochs=1", "ckpt_
     ],
 )
 def test_a_changed_option_is_refused_in_one_sentence(word, logs):
-    done = run_door("train", "resume=r", word, logs=logs)
+    done = run_script("train", "resume=r", word, logs=logs)
     assert done.code == 2, done.output
     assert REFUSED[word] in done.output.strip().splitlines()[-1]
     assert "Traceback" not in done.output
@@ -81,7 +81,7 @@ def test_a_changed_option_is_refused_in_one_sentence(word, logs):
 @pytest.mark.slow
 def test_a_length_that_is_over_ends_both_ranks(logs):
     began = time.monotonic()
-    done = run_door("train", "resume=r", "trainer=ddp_sim", "trainer.max_epochs=1", logs=logs)
+    done = run_script("train", "resume=r", "trainer=ddp_sim", "trainer.max_epochs=1", logs=logs)
     assert done.code == 2, done.output
     assert (
         "is in epoch 2 already: give trainer.max_epochs=2" in done.output.strip().splitlines()[-1]
@@ -103,11 +103,11 @@ def test_more_epochs_follow_the_curve_of_the_new_length(logs, tmp_path):
 def test_a_schedule_that_keeps_its_length_refuses_another_one(tmp_path):
     cycle = ["scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.1"]
     cycle += ["optimizer.momentum=0.9"]
-    stopped = run_door(
+    stopped = run_script(
         "train", *WORDS, *cycle, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT)
     )
     assert stopped.code == 75, stopped.output
-    longer = run_door("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
+    longer = run_script("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
     assert longer.code == 2, longer.output
     assert "OneCycleLR keeps the 12 steps" in longer.output.strip().splitlines()[-1]
     assert succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path).record["steps"] == 12
@@ -127,7 +127,7 @@ def test_a_new_gradient_limit_holds_from_the_resume_on(logs):
 def test_a_job_script_with_a_plus_goes_on_and_ends(stopped, tmp_path):
     words = [*WORDS, "+optimizer.maximize=false", "~callbacks.progress", "resume=auto"]
     words.append(f"ckpt_path={stopped / 'train/runs/r'}")
-    stopped = run_door("train", *words, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT))
+    stopped = run_script("train", *words, logs=tmp_path, before=partial(signal_at_step, STOPPED_AT))
     assert stopped.code == 75, stopped.output
     assert succeed("train", *words, logs=tmp_path).record["steps"] == 12
     assert "has finished" in succeed("train", *words, logs=tmp_path).output

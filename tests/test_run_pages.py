@@ -9,14 +9,14 @@ import re
 
 import pytest
 
-from runs import run_door
+from runs import run_script
 
 SMALL = ("experiment=quickstart", "trainer.max_steps=2", "test=false", "run_id=r")
 
 
 def test_a_real_run_writes_its_page_into_its_folder(tmp_path):
     words = ("optimizer=sgd", "trainer.limit_test_batches=1", "test=true", "metrics=[f1,kappa]")
-    done = run_door("train", *SMALL, *words, logs=tmp_path)
+    done = run_script("train", *SMALL, *words, logs=tmp_path)
     assert done.code == 0, done.output
     assert done.output.strip().endswith("train/runs/r/page.md") and done.output.count("\n") <= 5
     text = done.folder.page.read_text()
@@ -30,13 +30,13 @@ def test_a_real_run_writes_its_page_into_its_folder(tmp_path):
 
 
 def test_only_a_training_that_is_kept_has_a_row(tmp_path):
-    done = run_door("train", *SMALL, "logbook=keep", logs=tmp_path)
+    done = run_script("train", *SMALL, "logbook=keep", logs=tmp_path)
     assert done.code == 0 and done.output.strip().endswith("logbook/r/page.md"), done.output
     assert "| ✅ [r](r/page.md) | digits |" in (tmp_path / "logbook" / "README.md").read_text()
     debugging = ("experiment=quickstart", "debug=fast_dev_run", "run_id=d", "logbook=keep")
     for done in (
-        run_door("train", *debugging, logs=tmp_path),
-        run_door("eval", "ckpt_path=r", logs=tmp_path),
+        run_script("train", *debugging, logs=tmp_path),
+        run_script("eval", "ckpt_path=r", logs=tmp_path),
     ):
         assert done.code == 0 and done.folder.page.exists(), done.output
     assert len(list((tmp_path / "logbook").glob("*/page.md"))) == 1
@@ -61,14 +61,14 @@ def poor_disk() -> None:
 
 @pytest.mark.slow
 def test_a_log_folder_without_links_and_rights_resumes(tmp_path):
-    first = run_door("train", *SMALL, logs=tmp_path, before=poor_disk)
+    first = run_script("train", *SMALL, logs=tmp_path, before=poor_disk)
     assert first.code == 0 and first.folder.page.exists(), first.output
     for path in (tmp_path, *tmp_path.rglob("*")):
         path.chmod(0o777)
     words = ("resume=r", "trainer.max_steps=4", "trainer.limit_val_batches=1")
-    again = run_door("train", *words, logs=tmp_path, before=poor_disk)
+    again = run_script("train", *words, logs=tmp_path, before=poor_disk)
     assert again.code == 0 and again.record["steps"] == 4, again.output
-    refused = run_door(
+    refused = run_script(
         "train",
         *words,
         "callbacks.checkpoints.monitor=val/f1",
@@ -95,7 +95,7 @@ def without_roots_rights() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_two_users_share_a_log_folder(tmp_path):
     logs, words = tmp_path / "logs", SMALL[:3]
-    theirs = run_door("train", *words, "run_id=theirs", logs=logs)
+    theirs = run_script("train", *words, "run_id=theirs", logs=logs)
     assert theirs.code == 0, theirs.output
     everything = [logs, *logs.rglob("*")]
     for path in everything:
@@ -106,9 +106,9 @@ def test_two_users_share_a_log_folder(tmp_path):
     before = {
         path: path.stat().st_mtime_ns for path in everything if not path.stat().st_mode & 0o1000
     }
-    mine = run_door("train", *words, "run_id=mine", logs=logs, before=without_roots_rights)
+    mine = run_script("train", *words, "run_id=mine", logs=logs, before=without_roots_rights)
     assert mine.code == 0 and mine.folder.record.stat().st_mode & 0o777 == 0o600, mine.output
-    refused = run_door(
+    refused = run_script(
         "train", "resume=theirs", "trainer.max_steps=4", logs=logs, before=without_roots_rights
     )
     assert refused.code == 2 and "cannot be written" in refused.output, refused.output
@@ -126,6 +126,6 @@ def no_page() -> None:
 
 
 def test_a_failing_page_is_said_and_changes_no_exit_code(tmp_path):
-    done = run_door("train", *SMALL, logs=tmp_path, before=no_page)
+    done = run_script("train", *SMALL, logs=tmp_path, before=no_page)
     said = "The run's page was not written (MemoryError: no page today); python src/logbook.py keep r writes one into"
     assert done.code == 0 and said in done.output, done.output

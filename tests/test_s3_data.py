@@ -9,7 +9,7 @@ from PIL import Image
 
 from kills import weights
 from object_store import shared_store
-from runs import run_door
+from runs import run_script
 
 SMALL = (
     "model=small_cnn", "data.image_size=16", "data.global_batch_size=8", "trainer.max_epochs=2", "scheduler=none",
@@ -44,7 +44,7 @@ def sources(tmp_path_factory):
 def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, tmp_path):
     server, uri, folder = sources
     words = (f"data={group}", *SMALL, f"trainer={trainer}", "run_id=r")
-    local = run_door("train", *words, f"data.root={folder}/{place}", logs=tmp_path / "local")
+    local = run_script("train", *words, f"data.root={folder}/{place}", logs=tmp_path / "local")
     assert local.code == 0, local.output
     bucket = (
         f"data.root={uri}/{place}",
@@ -52,9 +52,9 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, t
         f"data.cache_dir={tmp_path}/cache",
     )
     place = {"logs": tmp_path / "bucket", "environment": server.environment()}
-    first = run_door("train", *words, *bucket, "trainer.max_steps=5", **place)
+    first = run_script("train", *words, *bucket, "trainer.max_steps=5", **place)
     assert first.code == 0 and "Copying s3://" in first.output, first.output
-    done = run_door("train", *bucket, "resume=r", "trainer.max_steps=-1", **place)
+    done = run_script("train", *bucket, "resume=r", "trainer.max_steps=-1", **place)
     assert done.code == 0 and "Copying s3://" not in done.output, done.output
     expected, found = weights(local.folder), weights(done.folder)
     assert expected.keys() == found.keys() and all(
@@ -74,7 +74,7 @@ def test_an_unusable_bucket_ends_the_run_with_its_address(sources, tmp_path, pla
     server, uri, _ = sources
     words = ("data=image_folder", *SMALL, "trainer=cpu", f"s3.endpoint_url={server.endpoint_url}",
              f"data.cache_dir={tmp_path}/cache", f"data.root={uri}/{place}")  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path, environment=server.environment())
+    done = run_script("train", *words, logs=tmp_path, environment=server.environment())
     assert done.code == 2 and f"{uri}/{place}" in done.output and sentence in done.output, (
         done.output
     )

@@ -29,7 +29,7 @@ from lockstep.storage.pointers import read_pointer
 from lockstep.storage.s3 import Bucket
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
 from ranks import SRC, free_port
-from runs import run_door, start_door
+from runs import run_script, start_script
 
 SMALL = [
     "experiment=quickstart",
@@ -42,7 +42,7 @@ OUTAGE_S = 12
 
 
 class Place:
-    """A bucket of its own, and how a door is told of it."""
+    """A bucket of its own, and how a script is told of it."""
 
     def __init__(self, server=None):
         self.server = server or shared_store()
@@ -54,7 +54,7 @@ class Place:
         ]
 
     def train(self, *argv, logs, **options):
-        return run_door(
+        return run_script(
             "train",
             *SMALL,
             *self.arguments,
@@ -93,7 +93,7 @@ def check_same_elsewhere(place, record, logs) -> None:
     assert record["best_checkpoint"]["s3_uri"] == uri
     assert record["best_checkpoint"]["sha256"] == place.checkpoint().sha256
     arguments = [f"ckpt_path='{place.run.uri}'", f"s3.endpoint_url={place.run.endpoint_url}"]
-    evaluated = run_door("eval", *arguments, logs=logs, environment=place.environment)
+    evaluated = run_script("eval", *arguments, logs=logs, environment=place.environment)
     assert evaluated.code == EXIT_OK, evaluated.output
     for name in ("test/correct", "test/images"):
         assert evaluated.record["metrics"][name] == record["metrics"][name], name
@@ -156,14 +156,14 @@ def test_another_runs_id_in_the_bucket_is_refused(finished, tmp_path):
 def test_another_trained_run_of_the_id_is_not_resumed_there(finished, tmp_path):
     place, _ = finished
     objects = list(place.bucket.list())
-    local = run_door("train", *SMALL, *SHORT, "trainer=cpu", logs=tmp_path)
+    local = run_script("train", *SMALL, *SHORT, "trainer=cpu", logs=tmp_path)
     assert local.code == EXIT_OK, local.output
     record = local.record
     for resume in ("resume=auto", "resume=the-run"):
         words = [resume, *place.arguments, "trainer.max_epochs=3"]
         if resume == "resume=auto":
             words.append("run_id=the-run")
-        again = run_door("train", *words, logs=tmp_path, environment=place.environment)
+        again = run_script("train", *words, logs=tmp_path, environment=place.environment)
         assert again.code == EXIT_USER_ERROR and "another s3.uri=" in again.output, again.output
     assert list(place.bucket.list()) == objects
     assert local.record["metrics"] == record["metrics"]
@@ -172,7 +172,7 @@ def test_another_trained_run_of_the_id_is_not_resumed_there(finished, tmp_path):
 def test_a_finished_run_of_the_bucket_is_not_fetched_whole(finished, tmp_path):
     place, done = finished
     words = ["run_id=the-run", "resume=auto", *place.arguments]
-    again = run_door("train", *words, logs=tmp_path, environment=place.environment)
+    again = run_script("train", *words, logs=tmp_path, environment=place.environment)
     assert again.code == EXIT_OK and "The run the-run has finished." in again.output, again.output
     assert not list(tmp_path.rglob("*.ckpt"))
     assert again.record["metrics"] == done.record["metrics"]
@@ -215,7 +215,7 @@ def test_a_fresh_machine_resumes_from_the_bucket_alone(place, tmp_path):
     last = place.checkpoint("last")
     assert last.step == first.record["steps"] >= 30
     bucket_alone = ["run_id=the-run", "resume=auto", *place.arguments]
-    again = run_door(
+    again = run_script(
         "train", *bucket_alone, logs=tmp_path / "second", environment=place.environment
     )
     assert again.code == EXIT_OK, again.output
@@ -276,7 +276,9 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         arguments = [*SMALL, *place.arguments, "trainer=cpu", "trainer.max_epochs=40", "trainer.limit_train_batches=5",
                      "optimizer.lr=1e-4"]  # fmt: skip
-        run = start_door("train", *arguments, logs=tmp_path / "here", environment=place.environment)
+        run = start_script(
+            "train", *arguments, logs=tmp_path / "here", environment=place.environment
+        )
         folder = RunFolder(tmp_path / "here/train/runs/the-run")
         run.wait_for(lambda: folder.record.exists() and read_pointer(place.run, "best").checkpoint)
         server.kill()

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from object_store import IDENTITIES, shared_store
-from runs import run_door, start_door
+from runs import run_script, start_script
 
 SMALL = ["data=synthetic", "data.num_images=400", "data.image_size=8", "data.global_batch_size=64", "model=small_cnn",
          "trainer=ddp_sim", "trainer.num_threads=1", "trainer.max_epochs=2"]  # fmt: skip
@@ -63,7 +63,7 @@ def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
     store, logs = shared_store(), tmp_path / "logs"
     bucket, environment = store.new_bucket(), environment_full_of_secrets(tmp_path / "home")
     words = [*SMALL, f"s3.uri=s3://{bucket}/p", f"s3.endpoint_url={store.endpoint_url}", "run_id=r"]
-    started = start_door("train", *words, logs=logs, environment=environment)
+    started = start_script("train", *words, logs=logs, environment=environment)
     started.wait_for(lambda: any(logs.rglob("*.ckpt.json")))
     parent = psutil.Process(started.process.pid)
     processes = "".join(
@@ -89,7 +89,7 @@ def raises_with_locals():
 
 @pytest.mark.slow
 def test_a_traceback_tells_no_secret(tmp_path):
-    done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=raises_with_locals)
+    done = run_script("train", *SMALL, "run_id=r", logs=tmp_path, before=raises_with_locals)
     assert done.code == 1 and "GET https://" in done.record["error"]["message"]
     assert "Traceback" in done.output + everything_in(done.folder.path)
     assert hits(done.output + everything_in(tmp_path)) == []
@@ -120,7 +120,7 @@ def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path, c
 
 
 def test_uncommitted_code_is_kept_without_secrets(tmp_path):
-    done = run_door(
+    done = run_script(
         "train", *SMALL, "trainer=cpu", "trainer.max_epochs=1", logs=tmp_path, before=_dirty
     )
     diff = done.folder.code_diff.read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from kills import differences, weights
 from lockstep.records.folder import RunFolder
-from runs import run_door
+from runs import run_script
 from slurm import cluster, needs_slurm
 
 pytestmark = needs_slurm
@@ -55,7 +55,7 @@ def only_run(slurm, job):
 
 @pytest.mark.slow
 def test_usr1_requeues_and_the_weights_are_bit_equal(slurm, tmp_path):
-    whole = run_door("train", *SMALL, "trainer.max_epochs=20", logs=tmp_path)
+    whole = run_script("train", *SMALL, "trainer.max_epochs=20", logs=tmp_path)
     assert whole.code == 0, whole.output
     job = slurm.sbatch(*NODES, "trainer.max_epochs=20")
     wait_for_checkpoint(slurm, job)

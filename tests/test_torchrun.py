@@ -15,7 +15,7 @@ import pytest
 from kills import final_state
 from lockstep.records.folder import RunFolder
 from ranks import SRC, free_port
-from runs import run_door
+from runs import run_script
 
 SMALL = [
     "experiment=quickstart",
@@ -159,7 +159,7 @@ def test_nodes_are_drained_and_come_and_the_batch_stays(agents, tmp_path):
     ]
     assert changes[-2:] == [(2, 1), (1, 2)], record["restarts"]
     assert all(each["downtime_s"] is not None for each in record["restarts"])
-    whole = run_door(
+    whole = run_script(
         "train", "experiment=quickstart", *exact, "trainer.num_threads=1", logs=tmp_path / "whole"
     )
     assert whole.code == 0, whole.output

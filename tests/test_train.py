@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from faults import signal_at_step
 from kills import differences, weights
 from lockstep.checkpoints.files import complete_checkpoints, fault_of
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 ROOT = Path(__file__).resolve().parents[1]
 SOAK = pytest.mark.slow
@@ -139,7 +139,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
 
     Dropout and shuffling on.
     """
-    done = run_door(
+    done = run_script(
         "train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after)
     )
     assert done.code == 75, done.output
@@ -169,7 +169,7 @@ def test_a_sweep_of_two_rank_jobs_survives_a_failure(tmp_path):
         "optimizer.lr=0.001,1e30",
         "seed=1,2",
     ]
-    done = run_door("train", "-m", *words, sweep, logs=tmp_path)
+    done = run_script("train", "-m", *words, sweep, logs=tmp_path)
     records = {
         path.parent.name: json.loads(path.read_text())
         for path in tmp_path.glob("train/multiruns/s/*/run.json")
@@ -215,7 +215,7 @@ FIRST = [pytest.param(words, marks=[SOAK] * (place >= 4)) for place, words in en
 
 @pytest.mark.parametrize("overrides", FIRST, ids=BAD)
 def test_bad_input_ends_with_one_sentence_and_exit_code_2(overrides, tmp_path):
-    done = run_door("train", *overrides.split(), logs=tmp_path)
+    done = run_script("train", *overrides.split(), logs=tmp_path)
     assert done.code == 2, done.output
     last = done.output.strip().splitlines()[-1]
     assert last.startswith("error: ") and BAD[overrides] in last, done.output
@@ -225,12 +225,12 @@ def test_bad_input_ends_with_one_sentence_and_exit_code_2(overrides, tmp_path):
 def test_a_file_that_is_no_checkpoint_is_refused(uninterrupted, tmp_path):
     rubbish = tmp_path / "rubbish.ckpt"
     rubbish.write_bytes(b"not a checkpoint")
-    done = run_door("train", f"ckpt_path={rubbish}", logs=tmp_path)
+    done = run_script("train", f"ckpt_path={rubbish}", logs=tmp_path)
     assert (
         done.code == 2 and "not a checkpoint" in done.output and "weights_only" not in done.output
     ), done.output
     other = uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"]
-    done = run_door("train", f"ckpt_path={other}", "model.width=7", logs=tmp_path)
+    done = run_script("train", f"ckpt_path={other}", "model.width=7", logs=tmp_path)
     assert done.code == 2, done.output
 
 
@@ -286,26 +286,26 @@ def test_a_run_that_never_stepped_leaves_its_id_free(tmp_path):
         "test=false",
         "run_id=r",
     ]
-    died = run_door(
+    died = run_script(
         "train", *words, "optimizer.lr=7", logs=tmp_path, before=breaks_before_the_first_step
     )
     assert died.code == 1 and died.record["status"] == "failed", died.output
     again = succeed("train", *words, "model=alexnet", "data.image_size=64", logs=tmp_path)
     assert again.record["steps"] == 2 and again.record["restarts"] == [], again.output
     assert again.record["error"] is None and "lr: 0.003" in again.folder.config.read_text()
-    assert "exists already" in run_door("train", *words, logs=tmp_path).output
+    assert "exists already" in run_script("train", *words, logs=tmp_path).output
     before = again.folder.config.read_text()
     longer = ["resume=r", "trainer.max_steps=4", "seed=42"]
-    died = run_door("train", *longer, logs=tmp_path, before=breaks_before_the_first_step)
+    died = run_script("train", *longer, logs=tmp_path, before=breaks_before_the_first_step)
     assert died.code == 1 and again.folder.config.read_text() == before, "its options do not stick"
 
 
 @pytest.mark.slow
 def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tmp_path):
     run_id, logs = uninterrupted.folder.run_id, uninterrupted.logs
-    assert "exists already" in run_door("train", *SMALL, f"run_id={run_id}", logs=logs).output
-    assert "is finished" in run_door("train", *SMALL, f"resume={run_id}", logs=logs).output
-    done = run_door(
+    assert "exists already" in run_script("train", *SMALL, f"run_id={run_id}", logs=logs).output
+    assert "is finished" in run_script("train", *SMALL, f"resume={run_id}", logs=logs).output
+    done = run_script(
         "train", *SMALL, f"resume={run_id}", "trainer.max_epochs=4", "optimizer.lr=1", logs=logs
     )
     assert done.code == 2 and "lr was 0.003, now 1" in done.output
@@ -376,7 +376,7 @@ def test_a_resume_that_fails_changes_nothing_of_the_run(tmp_path):
     path = quickstart(tmp_path, *words).folder.path
     config = path.rename(path.with_name("renamed")) / "config.yaml"
     before, more = config.read_text(), ["resume=renamed", "trainer.max_epochs=2"]
-    failed = run_door("train", *more, "+callbacks.x={_target_: no.Such}", logs=tmp_path)
+    failed = run_script("train", *more, "+callbacks.x={_target_: no.Such}", logs=tmp_path)
     assert failed.code == 2 and config.read_text() == before, failed.output
     assert succeed("train", *more, logs=tmp_path).record["epochs"] == 2
     assert yaml.safe_load(config.read_text())["optimizer"]["lr"] == 0.5

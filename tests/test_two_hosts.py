@@ -10,7 +10,7 @@ import torch
 from hosts import make_keys, needs_hosts, two_hosts, wait_until
 from kills import weights
 from lockstep.records.folder import RunFolder
-from runs import run_door
+from runs import run_script
 
 pytestmark = needs_hosts
 
@@ -21,7 +21,7 @@ ACROSS = [*SMALL, "trainer.devices=1", "trainer.num_nodes=2"]
 
 @pytest.fixture(scope="module")
 def one_host(tmp_path_factory):
-    done = run_door("train", *SMALL, logs=tmp_path_factory.mktemp("one-host"))
+    done = run_script("train", *SMALL, logs=tmp_path_factory.mktemp("one-host"))
     assert done.code == 0 and done.record["world_size"] == 2, done.output
     return done
 

@@ -3,7 +3,7 @@
 
     environment = null_gpus(devices=2)                                   # for a subprocess of your
     own done = run_on_null_gpus("train", "trainer=ddp", logs=tmp_path, devices=2)         # as
-    runs.run_door value = call_on_null_gpus(function, argument, devices=2)             # in a
+    runs.run_script value = call_on_null_gpus(function, argument, devices=2)             # in a
     process of its own
 
 The last two fork from a server with torch and Lightning imported, one for each process of the
@@ -54,17 +54,17 @@ def settings(**options: Any) -> dict[str, str]:
 
 
 def run_on_null_gpus(
-    door: str,
+    script: str,
     *argv: str,
     logs: Path,
     environment: dict[str, str] | None = None,
     before: Any = None,
     **options: Any,
 ) -> runs.Done:
-    """A door as runs.run_door runs it; `options` are those of null_gpus."""
+    """A script as runs.run_script runs it; `options` are those of null_gpus."""
     return _server().call(
-        runs.run_door,
-        door,
+        runs.run_script,
+        script,
         *argv,
         logs=logs,
         environment={**settings(**options), **(environment or {})},
@@ -90,7 +90,7 @@ def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> l
         environment = {**settings(devices=num_nodes * devices), **own, "CUDA_VISIBLE_DEVICES": gpus}
         options = (f"trainer.num_nodes={num_nodes}", f"trainer.devices={devices}")
         started.append(
-            runs.start_door(
+            runs.start_script(
                 "train", *argv, *options, logs=logs / f"node{node}", environment=environment
             )
         )

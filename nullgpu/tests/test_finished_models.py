@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from null_gpus import needs_null_gpus, run_on_null_gpus
-from runs import run_door
+from runs import run_script
 
 pytestmark = needs_null_gpus
 TOLERANCE = 1e-4
@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 def trained(tmp_path_factory):
     """The logs of a run, and a folder of images beside them."""
     logs = tmp_path_factory.mktemp("trained")
-    done = run_door(
+    done = run_script(
         "train",
         "experiment=quickstart",
         "trainer=cpu",
@@ -44,7 +44,7 @@ def predicted(run, trained, out, *words, **options):
 @pytest.mark.parametrize(("words", "devices"), [((), 1), (("trainer=ddp",), 2)])
 def test_predictions_are_those_of_the_cpu(words, devices, trained, tmp_path):
     precision = "trainer.precision=32-true"
-    on_cpu = predicted(run_door, trained, tmp_path / "cpu.csv", "trainer=cpu", precision)
+    on_cpu = predicted(run_script, trained, tmp_path / "cpu.csv", "trainer=cpu", precision)
     out = tmp_path / "gpu.csv"
     on_gpu = predicted(run_on_null_gpus, trained, out, *words, precision, devices=devices)
     assert len(on_gpu) == 12

@@ -11,7 +11,7 @@ import pytest
 
 from null_gpus import REPOSITORY, needs_null_gpus, nodes_on_null_gpus, null_gpus, run_on_null_gpus
 from ranks import free_port
-from runs import run_door
+from runs import run_script
 
 pytestmark = needs_null_gpus
 SMALL = ("model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data=synthetic", "data.num_images=160",
@@ -34,7 +34,7 @@ def losses(record):
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
-    done = run_door("train", *SMALL, FLOAT32, "trainer=cpu", logs=tmp_path_factory.mktemp("cpu"))
+    done = run_script("train", *SMALL, FLOAT32, "trainer=cpu", logs=tmp_path_factory.mktemp("cpu"))
     assert done.code == 0, done.output
     return losses(done.record)
 

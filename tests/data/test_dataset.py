@@ -7,7 +7,7 @@ from PIL import Image
 
 from data.dataset import DatasetDataModule
 from lockstep.process.errors import UserError
-from runs import run_door
+from runs import run_script
 
 
 class Shades(torch.utils.data.Dataset):
@@ -303,5 +303,5 @@ def test_a_run_by_config_alone(tmp_path):
              "+data.dataset.image_size=[3,12,12]", "+data.dataset.num_classes=3", "data.image_size=8",
              "data.global_batch_size=8", "model=small_cnn", "trainer=cpu", "trainer.max_epochs=1",
              "run_id=r"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path / "logs")
+    done = run_script("train", *words, logs=tmp_path / "logs")
     assert done.code == 0 and done.record["num_train"] == 49, done.output

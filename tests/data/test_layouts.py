@@ -8,7 +8,7 @@ from PIL import Image
 from data.image_folder import ImageFolderDataModule
 from lockstep.data.report import log_contents
 from lockstep.process.errors import UserError
-from runs import run_door
+from runs import run_script
 
 
 def write(root, folders, count=5):
@@ -72,7 +72,7 @@ def test_a_single_class_ends_a_run_before_training(tmp_path):
     root = write(tmp_path / "set", ["photos"], 12)
     words = ["data=image_folder", f"data.root={root}", "data.image_size=8", "model=small_cnn",
              "data.global_batch_size=4", "trainer=cpu", "run_id=r"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path / "logs")
+    done = run_script("train", *words, logs=tmp_path / "logs")
     assert done.code == 2 and "single class" in done.output and "data.root=" in done.output
 
 

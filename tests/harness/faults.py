@@ -1,4 +1,4 @@
-"""Faults that a test plants in a door's process, and so in the ranks forked from it: run_door(…,
+"""Faults that a test plants in a script's process, and so in the ranks forked from it: run_script(…,
 before=fault).
 """
 

@@ -15,7 +15,7 @@ import torch
 from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.records.folder import RunFolder
-from runs import Done, start_door
+from runs import Done, start_script
 
 DDP = ["experiment=quickstart", "trainer=ddp_sim"]
 FSDP = ["experiment=quickstart", "trainer=fsdp_sim"]
@@ -92,7 +92,7 @@ def disturbed_run(
     sent = 0
     for _ in range(times):
         number = chance.choice(signals)
-        started = start_door("train", *command, "resume=auto", logs=logs, environment=environment)
+        started = start_script("train", *command, "resume=auto", logs=logs, environment=environment)
         time.sleep(chance.uniform(0, within_s))
         alive = processes_of(started.process.pid)
         if started.process.is_alive() and alive:
@@ -111,6 +111,6 @@ def disturbed_run(
             assert done.code in (0, 75) or "has finished" in done.output, done.output
         if done.code == 0:
             return done, sent
-    return start_door(
+    return start_script(
         "train", *command, "resume=auto", logs=logs, environment=environment
     ).done(), sent

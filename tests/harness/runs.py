@@ -1,7 +1,7 @@
-"""Run a door (train, eval, …) as its own process, forked from a server that has torch and Lightning
+"""Run a script (train, eval, …) as its own process, forked from a server that has torch and Lightning
 imported.
 
-    done = run_door("train", "data=synthetic", logs=tmp_path)     # done.code, done.output,
+    done = run_script("train", "data=synthetic", logs=tmp_path)     # done.code, done.output,
     done.folder
 
 The process is as separate as one from the command line, but starts in 0.1 s instead of 5. The ranks
@@ -102,18 +102,18 @@ def run_job(command: list[str], **_: Any) -> int:
         running_jobs.discard(job)
 
 
-def _main(door: str, argv: list[str]) -> int:
+def _main(script: str, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from lockstep.sweeps import jobs as sweep
 
     sweep.run_child = run_job
     subprocess_handler.Popen = ForkedRank
-    return importlib.import_module(door).main(argv)
+    return importlib.import_module(script).main(argv)
 
 
 def _process(
-    door: str, argv: list[str], environment: dict[str, str], output: str, before: Any
+    script: str, argv: list[str], environment: dict[str, str], output: str, before: Any
 ) -> None:
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
@@ -126,12 +126,12 @@ def _process(
     warnings.simplefilter("error")
     # pytest-xdist's workers have a core each (tests/conftest.py).
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    sys.argv = [str(SRC / f"{door}.py"), *argv]
+    sys.argv = [str(SRC / f"{script}.py"), *argv]
     code = 1
     try:
         if before is not None:
             before()
-        code = _main(door, argv)
+        code = _main(script, argv)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -144,7 +144,7 @@ def _process(
 
 @dataclass
 class Done:
-    """How a door ended."""
+    """How a script ended."""
 
     code: int
     output: str
@@ -153,7 +153,7 @@ class Done:
 
     @property
     def folder(self) -> RunFolder:
-        """The run that this door has written."""
+        """The run that this script has written."""
         assert self.path, self.output
         return RunFolder(self.path)
 
@@ -163,15 +163,15 @@ class Done:
 
 
 class Started:
-    """A door that is running."""
+    """A script that is running."""
 
     def __init__(
-        self, door: str, argv: list[str], logs: Path, environment: dict[str, str], before: Any
+        self, script: str, argv: list[str], logs: Path, environment: dict[str, str], before: Any
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self.logs, self.output = logs, logs / f"output-{door}-{time.monotonic_ns()}.txt"
+        self.logs, self.output = logs, logs / f"output-{script}-{time.monotonic_ns()}.txt"
         self.process: multiprocessing.Process = new_process(
-            target=_process, args=(door, argv, environment, str(self.output), before)
+            target=_process, args=(script, argv, environment, str(self.output), before)
         )
         self.process.start()
 
@@ -179,7 +179,7 @@ class Started:
         return self.output.read_text() if self.output.exists() else ""
 
     def wait_for(self, condition: Any, timeout_s: float | None = None) -> None:
-        """Until condition() holds; fails with the output where the door ends or the time runs out
+        """Until condition() holds; fails with the output where the script ends or the time runs out
         first.
         """
         deadline = time.monotonic() + (timeout_s or TIMEOUT_S / 2)
@@ -206,46 +206,46 @@ SMALL = {
 }  # where a test says neither: the defaults need GPUs
 
 
-def small(door: str, argv: tuple[str, ...]) -> list[str]:
+def small(script: str, argv: tuple[str, ...]) -> list[str]:
     """The words of a training with SMALL for what they leave open.
 
     An experiment, a run and a project of tests/projects leave nothing open.
     """
     named = {word.partition("=")[0] for word in argv}
     is_project = any(word.startswith("task._target_=projects.") for word in argv)
-    if door not in ("train", "find_batch_size") or named & {"experiment", "resume"} or is_project:
+    if script not in ("train", "find_batch_size") or named & {"experiment", "resume"} or is_project:
         return list(argv)
     return [*(f"{group}={option}" for group, option in SMALL.items() if group not in named), *argv]
 
 
-def start_door(
-    door: str,
+def start_script(
+    script: str,
     *argv: str,
     logs: Path,
     environment: dict[str, str] | None = None,
     before: Callable | None = None,
 ) -> Started:
-    """Start a door with its paths below `logs`.
+    """Start a script with its paths below `logs`.
 
     Args:
-        before: called in the door's process first; a fault from faults.py, as functools.partial.
+        before: called in the script's process first; a fault from faults.py, as functools.partial.
     """
     paths = [
         f"paths.log_dir={logs}",
         f"paths.data_dir={logs / 'data'}",
         f"paths.logbook_dir={logs / 'logbook'}",
     ]
-    if door in ("predict", "export"):
+    if script in ("predict", "export"):
         paths = [f"log_dir={logs}"]
-    return Started(door, [*small(door, argv), *paths], logs, environment or {}, before)
+    return Started(script, [*small(script, argv), *paths], logs, environment or {}, before)
 
 
-def run_door(door: str, *argv: str, logs: Path, **options: Any) -> Done:
-    return start_door(door, *argv, logs=logs, **options).done()
+def run_script(script: str, *argv: str, logs: Path, **options: Any) -> Done:
+    return start_script(script, *argv, logs=logs, **options).done()
 
 
-def succeed(door: str, *argv: str, logs: Path, **options: Any) -> Done:
-    """Run a door that ends with exit code 0."""
-    done = run_door(door, *argv, logs=logs, **options)
+def succeed(script: str, *argv: str, logs: Path, **options: Any) -> Done:
+    """Run a script that ends with exit code 0."""
+    done = run_script(script, *argv, logs=logs, **options)
     assert done.code == 0, done.output
     return done

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from torch import nn
 
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 MODULE = """
 import pytorch_lightning as pl
@@ -70,7 +70,7 @@ def test_a_module_of_the_other_package_is_told_its_line(tmp_path):
     (tmp_path / "theirs.py").write_text(text)
     before = partial(import_the_other_package, tmp_path)
     overrides = ("task._target_=theirs.Model", "data=digits", "trainer=cpu")
-    done = run_door("train", *overrides, *SHORT, logs=tmp_path, before=before)
+    done = run_script("train", *overrides, *SHORT, logs=tmp_path, before=before)
     assert done.code == 2
     last_line = done.output.strip().splitlines()[-1]
     assert "`import lightning.pytorch as pl`" in last_line
@@ -82,7 +82,7 @@ def test_a_module_of_the_other_package_is_told_its_line(tmp_path):
 )
 def test_an_import_error_is_printed_once_with_its_line(text, line, files, tmp_path):
     (tmp_path / "theirs.py").write_text(text)
-    done = run_door("train", *CLASSES, *SHORT, logs=tmp_path, before=files)
+    done = run_script("train", *CLASSES, *SHORT, logs=tmp_path, before=files)
     assert done.code == 2
     errors = [line for line in done.output.splitlines() if "error" in line.lower()]
     assert len(errors) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config import class_source
 from lockstep.config.compose import chosen_options, compose
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 MODULE = "task._target_=projects.segmentation.SegModel"
 SHORT = ("task.monitor=valid_loss", "task.mode=min", "trainer=cpu", "run_id=r")
@@ -62,7 +62,7 @@ def test_data_of_an_experiment_that_another_includes_stays(tmp_path):
 
 def test_a_module_without_loaders_is_told_so(tmp_path):
     overrides = ("task._target_=projects.vae.VAE", "data=none", *SHORT)
-    done = run_door("train", *overrides, logs=tmp_path, before=PROJECTS)
+    done = run_script("train", *overrides, logs=tmp_path, before=PROJECTS)
     assert done.code == 2
     assert "VAE has no train_dataloader. Pass data=" in done.output.splitlines()[-1]
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.config.locate import locate
-from runs import start_door, succeed
+from runs import start_script, succeed
 
 FOLDER = Path(__file__).parent
 SEED = 42
@@ -76,8 +76,8 @@ def train(name, *overrides, logs):
     return go_on("train", *project.overrides, *project.monitored, *SHORT, *overrides, logs=logs)
 
 
-def go_on(door, *overrides, logs):
-    return succeed(door, *overrides, logs=logs, before=partial(make_importable, FOLDER.parent))
+def go_on(script, *overrides, logs):
+    return succeed(script, *overrides, logs=logs, before=partial(make_importable, FOLDER.parent))
 
 
 def by_plain_trainer(name: str, epochs: int) -> tuple[dict[str, float], Any]:
@@ -146,7 +146,7 @@ def test_a_stop_in_the_second_epoch_changes_nothing(name, tmp_path):
 
     arguments = (*PROJECTS[name].overrides, *PROJECTS[name].monitored, *SHORT)
     slow = partial(make_importable_and_slow, FOLDER.parent)
-    stopped = start_door(
+    stopped = start_script(
         "train", *arguments, "trainer.max_epochs=3", logs=tmp_path / "stopped", before=slow
     )
     checkpoints = tmp_path / "stopped/train/runs/r/checkpoints"

@@ -8,7 +8,7 @@ import torch
 from faults import signal_at_step
 from kills import TINY, differences, final_state
 from lockstep.process.errors import UserError
-from runs import run_door
+from runs import run_script
 from strategies.ddp_model_parallel import DDPModelParallel, devices_of_rank
 from strategy_runs import difference, one, ranks_all
 
@@ -62,13 +62,13 @@ def test_one_stage_a_rank_is_refused():
 @pytest.mark.parametrize("step", [4, 10], ids=["mid-epoch", "epoch's end"])
 def test_a_resumed_run_ends_with_the_same_state(step, tmp_path):
     words = [SIMULATED, *TINY, "trainer.max_epochs=2", "run_id=r"]
-    whole = run_door("train", *words, logs=tmp_path / "whole")
+    whole = run_script("train", *words, logs=tmp_path / "whole")
     assert whole.code == 0, whole.output
 
     logs = tmp_path / "stopped"
-    stopped = run_door("train", *words, logs=logs, before=partial(signal_at_step, step))
+    stopped = run_script("train", *words, logs=logs, before=partial(signal_at_step, step))
     assert stopped.code == 75, stopped.output
-    resumed = run_door("train", *words, "resume=r", logs=logs)
+    resumed = run_script("train", *words, "resume=r", logs=logs)
     assert resumed.code == 0, resumed.output
     assert resumed.record["restarts"][0]["lost_steps"] == 0
     assert differences(final_state(whole.folder), final_state(resumed.folder)) == []
@@ -76,9 +76,9 @@ def test_a_resumed_run_ends_with_the_same_state(step, tmp_path):
 
 @pytest.mark.slow
 def test_one_process_evaluates_its_checkpoint(tmp_path):
-    trained = run_door("train", SIMULATED, *TINY, "test=true", "run_id=r", logs=tmp_path)
+    trained = run_script("train", SIMULATED, *TINY, "test=true", "run_id=r", logs=tmp_path)
     assert trained.code == 0, trained.output
-    evaluated = run_door("eval", "ckpt_path=r", logs=tmp_path)
+    evaluated = run_script("eval", "ckpt_path=r", logs=tmp_path)
     assert evaluated.code == 0, evaluated.output
     for name in ("test/acc", "test/loss"):
         value = trained.record["metrics"][name]

@@ -29,7 +29,7 @@ from object_store import shared_store
 from plain_task import fit
 from predict import main as predict
 from predict import rows_of
-from runs import run_door, succeed
+from runs import run_script, succeed
 from tasks.distillation import Distillation
 from tasks.manual_optimization import SharpnessAware
 from tasks.multilabel import MultiLabel
@@ -151,7 +151,7 @@ def exact(kind, logs, *words, **options):
         if "model=unet" in words
         else ("model=small_cnn", "model.dropout=0", "model.head_dropout=0")
     )
-    done = run_door("train", *own, *net, *words, logs=logs, **options)
+    done = run_script("train", *own, *net, *words, logs=logs, **options)
     return done, {} if done.code else read_checkpoint(
         newest_whole(done.folder.checkpoints, kind="last")
     )["state_dict"]
@@ -326,7 +326,7 @@ def uncertain(tmp_path):
 
 
 def test_a_label_of_minus_one_ends_a_run_early(tmp_path):
-    done = run_door("train", *uncertain(tmp_path), logs=tmp_path / "logs")
+    done = run_script("train", *uncertain(tmp_path), logs=tmp_path / "logs")
     assert done.code == 2, done.output
     assert "0.png (line 2): the label b is -1" in done.output
     assert "data.unknown=-1" in done.output
@@ -554,7 +554,7 @@ def test_two_views_come_from_the_datas_own_augmentation(tmp_path):
         "trainer.num_threads=1",
     ]
     assert succeed("train", *words, "data.views=2", logs=tmp_path).record["steps"] == 20
-    done = run_door("train", *words, logs=tmp_path)
+    done = run_script("train", *words, logs=tmp_path)
     assert (
         done.code == 2
         and "task=simclr needs two views of each image: add data.views=2" in done.output

@@ -17,7 +17,7 @@ from lockstep.checkpoints.load import load_on_all_ranks, read_checkpoint
 from lockstep.checkpoints.random_state import random_state, set_random_state
 from lockstep.process.errors import Diverged, UserError
 from plain_task import Small, TwoOptimizers, fit
-from runs import run_door
+from runs import run_script
 
 
 @pytest.mark.parametrize(("saved", "here", "wanted"), [([7], 1, [7]), ([5, 6, 7], 2, [5, 6])])
@@ -36,7 +36,7 @@ def test_the_generators_of_all_gpus_of_a_process_come_back(monkeypatch, saved, h
     assert random_state()["cuda"].item() == saved[0], "a rank of several keeps its own alone"
 
 
-def test_a_rank_with_several_gpus_keeps_and_sets_the_generator_of_each(monkeypatch):
+def test_a_rank_with_several_gpus_keeps_their_generators(monkeypatch):
     states = dict(enumerate([5, 6, 7, 8]))
     for name, value in {
         "is_available": lambda: True,
@@ -186,7 +186,7 @@ def test_a_best_without_optimizer_leaves_the_last_to_resume(tmp_path):
         "seed=1",
     ]
     small = ["callbacks.checkpoints.weights_only=true", "callbacks.checkpoints.every_n_epochs=5"]
-    done = run_door("train", *words, *small, "trainer.max_epochs=2", logs=tmp_path / "small")
+    done = run_script("train", *words, *small, "trainer.max_epochs=2", logs=tmp_path / "small")
     assert done.code == 0 and done.record["metrics"]["test/acc"] > 0.3, done.output
     [(best, sidecar)], [(last, _)] = (
         complete_checkpoints(done.folder.checkpoints, kind) for kind in ("best", "last")
@@ -202,7 +202,7 @@ def test_a_best_without_optimizer_leaves_the_last_to_resume(tmp_path):
     )
     last.unlink()
     assert newest_whole(done.folder.checkpoints) is None, "weights alone are not enough to go on"
-    tested = run_door("eval", f"ckpt_path={best}", logs=tmp_path / "eval")
+    tested = run_script("eval", f"ckpt_path={best}", logs=tmp_path / "eval")
     assert tested.code == 0 and "test/acc" in tested.output, tested.output
 
 

@@ -20,7 +20,7 @@ from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process import signals
 from lockstep.process.errors import Interrupted
 from plain_task import Small, fit
-from runs import run_door
+from runs import run_script
 
 TWO = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=2", "data.global_batch_size=128", "run_id=r",
        "trainer.num_threads=1"]  # fmt: skip
@@ -118,14 +118,14 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
 def test_a_closed_terminal_interrupts_a_run_without_nohup(tmp_path):
     one = [*TWO, "trainer=cpu", "trainer.max_epochs=1"]
     fault = partial(signal_at_step, 2, number=signal.SIGHUP)
-    stopped = run_door("train", *one, logs=tmp_path / "stopped", before=fault)
+    stopped = run_script("train", *one, logs=tmp_path / "stopped", before=fault)
     assert stopped.code == 75 and stopped.record["status"] == "interrupted", stopped.output
     assert (
         stopped.record["steps"] == 2
         and len(list(stopped.folder.checkpoints.glob("last-*.ckpt"))) == 1
     )
     assert (
-        run_door("train", *one, logs=tmp_path / "nohup", before=partial(ignored, fault)).code == 0
+        run_script("train", *one, logs=tmp_path / "nohup", before=partial(ignored, fault)).code == 0
     )
 
 
@@ -185,7 +185,7 @@ def ignored(fault):
 def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase, tmp_path):
     began = time.monotonic()
     fault = partial(signal_at_step, at, rank=1, hook=hook)
-    stopped = run_door("train", *TWO, logs=tmp_path, before=fault)
+    stopped = run_script("train", *TWO, logs=tmp_path, before=fault)
     assert stopped.code == 75, stopped.output
     assert stopped.record["status"] == "interrupted" and stopped.record["error"] is None
     assert time.monotonic() - began < 90
@@ -193,7 +193,7 @@ def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase,
         [(path, sidecar)] = complete_checkpoints(stopped.folder.checkpoints, "last")
         assert fault_of(path) is None and sidecar.step == stopped.record["steps"]
         assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
-    done = run_door("train", *TWO, "resume=auto", logs=tmp_path)
+    done = run_script("train", *TWO, "resume=auto", logs=tmp_path)
     assert done.code == 0 and done.record["status"] == "finished" and done.record["epochs"] == 2, (
         done.output
     )
@@ -217,7 +217,7 @@ SMALL = (
 def harmed(tmp_path, how, trainer="ddp_sim", hook="on_train_batch_start"):
     flag = tmp_path / "flag"
     harm = f"+callbacks.harm={{_target_: faults.Harmed, how: {how}, flag: {flag}, hook: {hook}}}"
-    done = run_door("train", *SMALL, f"trainer={trainer}", harm, logs=tmp_path)
+    done = run_script("train", *SMALL, f"trainer={trainer}", harm, logs=tmp_path)
     return done, time.monotonic() - float(flag.read_text())
 
 

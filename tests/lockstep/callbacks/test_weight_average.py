@@ -17,7 +17,7 @@ from kills import differences
 from lockstep.callbacks.weight_average import WeightAverage, update
 from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.load import read_checkpoint
-from runs import run_door
+from runs import run_script
 
 WORDS = ["experiment=quickstart", "trainer.ema_decay=0.9", "trainer.max_epochs=3", "data.global_batch_size=128",
          "trainer.num_threads=1", "data.eval_batch_size=16", "test=false", "~callbacks.hardware",
@@ -96,12 +96,12 @@ def test_a_module_reads_what_it_counted_in_a_buffer():
 @pytest.mark.slow
 def test_a_run_stopped_in_validation_resumes_the_same_weights(tmp_path):
     words = [*WORDS, "trainer=ddp_sim"]
-    whole = run_door("train", *words, logs=tmp_path / "whole")
+    whole = run_script("train", *words, logs=tmp_path / "whole")
     assert whole.code == 0, whole.output
     fault = partial(signal_at_step, 1, signal.SIGTERM, hook="on_validation_batch_end")
-    stopped = run_door("train", *words, logs=tmp_path / "stopped", before=fault)
+    stopped = run_script("train", *words, logs=tmp_path / "stopped", before=fault)
     assert stopped.code == 75 and stopped.record["phase"] == "validation", stopped.output
-    again = run_door("train", *words, "resume=auto", logs=tmp_path / "stopped")
+    again = run_script("train", *words, "resume=auto", logs=tmp_path / "stopped")
     assert again.code == 0, again.output
     assert differences(last_of(again), last_of(whole)) == []
     assert not list(again.folder.checkpoints.glob("*-before-*")), "its step was saved twice"
@@ -110,7 +110,7 @@ def test_a_run_stopped_in_validation_resumes_the_same_weights(tmp_path):
 
 def test_the_average_is_saved_and_learns_within_few_steps(tmp_path):
     """With a constant decay of 0.9995 most of it would be the initial weights after 60 steps."""
-    done = run_door(
+    done = run_script(
         "train",
         *WORDS,
         "trainer=cpu",

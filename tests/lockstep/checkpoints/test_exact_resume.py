@@ -8,7 +8,7 @@ import pytest
 
 from faults import signal_at_step
 from kills import differences, weights
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 STEPS = {"cpu": 10, "ddp_sim": 5}  # optimizer steps an epoch
 OWN = [
@@ -27,7 +27,7 @@ OWN = [
 
 
 def train(logs, trainer, *words, **options):
-    return run_door("train", *OWN, f"trainer={trainer}", *words, logs=logs, **options)
+    return run_script("train", *OWN, f"trainer={trainer}", *words, logs=logs, **options)
 
 
 def losses(done):

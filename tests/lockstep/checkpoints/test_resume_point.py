@@ -21,7 +21,7 @@ from lockstep.checkpoints.load import read_checkpoint
 from lockstep.checkpoints.resume_point import EPOCH_END, ends_step, is_validation_epoch
 from lockstep.process.errors import Interrupted
 from plain_task import Small, fit
-from runs import run_door
+from runs import run_script
 
 
 class Net(Small):
@@ -215,7 +215,7 @@ def validated(done):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    done = run_door("train", *WORDS, *WITHIN, logs=tmp_path_factory.mktemp("whole"))
+    done = run_script("train", *WORDS, *WITHIN, logs=tmp_path_factory.mktemp("whole"))
     assert done.code == 0, done.output
     return done
 
@@ -240,7 +240,7 @@ def test_validations_come_every_few_steps_and_at_the_end(whole):
 )
 def test_a_run_interrupted_within_an_epoch_resumes_bit_for_bit(whole, tmp_path, stop, hook, phase):
     small = "data.eval_batch_size=100"  # several batches in a validation
-    stopped = run_door(
+    stopped = run_script(
         "train",
         *WORDS,
         *WITHIN,
@@ -251,7 +251,7 @@ def test_a_run_interrupted_within_an_epoch_resumes_bit_for_bit(whole, tmp_path, 
     assert stopped.code == 75, stopped.output
     [(path, _)] = complete_checkpoints(stopped.folder.checkpoints, "last")
     assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
-    done = run_door("train", "resume=r", logs=tmp_path)
+    done = run_script("train", "resume=r", logs=tmp_path)
     assert done.code == 0, done.output
     assert [step for step, *_ in validated(done)] == AT
     assert [row[2] for row in validated(done)] == [row[2] for row in validated(whole)]
@@ -280,7 +280,7 @@ def a_second_a_step(stop_at: int | None = None):
 
 def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path):
     words = [*WORDS, "trainer.check_val_every_n_epoch=5", "trainer.max_time=13s"]
-    done = run_door("train", *words, logs=tmp_path, before=a_second_a_step)
+    done = run_script("train", *words, logs=tmp_path, before=a_second_a_step)
     assert done.code == 0, done.output
     record, steps = done.record, done.record["steps"]
     assert steps == 13 and record["status"] == "finished" and record["ended_by"] == "max_time"
@@ -297,22 +297,22 @@ def test_the_time_limit_counts_over_restarts(whole, tmp_path):
     words = [*WORDS, "trainer.accumulate_grad_batches=2", "trainer.max_time=13s"]
 
     assert (
-        run_door("train", *words, logs=tmp_path, before=partial(a_second_a_step, stop_at=5)).code
+        run_script("train", *words, logs=tmp_path, before=partial(a_second_a_step, stop_at=5)).code
         == 75
     )
-    done = run_door("train", "resume=r", logs=tmp_path, before=a_second_a_step)
+    done = run_script("train", "resume=r", logs=tmp_path, before=a_second_a_step)
     assert done.code == 0 and done.record["steps"] == 13 and len(done.record["restarts"]) == 1, (
         done.output
     )
-    over = run_door("train", "resume=r", logs=tmp_path)
+    over = run_script("train", "resume=r", logs=tmp_path)
     assert (
         over.code == 2
         and "is finished" in over.output
         and "give more trainer.max_time" in over.output
     )
-    again = run_door("train", "resume=auto", "run_id=r", logs=tmp_path)
+    again = run_script("train", "resume=auto", "run_id=r", logs=tmp_path)
     assert again.code == 0 and "has finished" in again.output
-    longer = run_door("train", "resume=r", "trainer.max_time=null", logs=tmp_path)
+    longer = run_script("train", "resume=r", "trainer.max_time=null", logs=tmp_path)
     assert (
         longer.code == 0 and longer.record["steps"] == 40 and longer.record["ended_by"] is None
     ), longer.output

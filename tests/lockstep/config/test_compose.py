@@ -149,7 +149,7 @@ def test_callbacks_and_loggers_are_added_to_those_of_every_run(words, group, wan
     )
 
 
-def test_an_option_and_a_node_of_its_group_are_both_taken():
+def test_an_option_and_a_node_are_both_taken():
     callbacks = plain(compose("train", ["callbacks=spot", "callbacks={x: {_target_: a.B}}"]))[
         "callbacks"
     ]

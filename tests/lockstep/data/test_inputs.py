@@ -15,7 +15,7 @@ from lockstep.data.augmentation import CropFlip
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import _match_training, data_facts
 from lockstep.training.build_module import check_target
-from runs import run_door, succeed
+from runs import run_script, succeed
 from shapes import ShapeImages
 
 COUNT = 24
@@ -190,6 +190,6 @@ def test_a_run_is_evaluated_and_predicts_with_its_numbers(tmp_path):
         float(row["probability"] if row["class"] == "cat" else row["probability_2"]) for row in rows
     ]
     np.testing.assert_allclose(shares, own[:, 0].numpy(), atol=1e-5)
-    refused = run_door("predict", "ckpt_path=r", f"images={tmp_path}", logs=logs)
+    refused = run_script("predict", "ckpt_path=r", f"images={tmp_path}", logs=logs)
     assert refused.code == 2 and "images=FILE.csv" in refused.output
-    assert run_door("export", "ckpt_path=r", logs=logs).code == 2
+    assert run_script("export", "ckpt_path=r", logs=logs).code == 2

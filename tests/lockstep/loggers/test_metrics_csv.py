@@ -19,7 +19,7 @@ from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.files import newest_whole, read_sidecar
 from lockstep.loggers.metrics_csv import MetricsCsv
 from plain_task import Numbers, Regression, Small, fit
-from runs import run_door
+from runs import run_script
 
 
 def rows(path):
@@ -53,12 +53,12 @@ OFTEN = ["callbacks.checkpoints.every_minutes=0", "~callbacks.hardware", "run_id
 @pytest.mark.slow
 def test_a_kill_leaves_the_rows_of_the_checkpoint(tmp_path):
     command = ["train", *LONG, *OFTEN, "trainer.num_threads=1"]
-    killed = run_door(*command, logs=tmp_path, before=partial(signal_at_step, 30, signal.SIGKILL))
+    killed = run_script(*command, logs=tmp_path, before=partial(signal_at_step, 30, signal.SIGKILL))
     folder = tmp_path / "train/runs/r"
     checkpoint = newest_whole(folder / "checkpoints")
     assert killed.code != 0 and read_sidecar(checkpoint).step == 28, killed.output
     assert steps(folder / "metrics.csv") == list(range(4, 29, 4))
-    done = run_door(*command, "resume=r", logs=tmp_path)
+    done = run_script(*command, "resume=r", logs=tmp_path)
     assert done.code == 0, done.output
     end = done.record["steps"]
     assert steps(folder / "metrics.csv") == sorted({*range(4, end + 1, 4), end})

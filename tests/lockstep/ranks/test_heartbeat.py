@@ -15,7 +15,7 @@ from lockstep.ranks.failures import with_culprit
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat, LostRank
 from ranks import free_port
-from runs import run_door, start_door
+from runs import run_script, start_script
 
 QUICK = {"interval_s": 0.1, "lost_after_s": 0.6}
 
@@ -138,7 +138,7 @@ SIGN = "gave no sign of life for 2 s while the other ranks waited for it"
 def test_a_rank_that_is_stopped_while_it_prepares_is_named(tmp_path):
     fault = partial(stopped_while_it_prepares, 1)
     began = time.monotonic()
-    done = run_door("train", "trainer=ddp_sim", "run_id=r", logs=tmp_path, before=fault)
+    done = run_script("train", "trainer=ddp_sim", "run_id=r", logs=tmp_path, before=fault)
     assert done.code == 1 and time.monotonic() - began < 60, done.output
     assert done.record["error"]["rank"] == 1 and SIGN in done.record["error"]["message"]
 
@@ -150,7 +150,7 @@ def test_a_node_that_goes_while_it_prepares_is_named(dead, number, tmp_path):
     """Nobody but the other node can notice: each node is one rank. Rank 0 holds the store."""
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     nodes = [
-        start_door(
+        start_script(
             "train",
             "trainer=ddp_sim",
             "trainer.devices=1",

@@ -16,7 +16,7 @@ from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
 from lockstep.runs.batch_search import fitting, next_batch
 from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
-from runs import run_door, start_door
+from runs import run_script, start_script
 
 SMALL = ["data=synthetic", "data.num_images=20000", "data.num_test_images=20", "model=small_cnn", "optimizer=sgd",
          "data.eval_batch_size=4", "trainer.num_threads=1"]  # fmt: skip
@@ -103,19 +103,19 @@ def test_the_batch_that_is_found_trains_within_the_limit(tmp_path, monkeypatch):
         "data.global_batch_size=max",
         "test=false",
     ]
-    done = run_door("train", *SMALL, *limit, "trainer.max_steps=3", "run_id=r", logs=tmp_path)
+    done = run_script("train", *SMALL, *limit, "trainer.max_steps=3", "run_id=r", logs=tmp_path)
     assert done.code == 0, done.output
     found = done.record["largest_batch"]
     assert done.record["global_batch_size"] == found["global"] == 2 * found["per_device"]
     assert found["bounded_by"] == "memory" and found["probes"] <= 8 and found["limit_gib"] == 1.2
     assert 0.7 < done.record["peak_memory_gib"] < 1.25
-    again = run_door("train", "resume=r", "trainer.max_steps=4", logs=tmp_path)
+    again = run_script("train", "resume=r", "trainer.max_steps=4", logs=tmp_path)
     assert again.code == 0 and again.record["largest_batch"] == found, again.output
 
 
 @pytest.mark.slow
 def test_a_wrong_option_is_told_in_the_words_of_train(tmp_path):
-    done = run_door(
+    done = run_script(
         "find_batch_size", *SMALL, "trainer=cpu", "trainer.precision=bf17", logs=tmp_path
     )
     assert done.code == 2 and re.search(r"^error: .*bf17", done.output, re.MULTILINE), done.output
@@ -123,7 +123,7 @@ def test_a_wrong_option_is_told_in_the_words_of_train(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_ends_the_run_that_is_tried(tmp_path):
-    started = start_door("find_batch_size", *SMALL, "trainer=cpu", logs=tmp_path)
+    started = start_script("find_batch_size", *SMALL, "trainer=cpu", logs=tmp_path)
     own = psutil.Process(started.process.pid)
     started.wait_for(lambda: len(own.children()) == 1)
     children = own.children()
@@ -199,7 +199,7 @@ def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
         "trainer.devices=4",
         "trainer.num_nodes=2",
     ]
-    done = run_door(
+    done = run_script(
         "find_batch_size", "--estimate", *words, "trainer.memory_limit_gib=0.01", logs=tmp_path
     )
     assert done.code == 0 and " × 8 × 1 · " in done.output and "nothing was run" in done.output, (

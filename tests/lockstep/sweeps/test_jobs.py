@@ -21,7 +21,7 @@ from lockstep.sweeps import jobs, local, stopping
 from lockstep.sweeps.jobs import run_child
 from lockstep.sweeps.ranking import Job, is_minimized, ranking
 from lockstep.sweeps.stopping import forward_stop_signals
-from runs import run_door
+from runs import run_script
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -197,7 +197,7 @@ def test_the_worst_exit_code_of_a_sweep_counts(tmp_path):
         "task.label_smoothing=0.0,2.0",
         "test=false",
     ]
-    done = run_door("train", *words, logs=tmp_path)
+    done = run_script("train", *words, logs=tmp_path)
     *_, last_of_ranking, page = done.output.rstrip().splitlines()
     assert done.code and last_of_ranking.startswith(f"  exit code {done.code}   task.label_smoo")
     assert page.startswith("page: ") and page.endswith("/page.md")
@@ -291,7 +291,7 @@ def test_the_winner_of_settings_has_its_test_metric():
 
 @pytest.mark.parametrize("value", ["small_cnn,nosuch", "choice(small_cnn,nosuch)"])
 def test_a_misspelt_option_is_refused_before_the_first_job(tmp_path, value):
-    done = run_door("train", "-m", f"model={value}", logs=tmp_path)
+    done = run_script("train", "-m", f"model={value}", logs=tmp_path)
     assert done.code == 2 and "There is no model=nosuch: any model of timm" in done.output
     assert "job 0" not in done.output
 
@@ -367,7 +367,7 @@ PLAIN_JOB = (
 
 
 def test_a_sweep_takes_arguments_that_no_yaml_lists(tmp_path):
-    done = run_door(
+    done = run_script(
         "train",
         "-m",
         "task._target_=plain_task.Regression",
@@ -384,10 +384,10 @@ def test_a_sweep_takes_arguments_that_no_yaml_lists(tmp_path):
 @pytest.mark.slow
 def test_a_sweep_without_validation_names_no_foreign_metric(tmp_path):
     words = ("-m", "task._target_=plain_task.TrainsAlone", *PLAIN_JOB, "+task.lr=0.01,0.1")
-    done = run_door("train", *words, logs=tmp_path)
+    done = run_script("train", *words, logs=tmp_path)
     assert done.code == 0 and "by val/acc" not in done.output, done.output
     assert "2 jobs, of which none logs val/acc:" in done.output and "  finished  " in done.output
     assert "optimized_metric= takes what it logs: fit_error" in done.output
 
-    done = run_door("train", *words, "optimized_metric=fit_error", logs=tmp_path / "own")
+    done = run_script("train", *words, "optimized_metric=fit_error", logs=tmp_path / "own")
     assert "2 jobs by fit_error, the lowest first:" in done.output, done.output

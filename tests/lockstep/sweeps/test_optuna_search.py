@@ -17,7 +17,7 @@ from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord, write_record
 from lockstep.records.trial import journal_storage
 from lockstep.sweeps.search import Search, suggest
-from runs import run_door, start_door, succeed
+from runs import run_script, start_script, succeed
 
 COMMAND = [
     "experiment=quickstart", "-m", "hydra/sweeper=optuna", "trainer=ddp_sim",
@@ -28,8 +28,8 @@ COMMAND = [
 
 @pytest.mark.slow
 def test_a_search_survives_a_failing_trial(tmp_path):
-    first = run_door("train", *COMMAND, "hydra.sweeper.num_trials=2", logs=tmp_path)
-    again = run_door("train", *COMMAND, "hydra.sweeper.num_trials=5", logs=tmp_path)
+    first = run_script("train", *COMMAND, "hydra.sweeper.num_trials=2", logs=tmp_path)
+    again = run_script("train", *COMMAND, "hydra.sweeper.num_trials=5", logs=tmp_path)
     records = [
         json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/*/*/run.json")
     ]
@@ -52,24 +52,24 @@ def test_another_search_has_another_study(tmp_path):
              "hydra.sweeper.num_trials=1", "trainer.limit_train_batches=1"]  # fmt: skip
     one, other = "optimizer.lr=interval(1e-4,1e-1)", "optimizer.lr=interval(1e-4,1)"
     for search in (one, other):
-        done = run_door("train", *words, search, logs=tmp_path)
+        done = run_script("train", *words, search, logs=tmp_path)
         assert (
             done.code == 0
             and "0 trials so far" in done.output
             and "best of 1 trials" in done.output
         ), done.output
     assert len(list((tmp_path / "searches").glob("*.journal"))) == 2
-    again = run_door("train", *words, one, logs=tmp_path)
+    again = run_script("train", *words, one, logs=tmp_path)
     assert "1 trials so far" in again.output and "\ntrial" not in again.output
     named = "hydra.sweeper.study=night"
-    assert run_door("train", *words, one, named, logs=tmp_path).code == 0
+    assert run_script("train", *words, one, named, logs=tmp_path).code == 0
     for search in ([other], [one, "hydra.sweeper.direction=minimize"]):
-        done = run_door("train", *words, *search, named, logs=tmp_path)
+        done = run_script("train", *words, *search, named, logs=tmp_path)
         assert done.code == 2 and "is another search" in done.output, done.output
 
 
 def test_a_search_without_a_range_says_what_to_type(tmp_path):
-    done = run_door("train", "experiment=quickstart", "hydra/sweeper=optuna", "-m", logs=tmp_path)
+    done = run_script("train", "experiment=quickstart", "hydra/sweeper=optuna", "-m", logs=tmp_path)
     assert done.code == 2 and "tag(log,interval(" in done.output and "Traceback" not in done.output
 
 
@@ -197,7 +197,7 @@ def test_a_pruned_trial_ends_on_all_ranks_and_is_marked(tmp_path):
 def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
     words = [*COMMAND[:3], "trainer=cpu", "trainer.max_epochs=60", "test=false",
              "optimizer.lr=interval(1e-3,1e-2)", "hydra.sweeper.num_trials=2"]  # fmt: skip
-    first = start_door("train", *words, logs=tmp_path)
+    first = start_script("train", *words, logs=tmp_path)
     first.wait_for(lambda: any(tmp_path.glob("train/multiruns/*/*/metrics.csv")))
     os.kill(first.process.pid, signal.SIGINT)
     stopped = first.done()

@@ -25,7 +25,7 @@ from lockstep.training.build import build_loggers, build_strategy
 from lockstep.training.build_data import check_same_data, prepared_data
 from lockstep.training.task import Task
 from plain_task import Small, fit
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 SMALL = [
@@ -39,7 +39,7 @@ SMALL = [
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
 def test_a_net_with_other_outputs_is_refused_before_a_step(tmp_path, trainer):
-    done = run_door("train", *SMALL, f"trainer={trainer}", "+model.num_classes=7", logs=tmp_path)
+    done = run_script("train", *SMALL, f"trainer={trainer}", "+model.num_classes=7", logs=tmp_path)
     assert done.code == 2 and "Traceback" not in done.output, done.output
     assert (
         "error: The model gives 7 logits for an image and the data have 10 classes" in done.output
@@ -89,7 +89,7 @@ def test_only_a_resume_asks_for_the_images_of_its_run(
     short = [*SMALL, "trainer.limit_train_batches=2"]
     first = succeed("train", *short, logs=tmp_path)
     more = [*short, "trainer.max_epochs=3"]
-    again = run_door("train", *more, "resume=auto", logs=tmp_path, before=other_images)
+    again = run_script("train", *more, "resume=auto", logs=tmp_path, before=other_images)
     assert again.code == 2 and "The run r was trained on other images (hash " in again.output
     best = first.folder.path / first.record["best_checkpoint"]["path"]
     succeed("train", *more, f"ckpt_path={best}", "run_id=other", logs=tmp_path, before=other_images)
@@ -112,7 +112,7 @@ def test_only_a_resume_asks_for_the_images_of_its_run(
 def test_a_compiled_net_learns_the_same(trainer, compiled, tmp_path):
     words = [*SMALL, f"trainer={trainer}", "trainer.max_steps=3", "trainer.max_epochs=1"]
     words += ["model.dropout=0", "model.head_dropout=0"]  # inductor draws other numbers
-    runs = [run_door("train", *words, f"trainer.compile={option}", logs=tmp_path / str(i))
+    runs = [run_script("train", *words, f"trainer.compile={option}", logs=tmp_path / str(i))
             for i, option in enumerate(("false", compiled))]  # fmt: skip
     assert all(done.code == 0 for done in runs), [done.output for done in runs]
     losses = [done.record["metrics"]["val/loss"] for done in runs]
@@ -122,7 +122,7 @@ def test_a_compiled_net_learns_the_same(trainer, compiled, tmp_path):
 
 def test_without_a_compiler_it_is_one_sentence(tmp_path):
     words = [*SMALL, "trainer.compile=true"]
-    done = run_door("train", *words, logs=tmp_path, environment={"CXX": "no-such-compiler"})
+    done = run_script("train", *words, logs=tmp_path, environment={"CXX": "no-such-compiler"})
     assert (
         done.code == 2
         and "trainer.compile needs a C++ compiler on a CPU, and no-such-compiler" in done.output

@@ -12,7 +12,7 @@ from lockstep.records.folder import RunFolder
 from lockstep.training import data_report
 from lockstep.training.build_data import prepared_data
 from lockstep.training.data_report import DataReport
-from runs import run_door
+from runs import run_script
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_other_ranks_do_not_wait_for_the_comparison(photos, tmp_path):
     """The comparison takes 12 seconds here, and a collective at most five."""
     words = [*WORDS, f"data.root={photos}", "trainer=ddp_sim", "trainer.timeout_s=5", "run_id=r"]
     words += ["model=small_cnn", "trainer.max_epochs=1", "augmentation=none", "test=false"]
-    done = run_door("train", *words, logs=tmp_path / "logs", before=slow_comparison)
+    done = run_script("train", *words, logs=tmp_path / "logs", before=slow_comparison)
     assert done.code == 0, done.output
 
 

@@ -14,7 +14,7 @@ from lockstep.checkpoints.io import write_checkpoint
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process.errors import UserError
 from lockstep.training.inference import load_data
-from runs import run_door, succeed
+from runs import run_script, succeed
 
 PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Numbers", "trainer.max_epochs=3",
          "callbacks.checkpoints.monitor=val_loss", "callbacks.checkpoints.mode=min", "trainer.num_threads=1",
@@ -90,7 +90,9 @@ def test_callbacks_of_lightning_work_beside_lockstep_s(tmp_path):
 def test_ranks_with_unequal_numbers_of_batches_are_told_so(accumulate, tmp_path):
     streams = ["data._target_=plain_task.Streams", "trainer=ddp_sim", "trainer.timeout_s=10"]
     accumulation = f"trainer.accumulate_grad_batches={accumulate}"
-    done = run_door("train", *PLAIN, *streams, accumulation, "trainer.max_epochs=2", logs=tmp_path)
+    done = run_script(
+        "train", *PLAIN, *streams, accumulation, "trainer.max_epochs=2", logs=tmp_path
+    )
     said = done.output.strip().splitlines()[-1]
     assert (
         done.code == 2
@@ -109,7 +111,7 @@ def test_ranks_with_unequal_numbers_of_batches_are_told_so(accumulate, tmp_path)
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_one_sentence(words, said, tmp_path):
-    done = run_door("train", *PLAIN, *words, logs=tmp_path)
+    done = run_script("train", *PLAIN, *words, logs=tmp_path)
     assert done.code == 2 and said in done.output.strip().splitlines()[-1], done.output
 
 
