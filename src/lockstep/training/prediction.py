@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 SHOWN_EVERY_S = 10.0
 
 
-def trainer_config(overrides: list[str]) -> Config:
+def trainer_config(overrides: list[str]) -> dict[str, Any]:
     """Return the composed config, in which only the trainer counts.
 
     Args:
