@@ -180,6 +180,7 @@ def test_another_model_class_gets_no_options_of_the_default():
     assert cfg.model == {"_target_": "a.Net", "width": 3} and cfg.scheduler == {
         "_target_": "a.Schedule",
         "_partial_": True,
+        "monitor": None,
     }
     assert (cfg.data.image_size, cfg.optimizer.lr, cfg.trainer.max_epochs) == (32, 0.001, 10)
 

@@ -30,7 +30,11 @@ def test_a_target_that_is_none_is_named_with_its_key(target):
 def test_build_hands_over_what_the_run_knows(tmp_path):
     contents = {"config": {"_target_": "os.system"}}
     built = build(
-        {"_target_": "lockstep.callbacks.checkpoints.Checkpoints", "mode": "min"},
+        {
+            "_target_": "lockstep.callbacks.checkpoints.Checkpoints",
+            "monitor": "val/loss",
+            "mode": "min",
+        },
         {"folder": tmp_path, "contents": contents, "x": 1},
     )
     assert isinstance(built, Checkpoints) and built.mode == "min" and built.folder == tmp_path

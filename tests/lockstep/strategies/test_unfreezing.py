@@ -83,7 +83,7 @@ class UnfreezesInItsStep(tiny.Classifier):
 
 
 def fit_that_unfreezes_in_its_step(cluster):
-    trainer = tiny.trainer_of(cluster, "ddp")
+    trainer = tiny.trainer_of(cluster, tiny.strategy_of("ddp"))
     module = UnfreezesInItsStep(tiny.TinyNet(), tiny.sgd)
     module.net.blocks.requires_grad_(False)
     with pytest.raises(UserError, match="unfreeze them in on_train_epoch_start"):

@@ -187,7 +187,12 @@ def run(monkeypatch):
     monkeypatch.setattr(rank, "cores_of_rank", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    trainer = {"num_threads": "auto", "matmul_precision": "high", "deterministic": "auto"}
+    trainer = {
+        "num_threads": "auto",
+        "matmul_precision": "high",
+        "deterministic": "auto",
+        "launch": "process_per_device",
+    }
     cluster = replace(local_cluster(0, 2, 29500), accelerator="gpu")
     yield Run({"seed": 1, "trainer": trainer}, cluster, RunFolder(Path("r")), Batch(2, 1, 1))
     torch.set_float32_matmul_precision("highest")
