@@ -89,7 +89,7 @@ def test_best(parts: "Parts") -> None:
         log.info("Nothing is tested: the trial is pruned.")
         return
     # Without a data module the module has its own loaders.
-    loaders = data or module
+    loaders = module if data is None else data
     if not is_overridden("test_step", module) or not is_overridden("test_dataloader", loaders):
         log.info("Nothing is tested: the task has no test_step, or the data no test_dataloader.")
         return

@@ -203,6 +203,8 @@ BAD = {  # the first four of them in make test
     "resume=auto": "run_id=",
     "model=alexnet": "image",
     "seed=-1": "from 0 to 4294967295",
+    "seed=null": "from 0 to 4294967295",
+    "data.resize=0": "image_size is from 1 to resize",
     "data=synthetic data.image_size=32 model=airbench trainer=cpu data.global_batch_size=1": "size=2 or more",
     "experiment=quickstart trainer.precision=16-true": "optimizer.eps=1e-4",
     "+callbacks.x._target_=lockstep.checkpoints.io.write_checkpoint": "'checkpoint' and 'path'",

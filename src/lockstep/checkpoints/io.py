@@ -91,10 +91,12 @@ class HostCopies:
     def of(self, value: Any) -> Any:
         """Return a value with its tensors on the host; containers are copied."""
         if isinstance(value, dict):
-            # A copy keeps the class of the dict, such as Counter.
-            same = copy.copy(value)
-            same.update({key: self.of(item) for key, item in value.items()})
-            return same
+            # A copy keeps the class of the dict. Counter.update, as of MultiStepLR's milestones,
+            # would add to its numbers.
+            copied = copy.copy(value)
+            for key, item in value.items():
+                copied[key] = self.of(item)
+            return copied
         if type(value) in (list, tuple):
             return type(value)(map(self.of, value))
         if isinstance(value, torch.Tensor) and (value.is_cuda or self.always):

@@ -21,6 +21,7 @@ from lockstep.process.output import say, set_up
 from lockstep.process.redact import refuse_secrets
 from lockstep.records.config import Config
 
+CONFIG_FLAGS = ("--config-name", "-cn", "--config-path", "-cp")
 FLAGS = (("help", "h"), ("multirun", "m"), ("resolve", "R"), ("shell-completion", "sc"))
 
 
@@ -80,6 +81,8 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
     if options.help:
         say(help_text(CONFIGS, config_name, description))
         raise Ended
+    if options.multirun and (options.cfg or options.info):
+        raise UserError("-m runs the jobs of a sweep, --cfg and --info run none: give one of them.")
     if options.multirun:
         from lockstep.sweeps.jobs import run_sweep
 
@@ -100,6 +103,12 @@ def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:
 
 def _parse(config_name: str, argv: list[str]) -> Command:
     """Return Hydra's options and the overrides; --config-dir becomes an override."""
+    for word in argv:
+        # argparse would read -cn as -c n.
+        if word.partition("=")[0] in CONFIG_FLAGS:
+            raise UserError(
+                f"{word}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls."
+            )
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     for name, short in FLAGS:
@@ -126,11 +135,6 @@ def _parse(config_name: str, argv: list[str]) -> Command:
 def _refusal_of_flag(flag: str, config_name: str) -> UserError:
     """Return the error for an option of another program, as --epochs."""
     name, _, value = flag.partition("=")
-    if name in ("--config-name", "-cn", "--config-path", "-cp"):
-        return UserError(
-            f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls."
-        )
-
     key = name.lstrip("-").replace("-", "_")
     keys = list(dotted(unresolved(compose(config_name, []))))
     meant = nearest(key, keys) or key

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.config.schema import (
@@ -70,7 +71,7 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     more = ""
     if group in FREE_GROUPS:
         more = f", '+{key}={{_target_: …}}' adds one"
-    elif "_target_" in (options.get(group) or ()):
+    elif isinstance(options.get(group), Mapping) and "_target_" in options[group]:
         more = f", '+{key}=VALUE' adds one"
     return f"There is no {key}: python src/train.py --help lists all keys{more}."
 
@@ -84,18 +85,22 @@ def nearest(key: str, names: list[str]) -> str | None:
     if slip:
         return slip[0]
 
-    place, _, last = key.rpartition(".")
+    group, _, last = key.rpartition(".")
+    siblings = [name for name in names if name.rpartition(".")[0] == group]
+    if group:
+        close_sibling = _with_close_last_part(last, siblings)
+        if close_sibling:
+            return close_sibling
     for meant, elsewhere in NAMES_ELSEWHERE.items():
         if last in elsewhere.split():
             return meant
+    return _with_close_last_part(last, siblings) or _with_close_last_part(last, names)
 
-    beside = [name for name in names if name.rpartition(".")[0] == place]
-    for candidates in (beside, names):
-        by_last_part = {name.rpartition(".")[2]: name for name in reversed(candidates)}
-        close = difflib.get_close_matches(last, by_last_part, 1, cutoff=0.7)
-        if close:
-            return by_last_part[close[0]]
-    return None
+
+def _with_close_last_part(last: str, names: list[str]) -> str | None:
+    by_last_part = {name.rpartition(".")[2]: name for name in reversed(names)}
+    close = difflib.get_close_matches(last, by_last_part, 1, cutoff=0.7)
+    return by_last_part[close[0]] if close else None
 
 
 def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:

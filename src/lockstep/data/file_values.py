@@ -106,7 +106,14 @@ def _is_cut(image: ImageFile) -> bool:
         return False
     if image.format == "PPM":
         return _largest_of_ppm(image) > 255
-    return any("16" in str(tile.args) for tile in tiles)
+    return any("16" in _raw_mode(tile.args) for tile in tiles)
+
+
+def _raw_mode(arguments: str | tuple[Any, ...] | None) -> str:
+    """Return the raw mode, as "RGB;16B", of the arguments of Pillow's decoder."""
+    if isinstance(arguments, tuple):
+        return str(arguments[0]) if arguments else ""
+    return arguments or ""
 
 
 def _largest_of_ppm(image: ImageFile) -> int:

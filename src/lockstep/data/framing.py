@@ -171,7 +171,9 @@ def resize_of(image_size: int, resize: int | None, crop_pct: float) -> int:
     """
     if isinstance(crop_pct, str) or not 0 < crop_pct <= 1:
         raise UserError(f"data.crop_pct={crop_pct} must be auto, or above 0 and at most 1.")
-    return resize or math.floor(image_size / crop_pct)
+    if resize is not None:
+        return resize
+    return math.floor(image_size / crop_pct)
 
 
 class BatchTransforms:

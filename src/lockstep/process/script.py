@@ -58,7 +58,8 @@ def exit_code_of(task: Callable[[], int | None]) -> int:
         log.error(f"{error}")
         return EXIT_USER_ERROR
     except Interrupted as error:
-        return 128 + signal.Signals[str(error)]
+        # A rank that stops because another one was asked to has no signal of its own.
+        return 128 + signal.Signals.__members__.get(str(error), signal.SIGTERM)
     except KeyboardInterrupt:
         # Ctrl-C came before the run began.
         return 128 + signal.SIGINT

@@ -138,10 +138,11 @@ def _decision(meeting: Meeting, store: dist.Store) -> str:
     while not store.check(["decision"]):
         if signals.received:
             store.compare_set("decision", "", str(cluster.node_rank))
+        elif meeting.errors.check(["first"]):
+            # It may have arrived, and gone since then.
+            raise RuntimeError("connection closed: another rank has failed")
         elif store.add("arrived", 0) == cluster.world_size:
             store.compare_set("decision", "", GO)
-        elif meeting.errors.check(["first"]):
-            raise RuntimeError("connection closed: another rank has failed")
         elif time.monotonic() > deadline:
             raise RuntimeError("timed out: another rank does not begin")
         else:

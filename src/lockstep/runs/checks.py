@@ -72,9 +72,11 @@ def _check_training(config: Config) -> None:
         raise UserError(
             f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on, or null."
         )
-    if not 0 <= config["seed"] < 2**32:
+    seed = config["seed"]
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise UserError(
-            f"seed={config['seed']}: give a whole number from 0 to 4294967295, as numpy takes."
+            f"seed={'null' if seed is None else seed}: give a whole number from 0 to 4294967295, "
+            "as numpy takes."
         )
     if trainer.get("limit_train_batches") == 0:
         raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.keys import is_placement
-from lockstep.config.overrides import FEW_STEPS, overrides_of_trial
+from lockstep.config.overrides import FEW_STEPS, overrides_of_trial, quoted
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
@@ -73,7 +73,8 @@ class Proof:
     def start(self, script_name: str, name: str, overrides: list[str]) -> tuple[int, str]:
         """Run a script; return its exit code and its last line."""
         output = self.folder / f"{name}.txt"
-        code = self.run(script_name, [*overrides, f"paths.log_dir={self.folder}"], output)
+        log_folder = f"paths.log_dir={quoted(str(self.folder))}"
+        code = self.run(script_name, [*overrides, log_folder], output)
         text = output.read_text().strip()
         return code, text.rpartition("\n")[2].removeprefix("error: ")
 
@@ -123,7 +124,9 @@ class Proof:
             # The last batch of an epoch is smaller, and may have no equal parts.
             self.epoch_steps = whole
             shutil.rmtree(self.run_folder("reference"))
-            self.train("reference", **options)
+            code, line = self.train("reference", **options)
+            if code != EXIT_OK:
+                raise UserError(f"This training fails by itself: {line}")
             recording = read_recording(self.run_folder("reference"))
         return recording
 

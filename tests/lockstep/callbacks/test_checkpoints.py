@@ -1,6 +1,7 @@
 """The checkpoints that a run writes, and how they are written and read."""
 
 import math
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,13 @@ def test_the_copy_does_not_change_with_the_weights():
     state["plain"][1]["a"] = 3
     assert copied["w"].tolist() == [0, 1, 2, 3] and copied["plain"] == [1, {"a": 2}]
     assert copied["tied"] is copied["w"]
+
+
+def test_a_copy_of_a_counter_has_its_numbers():
+    # MultiStepLR counts its milestones in one.
+    milestones = Counter({3: 1, 8: 2})
+    copied = on_host({"milestones": milestones}, always=True)["milestones"]
+    assert copied == milestones and isinstance(copied, Counter) and copied is not milestones
 
 
 @pytest.mark.filterwarnings("ignore")

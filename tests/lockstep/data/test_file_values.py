@@ -54,6 +54,15 @@ def limit_of_pillow(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
 
 
+def test_colours_of_8_bits_are_not_cut_wherever_they_lie(tmp_path):
+    # Pillow's decoder of a compressed TIFF also gets the place of its table, such as 16102.
+    random = np.random.default_rng(0)
+    for size in range(60, 100):
+        pixels = random.integers(0, 256, (size, 64, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "x.tif", compression="tiff_lzw")
+        assert not header_of(tmp_path / "x.tif").is_cut
+
+
 @pytest.mark.parametrize("write", [png, ppm])
 def test_colours_of_16_bits_are_read_in_full(write, tmp_path):
     (tmp_path / "x.img").write_bytes(write(VALUES[..., :3]))

@@ -5,12 +5,13 @@ its own.
 import errno
 import io
 import logging
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from lockstep.process.errors import UserError
+from lockstep.process.errors import Interrupted, UserError
 from lockstep.process.output import say, set_up
 from lockstep.process.script import exit_code_of
 from ranks import SRC
@@ -112,6 +113,13 @@ def test_signals(name):
         [sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, " ".join(done.stdout.split())) == wanted, done.stderr
+
+
+def test_a_rank_that_another_one_stopped_ends_as_by_sigterm():
+    def stop():
+        raise Interrupted("another rank was asked to stop")
+
+    assert exit_code_of(stop) == 128 + signal.SIGTERM
 
 
 WINDOWS = """
