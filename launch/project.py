@@ -52,7 +52,8 @@ TEST_PACKAGES = (
 )
 PIN_OF_TEST_PACKAGE = re.compile(rf"(?m)^({'|'.join(TEST_PACKAGES)})==.*\\\n( +--hash=.*\n)*")
 KEPT_LOGS = "logs/.gitkeep"
-REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
+# Without those of an extra
+REQUIRED = re.compile(r"(?m)^Requires-Dist: ([^;\n]+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
 # Our distribution and the stem of its wheel; it was called lockstep up to 2.0.0.
 DISTRIBUTION = "lockstep-vision"
@@ -157,6 +158,9 @@ def metadata_of(project: dict[str, Any]) -> str:
     lines = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {project['version']}"]
     lines.append(f"Requires-Python: {project['requires-python']}")
     lines += [f"Requires-Dist: {name}" for name in project["dependencies"]]
+    for extra, names in project["optional-dependencies"].items():
+        lines.append(f"Provides-Extra: {extra}")
+        lines += [f'Requires-Dist: {name}; extra == "{extra}"' for name in names]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -241,7 +241,7 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     import torch.distributed as dist
 
     from lockstep.ranks.meeting import meet
-    from lockstep.ranks.process_group import join
+    from lockstep.ranks.process_group import create_process_group
 
     cpu = torch.device("cpu")
     device = torch.device("cuda", 0) if cluster.accelerator == "gpu" else cpu
@@ -249,7 +249,7 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
         fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
         hosts = meet(one_per_node, timeout_s, fingerprint)["hosts"]
         yield Finding(True, f"same code, options and packages on all nodes: {', '.join(hosts)}")
-        join(one_per_node, device, min(60.0, timeout_s))
+        create_process_group(one_per_node, device, min(60.0, timeout_s))
         for measured in dict.fromkeys((cpu, device)):
             yield _network_speed(measured)
         dist.barrier()

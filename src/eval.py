@@ -24,7 +24,7 @@ from lockstep.process.files import utc_now
 from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
 from lockstep.records.config import Config
-from lockstep.runs.checks import check_options
+from lockstep.runs.checks import check_before_start
 from lockstep.runs.opening import open_run
 from lockstep.runs.starting import start_ranks
 from lockstep.storage.fetch import locate_checkpoint
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     composed = command.compose(stored=for_evaluation(checkpoint.config))
     config = evaluation_config(composed, checkpoint, command.overrides)
     cluster = find_ranks(config)
-    check_options(config, cluster)
+    check_before_start(config, cluster)
     if cluster.starts_ranks:
         return start_ranks(config, cluster)
 

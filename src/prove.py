@@ -30,7 +30,7 @@ from lockstep.records.folder import new_run_id
 from lockstep.records.proof_table import CHECKS, Result, nothing, write_table
 from lockstep.runs.batch_search import TRAIN, without_launcher
 from lockstep.runs.forked import run_forked
-from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof, Run, test_metrics
+from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof, StartScript, read_test_metrics
 from lockstep.runs.proof_causes import (
     cause_of_metric,
     cause_of_parts,
@@ -100,7 +100,7 @@ def check_accumulate(proof: Proof) -> Result:
         reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
     if reason:
         return nothing("accumulate", reason)
-    run = proof.parts("accumulate", micro_batches=2)
+    run = proof.record_in_parts("accumulate", micro_batches=2)
     if "manual optimization" in proof.failures.get("accumulate", ""):
         return nothing("accumulate", "the module calls its optimizers itself")
     result = result_of_parts(proof, "accumulate", run)
@@ -219,7 +219,7 @@ def why_not_two_ranks(proof: Proof) -> str:
 
 def check_eval(proof: Proof) -> Result:
     reference = proof.reference
-    expected = test_metrics(proof.run_folder("reference"))
+    expected = read_test_metrics(proof.run_folder("reference"))
     if not expected:
         return nothing("eval", "the task has no test_step, or the data no test_dataloader")
     limit = f"trainer.limit_test_batches={proof.epoch_steps}"
@@ -227,7 +227,7 @@ def check_eval(proof: Proof) -> Result:
     code, line = proof.start("eval", "evaluated", overrides)
     if code != EXIT_OK:
         return Result("eval", False, None, "eval.py fails", line)
-    values = test_metrics(proof.folder / "eval" / "runs" / "evaluated")
+    values = read_test_metrics(proof.folder / "eval" / "runs" / "evaluated")
     steps = list(reference.steps.values())
     when = ("test", len(steps))
     difference = metric_difference(
@@ -333,7 +333,7 @@ def run_child(name: str, overrides: list[str], output: Path) -> int:
     return run_forked(script, overrides, without_launcher(environment()), output)
 
 
-def proof_of(config: Config, options: Options, run: Run = run_child) -> Proof:
+def proof_of(config: Config, options: Options, run: StartScript = run_child) -> Proof:
     """Return a proof, in a new folder.
 
     Raises:

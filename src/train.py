@@ -12,7 +12,7 @@ from lockstep.commands.command_line import read_command
 from lockstep.process.files import utc_now
 from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
-from lockstep.runs.checks import check_options
+from lockstep.runs.checks import check_before_start
 from lockstep.runs.finishing import finish_again
 from lockstep.runs.first_record import write_config
 from lockstep.runs.opening import open_run
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     command = read_command("train", argv, __doc__ or "")
     config = command.compose(stored=find_stored(command.overrides))
     cluster = find_ranks(config)
-    check_options(config, cluster)
+    check_before_start(config, cluster)
 
     code = finish_again(config, cluster)
     if code is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from data.csv_file import CSVTable, read_csv
@@ -38,6 +39,7 @@ ALIASES = {
 FLAG = re.compile("is_?(train|valid|val|validation|dev|test)(ing)?(_[a-z_]+)?", re.IGNORECASE)
 FOLD = re.compile("(k|cv)?_?folds?(_?id)?", re.IGNORECASE)
 ENCODED = "encoded.bin"
+LONGEST_NAME = 200  # characters of a path in a message
 ROWS = 64  # rows of a parquet file that are read at a time
 
 
@@ -277,19 +279,33 @@ class CSVDataModule(ListedDataModule):
         if self.target == "mask" and isinstance(label, str):
             label = self._local(label)
             mask = self._folder / label
-            if not mask.exists():
-                raise UserError(f"{where}: the mask {mask} does not exist.")
-        group = None
-        if self.group:
-            group = row[self.group] if self.group in row else group_of(self.group, name)
-        item = Item(name, label, split, stat.st_size, stat.st_mtime_ns, group)
+            if not is_file_name(mask):
+                name = shorten(str(mask), LONGEST_NAME, placeholder=" …")
+                raise UserError(f"{where}: the mask {name} does not exist.")
+        item = Item(name, label, split, stat.st_size, stat.st_mtime_ns)
+        item.group = self._group_of(row, name, where)
         item.line = table.lines[i]
         item.numbers = {name: row[column] for name, column in columns.numbers.items()}
         return item
 
+    def _group_of(self, row: Mapping[str, str], name: str, where: str) -> str | None:
+        """Return the group of an image, by a column or by its name.
+
+        Raises:
+            UserError: the cell of the column is empty.
+        """
+        if not self.group:
+            return None
+        column = find_column(list(row), self.group)
+        if not column:
+            return group_of(self.group, name)
+        if not row[column]:
+            raise UserError(f"{where}: {column} is empty, and data.group needs it for each image.")
+        return row[column]
+
     def _local(self, name: str) -> str:
         """Return a path as this system writes it, also of one that was written on Windows."""
-        if "\\" in name and not (self._folder / name).exists():
+        if "\\" in name and not is_file_name(self._folder / name):
             return name.replace("\\", "/")
         return name
 
@@ -325,6 +341,14 @@ class CSVDataModule(ListedDataModule):
                 if path.with_name(path.name + ending).exists():
                     return f"{path.name}{ending} exists: give data.suffix={ending}."
         return ""
+
+
+def is_file_name(path: Path) -> bool:
+    """Return whether a path exists; a text that is too long for a name is none."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _description(item: Item) -> str:
@@ -433,7 +457,7 @@ class ParquetDataModule(ListedDataModule):
                 where = f"{path}, {name}: {columns.image}"
                 start = out.tell()
                 size = out.write(_encoded(row[columns.image], where, path.parent))
-                group = str(row[columns.group]) if columns.group else None
+                group = _group_of_row(row, columns.group, f"{path}, {name}")
                 numbers = {key: _plain(row[column]) for key, column in columns.numbers.items()}
                 items.append([name, label, start, size, group, numbers])
                 if columns.split:
@@ -456,7 +480,7 @@ class ParquetDataModule(ListedDataModule):
         kinds = {column.name: str(column.type) for column in schema}
         declared = _declared(schema, kinds)
         image = self._image_of(path, kinds, declared)
-        group = str(self.group) if self.group in kinds else ""
+        group = find_column(list(kinds), str(self.group)) if self.group else ""
         split = find_column(list(kinds), "split")
         numbers = columns_of_numbers(self, path, list(kinds))
         if self._label_columns:
@@ -525,6 +549,19 @@ def _encoded(image: Any, where: str, folder: Path) -> bytes:
         kind = f", but a {type(value).__name__}" if value else ""
         raise UserError(f"{where} holds no image{kind}.")
     return value
+
+
+def _group_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None:
+    """Return the group of a row of a parquet file; None without a column of groups.
+
+    Raises:
+        UserError: the row has none.
+    """
+    if not column:
+        return None
+    if row[column] is None:
+        raise UserError(f"{where}: {column} is empty, and data.group needs it for each image.")
+    return str(row[column])
 
 
 def _plain(value: Any) -> Any:

@@ -60,9 +60,10 @@ class MultiLabel(Task):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, targets = batch
         if ((targets < 0) | (targets > 1)).any():
+            labels = targets[~targets.isnan()]
             raise UserError(
-                f"task=multilabel takes labels from 0 to 1, and one is {targets.min()} or "
-                f"{targets.max()}."
+                f"task=multilabel takes labels from 0 to 1, and one is {labels.min()} or "
+                f"{labels.max()}."
             )
         logits = self.net(images)
         is_known = ~targets.isnan()

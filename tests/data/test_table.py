@@ -232,6 +232,20 @@ def test_a_column_of_folds_is_reported(pictures, tmp_path):
     assert not dm.warnings
 
 
+def test_an_empty_cell_is_no_group(pictures, tmp_path):
+    folds = [[*row[:2], "" if i == 3 else i % 5] for i, row in enumerate(rows())]
+    root = table(pictures / "a.csv", folds, ["path", "label", "Patient"])
+    with pytest.raises(UserError, match="line 5: Patient is empty, and data.group needs it"):
+        csv_module(root, tmp_path, group="patient").prepare()
+
+
+def test_a_text_that_is_too_long_is_no_mask(pictures, tmp_path):
+    runs = [[row[0], "12 5 " * 200, row[2]] for row in rows()]
+    root = table(pictures / "a.csv", runs)
+    with pytest.raises(UserError, match="line 2: the mask .* does not exist"):
+        csv_module(root, tmp_path, target="mask").prepare()
+
+
 def test_a_column_for_each_class_makes_classes(pictures, tmp_path):
     header = ["image", "MEL", "NV", "BCC", "split"]
     one_hot = [[r[0], *(float(i % 3 == c) for c in range(3)), r[2]] for i, r in enumerate(rows())]
@@ -434,6 +448,14 @@ def test_a_column_of_a_parquet_file_names_the_groups(tmp_path):
         for index in (dm.splits.train, dm.splits.test)
     ]
     assert not groups[0] & groups[1]
+
+
+def test_a_null_of_a_parquet_file_is_no_group(tmp_path):
+    columns = arrow()
+    ids = pa.array([None, *range(1, len(columns))])
+    parquet.write_table(columns.set_column(0, "id", ids), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="row 0: id is empty, and data.group needs it"):
+        parquet_module(tmp_path / "x.parquet", tmp_path, group="id").prepare()
 
 
 def test_a_data_set_of_the_hub_is_fetched(tmp_path, monkeypatch):

@@ -116,7 +116,20 @@ class Interruption(pl.Callback):
         self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._is_in_script():
+            self._restore_handlers()
+        else:
+            self._forget_signals()
+
+    def _is_in_script(self) -> bool:
+        """Return whether a script ends now, whose handlers stay; or `setup` was not reached."""
+        return not self._previous or signals.interrupt in self._previous.values()
+
+    def _forget_signals(self) -> None:
+        """A notebook goes on: a signal of the last step does not stop the next fit."""
         self._restore_handlers()
+        self.reason = ""
+        signals.received.clear()
 
     def _restore_handlers(self) -> None:
         for number, handler in self._previous.items():
@@ -126,13 +139,8 @@ class Interruption(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if not self._previous or signals.interrupt in self._previous.values():
-            # `setup` was not reached; or a script ends now, whose handlers stay until it has.
-            return
-        # A notebook goes on.
-        self._restore_handlers()
-        self.reason = ""
-        signals.received.clear()
+        if not self._is_in_script():
+            self._forget_signals()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any

@@ -107,6 +107,9 @@ class TrainingLog(pl.Callback):
         if not trainer.optimizers or not trainer.optimizers[0].param_groups:
             return
         group = trainer.optimizers[0].param_groups[0]
+        if group.get("lr") is None:
+            # An optimizer such as Adafactor may choose the rate itself.
+            return
         # This is the optimizer's rate, not that of one layer.
         self.lr = group["lr"] / group.get("lr_scale", 1.0)
 
@@ -250,8 +253,12 @@ class TrainingLog(pl.Callback):
 
 def metrics_of(trainer: pl.Trainer, stage: str) -> Metrics:
     """Return the metrics of an evaluation, whose names begin with val or test."""
-    metrics = trainer.callback_metrics.items()
-    return {name: float(value) for name, value in metrics if name.startswith(stage)}
+    metrics = {}
+    for name, value in trainer.callback_metrics.items():
+        # A value_loss, as in reinforcement learning, is no metric of the validation.
+        if name.startswith(stage) and not name.startswith("value"):
+            metrics[name] = float(value)
+    return metrics
 
 
 def without_modules(values: Metrics, trainer: pl.Trainer) -> Metrics:

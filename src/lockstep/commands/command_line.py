@@ -15,7 +15,7 @@ from lockstep.config.compose import (
 )
 from lockstep.config.overrides import quoted
 from lockstep.config.schema import dotted, help_text
-from lockstep.config.suggestions import nearest
+from lockstep.config.suggestions import nearest_key
 from lockstep.process.errors import Ended, UserError
 from lockstep.process.output import say, set_up
 from lockstep.process.redact import refuse_secrets
@@ -137,7 +137,7 @@ def _refusal_of_flag(flag: str, config_name: str) -> UserError:
     name, _, value = flag.partition("=")
     key = name.lstrip("-").replace("-", "_")
     keys = list(dotted(unresolved(compose(config_name, []))))
-    meant = nearest(key, keys) or key
+    meant = nearest_key(key, keys) or key
     return UserError(
         f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}."
     )

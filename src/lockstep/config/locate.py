@@ -125,6 +125,11 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         if line:
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {line}: {problem}.") from None
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None
+        if not is_absent or not f"{name}.".startswith(f"{error.name}."):
+            # A library is there and fails: what it says is the cause.
+            problem = f"{type(error).__name__}: {error}"
+            raise UserError(f"{where}={target!r} cannot be imported. {problem}.") from None
         owner, _, last = name.rpartition(".")
         problem = f"{owner} has no {last}" if owner else f"there is no module {name}"
         raise UserError(f"{where}={target!r} cannot be found: {problem}.") from None

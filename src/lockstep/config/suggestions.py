@@ -61,7 +61,7 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     keys_of_run = list(dotted(options))
     arguments = [name for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
     keys_of_trainer = [f"trainer.{name}" for name in arguments]
-    close = nearest(key, [*keys_of_run, *keys_of_trainer, *_keys_of_group(group, folders)])
+    close = nearest_key(key, [*keys_of_run, *keys_of_trainer, *_keys_of_group(group, folders)])
     if close:
         others = [] if close in keys_of_run else _options_with(close, folders)
         where = f" ({' or '.join(others[:2])})" if others else ""
@@ -76,7 +76,7 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     return f"There is no {key}: python src/train.py --help lists all keys{more}."
 
 
-def nearest(key: str, names: list[str]) -> str | None:
+def nearest_key(key: str, names: list[str]) -> str | None:
     """Return the key that was most likely meant.
 
     It has the spelling, the last part, or the name in another program.
@@ -86,14 +86,17 @@ def nearest(key: str, names: list[str]) -> str | None:
         return slip[0]
 
     group, _, last = key.rpartition(".")
+    elsewhere = [meant for meant, names in NAMES_ELSEWHERE.items() if last in names.split()]
+    in_group = [meant for meant in elsewhere if meant.startswith(f"{group}.")]
+    if in_group:
+        return in_group[0]
     siblings = [name for name in names if name.rpartition(".")[0] == group]
     if group:
         close_sibling = _with_close_last_part(last, siblings)
         if close_sibling:
             return close_sibling
-    for meant, elsewhere in NAMES_ELSEWHERE.items():
-        if last in elsewhere.split():
-            return meant
+    if elsewhere:
+        return elsewhere[0]
     return _with_close_last_part(last, siblings) or _with_close_last_part(last, names)
 
 

@@ -90,9 +90,10 @@ def _small_png(picture: Any) -> bytes:
 
 
 def _thumbnail(picture: Any) -> Any:
-    """Return a picture of TILE × TILE pixels; small ones show their pixels."""
-    from PIL import Image
+    """Return a picture in TILE × TILE pixels, of its own shape; small ones show their pixels."""
+    from PIL import Image, ImageOps
 
     is_small = max(size_of(picture)) < TILE
     resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
-    return as_picture(picture).convert("RGB").resize((TILE, TILE), resampling)
+    picture = as_picture(picture).convert("RGB")
+    return ImageOps.pad(picture, (TILE, TILE), resampling, color="white")

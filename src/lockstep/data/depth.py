@@ -175,7 +175,7 @@ def measure(
     }
 
 
-def sentence_on_filling(filled: Any, limits: Any) -> str:
+def narrow_range_warning(filled: Any, limits: Any) -> str:
     """Return a sentence where most values lie in a small part of their range, else ""."""
     low, high = filled
     if isinstance(limits, str) or limits is None or high - low >= LEAST_SHARE:

@@ -19,8 +19,8 @@ from lockstep.data.depth import (
     Survey,
     evenly_spaced,
     measure,
+    narrow_range_warning,
     range_in,
-    sentence_on_filling,
     write_extremes,
 )
 from lockstep.data.image_datamodule import CHECK, ImageDataModule
@@ -273,7 +273,7 @@ class ListedDataModule(ImageDataModule):
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
         self._set_framing()
-        sentence = sentence_on_filling(colours["filled"], self.reading.limits)
+        sentence = narrow_range_warning(colours["filled"], self.reading.limits)
         if sentence:
             self.source.warnings.append(sentence)
 

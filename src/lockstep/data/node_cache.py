@@ -47,7 +47,7 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
         content = _build(folder, build)
 
     if _size(folder) >= LARGE_BYTES:
-        _say_size(folder.parent)
+        _log_size(folder.parent)
     return content
 
 
@@ -96,9 +96,9 @@ def _sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _say_size(cache: Path) -> None:
+def _log_size(cache: Path) -> None:
     """Log what a cache takes of the disk, as nothing in it is ever deleted."""
-    folders = [path.parent for path in cache.glob(f"*/{META}")]
+    folders = [path.parent for path in cache.glob(f"[!.]*/{META}")]
     size = sum(map(_size, folders))
     log.info(
         f"{cache} holds {size / 1e9:.1f} GB of prepared images in {len(folders)} folders. "
@@ -107,5 +107,8 @@ def _say_size(cache: Path) -> None:
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
-    return sum(path.stat().st_size for path in folder.iterdir())
+    """Return the bytes of the files in a folder; 0 if it is deleted meanwhile."""
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except FileNotFoundError:
+        return 0

@@ -28,7 +28,7 @@ NCCL_LATER_S = 15.0
 GO = "go"
 
 
-def join(
+def create_process_group(
     cluster: Cluster, device: torch.device, timeout_s: float, *, several_devices: bool = False
 ) -> dist.Store:
     """Create the default process group of all ranks, which meet first if they have not.

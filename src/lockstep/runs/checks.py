@@ -14,9 +14,9 @@ from lockstep.storage.s3 import Bucket
 
 # Modules of src/data whose data.root exists or is an address. A class of the user's may make its
 # root.
-READERS = ("data.image_folder", "data.table", "data.torchvision_sets", "data.webdataset")
+READERS_OF_FOLDERS = ("data.image_folder", "data.table", "data.torchvision_sets", "data.webdataset")
 # An override of one of these keys makes a training on a CPU a choice.
-CHOSEN = (
+CPU_CHOICES = (
     "experiment",
     "debug",
     "data",
@@ -32,7 +32,7 @@ CHOSEN = (
 LONGEST_TMPDIR = 76
 
 
-def check_options(config: Config, cluster: Cluster) -> None:
+def check_before_start(config: Config, cluster: Cluster) -> None:
     """Refuse an option that cannot work, or a place that is not there.
 
     Raises:
@@ -96,7 +96,7 @@ def _check_training_on_cpu(config: Config) -> None:
     """Refuse the default recipe, which takes days without a GPU, unless it is meant."""
     if config["choices"].get("data") == "none":
         return
-    if any(key_of(override) in CHOSEN for override in config["overrides"]):
+    if any(key_of(override) in CPU_CHOICES for override in config["overrides"]):
         return
     raise UserError(
         f"This would train {model_name(config)} on {data_name(config)} at "
@@ -133,7 +133,7 @@ def _check_root(config: Config, cluster: Cluster) -> None:
     root = str(data.get("root") or "")
     reader = str(data.get("_target_")).rpartition(".")[0]
     is_folder_here = root and "://" not in root
-    if is_folder_here and reader in READERS and not Path(root).exists():
+    if is_folder_here and reader in READERS_OF_FOLDERS and not Path(root).exists():
         raise UserError(
             f"data.root={root} does not exist: give a folder or file of this machine, "
             "or s3://bucket/prefix."

@@ -33,7 +33,7 @@ from lockstep.ranks.find import Cluster
 from lockstep.ranks.gpus import check_gpus
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.placement import devices_of_rank
-from lockstep.ranks.process_group import join
+from lockstep.ranks.process_group import create_process_group
 from lockstep.records import provenance
 from lockstep.records.config import Config
 from lockstep.runs.run import Run
@@ -208,7 +208,9 @@ def _create_group(run: Run) -> dist.Store:
     """Create the process group of all ranks; return the store of this start."""
     timeout_s = run.trainer_config["timeout_s"]
     several_devices = devices_of_rank(run.trainer_config) > 1
-    return join(run.cluster, device_of(run), timeout_s, several_devices=several_devices)
+    return create_process_group(
+        run.cluster, device_of(run), timeout_s, several_devices=several_devices
+    )
 
 
 def _leave_together(stop: BaseException, beats: Heartbeat) -> BaseException:

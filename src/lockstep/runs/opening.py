@@ -50,7 +50,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
     """
     opening = Opening(config, cluster)
     is_open = False
-    with opening.held:
+    with opening.exit_stack:
         try:
             signals.on_stop(signals.interrupt)
             try:
@@ -107,7 +107,7 @@ class Opening:
     """The steps from a composed config to a run that has begun, on one rank.
 
     Attributes:
-        held: what stays open until the run is closed, such as its lock.
+        exit_stack: what stays open until the run is closed, such as its lock.
         folder: of the run, as soon as it is known.
         run: as soon as it is decided.
         meeting: of several ranks, as soon as they have met.
@@ -115,7 +115,7 @@ class Opening:
 
     config: Config
     cluster: Cluster
-    held: ExitStack = field(default_factory=ExitStack)
+    exit_stack: ExitStack = field(default_factory=ExitStack)
     folder: RunFolder | None = None
     run: Run | None = None
     meeting: Any = None
@@ -148,7 +148,7 @@ class Opening:
         )
         self.folder = folder
         if not self.cluster.has_agent:
-            self.held.enter_context(hold_run_lock(folder))
+            self.exit_stack.enter_context(hold_run_lock(folder))
             # Another process may have trained it while this one waited for the lock.
             is_new = is_new and not has_trained(folder)
         check_bucket(config, folder)

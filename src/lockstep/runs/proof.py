@@ -37,7 +37,7 @@ FIXED = {
 }
 # A function that starts a script with overrides and returns its exit code; the path gets its
 # output.
-Run = Callable[[str, list[str], Path], int]
+StartScript = Callable[[str, list[str], Path], int]
 
 
 class Failed(Exception):
@@ -57,7 +57,7 @@ class Proof:
     config: Config
     overrides: list[str]
     folder: Path
-    run: Run
+    run: StartScript
     epoch_steps: int
     tolerance: float
     precision: str = "64-true"
@@ -163,7 +163,7 @@ class Proof:
             raise Failed(line)
         return read_recording(self.run_folder(name))
 
-    def parts(self, name: str, trainer: str = "", micro_batches: int = 1) -> Recording:
+    def record_in_parts(self, name: str, trainer: str = "", micro_batches: int = 1) -> Recording:
         """Return the recording of a run that computes the reference's batches in parts."""
         options: dict[str, Any] = {}
         if micro_batches > 1:
@@ -176,7 +176,7 @@ class Proof:
         return self.recording(name, trainer, **options)
 
     def two_ranks(self, name: str) -> Recording:
-        return self.parts(name, f"{name}_sim")
+        return self.record_in_parts(name, f"{name}_sim")
 
     def why_not_in_parts(self) -> str:
         """Return why batches in parts cannot give the same, or ""."""
@@ -200,7 +200,7 @@ def _is_kept(key: str, trainer: str) -> bool:
     return not is_placement(key)
 
 
-def test_metrics(folder: Path) -> dict[str, float]:
+def read_test_metrics(folder: Path) -> dict[str, float]:
     """Return the metrics of a run's record whose names begin with test."""
     metrics = json.loads((folder / "run.json").read_text())["metrics"]
     return {name: float(value) for name, value in metrics.items() if name.startswith("test")}

@@ -137,11 +137,11 @@ def step_difference(
     if number is not None:
         return Difference("images", step, f"number {number} of the batch")
     rates = zip(row["learning_rates"], expected["learning_rates"], strict=False)
-    for number, (value, wanted_rate) in enumerate(rates):
-        if distance(value, wanted_rate) > tolerance:
-            amount = distance(value, wanted_rate)
+    for number, (value, expected_rate) in enumerate(rates):
+        if relative_difference(value, expected_rate) > tolerance:
+            amount = relative_difference(value, expected_rate)
             return Difference("learning rate", step, f"of group {number}", amount)
-    amount = distance(row["loss"], expected["loss"])
+    amount = relative_difference(row["loss"], expected["loss"])
     if amount > tolerance:
         ratio = expected["loss"] / row["loss"] if row["loss"] and expected["loss"] else None
         return Difference("loss", step, "", amount, ratio)
@@ -195,7 +195,7 @@ def _largest(
     return worst_name, worst if worst_name else None
 
 
-def distance(value: float | None, expected: float | None) -> float:
+def relative_difference(value: float | None, expected: float | None) -> float:
     """Return the relative difference of two numbers; 0 if both are missing or nan."""
     if value is None or expected is None:
         return 0.0 if value is expected else math.inf
@@ -222,7 +222,7 @@ def metric_difference(
         for name, expected in ranks[0].items():
             if (names is not None and name not in names) or name not in values:
                 continue
-            amount = distance(values[name], expected)
+            amount = relative_difference(values[name], expected)
             if amount > tolerance:
                 ratio = expected / values[name] if values[name] else None
                 return Difference("metric", step, name, amount, ratio)

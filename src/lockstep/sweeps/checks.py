@@ -12,7 +12,7 @@ from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 from lockstep.process.redact import refuse_secrets
 from lockstep.ranks.find import find_ranks
-from lockstep.runs.checks import check_options
+from lockstep.runs.checks import check_before_start
 from lockstep.sweeps.against import AGAINST
 
 LOCAL_LAUNCHER = "hydra_plugins.lockstep_sweeps.LocalJobs"
@@ -108,7 +108,7 @@ def _check_job(cfg: Any) -> None:
     config[AGAINST] = None
     if config["resume"] == "auto":
         config["run_id"] = "job"
-    check_options(config, find_ranks(config))
+    check_before_start(config, find_ranks(config))
 
 
 def refuse_used_folder(sweep_dir: Path, overrides: list[str]) -> None:

@@ -27,7 +27,7 @@ from lockstep.process.errors import EXIT_FAILED, UserError
 from lockstep.process.output import duration
 from lockstep.ranks.failures import log_failure
 from lockstep.ranks.find import Cluster, set_rank_environment
-from lockstep.ranks.process_group import join
+from lockstep.ranks.process_group import create_process_group
 from lockstep.records.config import Config
 from lockstep.runs.join import ignore_expected_warnings, threads_of
 from lockstep.training.inference import FinishedModel
@@ -82,7 +82,7 @@ def joined_ranks(trainer: Config, cluster: Cluster) -> Iterator[torch.device]:
         yield device
         return
     set_rank_environment(cluster)
-    join(cluster, device, trainer["timeout_s"])
+    create_process_group(cluster, device, trainer["timeout_s"])
     try:
         yield device
     finally:

@@ -5,6 +5,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -113,6 +114,19 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     assert interruption.reason == "SIGTERM" and not ended
     interruption._on_signal(signal.SIGINT, None)
     assert ended == [130]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_notebook_forgets_a_signal_of_the_last_step():
+    class AsksInLastStep(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    interruption = Interruption()
+    assert fit(Small(), AsksInLastStep(), interruption, max_steps=4).global_step == 4
+    assert not signals.received and not interruption.reason
+    assert fit(Small(), interruption, max_steps=4).global_step == 4
 
 
 def test_a_closed_terminal_interrupts_a_run_without_nohup(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.training_log import TrainingLog, check_eps
+from lockstep.callbacks.training_log import TrainingLog, check_eps, metrics_of
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.training.task import Task
@@ -66,6 +66,24 @@ def test_steps_count_batches_also_under_several_optimizers(tmp_path):
     assert [row["step"] for row in logged(tmp_path, Net(), batches=1)] == ["1"], (
         "another training is another table"
     )
+
+
+def test_a_rate_may_be_missing(tmp_path):
+    class Plain(TwoOptimizers):
+        def training_step(self, batch, batch_idx):
+            return {"loss": torch.tensor(0.5)}
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.trainer.optimizers[0].param_groups[0]["lr"] = None
+
+    (row,) = logged(tmp_path, Plain(), batches=1)
+    assert float(row["train/loss"]) == 0.5 and not row.get("lr")
+
+
+def test_a_value_loss_is_no_metric_of_the_validation():
+    metrics = {"value_loss": 1, "val_loss": 2, "valid/acc": 3, "validation_f1": 4, "test_acc": 5}
+    trainer = SimpleNamespace(callback_metrics=metrics)
+    assert metrics_of(trainer, "val") == {"val_loss": 2, "valid/acc": 3, "validation_f1": 4}
 
 
 def test_a_logged_value_named_step_moves_no_row(tmp_path):

@@ -2,12 +2,15 @@
 build.
 """
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.config import locate
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.process.errors import UserError
@@ -25,6 +28,16 @@ def test_a_target_that_is_none_is_named_with_its_key(target):
         UserError, match=r"x=.* (names no class|cannot be found|is neither a class nor a function)"
     ):
         resolve_target(target, "x")
+
+
+def test_a_library_that_fails_on_import_says_its_cause(monkeypatch):
+    def fail(name):
+        raise ImportError("libGL.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setattr(locate, "LIBRARIES", (str(Path(__file__).parent),))
+    with pytest.raises(UserError, match="cannot be imported. ImportError: libGL.so.1"):
+        resolve_target("cv9.Net", "x")
 
 
 def test_build_hands_over_what_the_run_knows(tmp_path):

@@ -64,7 +64,7 @@ ELSEWHERE = {
     ("lockstep/runs/batch_search.py", "changes"): "the overrides of a search's trial",
     ("lockstep/runs/proof.py", "FIXED"): "the overrides of a proof",
     ("lockstep/records/folder.py", "GROUPS"): "the nodes of a config that is read",
-    ("lockstep/runs/checks.py", "CHOSEN"): "what makes a training on a CPU a choice",
+    ("lockstep/runs/checks.py", "CPU_CHOICES"): "what makes a training on a CPU a choice",
     ("lockstep/runs/first_record.py", "_identity"): "fields of the record",
     ("lockstep/sweeps/jobs.py", "overrides"): "the overrides of a job",
     ("predict.py", "OPTIONS"): "the options of a script that composes no config",

@@ -17,7 +17,7 @@ from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch
-from lockstep.runs.checks import check_options
+from lockstep.runs.checks import check_before_start
 from lockstep.runs.first_record import changes_of_recipe, headlines
 from lockstep.runs.place import hold_run_lock
 from lockstep.runs.resume import config_before, what_is_over
@@ -68,7 +68,7 @@ def refused(*words, accelerator="cpu", group=None, **values):
     config = config_of(*words)
     (config if group is None else config[group]).update(values)
     try:
-        check_options(config, replace(ALONE, accelerator=accelerator))
+        check_before_start(config, replace(ALONE, accelerator=accelerator))
     except UserError as error:
         return str(error)
     return None

@@ -15,7 +15,7 @@ from local_ranks import run_ranks
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster, find_ranks
-from lockstep.ranks.process_group import join
+from lockstep.ranks.process_group import create_process_group
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.runs.batch_size import resolve_batch
@@ -57,7 +57,7 @@ class Held:
 def with_data(here, images, num_val):
     import torch
 
-    join(here, torch.device("cpu"), 30.0)
+    create_process_group(here, torch.device("cpu"), 30.0)
     try:
         check_same_data({"data_hash": images[here.rank]}, Held(num_val[here.rank]), here)
         return "same"
