@@ -73,8 +73,10 @@ def test_a_rate_may_be_missing(tmp_path):
         def training_step(self, batch, batch_idx):
             return {"loss": torch.tensor(0.5)}
 
-        def on_train_batch_start(self, batch, batch_idx):
-            self.trainer.optimizers[0].param_groups[0]["lr"] = None
+        def configure_optimizers(self):
+            optimizers = super().configure_optimizers()
+            optimizers[0].param_groups[0]["lr"] = None
+            return optimizers
 
     (row,) = logged(tmp_path, Plain(), batches=1)
     assert float(row["train/loss"]) == 0.5 and not row.get("lr")
