@@ -125,8 +125,8 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         if line:
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {line}: {problem}.") from None
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if not is_absent or not f"{name}.".startswith(f"{error.name}."):
+        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
             # A library is there and fails: what it says is the cause.
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {problem}.") from None
