@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.files import newest_whole, read_sidecar
 from lockstep.config.keys import is_equal_on_all_ranks
@@ -31,6 +31,9 @@ from lockstep.runs.first_record import begin_record, headlines, write_config
 from lockstep.runs.place import hold_run_lock, run_folder
 from lockstep.runs.resume import check_bucket, check_resumable, config_before
 from lockstep.runs.run import Run, with_ranks
+
+if TYPE_CHECKING:
+    from lockstep.ranks.meeting import Meeting
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +121,7 @@ class Opening:
     exit_stack: ExitStack = field(default_factory=ExitStack)
     folder: RunFolder | None = None
     run: Run | None = None
-    meeting: Any = None
+    meeting: "Meeting | None" = None
 
     def open(self) -> Run:
         """Return the run, once all ranks have met and know it."""
