@@ -378,6 +378,22 @@ def test_a_record_written_during_keep_loses_nothing(logbook, tmp_path, monkeypat
     assert record.best_checkpoint.step == 2100 and record.summary["best"]["val/acc"] == 0.871
 
 
+def test_a_kept_run_is_not_replaced_by_another(logbook, tmp_path, capsys):
+    path = tmp_path / "logs/train/runs/run-ddp/run.json"
+
+    def set_uuid(uuid):
+        with update_record(path) as record:
+            record.uuid = uuid
+
+    set_uuid("a")
+    # A run that goes on is kept again.
+    assert logbook("keep", "run-ddp") == 0 and logbook("keep", "run-ddp") == 0
+    set_uuid("b")
+    assert logbook("keep", "run-ddp") == 2
+    assert "another run of this id" in capsys.readouterr().err
+    assert read_run(tmp_path / "logbook/run-ddp").record.uuid == "a"
+
+
 def test_the_logbook_gets_no_lock_files(logbook, tmp_path):
     logbook("keep", "run-ddp")
     logbook("compare", "run-ddp", "run-fsdp", "--html", tmp_path / "logbook/r.html")

@@ -124,6 +124,16 @@ def test_a_new_gradient_limit_holds_from_the_resume_on(logs):
 
 
 @pytest.mark.slow
+def test_other_weights_of_the_net_are_said_to_be_unread(tmp_path):
+    words = [*WORDS, "model=timm", "model.name=test_resnet", "model.pretrained=false"]
+    words += ["data.image_size=32", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"]
+    stopped = run_script("train", *words, logs=tmp_path, before=partial(signal_at_step, 2))
+    assert stopped.code == 75, stopped.output
+    done = succeed("train", "resume=r", "model.weights=nosuch.pth", logs=tmp_path)
+    assert done.output.count("model.weights=nosuch.pth is not read") == 1
+
+
+@pytest.mark.slow
 def test_a_job_script_with_a_plus_goes_on_and_ends(stopped, tmp_path):
     words = [*WORDS, "+optimizer.maximize=false", "~callbacks.progress", "resume=auto"]
     words.append(f"ckpt_path={stopped / 'train/runs/r'}")

@@ -140,6 +140,7 @@ TABLE = {
 
 SCALES_RATES = "optimizer.scale_lr_with_batch"
 WEIGHTS_AT_START = "ckpt_path"
+WEIGHTS_OF_NET = "model.weights"
 # A launcher that starts the ranks says how many there are.
 RANK_COUNTS = ("trainer.devices", "trainer.num_nodes")
 # config.yaml holds what `auto` came to on the machine of that start.

@@ -79,8 +79,8 @@ class Survey:
         for position, header in self.headers.items():
             if header.is_cut:
                 sentences.append(
-                    f"{self.images.name(position)} has 16 bits for each colour, of which Pillow "
-                    "reads 8. Save such images as NPY, or as TIFF and pip install tifffile."
+                    f"{self.images.name(position)} has {header.depth} for each colour, of which "
+                    "Pillow reads 8. Save such images as NPY, or as TIFF and pip install tifffile."
                 )
                 break
         return sentences + self._on_pages()

@@ -36,6 +36,10 @@ PNG_KIND = 25
 # Kinds of several bands: colour, grey with alpha, colour with alpha.
 PNG_OF_BANDS = (2, 4, 6)
 GREY_WITH_ALPHA = "LA;16B"  # Pillow's name
+# Two formats whose colours Pillow reads in 8 bits: what to look for, and how far behind its start
+# the bits of the first colour lie.
+BITS_OF_COLOURS = {"JPEG2000": (b"\xff\x4f\xff\x51", 42), "AVIF": (b"pixi", 9)}
+HEAD_BYTES = 2**16  # in which they lie
 PPM_MAGIC = b"P6"
 WHITE_16 = 65535
 
@@ -86,7 +90,27 @@ def header_of(file: Path | bytes) -> Header:
         pages = getattr(image, "n_frames", 1) if image.format in PAGED else 1
         if _is_cut(image):
             return Header(np.dtype(np.uint16), pages, is_cut=True)
+        bits = _bits_of_colours(file, image)
+        if bits > 8:
+            return Header(np.dtype(np.uint16), pages, is_cut=True, bits=bits)
         return Header(_kind_of(image), pages)
+
+
+def _bits_of_colours(file: Path | bytes, image: ImageFile) -> int:
+    """Return the bits of a colour of JPEG 2000 or AVIF; 0 where Pillow reads all of them.
+
+    Source: ISO/IEC 15444-1, A.5.1, the size segment; ISO/IEC 23008-12, 6.5.6, pixel information.
+    """
+    if image.format not in BITS_OF_COLOURS or len(image.getbands()) == 1:
+        return 0
+    mark, distance = BITS_OF_COLOURS[image.format]
+    head = start_of(file, HEAD_BYTES)
+    place = head.find(mark)
+    if place < 0 or place + distance >= len(head):
+        return 0
+    number = head[place + distance]
+    # The first bit of JPEG 2000's number tells a sign, and the number is one too small.
+    return (number & 0x7F) + 1 if image.format == "JPEG2000" else number
 
 
 def _kind_of(image: ImageFile) -> np.dtype:

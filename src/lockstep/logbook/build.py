@@ -176,6 +176,7 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
         raise UserError(f"{folder} is in the logbook already.")
     # The copy has the summary also where run.json of a live run has none.
     run = summarise(folder)
+    _refuse_other_run(run, target)
     if address:
         run.record.summary["folder"] = address
     _add_proof(run)
@@ -185,6 +186,19 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     page = write_page(read_run(target))
     write_index(logbook)
     return page
+
+
+def _refuse_other_run(run: Run, target: Path) -> None:
+    """Refuse to write over a run that only has the same id."""
+    if not (target / "run.json").exists():
+        return
+    kept = read_run(target).record.uuid
+    # Runs of older versions have none.
+    if kept and run.record.uuid and kept != run.record.uuid:
+        raise UserError(
+            f"{target} is another run of this id: remove it first, with logbook.py remove "
+            f"{target.name}."
+        )
 
 
 def _add_proof(run: Run) -> None:

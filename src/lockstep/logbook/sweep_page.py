@@ -163,6 +163,11 @@ def keep_sweep(folder: Path, logbook: Path) -> Path:
     if target.resolve() == folder.resolve():
         raise UserError(f"{folder} is in the logbook already.")
     sweep = read_sweep(folder)
+    if (target / SWEEP_FILE).exists() and _are_of_two_sweeps(read_sweep(target), sweep):
+        raise UserError(
+            f"{target} is another sweep of this name: remove it first, with logbook.py remove "
+            f"{target.name}, or give {folder} another name."
+        )
     text = json.dumps(redact(sweep.record), indent=1) + "\n"
     target.mkdir(parents=True, exist_ok=True)
     write_atomically(target / SWEEP_FILE, lambda file: file.write(text))
@@ -172,6 +177,20 @@ def keep_sweep(folder: Path, logbook: Path) -> Path:
         before = text_of(sweep.folder / "page.md") + "\n"
         write_atomically(page, lambda file: file.write(before))
     return write_sweep_page(target)
+
+
+def _are_of_two_sweeps(first: Sweep, second: Sweep) -> bool:
+    """Return whether two sweeps have no job in common. A sweep that went on has more jobs."""
+    ids_of_first = _ids_of_jobs(first)
+    ids_of_second = _ids_of_jobs(second)
+    # Older sweeps have none.
+    if not ids_of_first or not ids_of_second:
+        return False
+    return ids_of_first.isdisjoint(ids_of_second)
+
+
+def _ids_of_jobs(sweep: Sweep) -> set[str]:
+    return {job["uuid"] for job in sweep.record["jobs"] if job.get("uuid")}
 
 
 def readable_sweeps(logbook: Path) -> tuple[list[Sweep], list[str]]:

@@ -16,7 +16,7 @@ from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
 from lockstep.ranks.find import is_first_on_node, launcher_of, named_run
-from lockstep.records.config import Config, seconds_of
+from lockstep.records.config import ABSENT, Config, lookup, seconds_of
 from lockstep.records.folder import RunFolder, find_run, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.place import folder_of
@@ -206,6 +206,7 @@ def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> Non
         )
 
     _refuse_other_weights(folder, before, config)
+    _log_unread_weights(before, config)
     changes = changes_of(before, config, defaults_of)
     for change in changes:
         if not keys.may_resume_change(change.key):
@@ -227,6 +228,17 @@ def _refuse_other_weights(folder: RunFolder, before: Config, config: Config) -> 
             f"{keys.WEIGHTS_AT_START}={address} would have no effect: leave it out, or start a "
             "new run with it."
         )
+
+
+def _log_unread_weights(before: Config, config: Config) -> None:
+    """Say that other weights of the net have no effect.
+
+    They are not refused: the path may be another one at each start of a job script.
+    """
+    address = lookup(config, keys.WEIGHTS_OF_NET)
+    if address in (ABSENT, None) or address == lookup(before, keys.WEIGHTS_OF_NET):
+        return
+    log.info(f"{keys.WEIGHTS_OF_NET}={address} is not read: a run goes on from its own weights.")
 
 
 def _refusal(folder: RunFolder, change: Change) -> UserError:

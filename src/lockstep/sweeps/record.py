@@ -49,6 +49,7 @@ def _job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
     return {
         "number": job.number,
         "run_id": run.run_id,
+        "uuid": record.uuid,
         "overrides": job.overrides,
         "arm": run.arm,
         "repeat": run.repeat,

@@ -1,16 +1,18 @@
-"""16-bit colours in PNG and PPM files, of which Pillow reads 8 bits."""
+"""Deep colours of PNG and PPM, and formats whose deep colours are only named."""
 
+import base64
+import io
 import struct
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data import file_values
 from lockstep.data.decoding import CorruptImage, pixels_of
-from lockstep.data.file_values import header_of
+from lockstep.data.file_values import Header, header_of
 from lockstep.data.reading import Reading
 from lockstep.training.build_data import data_facts
 
@@ -137,3 +139,38 @@ def test_colours_of_8_bits_do_not_become_deep(tmp_path, monkeypatch):
 def test_colours_that_pillow_cuts_to_8_bits_are_known():
     plain = b"P3 1 1 4095 4095 0 0"
     assert header_of(plain).is_cut and not header_of(plain).is_deep
+
+
+# 4 by 4 pixels of 10 bits, as avifenc writes them; Pillow writes 8 bits alone.
+AVIF_OF_10_BITS = base64.b64decode(
+    "AAAAIGZ0eXBhdmlmAAAAAGF2aWZtaWYxbWlhZk1BMUEAAADybWV0YQAAAAAAAAAoaGRscgAAAAAAAAAAcGljdAAA"
+    "AAAAAAAAAAAAAGxpYmF2aWYAAAAADnBpdG0AAAAAAAEAAAAeaWxvYwAAAABEAAABAAEAAAABAAABGgAAAB0AAAAo"
+    "aWluZgAAAAAAAQAAABppbmZlAgAAAAABAABhdjAxQ29sb3IAAAAAamlwcnAAAABLaXBjbwAAABRpc3BlAAAAAAAA"
+    "AAQAAAAEAAAAEHBpeGkAAAAAAwoKCgAAAAxhdjFDgSBAAAAAABNjb2xybmNseAABAA0ABoAAAAAXaXBtYQAAAAAA"
+    "AAABAAEEAQKDBAAAACVtZGF0EgAKCDgEfYwENBpAMg8WQAkkkkQAAHAfawkfPQQ="
+)
+
+
+def jpeg_2000(bits):
+    """Return an image of colours whose head tells this number of bits."""
+    file = io.BytesIO()
+    Image.fromarray((VALUES[..., :3] >> 8).astype(np.uint8)).save(file, "JPEG2000")
+    data = bytearray(file.getvalue())
+    data[data.find(b"\xff\x4f\xff\x51") + 42] = bits - 1
+    return bytes(data)
+
+
+@pytest.mark.skipif(not features.check("jpg_2000"), reason="this Pillow has no JPEG 2000")
+def test_deep_colours_of_jpeg_2000_are_cut():
+    assert header_of(jpeg_2000(8)) == Header(np.dtype(np.uint8))
+    header = header_of(jpeg_2000(12))
+    assert header.is_cut and not header.is_deep and header.depth == "12 bits"
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
+def test_deep_colours_of_avif_are_cut():
+    file = io.BytesIO()
+    Image.fromarray((VALUES[..., :3] >> 8).astype(np.uint8)).save(file, "AVIF")
+    assert header_of(file.getvalue()) == Header(np.dtype(np.uint8))
+    header = header_of(AVIF_OF_10_BITS)
+    assert header.is_cut and not header.is_deep and header.depth == "10 bits"

@@ -1,6 +1,7 @@
 """sweep.json and the page of a sweep: in its folder, in the logbook, and of a whole sweep."""
 
 import json
+from itertools import zip_longest
 
 import pytest
 
@@ -32,7 +33,8 @@ def sweep(tmp_path):
     folder = tmp_path / "logs" / "train" / "multiruns" / "night"
     jobs = example_jobs()
     for job in jobs[:-1]:
-        write_run(folder, f"night_{job.number}", num_train=900, metrics={"val/acc": job.value})
+        run_id = f"night_{job.number}"
+        write_run(folder, run_id, uuid=run_id, num_train=900, metrics={"val/acc": job.value})
     trials = trials_of(jobs, "night", "val/acc", minimize=False)
     write_sweep(folder, "python src/train.py -m <b>", jobs, trials)
     return folder
@@ -42,6 +44,7 @@ def test_the_record_has_jobs_arms_and_comparisons(sweep):
     record = json.loads((sweep / "sweep.json").read_text())
     job = record["jobs"][4]
     assert job["run_id"] == "night_4" and job["overrides"][1:] == ["optimizer.lr=0.2", "seed=2"]
+    assert job["uuid"] == "night_4"
     assert job["metrics"] == {"val/acc": 0.945} and job["num_train"] == 900
     assert [job["status"] for job in record["jobs"]] == ["finished"] * 6 + ["refused"]
     assert record["jobs"][6]["value"] is None and record["jobs"][6]["exit_code"] == 2
@@ -123,6 +126,27 @@ def test_the_logbook_keeps_builds_lists_and_removes_a_sweep(sweep, tmp_path, cap
     (kept / "sweep.json").write_text("{}")
     assert main([*places, "build"]) == 0 and "not the record of a sweep" in capsys.readouterr().out
     assert main([*places, "remove", "night"]) == 0 and not kept.exists()
+
+
+def test_a_kept_sweep_is_not_replaced_by_another(sweep, tmp_path, capsys):
+    places = ["--logbook", str(tmp_path / "logbook"), "--logs", str(tmp_path / "logs")]
+
+    def set_uuids(*uuids):
+        record = json.loads((sweep / "sweep.json").read_text())
+        for job, uuid in zip_longest(record["jobs"], uuids):
+            job["uuid"] = uuid
+        (sweep / "sweep.json").write_text(json.dumps(record))
+
+    set_uuids("a", "b")
+    assert main([*places, "keep", "night"]) == 0
+    # A sweep that goes on keeps its jobs and gets more.
+    set_uuids("a", "b", "c")
+    assert main([*places, "keep", "night"]) == 0
+    set_uuids("d", "e", "f")
+    assert main([*places, "keep", "night"]) == 2
+    assert "another sweep of this name" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "logbook/night/sweep.json").read_text())
+    assert kept["jobs"][2]["uuid"] == "c"
 
 
 def test_a_torn_record_is_refused(tmp_path):
