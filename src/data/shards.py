@@ -33,6 +33,8 @@ items: for each image its name in the file, its label (text, or a list of number
     name.
 left_out: names by reason.
 data: the file that it wrote into `folder` with images that cannot be read in place; else None.
+files: for each image the file beside this one that it is a copy of, as of identity_of, or None; []
+    where there are none.
 splits: those of images in a file to train on, if a column says.
 """
 
@@ -92,11 +94,17 @@ class Shards:
     def _items_of(self, folder: Path, name: str, split: int, left_out: LeftOut) -> Iterator[Item]:
         """Yield the images of one file."""
         path = folder / name
-        stat = os.stat(path)
         group_option = self.module.group
-        identity = [str(path), stat.st_size, stat.st_mtime_ns]
+        identity = identity_of(path)
         cache = self.module.cache_folder([identity, self.options])
         shard = cached(cache, partial(self.read, path))
+        # A cache of an older version does not know them.
+        files = shard.get("files", [])
+        files_now = [file and identity_of(Path(file[0])) for file in files]
+        if files_now != files:
+            # A file that the table names was replaced.
+            cache = self.module.cache_folder([identity, self.options, files_now])
+            shard = cached(cache, partial(self.read, path))
         file = str(cache / shard["data"] if shard["data"] else path)
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
@@ -105,7 +113,8 @@ class Shards:
                 group = group_of(group_option, inner)
             part = splits[i] if splits else split
             title = f"{name}: {inner}"
-            item = Item(title, label, part, size, stat.st_mtime_ns, group, file, start)
+            *_, changed_at = (files_now[i] if files_now else None) or identity
+            item = Item(title, label, part, size, changed_at, group, file, start)
             item.numbers = rest[0] if rest else {}
             yield item
         for reason, names in shard["left_out"].items():
@@ -135,6 +144,15 @@ class Shards:
         if others:
             left_out[f"{self.suffix} files of no split"] = others
         return splits
+
+
+def identity_of(file: Path) -> list[Any]:
+    """Return path, size and time of a file, which tell whether it was replaced."""
+    # A file that is gone has none. Reading it anew names it.
+    if not file.is_file():
+        return [str(file), 0, 0]
+    stat = os.stat(file)
+    return [str(file), stat.st_size, stat.st_mtime_ns]
 
 
 def _splits_of(name: str) -> list[int]:

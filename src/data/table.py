@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 from data.csv_file import CSVTable, read_csv
-from data.shards import Shards
+from data.shards import Shards, identity_of
 from lockstep.data.decoding import SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
@@ -386,6 +386,23 @@ class ParquetColumns:
         return sorted({self.image, *self.labels, *named, *self.numbers.values()})
 
 
+@dataclass
+class CopiedRows:
+    """What was found beside the images, while they were copied out of a parquet file.
+
+    Args:
+        items: of the images, as of ReadShard.
+        parts: the names of their splits, where a column tells them.
+        files: for each image the file that its row names, as of identity_of, or None.
+        unlabelled: the names of rows without a label.
+    """
+
+    items: list[list[Any]] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    files: list[list[Any] | None] = field(default_factory=list)
+    unlabelled: list[str] = field(default_factory=list)
+
+
 class ParquetDataModule(ListedDataModule):
     """Images in parquet files, which are copied once into the node's cache to be read one by one.
 
@@ -424,7 +441,7 @@ class ParquetDataModule(ListedDataModule):
                 columns = self._columns(path, file.schema_arrow)
                 batches = file.iter_batches(ROWS, columns=columns.all)
                 rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-                items, parts, unlabelled = self._copy_rows(path, rows, columns, folder / ENCODED)
+                copied = self._copy_rows(path, rows, columns, folder / ENCODED)
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
@@ -432,37 +449,44 @@ class ParquetDataModule(ListedDataModule):
             ) from None
         splits = []
         if self.splits_option is not False:
-            splits = splits_of(parts, columns.split, lambda i: f"{path}, {items[i][0]}")
-        left_out = {"rows without a label": unlabelled} if unlabelled else {}
-        return {"items": items, "data": ENCODED, "left_out": left_out, "splits": splits}
+            where = [f"{path}, {item[0]}" for item in copied.items]
+            splits = splits_of(copied.parts, columns.split, where.__getitem__)
+        left_out = {"rows without a label": copied.unlabelled} if copied.unlabelled else {}
+        return {
+            "items": copied.items,
+            "data": ENCODED,
+            "files": copied.files if any(copied.files) else [],
+            "left_out": left_out,
+            "splits": splits,
+        }
 
     def _copy_rows(
         self, path: Path, rows: Iterable[Mapping[str, Any]], columns: ParquetColumns, copy: Path
-    ) -> tuple[list[list[Any]], list[str], list[str]]:
-        """Write the encoded images one after the other into the file `copy`.
-
-        Returns:
-            The items as of ReadShard, the names of their splits, and the rows without a label.
-        """
-        items: list[list[Any]] = []
-        parts: list[str] = []
-        unlabelled: list[str] = []
+    ) -> CopiedRows:
+        """Write the encoded images one after the other into the file `copy`."""
+        copied = CopiedRows()
         with copy.open("wb") as out:
             for number, row in enumerate(rows):
                 name = f"row {number}"
                 label = self._label(row, columns, f"{path}, {name}")
                 if label is None and self.target == "class":
-                    unlabelled.append(name)
+                    copied.unlabelled.append(name)
                     continue
                 where = f"{path}, {name}: {columns.image}"
+                image = _bytes_or_file(row[columns.image], where, path.parent)
+                file = None
+                if isinstance(image, Path):
+                    file = identity_of(image)
+                    image = image.read_bytes()
                 start = out.tell()
-                size = out.write(_encoded(row[columns.image], where, path.parent))
+                size = out.write(image)
                 group = _group_of_row(row, columns.group, f"{path}, {name}")
                 numbers = {key: _plain(row[column]) for key, column in columns.numbers.items()}
-                items.append([name, label, start, size, group, numbers])
+                copied.items.append([name, label, start, size, group, numbers])
+                copied.files.append(file)
                 if columns.split:
-                    parts.append(str(row[columns.split]))
-        return items, parts, unlabelled
+                    copied.parts.append(str(row[columns.split]))
+        return copied
 
     def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
         """Return the label of a row; None if its class is missing."""
@@ -533,8 +557,8 @@ def _declared_as(declared: Mapping[str, Mapping[str, Any]], kind: str) -> list[s
     return [name for name, feature in declared.items() if feature.get("_type") == kind]
 
 
-def _encoded(image: Any, where: str, folder: Path) -> bytes:
-    """Return the bytes of one image, which may be in a file beside the table."""
+def _bytes_or_file(image: Any, where: str, folder: Path) -> bytes | Path:
+    """Return the bytes of one image, or the file beside the table that holds them."""
     value = image
     if isinstance(image, Mapping):
         value = image.get("bytes") or image.get("path")
@@ -544,7 +568,7 @@ def _encoded(image: Any, where: str, folder: Path) -> bytes:
             raise UserError(
                 f"{where} names {value[:100]}, and there is no file of that name in {folder}."
             )
-        return (folder / value).read_bytes()
+        return folder / value
     if not value or not isinstance(value, bytes):
         kind = f", but a {type(value).__name__}" if value else ""
         raise UserError(f"{where} holds no image{kind}.")

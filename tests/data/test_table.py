@@ -387,6 +387,26 @@ def test_images_in_files_beside_the_table(tmp_path):
             parquet_module(root, tmp_path).prepare()
 
 
+def test_a_replaced_file_beside_the_table_is_read_anew(tmp_path):
+    for i, data in enumerate(PICTURES):
+        (tmp_path / f"{i}.png").write_bytes(data)
+    root = write(tmp_path / "x.parquet", flat=True, pictures=[f"{i}.png" for i in range(24)])
+
+    def data_hash():
+        module = parquet_module(root, tmp_path, image_column="image")
+        module.prepare()
+        return module.data_hash
+
+    before = data_hash()
+    assert data_hash() == before
+    (tmp_path / "3.png").write_bytes(PICTURES[4])
+    replaced = data_hash()
+    assert replaced != before and data_hash() == replaced
+    (tmp_path / "3.png").unlink()
+    with pytest.raises(UserError, match="row 3: image names 3.png, and there is no file"):
+        data_hash()
+
+
 def test_columns_are_named_where_it_is_not_clear(tmp_path):
     table = arrow(declared=False, label="kind")
     parquet.write_table(table, tmp_path / "x.parquet")
