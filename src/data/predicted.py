@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+from data.columns import column_of
 from data.csv_file import read_csv
-from data.table import column_of
 from lockstep.process.errors import UserError
 
 Numbers = dict[str, float]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.image_folder import ImageFolderDataModule
-from data.table import CSVDataModule, ParquetDataModule
+from data.parquet import ParquetDataModule
+from data.table import CSVDataModule
 from data.webdataset import WebDatasetDataModule
 
 MODULES = {

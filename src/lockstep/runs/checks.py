@@ -14,7 +14,13 @@ from lockstep.storage.s3 import Bucket
 
 # Modules of src/data whose data.root exists or is an address. A class of the user's may make its
 # root.
-READERS_OF_FOLDERS = ("data.image_folder", "data.table", "data.torchvision_sets", "data.webdataset")
+READERS_OF_FOLDERS = (
+    "data.image_folder",
+    "data.parquet",
+    "data.table",
+    "data.torchvision_sets",
+    "data.webdataset",
+)
 # An override of one of these keys makes a training on a CPU a choice.
 CPU_CHOICES = (
     "experiment",

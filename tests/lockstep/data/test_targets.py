@@ -15,7 +15,8 @@ from pyarrow import parquet
 from augmentations.policies import RandAugment, ResizedCrop
 from data.dataset import DatasetDataModule
 from data.image_folder import ImageFolderDataModule
-from data.table import CSVDataModule, ParquetDataModule
+from data.parquet import ParquetDataModule
+from data.table import CSVDataModule
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.data.targets import mask_classes

@@ -1,0 +1,255 @@
+"""Images in parquet files, or in files that these name."""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.columns import column_of, columns_of_numbers, find_column, splits_of
+from data.shards import Shards, identity_of
+from lockstep.data.image_list import ImageList
+from lockstep.data.listed_datamodule import ListedDataModule
+from lockstep.data.node_cache import Content
+from lockstep.process.errors import UserError
+
+ENCODED = "encoded.bin"
+ROWS = 64  # rows of a file that are read at a time
+
+
+@dataclass
+class ParquetColumns:
+    """The columns of a parquet file that are read."""
+
+    image: str
+    labels: list[str]
+    class_names: list[str]  # as the file declares them; [] if it does not
+    group: str
+    split: str
+    numbers: dict[str, str]  # as of `columns_of_numbers`
+
+    @property
+    def all(self) -> list[str]:
+        named = filter(None, (self.group, self.split))
+        return sorted({self.image, *self.labels, *named, *self.numbers.values()})
+
+
+@dataclass
+class CopiedRows:
+    """What was found beside the images, while they were copied out of a parquet file.
+
+    Args:
+        items: of the images, as of ReadShard.
+        parts: the names of their splits, where a column tells them.
+        files: for each image the file that its row names, as of identity_of, or None.
+        unlabelled: the names of rows without a label.
+    """
+
+    items: list[list[Any]] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    files: list[list[Any] | None] = field(default_factory=list)
+    unlabelled: list[str] = field(default_factory=list)
+
+
+class ParquetDataModule(ListedDataModule):
+    """Images in parquet files, which are copied once into the node's cache to be read one by one.
+
+    Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml
+    explains the options; `group` may name a column.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str | Path | None = None,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        label_columns: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._image_column = image_column
+        self._label_column = label_column
+        self._label_columns = list(label_columns or [])
+        columns = [image_column, label_column, self._label_columns, self.target, self.group]
+        if self.splits_option is False:
+            columns.append("splits=false")
+        if self.column_options:
+            columns.append(list(self.column_options))
+        self._shards = Shards(self, root, ".parquet", self._read_shard, columns)
+
+    def list_images(self) -> ImageList:
+        return self._shards.list_images(self._label_columns)
+
+    def _read_shard(self, path: Path, folder: Path) -> Content:
+        from pyarrow import ArrowException, parquet
+
+        try:
+            with parquet.ParquetFile(path) as file:
+                columns = self._columns(path, file.schema_arrow)
+                batches = file.iter_batches(ROWS, columns=columns.all)
+                rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+                copied = self._copy_rows(path, rows, columns, folder / ENCODED)
+        except ArrowException as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{path} is not a parquet file, or is cut off ({reason}): repair or remove it."
+            ) from None
+        splits = []
+        if self.splits_option is not False:
+            where = [f"{path}, {item[0]}" for item in copied.items]
+            splits = splits_of(copied.parts, columns.split, where.__getitem__)
+        left_out = {"rows without a label": copied.unlabelled} if copied.unlabelled else {}
+        return {
+            "items": copied.items,
+            "data": ENCODED,
+            "files": copied.files if any(copied.files) else [],
+            "left_out": left_out,
+            "splits": splits,
+        }
+
+    def _copy_rows(
+        self, path: Path, rows: Iterable[Mapping[str, Any]], columns: ParquetColumns, copy: Path
+    ) -> CopiedRows:
+        """Write the encoded images one after the other into the file `copy`."""
+        copied = CopiedRows()
+        with copy.open("wb") as out:
+            for number, row in enumerate(rows):
+                name = f"row {number}"
+                label = self._label(row, columns, f"{path}, {name}")
+                if label is None and self.target == "class":
+                    copied.unlabelled.append(name)
+                    continue
+                where = f"{path}, {name}: {columns.image}"
+                image = _bytes_or_file(row[columns.image], where, path.parent)
+                file = None
+                if isinstance(image, Path):
+                    file = identity_of(image)
+                    image = image.read_bytes()
+                start = out.tell()
+                size = out.write(image)
+                group = _group_of_row(row, columns.group, f"{path}, {name}")
+                numbers = {key: _plain(row[column]) for key, column in columns.numbers.items()}
+                copied.items.append([name, label, start, size, group, numbers])
+                copied.files.append(file)
+                if columns.split:
+                    copied.parts.append(str(row[columns.split]))
+        return copied
+
+    def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
+        """Return the label of a row; None if its class is missing."""
+        if self._label_columns:
+            return [row[column] for column in columns.labels]
+        value = row[columns.labels[0]]
+        if self.target != "class":
+            return value
+        if value in (None, -1):
+            return None
+        return _class_of(value, f"{where}: {columns.labels[0]}", columns.class_names)
+
+    def _columns(self, path: Path, schema: Any) -> ParquetColumns:
+        """Return the columns, as stated or declared."""
+        kinds = {column.name: str(column.type) for column in schema}
+        declared = _declared(schema, kinds)
+        image = self._image_of(path, kinds, declared)
+        group = find_column(list(kinds), str(self.group)) if self.group else ""
+        split = find_column(list(kinds), "split")
+        numbers = columns_of_numbers(self, path, list(kinds))
+        if self._label_columns:
+            labels = [
+                column_of(path, list(kinds), name, "label_columns") for name in self._label_columns
+            ]
+            return ParquetColumns(image, labels, [], group, split, numbers)
+        classes = _declared_as(declared, "ClassLabel")
+        column = self._label_column or (classes[0] if len(classes) == 1 else "label")
+        label = column_of(path, list(kinds), column, "label_column")
+        class_names = []
+        if label in classes:
+            class_names = [str(name) for name in declared[label].get("names") or ()]
+        return ParquetColumns(image, [label], class_names, group, split, numbers)
+
+    def _image_of(
+        self, path: Path, kinds: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]
+    ) -> str:
+        able = [name for name, kind in kinds.items() if "binary" in kind or "path: string" in kind]
+        candidates = _declared_as(declared, "Image") or able
+        if self._image_column:
+            candidates = [self._image_column]
+        if len(candidates) != 1:
+            listed = ", ".join(candidates or list(kinds)[:20])
+            raise UserError(
+                f"{path}: the column of the images is not clear. Give data.image_column= one of "
+                f"{listed}."
+            )
+        image = column_of(path, list(kinds), candidates[0], "image_column")
+        if image not in able and "string" not in kinds[image]:
+            raise UserError(
+                f"{path}: the column {image} holds no encoded images, but {kinds[image]}."
+            )
+        return image
+
+
+def _declared(schema: Any, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return what Hugging Face's datasets write about the columns, {} where they did not."""
+    with suppress(KeyError, TypeError, ValueError):
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return {
+            name: feature
+            for name, feature in features.items()
+            if isinstance(feature, dict) and name in kinds
+        }
+    return {}
+
+
+def _declared_as(declared: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
+    return [name for name, feature in declared.items() if feature.get("_type") == kind]
+
+
+def _bytes_or_file(image: Any, where: str, folder: Path) -> bytes | Path:
+    """Return the bytes of one image, or the file beside the table that holds them."""
+    value = image
+    if isinstance(image, Mapping):
+        value = image.get("bytes") or image.get("path")
+    if isinstance(value, str):
+        # Path.is_file raises for a name that is too long.
+        if not os.path.isfile(folder / value):
+            raise UserError(
+                f"{where} names {value[:100]}, and there is no file of that name in {folder}."
+            )
+        return folder / value
+    if not value or not isinstance(value, bytes):
+        kind = f", but a {type(value).__name__}" if value else ""
+        raise UserError(f"{where} holds no image{kind}.")
+    return value
+
+
+def _group_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None:
+    """Return the group of a row of a parquet file; None without a column of groups.
+
+    Raises:
+        UserError: the row has none.
+    """
+    if not column:
+        return None
+    if row[column] is None:
+        raise UserError(f"{where}: {column} is empty, and data.group needs it for each image.")
+    return str(row[column])
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as it is, and text of anything else, such as a decimal, for JSON."""
+    return value if isinstance(value, int | float) else str(value)
+
+
+def _class_of(value: Any, where: str, names: list[str]) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and 0 <= value < (len(names) or math.inf):
+        return names[value] if names else str(value)
+    if isinstance(value, str) and value.strip():
+        return value
+    raise UserError(f"{where} is {str(value)[:50]}, which is not a class.")
