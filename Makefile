@@ -27,10 +27,11 @@ test-contract: install-dev  ## what users rely on, through the command line: CON
 test-all: test-beside test-alone  ## the slow tests: SLURM, two hosts, real S3 servers, killed runs, every recipe
 
 test-beside: install-dev
-	$(PY) -m pytest -m slow $(SIDE_BY_SIDE) tests $(addprefix --ignore=,$(ALONE))
+	$(PY) -m pytest -m slow $(SIDE_BY_SIDE) $(LIMIT) tests $(addprefix --ignore=,$(ALONE))
 
 test-alone: install-dev
-	$(PY) -m pytest -m slow $(ALONE)
+	$(PY) -m pytest -m slow $(LIMIT) $(ALONE)
+LIMIT = $(if $(MINUTES),--minutes $(MINUTES))# make test-all MINUTES=20: no test begins later
 # Tests that wait for something to happen within seconds, or that start many processes
 ALONE := $(wildcard $(addprefix tests/,test_two_hosts.py test_slurm.py test_torchrun.py test_ctrl_c.py \
   test_nodes.py lockstep/callbacks lockstep/launch))

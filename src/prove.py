@@ -256,6 +256,7 @@ FUNCTIONS: dict[str, Callable[[Proof], Result]] = {
 
 def prove(proof: Proof, checks: list[str]) -> list[Result]:
     """Run the checks, log each line as it is known, and write prove.md and prove.json."""
+    proof.train_reference()
     reference = proof.reference
     losses = [loss for loss in reference.losses if loss is not None]
     where = (

@@ -5,6 +5,8 @@ shows them.
 import gc
 import os
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -22,27 +24,59 @@ CONTRACT = (
     "lockstep/data/test_same_pixels.py", "lockstep/data/test_batches.py", "lockstep/sweeps/test_optuna_search.py",
 )  # fmt: skip
 
+BEGAN_AT = pytest.StashKey[float]()
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="begin no test later; each commit begins at another file (default: no limit)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(
             here
         ) and f"{item.path.relative_to(here)}::{item.name}".startswith(CONTRACT):
             item.add_marker("contract")
+    if config.getoption("minutes"):
+        turn(items)
+
+
+def turn(items: list[pytest.Item]) -> None:
+    """Begin at another file in each commit, so that none is left out by every commit."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    done = subprocess.run(command, text=True, capture_output=True)
+    files = list(dict.fromkeys(item.path for item in items))
+    if done.returncode or not files:
+        return
+    first = files[int(done.stdout, 16) % len(files)]
+    start = next(i for i, item in enumerate(items) if item.path == first)
+    items[:] = items[start:] + items[:start]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("minutes")
+    if minutes and time.monotonic() > item.config.stash[BEGAN_AT] + 60 * minutes:
+        pytest.skip("no time is left of --minutes")
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # so that the tests need not look through the objects of torch, again and again
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Each of several workers has a core of its own: threads that share cores spin while they wait
     for each other.
 
     Signals count, also where whoever started the tests ignores them, as a shell does with `&` and
     nohup.
     """
+    config.stash[BEGAN_AT] = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))

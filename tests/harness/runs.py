@@ -122,6 +122,8 @@ def _process(
         io.TextIOWrapper(os.fdopen(os.dup(fd), "wb"), line_buffering=True) for fd in (1, 2)
     )
     sys.path[:0] = PATHS
+    # The fork server's children would start workers of loaders in another way than a command does.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     os.environ.update(environment)
     warnings.simplefilter("error")
     # pytest-xdist's workers have a core each (tests/conftest.py).

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,31 @@ INTERPOLATIONS = ("bilinear", "bicubic")
 MAX_ASPECT = 16
 
 
+@dataclass(frozen=True)
+class Normalisation:
+    """The values that images are framed and normalised with.
+
+    Args:
+        mean, std: per channel, for pixels from 0 to 1.
+        crop_pct: share of the short side that is kept.
+        interpolation: bilinear or bicubic.
+        from_weights: the names of those that the pretrained weights gave.
+    """
+
+    mean: list[float]
+    std: list[float]
+    crop_pct: float
+    interpolation: str
+    from_weights: tuple[str, ...]
+
+
 def resolve_normalisation(
     options: Mapping[str, Any],
     of_data: Mapping[str, Any],
     of_weights: Mapping[str, Any],
     channels: int,
-) -> SimpleNamespace:
-    """Return mean and std (per channel, for pixels from 0 to 1), crop_pct and interpolation to use.
-
-    Also `from_weights`, the names of those that the weights gave.
+) -> Normalisation:
+    """Return the values to use: stated ones, those of the pretrained weights, or the data's own.
 
     Args:
         options: a value by name; None: the data's own; auto: the weights', else the data's own.
@@ -55,7 +70,7 @@ def resolve_normalisation(
         settings[name] = _per_channel(name, settings[name], channels)
     if min(settings["std"]) <= 0:
         raise UserError(f"data.std={settings['std']} must be positive.")
-    return SimpleNamespace(**settings, from_weights=from_weights)
+    return Normalisation(**settings, from_weights=from_weights)
 
 
 def _fitting(name: str, value: Any, channels: int) -> Any:

@@ -203,19 +203,19 @@ class ImageDataModule(LightningDataModule):
         if self.is_deep:
             # Weights say the colours of photographs.
             of_weights = {key: of_weights[key] for key in of_weights if key not in ("mean", "std")}
-        self.settings = resolve_normalisation(
+        self.normalisation = resolve_normalisation(
             {name: getattr(options, name) for name in names},
             {"mean": self.own_mean, "std": self.own_std},
             of_weights,
             self.channels,
         )
-        self.mean = self.settings.mean
-        self.std = self.settings.std
+        self.mean = self.normalisation.mean
+        self.std = self.normalisation.std
         self.framing = Framing(
             self.image_size,
-            resize_of(self.image_size, options.resize, self.settings.crop_pct),
+            resize_of(self.image_size, options.resize, self.normalisation.crop_pct),
             self.fit,
-            self.settings.interpolation,
+            self.normalisation.interpolation,
             options.crop_padding,
             options.flip,
             self.channels,

@@ -147,11 +147,11 @@ def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
         "augmentation": augmentation,
         "mean": data.mean,
         "std": data.std,
-        "crop_pct": data.settings.crop_pct,
+        "crop_pct": data.normalisation.crop_pct,
         "interpolation": data.framing.interpolation,
         "resize": data.framing.resize,
         "fit": data.framing.fit,
-        "from_weights": list(data.settings.from_weights),
+        "from_weights": list(data.normalisation.from_weights),
         **depth,
         **data.target_scale,
     }

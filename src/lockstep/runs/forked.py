@@ -59,6 +59,9 @@ def run_script(
 ) -> None:
     """Run a script in this process as Python does, and end with its exit code."""
     replace_variables(environ)
+    # The first is Python's default. A child of a fork server has the server's, and its loaders
+    # would start a server of their own.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     with output.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

@@ -145,37 +145,33 @@ class Opening:
 
     def _decide(self) -> Answer:
         """Decide on rank 0 which run it is, where it begins, and its batch; begin its record."""
-        config = self.config
-        folder, is_new = run_folder(
-            config, named_run(config, environment()) or agent_id(environment())
-        )
-        self.folder = folder
-        if not self.cluster.has_agent:
-            self.exit_stack.enter_context(hold_run_lock(folder))
-            # Another process may have trained it while this one waited for the lock.
-            is_new = is_new and not has_trained(folder)
-        check_bucket(config, folder)
-        previous = None if is_new else read_record(folder.record)
-
-        before = {} if is_new else config_before(folder) or {}
+        folder, previous = self._open_folder()
+        before = (config_before(folder) or {}) if previous else {}
         batch, largest_batch = decide_batch(
-            config, self.cluster, previous or RunRecord(), before, search
+            self.config, self.cluster, previous or RunRecord(), before, search
         )
-        run = Run(config, self.cluster, folder, batch)
+        run = Run(self.config, self.cluster, folder, batch)
         if previous:
             check_resumable(folder, run.effective_config(), previous)
         self._find_checkpoint(run, previous)
         begin_record(run, previous, largest_batch)
         for line in headlines(run):
             log.info(line)
-
         self.run = run
-        logs = Path(config["paths"]["log_dir"])
-        return {
-            "folder": os.path.relpath(folder.path, logs),
-            "batch": [run.batch.global_size, run.batch.accumulate],
-            "begins_at": [run.resume_step, run.checkpoint],
-        }
+        return _answer(run)
+
+    def _open_folder(self) -> tuple[RunFolder, RunRecord | None]:
+        """Return the run's folder, locked, and the record of its earlier starts."""
+        config = self.config
+        environ = environment()
+        folder, is_new = run_folder(config, named_run(config, environ) or agent_id(environ))
+        self.folder = folder
+        if not self.cluster.has_agent:
+            self.exit_stack.enter_context(hold_run_lock(folder))
+            # Another process may have trained it while this one waited for the lock.
+            is_new = is_new and not has_trained(folder)
+        check_bucket(config, folder)
+        return folder, None if is_new else read_record(folder.record)
 
     def _find_checkpoint(self, run: Run, previous: RunRecord | None) -> None:
         """Set the checkpoint from which a resumed run goes on, or a new one takes its weights."""
@@ -223,3 +219,13 @@ class Opening:
         set_variables(
             {"TORCH_FR_DUMP_TEMP_FILE": str(run.folder.path / "nccl-trace-rank")}, unless_set=True
         )
+
+
+def _answer(run: Run) -> Answer:
+    """Return what rank 0 has decided, for the others."""
+    logs = Path(run.config["paths"]["log_dir"])
+    return {
+        "folder": os.path.relpath(run.folder.path, logs),
+        "batch": [run.batch.global_size, run.batch.accumulate],
+        "begins_at": [run.resume_step, run.checkpoint],
+    }

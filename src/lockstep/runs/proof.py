@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ class Failed(Exception):
 
 @dataclass
 class Proof:
-    """The runs of a proof, each started when a check first asks for it.
+    """The runs of a proof: the reference first, each other one when a check asks for it.
 
     Attributes:
         overrides: of the user.
@@ -62,6 +61,7 @@ class Proof:
     tolerance: float
     precision: str = "64-true"
     failures: dict[str, str] = field(default_factory=dict)
+    _reference: Recording | None = None
 
     @property
     def is_lockstep(self) -> bool:
@@ -100,35 +100,42 @@ class Proof:
             sizes["model.pretrained"] = False
         return sizes
 
-    @cached_property
+    @property
     def reference(self) -> Recording:
-        """The run that all others are compared with.
+        """The run that all others are compared with, once `train_reference` has made it."""
+        assert self._reference is not None, "train_reference() comes first"
+        return self._reference
+
+    def train_reference(self) -> None:
+        """Train the run that all others are compared with.
+
+        It may settle for float32, and for shorter epochs.
 
         Raises:
             UserError: it does not train.
         """
-        options: dict[str, Any] = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
-        code, line = self.train("reference", **options)
+        code, line = self._train_as_reference()
         if code == EXIT_FAILED:
             # The module makes float32 tensors itself.
             self.precision = "32-true"
             self.tolerance = max(self.tolerance, TOLERANCE_32)
-            shutil.rmtree(self.run_folder("reference"), ignore_errors=True)
-            code, line = self.train("reference", **options)
+            code, line = self._train_as_reference()
+        self._read_reference(code, line)
+
+        if self.reference.whole_batches:
+            # The last batch of an epoch is smaller, and may have no equal parts.
+            self.epoch_steps = self.reference.whole_batches
+            self._read_reference(*self._train_as_reference())
+
+    def _train_as_reference(self) -> tuple[int, str]:
+        shutil.rmtree(self.run_folder("reference"), ignore_errors=True)
+        options: dict[str, Any] = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
+        return self.train("reference", **options)
+
+    def _read_reference(self, code: int, line: str) -> None:
         if code != EXIT_OK:
             raise UserError(f"This training fails by itself: {line}")
-        recording = read_recording(self.run_folder("reference"))
-
-        whole = recording.whole_batches
-        if whole:
-            # The last batch of an epoch is smaller, and may have no equal parts.
-            self.epoch_steps = whole
-            shutil.rmtree(self.run_folder("reference"))
-            code, line = self.train("reference", **options)
-            if code != EXIT_OK:
-                raise UserError(f"This training fails by itself: {line}")
-            recording = read_recording(self.run_folder("reference"))
-        return recording
+        self._reference = read_recording(self.run_folder("reference"))
 
     def remove_batches(self) -> None:
         """Remove the batches of the reference, which may be large."""

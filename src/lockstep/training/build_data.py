@@ -233,7 +233,7 @@ def data_facts(data: Any) -> DataFacts:
         facts["inputs"] = data.inputs
     facts["hash_method"] = getattr(data, "hash_method", None)
     facts["class_names"] = [str(name) for name in data.class_names]
-    facts["crop_pct"] = float(data.settings.crop_pct)
+    facts["crop_pct"] = float(data.normalisation.crop_pct)
     facts["target"] = data.target_kind
     return facts
 

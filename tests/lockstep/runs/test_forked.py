@@ -1,5 +1,7 @@
 """A script in a forked process ends as one that Python has started."""
 
+import multiprocessing
+
 import pytest
 
 from lockstep.runs.forked import run_forked
@@ -31,3 +33,8 @@ def test_a_script_has_its_arguments_its_environment_and_its_output(tmp_path):
     _, output = run(words, tmp_path, ["seed=1"], {"A": "1"})
     assert "__main__ ['seed=1'] ['A']" in output
     assert "ZeroDivisionError: division by zero" in output
+
+
+def test_a_script_starts_its_own_processes_as_a_command_does(tmp_path):
+    _, output = run("import multiprocessing as m; print(m.get_start_method())", tmp_path)
+    assert output.split() == [multiprocessing.get_all_start_methods()[0]]
