@@ -3,6 +3,8 @@ page tells to write works, every link leads somewhere, and the comments in confi
 option.
 """
 
+import atexit
+import functools
 import importlib.util
 import itertools
 import json
@@ -18,6 +20,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
+from command_server import CommandServer, is_script
 from lockstep.config.compose import compose, plain
 from lockstep.config.schema import groups, help_text, keys_in_yaml
 
@@ -339,23 +342,33 @@ def copy(tmp_path_factory):
     return root
 
 
+@functools.cache
+def command_server():
+    server = CommandServer()
+    atexit.register(server.close)
+    return server
+
+
 def run_in(folder, command, timeout=200):
     """Run a command as it is printed, by this Python."""
     for name, value in VALUES.items():
         command = command.replace(name, value)
-    path = {
+    environ = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=path,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    if is_script(command):
+        done = command_server().run(command, folder, environ)
+    else:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done
 

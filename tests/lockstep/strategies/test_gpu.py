@@ -42,7 +42,7 @@ def test_shards_and_checkpointed_activations_fit_together():
 
 RUNS = {
     "clipped, averaged": "trainer=gpu trainer.gradient_clip_val=1.0 trainer.ema_decay=0.9",
-    "looks at images first": "trainer=gpu model=airbench optimizer=airbench data=synthetic data.num_images=2000",
+    "looks at images first": "trainer=gpu model=airbench optimizer=airbench data=synthetic data.num_images=600",
     "one GPU twice": "trainer=model_parallel trainer.stage_devices=[cuda:0,cuda:0]",
     "its end on the CPU": "trainer=model_parallel trainer.stage_devices=[cuda:0,cpu]",
     "float32": "trainer=model_parallel trainer.stage_devices=[cuda:0,cpu] trainer.precision=32-true",
