@@ -53,7 +53,6 @@ if grep -q '^torch==' "$file"; then
     .venv/bin/uv pip install --compile-bytecode "${build[@]}" "${torch[@]}"
     file=
   fi
-  echo "$device" >.venv/.device
 fi
 if [ -z "$file" ]; then
   : # all is installed
@@ -63,6 +62,8 @@ else
   $python -m pip install --require-hashes -r "$file"
   $python -m compileall -q -j 0 .venv/lib || true # some packages ship templates that do not compile
 fi
+# Only now the build is installed: after a failure the next installation takes it again.
+if grep -q '^torch==' "$1"; then echo "$device" >.venv/.device; fi
 $python -m compileall -q src
 if [ -d src/lockstep ] && grep -q '^\[build-system\]' pyproject.toml; then # this repository: the package in editable form
   $python -m pip install -q --no-deps --no-build-isolation --no-index -e . || echo "The package was not installed in editable form."

@@ -1,10 +1,11 @@
 """Export a trained model: safetensors, ONNX, torch.export and a model card.
 
     python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>]
-        [formats=safetensors,onnx,pt2] [push_to=ORG/NAME] [trainer=gpu | cpu]
+        [formats=safetensors,onnx,pt2] [push_to=ORG/NAME] [trainer=gpu | cpu] [overwrite=false]
 
 Each format is compared with the net itself, on a GPU where there is one, or on the device that
-trainer= names. push_to= uploads the folder to the Hugging Face hub, as
+trainer= names. What an earlier export has left in the folder is removed; in a folder that out=
+names with overwrite=true alone. push_to= uploads the folder to the Hugging Face hub, as
 a private repository. By default it makes every format whose packages are installed. A timm model is
 loaded from the folder by timm.create_model("local-dir:FOLDER", pretrained=True). ONNX needs onnx,
 onnxscript and onnxruntime.
@@ -39,7 +40,10 @@ OPTIONS: dict[str, str | None] = {
     "formats": "",
     "log_dir": str(REPOSITORY / "logs"),
     "push_to": "",
+    "overwrite": "false",
 }
+# What an export may write.
+FILES = ("README.md", "config.json", "model.onnx", "model.pt2", "model.safetensors")
 # Of the largest logit: kernels of another runtime sum in another order.
 TOLERANCE = 1e-4
 NEEDED = {"safetensors": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
@@ -341,6 +345,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
 
     formats = chosen_formats(options["formats"])
     device = device_of_check(overrides)
+    refuse_other_files(options)
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     check_exportable(model)
     if hasattr(model.module, "fold_scale"):
@@ -353,6 +358,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
 
     out = Path(options["out"] or Path("exports") / _folder_name(model))
     out.mkdir(parents=True, exist_ok=True)
+    remove_earlier_export(out)
     compared = write_formats(model, formats, out, device)
     for name, difference in compared.items():
         if not difference <= TOLERANCE:
@@ -371,6 +377,30 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
         hub(push_to, "upload_folder", repo_id=repo_id, folder_path=out, commit_message=message)
         log.info(f"uploaded to {repository}")
     return EXIT_OK
+
+
+def refuse_other_files(options: dict[str, str]) -> None:
+    """Refuse a folder of out= that holds files of an export's names, without overwrite=true."""
+    overwrite = options["overwrite"].lower()
+    if overwrite not in ("true", "false"):
+        raise UserError(f"overwrite={options['overwrite']} must be true or false.")
+    if not options["out"] or overwrite == "true":
+        return
+    names = [name for name in FILES if Path(options["out"], name).exists()]
+    if names:
+        raise UserError(
+            f"{options['out']} holds {', '.join(names)}, perhaps of another net: give another "
+            "out=, or overwrite=true."
+        )
+
+
+def remove_earlier_export(out: Path) -> None:
+    """Remove the files of an earlier export: the formats of a folder are of one net."""
+    names = [name for name in FILES if (out / name).exists()]
+    for name in names:
+        (out / name).unlink()
+    if names:
+        log.info(f"{out}: removed {', '.join(names)} of an earlier export")
 
 
 def check_exportable(model: Any) -> None:

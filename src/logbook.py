@@ -19,6 +19,7 @@ so are those of a comparison's page.
 import argparse
 import csv
 import io
+import os
 import shutil
 import sys
 import tempfile
@@ -101,16 +102,22 @@ def _fetch(address: str, root: Path) -> Path:
 
 
 def remove(options: argparse.Namespace) -> None:
-    # A folder in logs/ names the run in the logbook.
-    names = [Path(name).name for name in options.runs]
-    folders = [
-        find_sweep(name, options.logbook) or find_run(name, options.logbook) for name in names
-    ]
+    folders = [_kept(name, options.logbook) for name in options.runs]
     for folder in folders:
         shutil.rmtree(folder)
         say(f"{folder} removed")
     build.write_sweep_pages(options.logbook)
     write_index(options.logbook)
+
+
+def _kept(name: str, logbook: Path) -> Path:
+    """Return the folder of a run or a sweep in the logbook.
+
+    A folder in logs/ names its copy; "." is the name of the working directory.
+    """
+    run_id = Path(os.path.abspath(name)).name
+    sweep = find_sweep(run_id, logbook, is_path=False)
+    return sweep or find_run(run_id, logbook, is_path=False)
 
 
 def build_pages(options: argparse.Namespace) -> None:

@@ -447,7 +447,10 @@ def write_table(path: Path, rows: dict[str, Row]) -> None:
 
 
 def _cell(value: str | float) -> str | float:
-    return f"{value:.6f}" if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    # Targets of a small unit keep six digits, too.
+    return f"{value:.6g}" if 0 < abs(value) < 0.1 else f"{value:.6f}"
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:

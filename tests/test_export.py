@@ -273,6 +273,7 @@ def test_an_export_that_differs_is_not_good(vit, tmp_path, monkeypatch, capsys):
         f"log_dir={vit.logs}",
         f"out={tmp_path}",
         "formats=pt2",
+        "overwrite=true",
     ]
     monkeypatch.setattr(
         export, "write_pt2", lambda model, out, device: lambda images: model.net(images) * 1.01
@@ -313,3 +314,12 @@ def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
         UserError, match="formats=tflite: tflite is not one of safetensors, onnx, pt2"
     ):
         chosen_formats("tflite")
+
+
+def test_an_export_leaves_no_format_of_another_net(vit, tmp_path, capsys):
+    (tmp_path / "model.onnx").write_bytes(b"another net")
+    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path}"]
+    ask.append("formats=safetensors")
+    assert main(ask) == 2 and "holds model.onnx, perhaps of another net" in capsys.readouterr().err
+    assert main([*ask, "overwrite=true"]) == 0
+    assert not (tmp_path / "model.onnx").exists() and (tmp_path / "model.safetensors").exists()

@@ -398,3 +398,19 @@ def test_the_logbook_gets_no_lock_files(logbook, tmp_path):
     logbook("keep", "run-ddp")
     logbook("compare", "run-ddp", "run-fsdp", "--html", tmp_path / "logbook/r.html")
     assert not list((tmp_path / "logbook").rglob("*.lock"))
+
+
+@pytest.mark.parametrize(("folder", "name"), [("runs", "run-ddp"), ("runs/run-ddp", ".")])
+def test_remove_never_removes_a_run_in_logs(folder, name, logbook, tmp_path, monkeypatch):
+    logbook("keep", "run-ddp")
+    monkeypatch.chdir(tmp_path / "logs" / "train" / folder)
+    assert logbook("remove", name) == 0
+    assert (tmp_path / "logs/train/runs/run-ddp/run.json").exists()
+    assert not (tmp_path / "logbook/run-ddp").exists()
+
+
+def test_the_run_of_the_working_folder_is_kept_by_its_name(logbook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "logs/train/runs/run-ddp")
+    assert logbook("keep", ".") == 0
+    assert (tmp_path / "logbook/run-ddp/page.md").exists()
+    assert not (tmp_path / "logbook/run.json").exists()

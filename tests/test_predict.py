@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+import predict
 from data.digits import DigitsDataModule
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord
@@ -269,3 +270,11 @@ def test_two_ranks_write_the_file_of_one(trained, tmp_path):
         assert predicted.output.count("error:") == 1
         tables.append(out.read_bytes())
     assert tables[0] == tables[1]
+
+
+def test_a_small_number_keeps_its_digits(tmp_path):
+    rows = {"a.png": {"value": 2.345678e-7}, "b.png": {"value": 0.5}}
+    predict.write_table(tmp_path / "p.csv", rows)
+    small, half = read(tmp_path / "p.csv")
+    assert float(small["value"]) == pytest.approx(2.345678e-7, rel=1e-5)
+    assert half["value"] == "0.500000"

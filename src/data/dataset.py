@@ -169,7 +169,10 @@ class DatasetImages(ImageList):
             return [0] * len(dataset), None
         change = getattr(dataset, "target_transform", None)
         classes = getattr(dataset, "classes", None)
-        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        # An attribute of that name may be another thing, such as the list of the classes.
+        if not hasattr(labels, "__len__") or len(labels) != len(dataset):
+            labels = None
         try:
             if labels is None:
                 items = [_whole(dataset[i][1]) for i in range(len(dataset))]

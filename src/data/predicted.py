@@ -18,7 +18,7 @@ def listed_images(path: Path, inputs: Iterable[str]) -> tuple[dict[str, Path], d
         inputs: the columns of numbers that are needed.
 
     Raises:
-        UserError: a column is missing, or a value is no number.
+        UserError: a column is missing, a value is no number, or an image has different numbers.
     """
     table = read_csv(path)
     names = table.column(column_of(path, table.names, "path", "path_column"))
@@ -28,9 +28,13 @@ def listed_images(path: Path, inputs: Iterable[str]) -> tuple[dict[str, Path], d
     numbers: dict[str, Numbers] = {}
     for i, name in enumerate(names):
         row = table.rows[i]
-        numbers[name] = {
-            key: _number(row[column], column, table.where(i)) for key, column in columns.items()
-        }
+        where = table.where(i)
+        of_row = {key: _number(row[column], column, where) for key, column in columns.items()}
+        if numbers.setdefault(name, of_row) != of_row:
+            raise UserError(
+                f"{where}: {name} is listed before with other numbers, and a prediction has one "
+                "row for each path. Predict them from two tables."
+            )
     return files, numbers
 
 

@@ -63,6 +63,8 @@ class Shards:
     options: Sequence[Any]
 
     def __post_init__(self) -> None:
+        # Whether a column tells the splits of the images, and the first file of which it is so.
+        self._splits_told: dict[bool, str] = {}
         root = self.root
         if str(root).startswith("hf://"):
             root = from_hub(str(root), self.suffix, self.module.cache_dir / "hub")
@@ -74,8 +76,15 @@ class Shards:
         shards = self._find(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
         items: list[Item] = []
+        self._splits_told = {}
         for name, split in tqdm(shards.items(), f"Reading {len(shards)} files", disable=None):
             items += self._items_of(folder, name, split, left_out)
+        if len(self._splits_told) == 2:
+            raise UserError(
+                f"{self._root}: a column of {self._splits_told[True]} names splits, and none of "
+                f"{self._splits_told[False]} does. Give train, val or test in each file, or "
+                "data.splits=false to draw the splits."
+            )
         has_splits = any(map(_splits_of, shards)) or any(item.split != TRAIN for item in items)
         if module.splits_option is True and not has_splits:
             raise UserError(
@@ -108,6 +117,8 @@ class Shards:
         file = str(cache / shard["data"] if shard["data"] else path)
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
+        if split == TRAIN and shard["items"]:
+            self._splits_told.setdefault(bool(splits), name)
         for i, (inner, label, start, size, group, *rest) in enumerate(shard["items"]):
             if group_option and group is None:
                 group = group_of(group_option, inner)

@@ -44,6 +44,14 @@ class Regression(Task):
                 f"task.std={self.std} must be above 0. Leave it out to take that of the data."
             )
 
+    def setup(self, stage: str) -> None:
+        precision = self.trainer.precision
+        if precision in ("bf16-true", "16-true"):
+            raise UserError(
+                f"trainer.precision={precision} rounds the targets of task=regression to 16 bits: "
+                "give bf16-mixed, 16-mixed or 32-true."
+            )
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
         standardised = (targets - self.mean) / self.std

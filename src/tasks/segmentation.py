@@ -29,7 +29,8 @@ class Segmentation(Task):
         super().__init__(net, **parts)
         self.num_classes = num_classes
         # (classes, classes) pixels of this rank, true × predicted.
-        confusion = torch.zeros(num_classes, num_classes, dtype=torch.float64)
+        # Integers stay as they are where the module is converted to 16 bits.
+        confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
         self.register_buffer("confusion", confusion, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -59,8 +60,7 @@ class Segmentation(Task):
 
         predicted = logits.argmax(1)
         cells = masks[is_labelled] * self.num_classes + predicted[is_labelled]
-        ones = torch.ones_like(cells, dtype=torch.float64)
-        self.confusion.view(-1).index_add_(0, cells, ones)
+        self.confusion.view(-1).index_add_(0, cells, torch.ones_like(cells))
 
         num_labelled = is_labelled.sum((1, 2)).clamp(min=1)
         return {"losses": losses.sum((1, 2)) / num_labelled, "predictions": predicted}
@@ -68,7 +68,7 @@ class Segmentation(Task):
     test_step = validation_step
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
-        confusion = self.trainer.strategy.reduce(self.confusion.clone(), reduce_op="sum")
+        confusion = self.trainer.strategy.reduce(self.confusion.clone(), reduce_op="sum").double()
         right = confusion.diag()
         union = confusion.sum(0) + confusion.sum(1) - right
 

@@ -305,3 +305,11 @@ def test_a_run_by_config_alone(tmp_path):
              "run_id=r"]  # fmt: skip
     done = run_script("train", *words, logs=tmp_path / "logs")
     assert done.code == 0 and done.record["num_train"] == 49, done.output
+
+
+def test_labels_of_another_length_are_another_thing(tmp_path):
+    dataset = Shades(labels=[0, 1])
+    dm = module(tmp_path, dataset=dataset, test_dataset=Shades(count=6))
+    dm.prepare()
+    assert (dm.num_train + dm.num_val, dm.num_test) == (len(dataset), 6)
+    assert dm.source.targets[""][:4].tolist() == [0, 1, 0, 1]

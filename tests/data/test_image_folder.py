@@ -1,5 +1,6 @@
 """Folders of images: splits, what is left out, groups, damage, and identical images."""
 
+import contextlib
 import os
 
 import numpy as np
@@ -8,6 +9,7 @@ from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data.augmentation import CropFlip
+from lockstep.data.listing import files_below
 from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -295,3 +297,22 @@ def test_augmenting_single_images_leaves_them_in_their_files(tmp_path, root):
         UserError, match=f"data.path=array is not possible: {why}. Set data.path=auto"
     ):
         prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1), path="array")
+
+
+def test_names_with_leading_zeros_have_one_order_on_every_disk(tmp_path, monkeypatch):
+    scandir = os.scandir
+    orders = []
+    for reverse in (False, True):
+        for name in ("1", "01", "001"):
+            (tmp_path / "a").mkdir(exist_ok=True)
+            Image.new("RGB", (4, 4)).save(tmp_path / "a" / f"{name}.png")
+
+        @contextlib.contextmanager
+        def in_order(path, reverse=reverse):
+            with scandir(path) as entries:
+                yield iter(sorted(entries, key=lambda entry: entry.name, reverse=reverse))
+
+        monkeypatch.setattr(os, "scandir", in_order)
+        orders.append([item.name for item in files_below(tmp_path, {})])
+        monkeypatch.setattr(os, "scandir", scandir)
+    assert orders[0] == orders[1] and len(orders[0]) == 3

@@ -260,6 +260,15 @@ def test_a_split_column_of_a_parquet_file_counts(tmp_path):
         write_parts(["train"] * 4 + ["extra"] * 8).prepare()
 
 
+def test_a_file_whose_rows_name_no_split_is_refused(tmp_path):
+    for name, parts in (("a", ["train", "test"] * 12), ("b", ["holdout"] * 24)):
+        columns = {"image": PICTURES, "label": [0, 1] * 12, "Split": parts}
+        parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match="of a.parquet names splits, and none of b.parquet does"):
+        parquet_module(tmp_path, tmp_path).prepare()
+    parquet_module(tmp_path, tmp_path, splits=False).prepare()
+
+
 @pytest.mark.parametrize(
     ("said", "columns", "options"),
     [

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch.distributed as dist
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 
 from lockstep.callbacks.early_stopping import keep_patience
@@ -99,6 +101,8 @@ class Checkpoints(pl.Callback):
         self.best_value: float | None = None
         self.best_path: Path | None = None
         self.saved_step = -1
+        # Whether this epoch's end is saved as last, because the run stops after it.
+        self.is_asked = False
         self.validated_step = -1
         self.ended: EndedEpoch | None = None
         # Whether ranks have logged values of their own
@@ -118,6 +122,7 @@ class Checkpoints(pl.Callback):
             self._set_up_fit(trainer)
 
     def _set_up_fit(self, trainer: pl.Trainer) -> None:
+        self.is_asked = False
         self.loader_state.attach(trainer)
         callbacks = trainer.callbacks
         if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
@@ -140,9 +145,8 @@ class Checkpoints(pl.Callback):
         path = None
         value = None
         if trainer.is_global_zero:
-            path, sidecar = next(
-                files.complete_checkpoints(self.folder, "best"), (None, Sidecar(0))
-            )
+            path = files.newest_whole(self.folder, "best")
+            sidecar = (files.read_sidecar(path) if path else None) or Sidecar(0)
             # If the monitored metric has changed, the first value counts as the best.
             # The old best checkpoint stays until then.
             value = sidecar.metric.get(self.monitor)
@@ -212,6 +216,7 @@ class Checkpoints(pl.Callback):
             epochs == trainer.max_epochs
             or resume_point.steps_are_over(trainer)
             or trainer.should_stop
+            or self.is_asked
         ):
             return True
         if epochs % self.every_n_epochs:
@@ -469,25 +474,39 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
     Returns:
         The names of the module's hyperparameters that were removed.
     """
-    of_module = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
-    of_data = pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
-    left_out = [
-        name for name, value in checkpoint.get(of_module, {}).items() if not is_plain(value)
-    ]
-    for key in (of_module, of_data):
-        if key in checkpoint:
-            values = checkpoint[key].items()
-            checkpoint[key] = {name: value for name, value in values if is_plain(value)}
+    left_out: list[str] = []
+    for owner in (pl.LightningModule, pl.LightningDataModule):
+        # A class, such as OmegaConf's DictConfig.
+        checkpoint.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
+        key = owner.CHECKPOINT_HYPER_PARAMS_KEY
+        if key not in checkpoint:
+            continue
+        values = {name: _plain(value) for name, value in checkpoint[key].items()}
+        checkpoint[key] = {name: value for name, value in values.items() if is_plain(value)}
+        if owner is pl.LightningModule:
+            left_out = [name for name in values if name not in checkpoint[key]]
     return left_out
 
 
+def _plain(value: Any) -> Any:
+    """Return NumPy's numbers as Python's, and OmegaConf's nodes as dicts and lists."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, DictConfig | ListConfig):
+        return OmegaConf.to_container(value, resolve=True)
+    return value
+
+
 def is_plain(value: Any) -> bool:
-    """Return whether a hyperparameter is a number, a text, or a list or dict of these."""
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    if isinstance(value, list | tuple):
+    """Return whether a hyperparameter is a number, a text, or a list or dict of these.
+
+    A subclass, such as np.float64 or an enum of texts, would not load safely.
+    """
+    if type(value) is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if type(value) in (list, tuple):
         return all(map(is_plain, value))
-    return isinstance(value, str | int | float | None)
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:

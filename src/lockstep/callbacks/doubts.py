@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lockstep.checkpoints.loader_state import loaders_in
@@ -105,7 +106,9 @@ def never_shuffles(loader: Any) -> bool:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    if loader.batch_size is None or len(loader) < 2:
+    # A sampler need not have a length.
+    length = sized_len(loader)
+    if loader.batch_size is None or length is None or length < 2:
         return False
     sampler = loader.sampler
     if type(sampler) is DistributedSampler:
@@ -119,4 +122,5 @@ def dropped_samples(loader: Any) -> int:
         return 0
     if not loader.drop_last or loader.batch_size is None:
         return 0
-    return len(loader.sampler) % loader.batch_size  # type: ignore[arg-type]
+    samples = sized_len(loader.sampler)
+    return 0 if samples is None else samples % loader.batch_size

@@ -85,6 +85,8 @@ class Interruption(pl.Callback):
     def __init__(self, timeout_s: float = 300.0) -> None:
         self.timeout_s = timeout_s
         self.reason = ""
+        # Whether the run stops before the next epoch.
+        self.stops_after_epoch = False
         self.votes: dict[str, Vote] = {}
         self._previous: dict[int, Any] = {}  # signal handlers before this callback's
 
@@ -129,6 +131,7 @@ class Interruption(pl.Callback):
         """A notebook goes on: a signal of the last step does not stop the next fit."""
         self._restore_handlers()
         self.reason = ""
+        self.stops_after_epoch = False
         signals.received.clear()
 
     def _restore_handlers(self) -> None:
@@ -148,10 +151,18 @@ class Interruption(pl.Callback):
         if not ends_step(trainer):
             return
         if ends_epoch(trainer) and not is_validation_epoch(trainer):
-            # The epoch's end is saved when all callbacks have had their turn: the next step votes.
+            # The epoch's end is saved when all callbacks have had their turn.
+            self.stops_after_epoch = self._is_stop_due(trainer, "train")
+            for callback in trainer.callbacks:
+                if isinstance(callback, Checkpoints):
+                    callback.is_asked = self.stops_after_epoch
             return
         if self._is_stop_due(trainer, "train"):
             after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.stops_after_epoch:
+            self._stop(trainer, "train")
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any

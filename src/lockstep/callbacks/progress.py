@@ -64,6 +64,9 @@ class Progress(pl.Callback):
             self._show(trainer, f"{within(trainer)} · validated", self.short_epoch_s)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning computes the epoch's metrics when they are first read, which is a collective.
+        # All ranks read them here, whether or not rank 0 shows a line.
+        _ = trainer.callback_metrics
         position = "done" if ends_epoch(trainer) else within(trainer)
 
         is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs

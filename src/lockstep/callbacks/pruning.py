@@ -43,7 +43,7 @@ class Pruning(pl.Callback):
         value = float(trainer.callback_metrics[self.metric])
         try:
             return self.trial.report(number_of_validation(trainer), value)
-        except OSError as error:
+        except (OSError, KeyError, ValueError) as error:
             # The trial is worth more than its report.
             log.warning(f"The search's journal {self.trial.journal} cannot be used: {error}.")
             return False

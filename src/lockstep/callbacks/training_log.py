@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lockstep.callbacks import plateau
 from lockstep.callbacks.speed import Speed
@@ -123,7 +124,7 @@ class TrainingLog(pl.Callback):
     ) -> None:
         if self.global_batch_size is None:
             ranks = trainer.world_size * trainer.accumulate_grad_batches
-            self.global_batch_size = extract_batch_size(batch) * ranks
+            self.global_batch_size = images_in(batch) * ranks
         self._add_loss(trainer, module, outputs)
         is_step_end = ends_step(trainer)
         if is_step_end:
@@ -156,9 +157,9 @@ class TrainingLog(pl.Callback):
         if ends_epoch(trainer):
             self.latest |= self._end_epoch(module)
         if self.speed.began_step > self.first_step:
-            images = self.global_batch_size or 0
             steps_per_s = self.speed.end_interval(self.step)
-            self.latest["images_per_s"] = steps_per_s * images
+            if self.global_batch_size:
+                self.latest["images_per_s"] = steps_per_s * self.global_batch_size
         if self.lr is not None:
             self.latest["lr"] = float(self.lr)
         self._refuse_non_finite()
@@ -245,10 +246,18 @@ class TrainingLog(pl.Callback):
 
     def record_fields(self) -> dict[str, object]:
         """Return `throughput` and `images_per_s`, or nothing before the second log point."""
-        if not self.speed.steps or self.global_batch_size is None:
+        if not self.speed.steps or not self.global_batch_size:
             return {}
         throughput = self.speed.summary(self.global_batch_size, self.num_devices)
         return {"throughput": throughput, "images_per_s": throughput["images_per_s"]}
+
+
+def images_in(batch: Any) -> int:
+    """Return the images of a batch; 0 of a batch of the user's own class, whose size is unknown."""
+    try:
+        return extract_batch_size(batch)
+    except (MisconfigurationException, RecursionError):
+        return 0
 
 
 def metrics_of(trainer: pl.Trainer, stage: str) -> Metrics:

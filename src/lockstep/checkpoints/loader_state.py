@@ -23,7 +23,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 
 from lockstep.checkpoints.random_state import State, random_state, set_random_state
-from lockstep.checkpoints.resume_point import EPOCH_END, Point, batches_done
+from lockstep.checkpoints.resume_point import EPOCH_END, Point
 from lockstep.process.errors import UserError
 from lockstep.ranks.collectives import gather_for_checkpoint
 
@@ -89,7 +89,9 @@ class LoaderState:
             replay = {
                 "before_epoch": self.before_epoch,
                 "before_batches": self.before_batches,
-                "batches": batches_done(self.trainer),
+                # The loop begins again with a step that was not made.
+                "batches": point["batches_done"] * self.trainer.accumulate_grad_batches
+                - point.get("lacking", 0),
             }
         states = [loader.state_dict() for loader in loaders if has_state(loader)]
         ranks = gather_for_checkpoint((now, replay, states), self.trainer)

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.process.environment import environment, set_variables
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
-from lockstep.records.provenance import files_of, git
+from lockstep.records.provenance import CODE, files_of, git
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,17 @@ def run_from_snapshot(argv: list[str]) -> None:
 
 
 def _copy_changes(folder: Path) -> None:
-    """Make the code of a worktree that of the working directory."""
-    for name in files_of(REPOSITORY, "--modified", "--others"):
+    """Make the code of a worktree that of the working directory.
+
+    Raises:
+        UserError: git cannot list the changes.
+    """
+    # Compared with HEAD, of which the worktree is: changes may be staged.
+    listing = ("diff", "--name-only", "-z", "--no-renames", "--relative", "HEAD", "--", *CODE)
+    changed, complaint = git(REPOSITORY, *listing)
+    if complaint and not changed:
+        raise UserError(f"snapshot=true cannot list the changed files ({complaint.strip()}).")
+    for name in [*changed.split("\0")[:-1], *files_of(REPOSITORY, "--others")]:
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)

@@ -102,10 +102,14 @@ class Survey:
 def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> Content:
     """Write the smallest and largest value of each image, (n, 2) float64; nan of 8-bit images.
 
+    Returns:
+        The names of the images that cannot be read, as `unreadable`.
+
     Raises:
         CorruptImage: an image cannot be read, and damaged ones are not skipped.
     """
     extremes = np.full((len(images), 2), np.nan)
+    unreadable: list[str] = []
 
     def read(i: int) -> None:
         try:
@@ -113,6 +117,7 @@ def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> C
         except CorruptImage:
             if not skips_damaged:
                 raise
+            unreadable.append(images.name(i))
             return
         values = values[np.isfinite(values)]
         if values.dtype != np.uint8 and values.size:
@@ -120,7 +125,7 @@ def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> C
 
     decode_all(len(images), read)
     np.save(folder / EXTREMES, extremes)
-    return {}
+    return {"unreadable": unreadable}
 
 
 def range_in(extremes: np.ndarray) -> tuple[float, float]:

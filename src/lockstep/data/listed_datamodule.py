@@ -4,6 +4,7 @@ The images lie in files, tables or shards.
 """
 
 import os
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -215,13 +216,19 @@ class ListedDataModule(ImageDataModule):
         """Return the smallest and largest value of the training images, else of all."""
         images = self.source
         identity = ["extremes", images.identity, self.reading.facts, self.channels]
+        if self.stage == CHECK:
+            # It lacks the images that cannot be read, and a training must not find it.
+            identity.append(CHECK)
         folder = self.cache_folder(identity)
 
         def write(folder: Path) -> Content:
             return write_extremes(images, folder, skips_damaged=self.stage == CHECK)
 
-        cached(folder, write)
+        is_whole = not cached(folder, write).get("unreadable")
         extremes = np.load(folder / EXTREMES)
+        if not is_whole:
+            # The next check may be able to read them, without a change of any file.
+            shutil.rmtree(folder, ignore_errors=True)
         train = self.splits.train
         return range_in(extremes[train] if len(train) else extremes)
 

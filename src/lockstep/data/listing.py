@@ -164,7 +164,8 @@ def files_below(
             f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it."
         ) from None
     items = _without_arrays(items, left_out)
-    return sorted(items, key=lambda image: natural_key(image.name))
+    # 1.png and 01.png have one key: the order of the disk, which copies do not share, would count.
+    return sorted(items, key=lambda image: (natural_key(image.name), image.name))
 
 
 def _without_arrays(items: list[Item], left_out: LeftOut) -> list[Item]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -72,7 +73,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
     """Build a folder beside its place and rename it; remove what is left of it after an error."""
-    part = folder.with_name(f".{folder.name}.part")
+    # On some shared disks a lock holds on one node alone, as on Lustre with localflock.
+    part = folder.with_name(f".{folder.name}.{socket.gethostname()}.part")
     for incomplete in (folder, part):
         shutil.rmtree(incomplete, ignore_errors=True)
     part.mkdir()
@@ -81,7 +83,13 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
         (part / META).write_text(json.dumps(content))
         for path in part.iterdir():
             _sync_file(path)
-        os.replace(part, folder)
+        try:
+            os.replace(part, folder)
+        except OSError:
+            # Another node was faster, and its folder is whole.
+            if not (folder / META).exists():
+                raise
+            content = json.loads((folder / META).read_text())
     except Exception as error:
         advice = "give data.cache_dir=FOLDER on a larger disk"
         raise no_room(error, folder.parent, advice) or error from None

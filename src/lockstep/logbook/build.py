@@ -18,6 +18,7 @@ from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
+from lockstep.process.output import split_stage
 from lockstep.process.redact import redact, redact_text
 from lockstep.records.proof_table import proof_of_run
 from lockstep.records.record import RunRecord, as_json, locked_record, save_record
@@ -171,8 +172,10 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     Returns:
         its page.
     """
+    # "." and ".." have no name of their own.
+    folder = folder.resolve()
     target = logbook / folder.name
-    if target.resolve() == folder.resolve():
+    if target.resolve() == folder:
         raise UserError(f"{folder} is in the logbook already.")
     # The copy has the summary also where run.json of a live run has none.
     run = summarise(folder)
@@ -216,7 +219,8 @@ def _copy_files(run: Run, target: Path) -> None:
     record = as_json(run.record) | {"config": config_of(run.folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
     if panels_with_lines(run_panels(run)):
-        _write(target / "metrics.csv", _fewer_rows(run.text("metrics.csv")))
+        rows = _fewer_rows(run.text("metrics.csv"), run.record.monitor or "")
+        _write(target / "metrics.csv", rows)
     if run.text("code.diff"):
         _copy_diff(run.folder / "code.diff", target / "code.diff")
     for name in PICTURES:
@@ -258,11 +262,19 @@ def _copy_picture(source: Path, target: Path) -> None:
         write_atomically(target, lambda file: file.write(content), binary=True)
 
 
-def _fewer_rows(metrics: str) -> str:
-    """Return metrics.csv with at most MAX_ROWS rows and those of validations."""
+def _fewer_rows(metrics: str, monitor: str) -> str:
+    """Return metrics.csv with at most MAX_ROWS rows and those of validations.
+
+    Args:
+        monitor: the metric that chooses the best checkpoint, which may have any name.
+    """
     head, *lines = metrics.splitlines()
     names = next(csv.reader([head]))
-    validated = [number for number, name in enumerate(names) if name.startswith("val/")]
+    validated = []
+    for number, name in enumerate(names):
+        stage, _ = split_stage(name)
+        if stage == "val" or (name == monitor and stage != "train"):
+            validated.append(number)
     interval = math.ceil(len(lines) / MAX_ROWS)
     # The last row is among them.
     chosen = set(range(len(lines) - 1, -1, -interval))

@@ -331,14 +331,15 @@ def config_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def find_run(name: str, *roots: Path) -> Path:
+def find_run(name: str, *roots: Path, is_path: bool = True) -> Path:
     """Return the folder of a run.
 
     Args:
         name: a folder, a run id, or a part of one.
         roots: folders of runs; the first counts if several have the run.
+        is_path: the name may be a folder anywhere.
     """
-    if (Path(name) / "run.json").exists():
+    if is_path and (Path(name) / "run.json").exists():
         return Path(name)
 
     folders = {}

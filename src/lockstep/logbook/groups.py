@@ -11,7 +11,7 @@ from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import not_held_fixed
 from lockstep.logbook.folders import Run
 from lockstep.process.errors import UserError
-from lockstep.process.output import tested_name
+from lockstep.process.output import is_lower_better, tested_name
 
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 
@@ -90,7 +90,9 @@ def arms_of_groups(groups: dict[str, list[Run]]) -> Arms:
     for name, members in groups.items():
         runs += [_arm_run(name, run, metric) for run in members]
     refuse_equal_repeats(runs)
-    minimize = every[0].config.get("callbacks.checkpoints.mode") == "min"
+    # A plain script has no config.
+    modes = {run.config.get("callbacks.checkpoints.mode") for run in every} - {None}
+    minimize = "min" in modes if modes else is_lower_better(metric)
     return Arms(runs, metric, minimize)
 
 

@@ -146,9 +146,13 @@ def sweep_folders(root: Path) -> list[Path]:
     return sorted(folders)
 
 
-def find_sweep(name: str, *roots: Path) -> Path | None:
-    """Return the folder of a sweep, by its path or its id; None if there is none."""
-    if (Path(name) / SWEEP_FILE).is_file():
+def find_sweep(name: str, *roots: Path, is_path: bool = True) -> Path | None:
+    """Return the folder of a sweep, by its path or its id; None if there is none.
+
+    Args:
+        is_path: the name may be a folder anywhere.
+    """
+    if is_path and (Path(name) / SWEEP_FILE).is_file():
         return Path(name)
     for root in roots:
         for folder in sweep_folders(root):

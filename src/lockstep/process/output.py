@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TextIO
 
+from lockstep.process.errors import is_full
 from lockstep.process.project import REPOSITORY
 
 # Metrics of which the lower one is better, as words of a name. Others are scores.
@@ -34,7 +35,12 @@ class Console(logging.Handler):
     """Write to the current stdout and stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = printable(record.getMessage())
+        # As in every handler: a wrong call of log.warning ends no training.
+        try:
+            text = printable(self.format(record))
+        except Exception:
+            self.handleError(record)
+            return
         if record.levelno < logging.WARNING:
             print_line(text, sys.stdout)
             return
@@ -51,19 +57,25 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def print_line(text: str, stream: TextIO) -> None:
-    """Print a line; a closed pipe (`… | head`) is not an error."""
+def print_line(text: str, stream: TextIO, *, is_result: bool = False) -> None:
+    """Print a line; a closed pipe (`… | head`) is not an error.
+
+    Args:
+        is_result: a full disk is an error.
+    """
     try:
         print(text, file=stream, flush=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         # Python would end with exit code 120 when it flushes the stream at its end.
         with open(os.devnull, "w") as devnull:
             os.dup2(devnull.fileno(), 1 if stream is sys.stdout else 2)
+        if is_result and is_full(error):
+            raise
 
 
 def say(text: object) -> None:
     """Print a result of a script."""
-    print_line(printable(str(text)), sys.stdout)
+    print_line(printable(str(text)), sys.stdout, is_result=True)
 
 
 def set_up(*, verbose: bool = False, quiet: bool = False) -> None:

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from lockstep.process.environment import environment
 from lockstep.process.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -291,7 +292,13 @@ def _tell_agent(error: BaseException, failure: RankError) -> None:
     """Write the error file for Lockstep's agent, and kill a rank of this host that hangs."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    get_error_handler().record_exception(RuntimeError(json.dumps(failure)))
+    try:
+        get_error_handler().record_exception(RuntimeError(json.dumps(failure)))
+    except OSError:
+        # A full disk. torch's agent would fail at the part of a file.
+        with contextlib.suppress(OSError):
+            Path(environment()["TORCHELASTIC_ERROR_FILE"]).unlink()
+        log_failure(failure, traceback.format_exc())
     pid = getattr(error, "hung_pid", None)
     if pid:
         # torch's agent would wait 30 s before it does.

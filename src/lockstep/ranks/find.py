@@ -162,7 +162,9 @@ def launcher_of(environ: Environ) -> str | None:
     if slurm_step(environ):
         return "slurm"
     for name, variables in VARIABLES.items():
-        if variables.rank in environ and variables.world_size in environ:
+        # srun with PMI-2 sets them in a step of one task, too, which is a plain machine.
+        is_plain = name != "env" and environ.get(variables.world_size) == "1"
+        if variables.rank in environ and variables.world_size in environ and not is_plain:
             return name
     return None
 

@@ -82,7 +82,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        config = yaml.load(path.read_bytes(), Loader=loader)
+        text = path.read_bytes()
+        try:
+            config = yaml.load(text, Loader=loader)
+        except yaml.YAMLError:
+            # libyaml refuses the escapes of a path that is no UTF-8.
+            config = yaml.load(text, Loader=yaml.SafeLoader)
         if not isinstance(config, dict):
             raise ValueError("it holds no options")
         for group in GROUPS:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file, utc_now, write_atomically
+from lockstep.process.output import split_stage
 from lockstep.records.batch import states_accumulation
 from lockstep.records.folder import RunFolder
 
@@ -225,12 +226,19 @@ def write_record(path: Path, record: RunRecord) -> None:
 def _update_cost(record: RunRecord) -> None:
     """Compute what the run has cost so far; the pauses before restarts cost nothing."""
     price = record.cost.get("price_per_hour")
-    running_s = _between(record.started_at, record.finished_at or record.updated_at)
-    if price is None or not running_s >= 0:
+    end = record.finished_at or record.updated_at
+    last = record.restarts[-1] if record.restarts else JsonObject()
+    before = last.usd_before or 0.0
+    if before:
+        # What came before may have run on other nodes, at another price.
+        running_s = _between(last.at, end)
+    else:
+        running_s = _between(record.started_at, end)
+        for restart in record.restarts:
+            running_s -= restart.downtime_s or restart.idle_s or 0.0
+    if (price is None and not before) or not running_s >= 0:
         return
-    for restart in record.restarts:
-        running_s -= restart.downtime_s or restart.idle_s or 0.0
-    usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
+    usd = before + (price or 0.0) * (record.num_nodes or 1) * running_s / 3600
     of_epoch = round(usd / record.epochs, 4) if record.epochs else None
     record.cost = {"usd": round(usd, 4), "usd_per_epoch": of_epoch, "price_per_hour": price}
 
@@ -301,6 +309,7 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord
         previous_world_size=previous.world_size,
         world_size=record.world_size,
         code={} if is_same_code else record.code,
+        usd_before=previous.cost.get("usd"),
     )
     restart[pause] = None if math.isnan(silent_s) else silent_s
 
@@ -314,7 +323,7 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord
         record.per_device_batch_limit = limit
     # Test metrics belong to a checkpoint that may not remain the best.
     metrics = previous.metrics.items()
-    record.metrics = {name: value for name, value in metrics if not name.startswith("test/")}
+    record.metrics = {name: value for name, value in metrics if split_stage(name)[0] != "test"}
     # Lost steps are not counted again if this start is killed before it trains.
     record.steps = step
     record.other = {**previous.other, **record.other}

@@ -1,5 +1,6 @@
 """A trial of a search, as its job knows it, and the study in a journal. Imports no torch."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,33 @@ class Trial:
 
 def journal_storage(path: Path) -> Any:
     """Return Optuna's storage in a journal file, which several processes may share."""
-    from optuna.storages.journal import JournalFileBackend, JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock, JournalStorage
 
-    return JournalStorage(JournalFileBackend(str(path)))
+    lock = JournalFileSymlinkLock(str(path))
+    _remove_torn_line(path, lock)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def _remove_torn_line(path: Path, lock: Any) -> None:
+    """Remove a line that a full disk has cut: the next one would be glued to it."""
+    if not path.exists() or _ends_whole(path):
+        return
+    lock.acquire()
+    try:
+        # Another process may have been writing it.
+        if not _ends_whole(path):
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def check_pruner(name: str | None) -> None:

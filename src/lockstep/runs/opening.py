@@ -111,7 +111,7 @@ class Opening:
 
     Attributes:
         exit_stack: what stays open until the run is closed, such as its lock.
-        folder: of the run, as soon as it is known.
+        folder: of the run, as soon as it is known and locked.
         run: as soon as it is decided.
         meeting: of several ranks, as soon as they have met.
     """
@@ -165,11 +165,12 @@ class Opening:
         config = self.config
         environ = environment()
         folder, is_new = run_folder(config, named_run(config, environ) or agent_id(environ))
-        self.folder = folder
         if not self.cluster.has_agent:
             self.exit_stack.enter_context(hold_run_lock(folder))
             # Another process may have trained it while this one waited for the lock.
             is_new = is_new and not has_trained(folder)
+        # Before it holds the lock, this process neither records nor removes anything there.
+        self.folder = folder
         check_bucket(config, folder)
         return folder, None if is_new else read_record(folder.record)
 

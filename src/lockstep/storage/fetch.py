@@ -58,13 +58,17 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
     run = RunFolder(path)
     if not run.record.exists():
         if path.exists():
+            fault = files.fault_of(path) if files.read_sidecar(path) else None
+            if fault:
+                raise UserError(f"The checkpoint {address} is damaged: {fault}.")
             return path.resolve()
         if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
             raise UserError(f"There is no checkpoint {address}.")
         run = find_run(logs, address)
-    for best, _ in files.complete_checkpoints(run.checkpoints, "best"):
-        return best.resolve()
-    raise UserError(f"The run {run.run_id} has no complete best checkpoint.")
+    best = files.newest_whole(run.checkpoints, "best")
+    if best is None:
+        raise UserError(f"The run {run.run_id} has no whole best checkpoint.")
+    return best.resolve()
 
 
 def _say_size(cache: Path) -> None:

@@ -1,7 +1,9 @@
 """Copy a prefix of a bucket to the disk of this node before training. Imports no torch."""
 
+import contextlib
 import logging
 import os
+import secrets
 import shutil
 import time
 import zlib
@@ -19,6 +21,7 @@ log = logging.getLogger(__name__)
 
 THREADS = 16
 PAUSES_S = (1, 2, 4, 8, None)
+NEW_PART_S = 600  # a part that was written since may be another node's
 # Another try does not change these answers.
 FINAL_ERRORS = ("AccessDenied", "NoSuchKey", "PreconditionFailed")
 BLOCK_BYTES = 2**20
@@ -33,8 +36,11 @@ class RemoteFile(NamedTuple):
 
     @property
     def mark_s(self) -> int:
-        """The modification time of a whole copy: a checksum of the ETag, in seconds."""
-        return zlib.crc32(self.etag.encode())
+        """The modification time of a whole copy: a checksum of the ETag, in seconds.
+
+        Some file systems keep times in 31 bits.
+        """
+        return zlib.crc32(self.etag.encode()) & 0x7FFFFFFF
 
 
 def sync(uri: str, cache: Path, s3: Config | None = None) -> Path:
@@ -114,9 +120,20 @@ def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
         key = path.relative_to(folder).as_posix()
         if key in missing and _is_whole(path, missing[key]):
             del missing[key]
-        else:
+        elif not _is_being_written(path):
             path.unlink()
+    # An empty folder would count as a class.
+    for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        # It may hold files.
+        with contextlib.suppress(OSError):
+            inner.rmdir()
     return [missing[key] for key in sorted(missing)]
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether another node may be fetching a file: locks of some disks end at the node."""
+    is_part = path.name.startswith(".") and path.suffix == ".part"
+    return is_part and time.time() - path.stat().st_mtime < NEW_PART_S
 
 
 def _is_whole(path: Path, file: RemoteFile) -> bool:
@@ -137,7 +154,7 @@ def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
 def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: Progress) -> None:
     """Fetch one object, and try again after a pause if the connection breaks."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.part")
+    part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.{secrets.token_hex(4)}.part")
     for pause_s in PAUSES_S:
         try:
             _fetch_rest(bucket, file, part, progress)

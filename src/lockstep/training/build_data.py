@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.keys import names_images
@@ -222,7 +223,10 @@ def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "attach_to_ranks"):
         names = (*FACTS_OF_ANY, *FACTS_OF_TARGETS, "inputs")
-        return {key: getattr(data, key) for key in names if hasattr(data, key)}
+        facts = {key: getattr(data, key) for key in names if hasattr(data, key)}
+        if hasattr(data, "class_counts"):
+            facts["class_counts"] = [int(count) for count in data.class_counts]
+        return facts
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *FACTS_OF_IMAGES)}
     facts |= {key: getattr(data.framing, key) for key in FACTS_OF_FRAMING}
     reading = getattr(data.source, "reading", None)
@@ -238,6 +242,24 @@ def data_facts(data: Any) -> DataFacts:
     return facts
 
 
+def other_pixels(before: DataFacts, now: DataFacts) -> str:
+    """Return "range None, now [0, 4095]" where equal files become other pixels, else "".
+
+    A package that reads images in full depth, such as tifffile, may be on one machine alone.
+    """
+    if "range" in before and "range" in now and before["range"] != now["range"]:
+        return f"range {before['range']}, now {now['range']}"
+    for name in ("mean", "std"):
+        first = before.get(name)
+        second = now.get(name)
+        if not first or not second:
+            continue
+        # The last digits of sums differ between processors.
+        if len(first) != len(second) or not np.allclose(first, second, rtol=1e-4, atol=1e-6):
+            return f"{name} {first}, now {second}"
+    return ""
+
+
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     """Refuse ranks with other images, as all draw positions of one list.
 
@@ -248,13 +270,21 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
         return
     host = provenance.host(0)["host"]
     counts = (data.num_train, data.num_val, data.num_test)
-    everyone = gather_objects((host, facts["data_hash"], counts))
-    first_host, first_hash, first_counts = everyone[0]
-    for rank, (host, data_hash, counts) in enumerate(everyone):
+    pixels = {name: facts[name] for name in ("range", "mean", "std") if name in facts}
+    everyone = gather_objects((host, facts["data_hash"], counts, pixels))
+    first_host, first_hash, first_counts, first_pixels = everyone[0]
+    for rank, (host, data_hash, counts, pixels) in enumerate(everyone):
         if (data_hash, counts) != (first_hash, first_counts):
             raise UserError(
                 f"rank {rank} on {host} has other images than rank 0 on {first_host}: "
                 f"{counts[0]} training, {counts[1]} validation, {counts[2]} test, hash "
                 f"{data_hash[:12]}, instead of {first_counts[0]}, {first_counts[1]}, "
                 f"{first_counts[2]}, {first_hash[:12]}: make data.root equal on all nodes."
+            )
+        change = other_pixels(first_pixels, pixels)
+        if change:
+            raise UserError(
+                f"rank {rank} on {host} reads the same files as other pixels than rank 0 on "
+                f"{first_host} ({change}): install the same packages on all nodes, such as "
+                "tifffile and pydicom."
             )

@@ -119,6 +119,8 @@ def build_module(
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
     if trainable:
         parts |= _parts_of_training(config, asked, learning_rates or {})
+        if "loss" in asked:
+            _refuse_unknown_counts(config, facts)
     parts |= _further_parts(config, asked, facts, outputs)
     return _finished(build(node, parts), config, trainable=trainable)
 
@@ -320,6 +322,16 @@ def uses_channels_last(net: nn.Module, option: bool | str, on_tensor_cores: bool
     if on_tensor_cores and has_overlap:
         return True
     return any(1 < layer.groups == layer.in_channels for layer in convolutions)
+
+
+def _refuse_unknown_counts(config: Config, facts: DataFacts) -> None:
+    """Refuse automatic weights of classes whose images nobody has counted."""
+    is_automatic = (config.get("loss") or {}).get("class_weights") == "auto"
+    if is_automatic and not facts.get("class_counts"):
+        raise UserError(
+            "loss.class_weights=auto needs the number of training images of each class: give the "
+            "data module an attribute class_counts, or give a weight for each class."
+        )
 
 
 def build_loss(config: Config, facts: DataFacts) -> Any:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lockstep.checkpoints.load import Checkpoint, read_checkpoint
+from lockstep.checkpoints.random_state import random_state, set_random_state
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
 from lockstep.config.instantiate import options_of, resolve_target
 from lockstep.data.framing import Framing
@@ -135,7 +136,10 @@ def load_finished(
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs)
     facts = checkpoint["lockstep"]["data"]
 
+    # It seeds torch, and the caller may be about to train.
+    state = random_state()
     module = build_module(config, facts, trainable=False)
+    set_random_state(state)
     check_fits(module, checkpoint["state_dict"], str(path), model_name(config))
     module.load_state_dict(checkpoint["state_dict"])
     module = module.eval().float().to(memory_format=torch.contiguous_format)

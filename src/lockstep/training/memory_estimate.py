@@ -168,8 +168,11 @@ def _build(config: Config, numbers: Numbers) -> tuple[Any, tuple[int, int, int]]
     channels = data.get("channels")
     if not channels:
         channels = resolve_target(data["_target_"], "data._target_").channels
+    num_classes = data.get("num_classes") or 10
     facts: Any = {
-        "num_classes": data.get("num_classes") or 10,
+        "num_classes": num_classes,
+        # The weights of classes change no size.
+        "class_counts": [1] * num_classes,
         "image_size": size,
         "channels": channels,
     }

@@ -11,7 +11,7 @@ from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config, model_name
 from lockstep.runs.run import Run
-from lockstep.training.build_data import DataFacts
+from lockstep.training.build_data import DataFacts, other_pixels
 from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task
 
@@ -85,6 +85,13 @@ def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> 
     if before["class_names"] != facts["class_names"]:
         change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
     elif before["data_hash"] == facts["data_hash"]:
+        change = other_pixels(facts_of(checkpoint), facts)
+        if change:
+            raise UserError(
+                f"The run {run_id} was trained on other pixels of the same files ({change}): "
+                "resume it with the packages that it was started with, such as tifffile and "
+                "pydicom."
+            )
         return
     elif facts_of(checkpoint).get("hash_method") == facts.get("hash_method"):
         change = f"hash {before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
@@ -212,8 +219,11 @@ def _match_head(
         if state[name].ndim and state[name].shape[1:] == module_state[name].shape[1:]
     ]
 
-    if classes_before == classes:
-        return _match_outputs(heads, module_state, state)
+    num_classes = facts.get("num_classes")
+    # Outputs of another number are features of a task that has its head beside the net.
+    are_features = bool(classes) and any(len(module_state[name]) != len(classes) for name in heads)
+    if classes_before == classes or are_features:
+        return _match_outputs(heads, module_state, state, num_classes)
     if sorted(classes_before) == sorted(classes):
         order = [classes_before.index(name) for name in classes]
         for name in heads:
@@ -221,11 +231,14 @@ def _match_head(
         return ["the head's rows are in this run's order of classes"]
 
     change = f"the classes were {_shown(classes_before)}, now {_shown(classes)}"
-    return _renew(heads, change, module_state, state)
+    return _renew(heads, change, module_state, state, num_classes)
 
 
 def _match_outputs(
-    heads: list[str], module_state: dict[str, Tensor], state: dict[str, Tensor]
+    heads: list[str],
+    module_state: dict[str, Tensor],
+    state: dict[str, Tensor],
+    num_classes: int | None,
 ) -> list[str]:
     """Begin the head anew if the same classes have another number of outputs."""
     resized = [name for name in heads if len(state[name]) != len(module_state[name])]
@@ -233,15 +246,26 @@ def _match_outputs(
         return []
     before = len(state[resized[0]])
     now = len(module_state[resized[0]])
-    return _renew(resized, f"it had {before} outputs, now {now}", module_state, state)
+    change = f"it had {before} outputs, now {now}"
+    return _renew(resized, change, module_state, state, num_classes)
 
 
 def _renew(
-    heads: list[str], change: str, module_state: dict[str, Tensor], state: dict[str, Tensor]
+    heads: list[str],
+    change: str,
+    module_state: dict[str, Tensor],
+    state: dict[str, Tensor],
+    num_classes: int | None,
 ) -> list[str]:
-    """Set the head to zero in `state`; return what has changed."""
+    """Begin the head anew in `state`; return what has changed.
+
+    Zeros give each class the same logit. Features keep their random values: zeros would never learn
+    behind a ReLU.
+    """
     for name in heads:
-        state[name] = torch.zeros_like(module_state[name])
+        fresh = module_state[name]
+        are_features = num_classes is not None and len(fresh) != num_classes
+        state[name] = fresh.clone() if are_features else torch.zeros_like(fresh)
     if not heads:
         return []
     return [f"the head is new ({', '.join(heads)}): {change}"]

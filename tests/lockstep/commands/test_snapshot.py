@@ -61,3 +61,19 @@ def test_ranks_of_another_launcher_and_code_without_git_are_refused(project, mon
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="starts its ranks itself"):
         snapshot.run_from_snapshot(["snapshot=true"])
+
+
+def test_a_snapshot_has_what_is_staged(project):
+    root, _ = project
+    (root / "src/train.py").write_text("changed")
+    (root / "src/new.py").write_text("new")
+    git = ["git", "-C", str(root)]
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "mv", "src/old.py", "src/moved.py"], check=True)
+    snapshot.run_from_snapshot(["snapshot=true"])
+    [folder] = (root / "logs/code").iterdir()
+    assert {path.name: path.read_text() for path in (folder / "src").iterdir()} == {
+        "train.py": "changed",
+        "new.py": "new",
+        "moved.py": "committed",
+    }

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from data.dataset import DatasetDataModule
 from data.image_folder import ImageFolderDataModule
 from lockstep.data import content_hash
+from lockstep.process.errors import UserError
 from lockstep.training.build_data import is_same_data
 from lockstep.training.weights import check_data_of_run
 
@@ -148,3 +149,12 @@ def test_a_hash_of_an_older_method_is_not_compared(caplog):
     assert is_same_data(dm, before) is None
     assert is_same_data(dm, {**before, "list_hash": "names"}) is True
     assert is_same_data(dm, {**before, "hash_method": 2}) is False
+
+
+def test_other_pixels_of_the_same_files_are_refused_on_a_resume():
+    same = {"data_hash": "a", "hash_method": "sampled", "class_names": ["x"], "std": [0.2]}
+    before = {**same, "range": None, "mean": [0.485]}
+    check_data_of_run({"lockstep": {"data": before}}, {**before, "mean": [0.48500001]}, "r")
+    for now in ({"range": [0, 4095]}, {"mean": [0.2]}):
+        with pytest.raises(UserError, match="trained on other pixels of the same files"):
+            check_data_of_run({"lockstep": {"data": before}}, {**before, **now}, "r")

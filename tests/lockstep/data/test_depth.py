@@ -10,7 +10,9 @@ from PIL import Image
 from augmentations.policies import ThreeAugment
 from data.image_folder import ImageFolderDataModule
 from lockstep.data.augmentation import CropFlip
+from lockstep.data.decoding import CorruptImage
 from lockstep.data.image_datamodule import CHECK
+from lockstep.data.reading import Reading
 from lockstep.data.report import settings_of
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import data_facts
@@ -220,3 +222,18 @@ def test_masks_move_with_deep_images(tmp_path):
     images, masks = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
     counts = masks >= 0
     assert torch.equal(images[:, 0][counts], masks[counts].float()) and masks[counts].sum() > 0
+
+
+def test_a_check_that_cannot_read_spoils_no_training(tmp_path, monkeypatch):
+    root = folder(tmp_path / "x")
+    read = Reading.values_of
+
+    def fail(self, file, name=""):
+        raise CorruptImage(f"{name} cannot be read")
+
+    monkeypatch.setattr(Reading, "values_of", fail)
+    with pytest.raises(Exception, match="cannot be read"):
+        module(root, tmp_path / "cache", stage=CHECK)
+    monkeypatch.setattr(Reading, "values_of", read)
+    for stage in (CHECK, "fit"):
+        assert module(root, tmp_path / "cache", stage=stage).reading.limits == (LOW, HIGH)

@@ -193,3 +193,9 @@ def test_a_run_is_evaluated_and_predicts_with_its_numbers(tmp_path):
     refused = run_script("predict", "ckpt_path=r", f"images={tmp_path}", logs=logs)
     assert refused.code == 2 and "images=FILE.csv" in refused.output
     assert run_script("export", "ckpt_path=r", logs=logs).code == 2
+
+
+def test_one_image_with_two_numbers_is_refused(tmp_path):
+    root = table(tmp_path, path=["0.png"] * COUNT)
+    with pytest.raises(UserError, match="line 3: 0.png is listed before with other numbers"):
+        listed_images(root, ["age"])

@@ -1,9 +1,11 @@
 """Workers that load batches, and the images that a node keeps."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -111,8 +113,9 @@ def test_one_of_several_builds_and_all_get_it(tmp_path):
 
     A killed build left its folder.
     """
-    (tmp_path / ".entry.part").mkdir()
-    (tmp_path / ".entry.part" / "stale.bin").write_bytes(b"old")
+    part = tmp_path / f".entry.{socket.gethostname()}.part"
+    part.mkdir()
+    (part / "stale.bin").write_bytes(b"old")
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: cached(tmp_path / "entry", build_slowly), range(3)))
     assert (
@@ -120,6 +123,24 @@ def test_one_of_several_builds_and_all_get_it(tmp_path):
         and len((tmp_path / "builds.txt").read_text().split()) == 1
     )
     assert sorted(path.name for path in (tmp_path / "entry").iterdir()) == ["data.bin", META]
+
+
+def test_two_nodes_whose_locks_do_not_meet_share_no_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_cache, "_locked", lambda folder: contextlib.nullcontext())
+
+    def build(part):
+        (part / "data.bin").write_bytes(b"whole")
+        return {"by": "the other node"}
+
+    def build_slowly_here(part):
+        (part / "data.bin").write_bytes(b"who")
+        monkeypatch.setattr(node_cache.socket, "gethostname", lambda: "another")
+        cached(tmp_path / "entry", build)
+        (part / "data.bin").write_bytes(b"whole")
+        return {"by": "this node"}
+
+    assert cached(tmp_path / "entry", build_slowly_here) == {"by": "the other node"}
+    assert (tmp_path / "entry" / "data.bin").read_bytes() == b"whole"
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path):

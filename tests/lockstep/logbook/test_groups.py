@@ -3,7 +3,8 @@
 import pytest
 
 from example_runs import write_run
-from lockstep.logbook.groups import name_of_group
+from lockstep.logbook.folders import read_run
+from lockstep.logbook.groups import arms_of_groups, name_of_group
 from logbook import main
 
 VALUES = {"none": (0.90, 0.91, 0.92), "trivial": (0.93, 0.945, 0.95)}
@@ -80,3 +81,14 @@ def test_what_differs_between_the_runs_of_a_pair_is_named(compare, tmp_path, cap
     write_run(tmp_path / "logs/train/runs", "longer-1", seed=1, epochs=99, tags=["longer"])
     assert compare("none-1,none-2", "tags=longer") == 0
     assert "Not held fixed between these runs: the number of epochs" in capsys.readouterr().out
+
+
+def test_a_lower_loss_is_better_without_a_config(tmp_path):
+    groups = {}
+    for name, value in (("good", 0.1), ("bad", 0.9)):
+        metrics = {"val/loss": value, "val/loss_best": value}
+        folder = write_run(tmp_path, name, monitor="val/loss", metrics=metrics)
+        (folder / "config.yaml").unlink()
+        groups[name] = [read_run(folder)]
+    arms = arms_of_groups(groups)
+    assert arms.minimize and arms.ranked[0].name == "good"

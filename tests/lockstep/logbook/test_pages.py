@@ -153,6 +153,13 @@ def test_a_kept_run_is_a_slim_copy_without_secrets(folders, tmp_path):
     assert "\n- [Two ways](two-ways.md)\n" in index and "\n- [All &#124; curves](x.html)\n" in index
 
 
+def test_a_kept_run_has_validations_of_any_name(folders, tmp_path):
+    rows = "".join(f"{step},,0.5\n" for step in range(3001)) + "1,0.75,0.5\n" * 2
+    (folders[0] / "metrics.csv").write_text(f"step,validation_loss,train/loss\n{rows}2,,1\n")
+    page = keep_run(folders[0], tmp_path / "logbook")
+    assert (page.parent / "metrics.csv").read_text().count("0.75") == 2
+
+
 def test_build_skips_what_it_cannot_read(folders, tmp_path):
     logbook = tmp_path / "logbook"
     for folder in folders[:2]:

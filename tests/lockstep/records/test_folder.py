@@ -7,13 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lockstep.process.errors import NoRoom, UserError, no_room
 from lockstep.process.files import lock, locked_file, write_atomically
 from lockstep.process.output import duration
 from lockstep.records.batch import Batch, states_accumulation
 from lockstep.records.config import seconds_of
-from lockstep.records.folder import checked_run_id, find_run, new_run_id
+from lockstep.records.folder import checked_run_id, find_run, new_run_id, read_config
 
 
 def test_a_run_id_cannot_leave_its_folder():
@@ -158,3 +159,9 @@ def test_what_does_not_divide_names_the_nearest_that_do(cut, sizes, said):
     with pytest.raises(UserError) as refused:
         cut(*sizes)
     assert said in str(refused.value)
+
+
+def test_a_path_that_is_no_utf_8_is_read_back(tmp_path):
+    config = {"data": {"root": os.fsdecode(b"/f\xfcr")}}
+    write_atomically(tmp_path / "config.yaml", lambda file: yaml.safe_dump(config, file))
+    assert read_config(tmp_path / "config.yaml") == config

@@ -179,3 +179,26 @@ def test_a_restart_tells_the_ranks_of_both_starts():
     ] and again.per_device_batch_limit == 8
     older = RunRecord(per_device_batch_size=32)  # of a version that knew no limit
     assert continued(older, of(4, 16), step=3).per_device_batch_limit == 32
+
+
+@pytest.mark.parametrize(("price", "usd"), [(1.0, 801.0), (None, 800.0)])
+def test_an_earlier_start_cost_what_its_nodes_cost(price, usd, path):
+    before = RunRecord(
+        updated_at="2026-01-01T10:00:00Z",
+        started_at="2026-01-01T00:00:00Z",
+        num_nodes=8,
+        cost=JsonObject(usd=800.0, price_per_hour=10.0),
+    )
+    now = RunRecord(
+        started_at="2026-01-02T00:00:00Z",
+        finished_at="2026-01-02T01:00:00Z",
+        num_nodes=1,
+        cost=JsonObject(price_per_hour=price),
+    )
+    write_record(path, continued(before, now, step=1))
+    assert read_record(path).cost["usd"] == usd
+
+
+def test_a_resumed_run_does_not_claim_a_test_of_any_name():
+    before = RunRecord(metrics={"test_acc": 0.5, "val_acc": 0.4})
+    assert continued(before, RunRecord(), step=5).metrics == {"val_acc": 0.4}

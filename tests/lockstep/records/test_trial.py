@@ -48,3 +48,20 @@ def test_another_pruner_is_refused():
     check_pruner(None)
     with pytest.raises(UserError, match="hyperband, median or null"):
         check_pruner("hyperbnd")
+
+
+def test_a_line_that_a_full_disk_has_cut_spoils_no_study(tmp_path):
+    path = tmp_path / "j"
+    study = study_of(path, None, [])
+    trial = study.ask()
+    with path.open("ab") as file:
+        file.write(b'{"op_code":6,"wor')
+    for number in (1, 2):
+        Trial(str(path), "night", trial.number, "").report(number, 0.5)
+    values = study_values(path, trial.number)
+    assert values == {1: 0.5, 2: 0.5}
+
+
+def study_values(path, number):
+    study = optuna.load_study(study_name="night", storage=journal_storage(path))
+    return study.trials[number].intermediate_values

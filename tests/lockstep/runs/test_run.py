@@ -19,6 +19,7 @@ from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch
 from lockstep.runs.checks import check_before_start
 from lockstep.runs.first_record import changes_of_recipe, headlines
+from lockstep.runs.opening import Ended, open_run
 from lockstep.runs.place import hold_run_lock
 from lockstep.runs.resume import config_before, what_is_over
 from lockstep.runs.run import Run
@@ -288,3 +289,25 @@ def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/r cannot be written .*paths.log_dir="):
         hold_run_lock(RunFolder(tmp_path / "file" / "r"))
+
+
+class Waiting(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [UserError("r is trained elsewhere"), Waiting()])
+def test_who_waits_in_vain_leaves_the_run_alone(error, tmp_path, monkeypatch):
+    words = ["experiment=quickstart", "trainer=cpu", "run_id=r", f"paths.log_dir={tmp_path}"]
+    config = config_of(*words)
+    folder = RunFolder(tmp_path / "train" / "runs" / "r")
+    folder.path.mkdir(parents=True)
+    write_record(folder.record, RunRecord(run_id="r", status="running"))
+
+    def wait_in_vain(*_):
+        raise error
+
+    monkeypatch.setattr("lockstep.runs.opening.hold_run_lock", wait_in_vain)
+    with pytest.raises(Ended), open_run(config, find_ranks(config, {})):
+        pass
+    assert [path.name for path in folder.path.iterdir()] == ["run.json"]
+    assert read_record(folder.record).status == "running"
