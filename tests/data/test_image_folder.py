@@ -1,6 +1,5 @@
 """Folders of images: splits, what is left out, groups, damage, and identical images."""
 
-import contextlib
 import os
 
 import numpy as np
@@ -307,10 +306,8 @@ def test_names_with_leading_zeros_have_one_order_on_every_disk(tmp_path, monkeyp
             (tmp_path / "a").mkdir(exist_ok=True)
             Image.new("RGB", (4, 4)).save(tmp_path / "a" / f"{name}.png")
 
-        @contextlib.contextmanager
         def in_order(path, reverse=reverse):
-            with scandir(path) as entries:
-                yield iter(sorted(entries, key=lambda entry: entry.name, reverse=reverse))
+            return sorted(scandir(path), key=lambda entry: entry.name, reverse=reverse)
 
         monkeypatch.setattr(os, "scandir", in_order)
         orders.append([item.name for item in files_below(tmp_path, {})])

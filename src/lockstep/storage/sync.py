@@ -3,8 +3,8 @@
 import contextlib
 import logging
 import os
-import secrets
 import shutil
+import socket
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -133,7 +133,8 @@ def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
 def _is_being_written(path: Path) -> bool:
     """Return whether another node may be fetching a file: locks of some disks end at the node."""
     is_part = path.name.startswith(".") and path.suffix == ".part"
-    return is_part and time.time() - path.stat().st_mtime < NEW_PART_S
+    is_of_another = not path.name.endswith(f".{socket.gethostname()}.part")
+    return is_part and is_of_another and time.time() - path.stat().st_mtime < NEW_PART_S
 
 
 def _is_whole(path: Path, file: RemoteFile) -> bool:
@@ -154,7 +155,7 @@ def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
 def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: Progress) -> None:
     """Fetch one object, and try again after a pause if the connection breaks."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.{secrets.token_hex(4)}.part")
+    part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.{socket.gethostname()}.part")
     for pause_s in PAUSES_S:
         try:
             _fetch_rest(bucket, file, part, progress)

@@ -1,13 +1,17 @@
 """The checkpoints that a run writes, and how they are written and read."""
 
+import enum
 import math
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from local_ranks import meet, run_ranks
@@ -320,3 +324,33 @@ def test_ranks_of_different_values_have_their_mean_and_are_named(
     value = Checkpoints(tmp_path)._mean_over_ranks(trainer)
     assert value == pytest.approx(chosen, nan_ok=True)
     assert ("without sync_dist=True" in caplog.text) is is_warned
+
+
+class Mode(enum.StrEnum):
+    FAST = "fast"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hyperparameters_of_other_libraries_spoil_no_checkpoint(tmp_path):
+    class Configured(Small):
+        def __init__(self, rate, mode, config):
+            super().__init__()
+            self.save_hyperparameters()
+
+    config = OmegaConf.create({"width": 5})
+    fit(Configured(np.float64(0.5), Mode.FAST, config), Checkpoints(tmp_path), max_epochs=1)
+    kept = read_checkpoint(newest_whole(tmp_path, "last"))["hyper_parameters"]
+    assert kept == {"rate": 0.5, "config": {"width": 5}}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_config_as_hyperparameters_spoils_no_checkpoint(tmp_path):
+    class Configured(Small):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    fit(Configured(OmegaConf.create({"width": 5})), Checkpoints(tmp_path), max_epochs=1)
+    checkpoint = read_checkpoint(newest_whole(tmp_path, "last"))
+    assert checkpoint["hyper_parameters"] == {"width": 5}
+    assert pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE not in checkpoint

@@ -1,5 +1,6 @@
 """A training warns once of what it most probably does not intend, and of nothing else."""
 
+import itertools
 import logging
 
 import lightning.pytorch as pl
@@ -177,3 +178,16 @@ def fit_project(module, data):
     options = dict.fromkeys(off, False)
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[Doubts()], **options)
     trainer.fit(module, datamodule=data)
+
+
+class Endless(torch.utils.data.Sampler):
+    """A sampler without a length."""
+
+    def __iter__(self):
+        return itertools.cycle(range(len(ROWS)))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_sampler_without_a_length_trains(drop_last, warnings_of):
+    loader = DataLoader(ROWS, 4, sampler=Endless(), drop_last=drop_last)
+    assert warnings_of(Small(), loader, max_steps=3, max_epochs=-1) == []

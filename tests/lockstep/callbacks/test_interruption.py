@@ -284,3 +284,19 @@ def test_a_refusal_of_lightning_keeps_its_message(tmp_path):
         match="gradient clipping is not supported for manual optimization",
     ):
         fit(Manual(), HangDump(), max_steps=1, gradient_clip_val=1.0, default_root_dir=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stop_is_heard_where_an_epoch_is_one_step(tmp_path):
+    stop = Interruption()
+
+    class Asking(Small):
+        def on_train_batch_start(self, *_):
+            if self.trainer.global_step == 3:
+                stop.ask("SIGTERM")
+
+    with pytest.raises(Interrupted):
+        fit(Asking(), Checkpoints(tmp_path), stop, max_epochs=20, limit_train_batches=1,
+            limit_val_batches=0)  # fmt: skip
+    _, sidecar = next(complete_checkpoints(tmp_path, "last"))
+    assert sidecar.step == 4

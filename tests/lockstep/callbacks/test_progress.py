@@ -164,3 +164,21 @@ def test_trackio_gets_the_test_after_the_training(monkeypatch):
     logger.finalize("success")
     assert begun == [("lockstep", "r", "allow")] * 2
     assert logged == [({"val/acc": 0.5}, 4), "finished", ({"test/acc": 0.75}, 4), "finished"]
+
+
+def test_every_rank_reads_the_metrics_of_an_epoch():
+    """Lightning computes them then, which is a collective."""
+    reads = []
+
+    class Trainer(SimpleNamespace):
+        @property
+        def callback_metrics(self):
+            reads.append(self.is_global_zero)
+            return {}
+
+    values = vars(trainer_at(20, 4))
+    del values["callback_metrics"]
+    for is_global_zero in (True, False):
+        trainer = Trainer(**{**values, "is_global_zero": is_global_zero})
+        Progress().on_train_epoch_end(trainer, None)
+    assert reads == [True, False]

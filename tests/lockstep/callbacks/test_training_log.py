@@ -192,3 +192,24 @@ def test_an_epochs_last_row_has_the_tasks_training_counts(tmp_path):
     module = Counted(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.01))
     first, last = logged(tmp_path, module, batches=4, log_every_n_steps=2)
     assert first["train/acc"] == "" and float(last["train/acc"]) == 28 / 32
+
+
+class OwnBatch:
+    def __init__(self, items):
+        self.images = torch.stack(items)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_of_the_users_own_class_has_no_speed(tmp_path):
+    class OfOwn(Small):
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch.images).sum()
+
+    logger = MetricsCsv(tmp_path / "metrics.csv")
+    loader = torch.utils.data.DataLoader(torch.ones(8, 2), 2, collate_fn=OwnBatch)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=[TrainingLog()], logger=logger,
+                         log_every_n_steps=1, enable_progress_bar=False,
+                         enable_checkpointing=False)  # fmt: skip
+    trainer.fit(OfOwn(), loader)
+    assert trainer.global_step == 8
+    assert "images_per_s" not in logger.path.read_text().splitlines()[0]

@@ -412,3 +412,25 @@ def test_a_rank_that_fails_saves_without_the_others(tmp_path, monkeypatch):
         start(tmp_path, LOADERS["shuffle"], *callbacks, **options)
     content = read_checkpoint(tmp_path / "failed" / "on_exception.ckpt")
     assert content["lockstep"]["point"]["batches_done"] == 1
+
+
+def test_a_stop_within_a_step_repeats_its_batches(tmp_path):
+    class Stopped(Noisy):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            # Of the second step, of two batches, one is done.
+            if self.current_epoch == 0 and batch_idx == 2:
+                self.trainer.should_stop = True
+
+    def loader():
+        return DataLoader(Quiet(), 4, shuffle=True)
+
+    whole = start(tmp_path / "whole", loader, accumulate_grad_batches=2)
+    start(tmp_path / "r", loader, make=Stopped, accumulate_grad_batches=2)
+    resumed = start(tmp_path / "r", loader, resume=True, accumulate_grad_batches=2)
+    assert len(resumed.seen) == len(whole.seen) - 2
+    # The batch that is repeated draws noise anew, so that the next epoch has another order.
+    rest = BATCHES - 2
+    assert [seen[:3] for seen in resumed.seen[:rest]] == [
+        seen[:3] for seen in whole.seen[2:BATCHES]
+    ]

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from lockstep.process.errors import Interrupted, UserError
-from lockstep.process.output import say, set_up
+from lockstep.process.output import Console, say, set_up
 from lockstep.process.script import exit_code_of
 from ranks import SRC
 
@@ -72,6 +72,32 @@ def test_what_the_stream_cannot_write_does_not_silence_it(monkeypatch):
     print("afterwards")
     stream.flush()
     assert stream.buffer.getvalue() == b"caf\\xe9 \\udce9 \\u2192\nafterwards\n"
+
+
+def test_a_wrong_log_call_ends_nothing_and_a_traceback_is_shown(capsys):
+    # pytest's own handler raises.
+    alone = logging.Logger("alone")
+    alone.addHandler(Console())
+    alone.warning("loss %d", "high")
+    try:
+        raise ZeroDivisionError("by zero")
+    except ZeroDivisionError:
+        alone.exception("a bad image")
+    said = capsys.readouterr().err
+    assert "error: a bad image\nTraceback" in said and "ZeroDivisionError: by zero" in said
+
+
+def test_a_result_that_finds_no_room_is_no_success():
+    code = (
+        "import sys\nfrom lockstep.process.output import say\n"
+        "from lockstep.process.script import exit_code_of\n"
+        "sys.exit(exit_code_of(lambda: say('table')))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1 and "no room" in done.stderr
 
 
 def test_a_reader_that_has_enough_ends_nothing():

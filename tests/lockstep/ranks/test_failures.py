@@ -1,5 +1,6 @@
 """The last line of a rank that failed."""
 
+import errno
 import re
 
 import pytest
@@ -60,3 +61,18 @@ def test_only_a_network_error_blames_a_silent_rank(text, rank, kind, monkeypatch
 def test_ranks_with_unequal_batches_are_told_apart(ranks, said):
     sentence = unequal_epochs(ranks)
     assert re.match(said, sentence) if said else sentence == ""
+
+
+def test_an_error_file_that_finds_no_room_is_removed(tmp_path, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def full(self, error):
+        file.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ErrorHandler, "record_exception", full)
+    failures._tell_agent(OSError(), rank_error(0, OSError("no room on /x")))
+    assert not file.exists() and "no room on /x" in capsys.readouterr().err

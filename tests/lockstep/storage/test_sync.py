@@ -5,6 +5,7 @@ Against a real S3 server.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from lockstep.process.errors import UserError
 from lockstep.storage import sync as module
-from lockstep.storage.sync import sync
+from lockstep.storage.sync import RemoteFile, sync
 from object_store import FaultyProxy, shared_store
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -63,6 +64,36 @@ def test_a_copy_is_as_the_bucket_is_now(place, tmp_path, caplog, monkeypatch):
     now = {**OBJECTS, "photos/new.jpg": b"new", "photos/large": b"smaller"}
     del now["photos/ä 0+/0.jpg"]
     assert found(sync(uri, tmp_path, s3)) == now and "4 files" in caplog.text
+
+
+def test_a_folder_that_left_the_bucket_leaves_the_copy(place, tmp_path):
+    uri, s3, client, name = place
+    folder = sync(uri, tmp_path, s3)
+    for key in OBJECTS:
+        if key.startswith("photos/ä 0+/"):
+            client.delete_object(Bucket=name, Key=key)
+    sync(uri, tmp_path, s3)
+    assert not (folder / "ä 0+").exists() and (folder / "ä 1+").exists()
+    # A file takes the name of a folder.
+    client.put_object(Bucket=name, Key="photos/ä 0+", Body=b"file")
+    assert (sync(uri, tmp_path, s3) / "ä 0+").read_bytes() == b"file"
+
+
+def test_a_part_of_another_node_stays_while_it_is_new(place, tmp_path):
+    uri, s3, _, _ = place
+    folder = sync(uri, tmp_path, s3)
+    new = folder / ".0.another.part"
+    old = folder / ".1.another.part"
+    own = folder / f".2.{socket.gethostname()}.part"
+    for path in (new, old, own):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    sync(uri, tmp_path, s3)
+    assert (new.exists(), old.exists(), own.exists()) == (True, False, False)
+
+
+def test_marks_are_times_of_every_file_system():
+    assert all(RemoteFile("k", 1, str(n)).mark_s < 2**31 for n in range(100))
 
 
 CHILD = """

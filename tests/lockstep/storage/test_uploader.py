@@ -554,3 +554,17 @@ def test_a_best_of_weights_alone_comes_with_the_last(setting, caplog):
     caplog.set_level("INFO")
     fetch_all(away, there)
     assert "continuing with the local files" in caplog.text
+
+
+def test_a_damaged_best_is_passed_over(setting, located, tmp_path, caplog):
+    caplog.set_level("INFO")
+    whole = setting.checkpoint(10)
+    damaged = setting.checkpoint(20)
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    setting.folder.record.write_text("{}")
+    found = locate_checkpoint(str(setting.folder.path), tmp_path, None)
+    assert found == whole.resolve() and f"Skipped {damaged.name}" in caplog.text
+    with pytest.raises(UserError, match="is damaged: its sha256"):
+        locate_checkpoint(str(damaged), tmp_path, None)
