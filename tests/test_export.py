@@ -323,3 +323,10 @@ def test_an_export_leaves_no_format_of_another_net(vit, tmp_path, capsys):
     assert main(ask) == 2 and "holds model.onnx, perhaps of another net" in capsys.readouterr().err
     assert main([*ask, "overwrite=true"]) == 0
     assert not (tmp_path / "model.onnx").exists() and (tmp_path / "model.safetensors").exists()
+
+
+def test_a_model_that_is_loaded_changes_no_random_state(vit):
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    load_finished(vit.record["run_id"], vit.logs)
+    assert torch.equal(before, torch.get_rng_state())

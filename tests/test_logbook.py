@@ -409,7 +409,7 @@ def test_remove_never_removes_a_run_in_logs(folder, name, logbook, tmp_path, mon
     assert not (tmp_path / "logbook/run-ddp").exists()
 
 
-def test_the_run_of_the_working_folder_is_kept_by_its_name(logbook, tmp_path, monkeypatch):
+def test_the_run_of_the_working_folder_is_kept(logbook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "logs/train/runs/run-ddp")
     assert logbook("keep", ".") == 0
     assert (tmp_path / "logbook/run-ddp/page.md").exists()

@@ -169,10 +169,7 @@ class DatasetImages(ImageList):
             return [0] * len(dataset), None
         change = getattr(dataset, "target_transform", None)
         classes = getattr(dataset, "classes", None)
-        labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
-        # An attribute of that name may be another thing, such as the list of the classes.
-        if not hasattr(labels, "__len__") or len(labels) != len(dataset):
-            labels = None
+        labels = _labels_attribute(dataset)
         try:
             if labels is None:
                 items = [_whole(dataset[i][1]) for i in range(len(dataset))]
@@ -425,3 +422,12 @@ def _as_pillow(image: Any) -> Image.Image:
         raise ValueError(f"the image has {count} channels: give data.channels={count}")
     is_grey = pixels.ndim == 3 and pixels.shape[-1] == 1
     return Image.fromarray(pixels[..., 0] if is_grey else pixels)
+
+
+def _labels_attribute(dataset: Any) -> Any:
+    """Return the labels that a data set has as an attribute, or None."""
+    labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    # An attribute of that name may be another thing, such as the list of the classes.
+    if not hasattr(labels, "__len__") or len(labels) != len(dataset):
+        return None
+    return labels

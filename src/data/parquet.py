@@ -40,11 +40,11 @@ class ParquetColumns:
 
 @dataclass
 class CopiedRows:
-    """What was found beside the images, while they were copied out of a parquet file.
+    """The facts beside the images that were copied out of a parquet file.
 
     Args:
         items: of the images, as of ReadShard.
-        parts: the names of their splits, where a column tells them.
+        parts: names of their splits, where a column tells them.
         files: for each image the file that its row names, as of identity_of, or None.
         unlabelled: the names of rows without a label.
     """

@@ -104,17 +104,12 @@ class Shards:
         """Yield the images of one file."""
         path = folder / name
         group_option = self.module.group
-        identity = identity_of(path)
-        cache = self.module.cache_folder([identity, self.options])
-        shard = cached(cache, partial(self.read, path))
-        # A cache of an older version does not know them.
-        files = shard.get("files", [])
-        files_now = [file and identity_of(Path(file[0])) for file in files]
-        if files_now != files:
-            # A file that the table names was replaced.
-            cache = self.module.cache_folder([identity, self.options, files_now])
-            shard = cached(cache, partial(self.read, path))
+        cache, shard = self._read_once(path)
         file = str(cache / shard["data"] if shard["data"] else path)
+        # A cache of an older version does not know the files of its images.
+        identity = identity_of(path)
+        files = [file or identity for file in shard.get("files", [])]
+        files = files or [identity] * len(shard["items"])
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
         if split == TRAIN and shard["items"]:
@@ -124,12 +119,25 @@ class Shards:
                 group = group_of(group_option, inner)
             part = splits[i] if splits else split
             title = f"{name}: {inner}"
-            *_, changed_at = (files_now[i] if files_now else None) or identity
+            *_, changed_at = files[i]
             item = Item(title, label, part, size, changed_at, group, file, start)
             item.numbers = rest[0] if rest else {}
             yield item
         for reason, names in shard["left_out"].items():
             left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
+
+    def _read_once(self, path: Path) -> tuple[Path, Content]:
+        """Return the folder of the cache for a file, and what the file holds."""
+        identity = identity_of(path)
+        cache = self.module.cache_folder([identity, self.options])
+        shard = cached(cache, partial(self.read, path))
+        files = shard.get("files", [])
+        files_now = [file and identity_of(Path(file[0])) for file in files]
+        if files_now != files:
+            # A file that the table names was replaced.
+            cache = self.module.cache_folder([identity, self.options, files_now])
+            shard = cached(cache, partial(self.read, path))
+        return cache, shard
 
     def _find(self, left_out: LeftOut) -> dict[str, int]:
         """Return the split of each file by its path, as its name or else its folders say."""

@@ -559,3 +559,17 @@ def test_two_views_come_from_the_datas_own_augmentation(tmp_path):
         done.code == 2
         and "task=simclr needs two views of each image: add data.views=2" in done.output
     )
+
+
+def test_precisions_that_round_targets_and_counts():
+    net = torch.nn.Conv2d(3, 4, 1)
+    module = Segmentation(net, num_classes=4).to(torch.bfloat16)
+    module.trainer = SimpleNamespace(testing=False, sanity_checking=False)
+    images = torch.zeros(2, 3, 5, 5, dtype=torch.bfloat16)
+    module.validation_step((images, torch.zeros(2, 5, 5, dtype=torch.long)), 0)
+    assert module.confusion.sum() == 50
+
+    regression = Regression(net)
+    regression.trainer = SimpleNamespace(precision="bf16-true")
+    with pytest.raises(UserError, match="rounds the targets of task=regression to 16 bits"):
+        regression.setup("fit")

@@ -226,21 +226,25 @@ def write_record(path: Path, record: RunRecord) -> None:
 def _update_cost(record: RunRecord) -> None:
     """Compute what the run has cost so far; the pauses before restarts cost nothing."""
     price = record.cost.get("price_per_hour")
-    end = record.finished_at or record.updated_at
-    last = record.restarts[-1] if record.restarts else JsonObject()
-    before = last.usd_before or 0.0
-    if before:
-        # What came before may have run on other nodes, at another price.
-        running_s = _between(last.at, end)
-    else:
-        running_s = _between(record.started_at, end)
-        for restart in record.restarts:
-            running_s -= restart.downtime_s or restart.idle_s or 0.0
+    before, running_s = _cost_before(record)
     if (price is None and not before) or not running_s >= 0:
         return
     usd = before + (price or 0.0) * (record.num_nodes or 1) * running_s / 3600
     of_epoch = round(usd / record.epochs, 4) if record.epochs else None
     record.cost = {"usd": round(usd, 4), "usd_per_epoch": of_epoch, "price_per_hour": price}
+
+
+def _cost_before(record: RunRecord) -> tuple[float, float]:
+    """Return what earlier starts have cost, and the seconds that are to be paid beside it."""
+    end = record.finished_at or record.updated_at
+    last = record.restarts[-1] if record.restarts else JsonObject()
+    if last.usd_before is not None:
+        # They may have run on other nodes, at another price.
+        return last.usd_before, _between(last.at, end)
+    running_s = _between(record.started_at, end)
+    for restart in record.restarts:
+        running_s -= restart.downtime_s or restart.idle_s or 0.0
+    return 0.0, max(running_s, 0.0)
 
 
 def save_record(path: Path, record: RunRecord) -> None:

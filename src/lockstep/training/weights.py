@@ -220,9 +220,9 @@ def _match_head(
     ]
 
     num_classes = facts.get("num_classes")
+    sizes = {len(module_state[name]) for name in heads}
     # Outputs of another number are features of a task that has its head beside the net.
-    are_features = bool(classes) and any(len(module_state[name]) != len(classes) for name in heads)
-    if classes_before == classes or are_features:
+    if classes_before == classes or (classes and sizes != {len(classes)}):
         return _match_outputs(heads, module_state, state, num_classes)
     if sorted(classes_before) == sorted(classes):
         order = [classes_before.index(name) for name in classes]

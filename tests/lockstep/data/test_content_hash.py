@@ -151,7 +151,7 @@ def test_a_hash_of_an_older_method_is_not_compared(caplog):
     assert is_same_data(dm, {**before, "hash_method": 2}) is False
 
 
-def test_other_pixels_of_the_same_files_are_refused_on_a_resume():
+def test_other_pixels_of_the_same_files_are_refused():
     same = {"data_hash": "a", "hash_method": "sampled", "class_names": ["x"], "std": [0.2]}
     before = {**same, "range": None, "mean": [0.485]}
     check_data_of_run({"lockstep": {"data": before}}, {**before, "mean": [0.48500001]}, "r")

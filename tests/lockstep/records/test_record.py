@@ -199,6 +199,6 @@ def test_an_earlier_start_cost_what_its_nodes_cost(price, usd, path):
     assert read_record(path).cost["usd"] == usd
 
 
-def test_a_resumed_run_does_not_claim_a_test_of_any_name():
+def test_a_resumed_run_claims_no_test_of_any_name():
     before = RunRecord(metrics={"test_acc": 0.5, "val_acc": 0.4})
     assert continued(before, RunRecord(), step=5).metrics == {"val_acc": 0.4}

@@ -50,7 +50,7 @@ def test_another_pruner_is_refused():
         check_pruner("hyperbnd")
 
 
-def test_a_line_that_a_full_disk_has_cut_spoils_no_study(tmp_path):
+def test_a_line_cut_by_a_full_disk_spoils_nothing(tmp_path):
     path = tmp_path / "j"
     study = study_of(path, None, [])
     trial = study.ask()

@@ -188,7 +188,7 @@ def test_weights_of_a_model_without_use_set_no_images(task, from_weights, tmp_pa
     data = prepared_data(
         config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": tmp_path, **images}
     )
-    assert len(data.settings.from_weights) == from_weights
+    assert len(data.normalisation.from_weights) == from_weights
 
 
 class LogsPlainly(Small):

@@ -29,6 +29,7 @@ from lockstep.records.folder import RunFolder
 from lockstep.runs import join as rank
 from lockstep.runs.join import prepare_process, set_breakpoints, threads_of
 from lockstep.runs.run import Run
+from lockstep.training.build_data import data_facts
 from lockstep.training.build_module import build_module, uses_channels_last
 from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.weights import start_from
@@ -176,6 +177,17 @@ def test_another_net_is_refused(checkpoint):
     facts = {"class_names": ["cat", "dog", "fox"], "data_hash": "x", "image_size": 2}
     with pytest.raises(UserError, match=r"net.1.bias is \(5,\) there, \(6,\) here"):
         start_from(Task(3, width=6), checkpoint[1], "m", {}, facts)
+
+
+def test_features_of_another_width_begin_random(checkpoint):
+    """Behind a ReLU, as in task=image_and_numbers, zeros would never learn."""
+    module = Task(6)
+    before = module.net[2].weight.clone()
+    facts = {"class_names": ["cat", "dog", "fox"], "num_classes": 3, "data_hash": "x"}
+    said = start_from(module, checkpoint[1], "m", {}, {**facts, "image_size": 2})
+    assert torch.equal(module.net[2].weight, before) and before.abs().min() > 0
+    assert torch.equal(module.net[1].weight, checkpoint[0].net[1].weight)
+    assert "the head is new" in said
 
 
 # What a rank sets up before it meets the others.
@@ -335,3 +347,10 @@ def test_a_plateau_schedule_goes_by_the_metric_over_a_resume(tmp_path):
         torch.load(next(done.folder.checkpoints.glob("last*.ckpt")))["lr_schedulers"][0]["mode"]
         == "max"
     )
+
+
+def test_weights_of_classes_that_nobody_counted_are_refused():
+    with pytest.raises(UserError, match="loss.class_weights=auto needs the number"):
+        module_of("loss.class_weights=auto")
+    counted = SimpleNamespace(num_classes=2, class_counts=torch.tensor([90, 10]))
+    assert data_facts(counted)["class_counts"] == [90, 10]
