@@ -74,4 +74,6 @@ def test_the_number_of_files_in_git_is_kept():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git repository")
-    assert len(listed.stdout.splitlines()) <= 660
+    # The logbook has a limit of its own, of runs.
+    files = [name for name in listed.stdout.splitlines() if not name.startswith("logbook/")]
+    assert len(files) <= 630
