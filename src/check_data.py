@@ -256,7 +256,7 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
     Args:
         is_augmented: draw training images as the net sees them.
     """
-    from lockstep.data.report import Kind, write_findings
+    from lockstep.data.report import LISTS, Kind, write_findings
 
     data = listed_data(config)
     groups = [key_of(override).partition(".")[0] for override in config["overrides"]]
@@ -271,6 +271,9 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
     name = str(config["data"].get("name") or "data")
     folder = Path(config["paths"]["log_dir"]) / "check_data" / name
     folder.mkdir(parents=True, exist_ok=True)
+    # An earlier check may have been of other images.
+    for name in (LISTS, "pairs.png", "batch.png"):
+        (folder / name).unlink(missing_ok=True)
     write_findings(folder, findings)
     draw_pairs(data, likeness_of, folder / "pairs.png")
     if is_augmented:

@@ -213,3 +213,17 @@ def fit(
     )
     trainer.fit(module, DataLoader(data, batch_size), val_loader, ckpt_path=ckpt_path)
     return trainer
+
+
+class Worded(Regression):
+    """Its parameters have the names of parts."""
+
+    def __init__(self, optimizer: str = "sgd", scheduler: bool = False):
+        super().__init__()
+        self.said = (optimizer, scheduler)
+
+
+class Needy(Regression):
+    def __init__(self, optimizer, scheduler):
+        super().__init__()
+        self.said = (optimizer, scheduler)

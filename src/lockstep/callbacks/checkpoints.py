@@ -161,7 +161,7 @@ class Checkpoints(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
-            self._check_before_training(trainer)
+            self._check_before_training(trainer, pl_module)
         elif trainer.state.fn == "fit":
             self.validated_step = trainer.global_step
             if not resume_point.ends_epoch(trainer) and self._is_best(trainer):
@@ -241,11 +241,13 @@ class Checkpoints(pl.Callback):
 
     # What is best
 
-    def _check_before_training(self, trainer: pl.Trainer) -> None:
+    def _check_before_training(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Notice a metric that is not logged before training, in the sanity check."""
         if not self.monitor.startswith("val"):
             return
-        self._check_monitor(trainer)
+        # A module of the user's may log a metric in whole validations alone.
+        if hasattr(module, "log_exactly"):
+            self._check_monitor(trainer)
         # Of several loaders Lightning has no metrics yet.
         if len(trainer.num_sanity_val_batches) < 2:
             self._warn_without_best(trainer)

@@ -155,7 +155,7 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
         fault = fault_of(path)
         if fault is None:
             return path
-        log.info(f"Skipped {path.name}: {fault}.")
+        log.warning(f"Skipped {path.name}: {fault}.")
     return None
 
 

@@ -10,6 +10,7 @@ import logging
 import re
 from typing import Any
 
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger(__name__)
@@ -67,3 +68,34 @@ def _tolerant_experiment(experiment: Any, name: str) -> Any:
         with contextlib.suppress(TypeError):
             experiment.__class__ = type(cls.__name__, (cls, Skipping), attributes)
     return experiment
+
+
+class SkippingLogger(Skipping, Logger):
+    """The logger of an evaluation, whose results are in its record: a module's figures are skipped.
+
+    Args:
+        folder: of the evaluation.
+    """
+
+    skips_for = "evaluation"
+    name = "evaluation"
+    version = ""
+    save_dir: str | None = None
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.save_dir = folder
+
+    @property
+    def log_dir(self) -> str | None:
+        return self.save_dir
+
+    @property
+    def experiment(self) -> Any:
+        return _tolerant_experiment(None, self.skips_for)
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Do nothing: the record has them."""
+
+    def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: the run has them."""

@@ -60,8 +60,13 @@ class MetricsCsv(Logger):
         if replaces_loss and self.table.step == step:
             for name in OF_STEPS:
                 self.table.last.pop(name, None)
+        # A test ends a run, in its last row. A module may log such a name while it trains.
+        logged: set[str] = set()
+        for row in rows_of(self.path):
+            if row["step"] < self.table.step:
+                logged |= row.keys()
         tests = [name for name in self.table.columns if name.startswith("test")]
-        self.table.rewrite(without=tests)
+        self.table.rewrite(without=[name for name in tests if name not in logged])
 
     @rank_zero_only
     def write_row(self, values: Row, step: int) -> None:

@@ -16,7 +16,14 @@ from lockstep.checkpoints.files import newest_whole, read_sidecar
 from lockstep.config.keys import is_equal_on_all_ranks
 from lockstep.process import signals
 from lockstep.process.environment import environment, set_variables
-from lockstep.process.errors import EXIT_FAILED, EXIT_OK, Ended, Interrupted, UserError
+from lockstep.process.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    Ended,
+    Interrupted,
+    UserError,
+)
 from lockstep.ranks import failures
 from lockstep.ranks.find import Cluster, agent_id, named_run, set_rank_environment
 from lockstep.records import provenance
@@ -75,6 +82,9 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
         finishes_here = not cluster.has_agent and not cluster.local_rank
         if finishes_here and opening.folder is not None:
             code = finish_run(config, cluster, opening.folder, code)
+        elif code == EXIT_INTERRUPTED and cluster.launcher == "torchrun":
+            # As the first rank of the node: torchrun would start the ranks again.
+            code = EXIT_OK
 
     if not is_open:
         raise Ended(code)
@@ -180,7 +190,10 @@ class Opening:
             checkpoint = newest_whole(run.folder.checkpoints)
             if previous or checkpoint:
                 start = checkpoint.name if checkpoint else "its start: no whole checkpoint"
-                log.info(f"Resuming {run.folder.run_id} from {start}.")
+                # Steps without a checkpoint are lost.
+                is_lost = previous is not None and bool(previous.steps) and not checkpoint
+                level = logging.WARNING if is_lost else logging.INFO
+                log.log(level, f"Resuming {run.folder.run_id} from {start}.")
             run.resume_step = 0
             if checkpoint:
                 run.resume_step = read_sidecar(checkpoint).step

@@ -242,7 +242,7 @@ def _fetch_unless_damaged(
     except S3Error as error:
         if error.code not in ("Damaged", "NoSuchKey"):
             raise
-        log.info(f"Skipped {bucket.address(key)}: {error}.")
+        log.warning(f"Skipped {bucket.address(key)}: {error}.")
 
 
 def _names_newer(pointers: Pointers, folder: RunFolder) -> bool:

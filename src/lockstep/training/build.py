@@ -24,7 +24,7 @@ from lockstep.checkpoints.load import Checkpoint
 from lockstep.config.instantiate import build as build_node
 from lockstep.config.instantiate import options_of
 from lockstep.data.report import settings_of
-from lockstep.loggers.experiment import skip_other_methods
+from lockstep.loggers.experiment import SkippingLogger, skip_other_methods
 from lockstep.process.errors import UserError
 from lockstep.records.config import model_name, seconds_of
 from lockstep.records.trial import Trial
@@ -106,7 +106,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     callbacks = build_callbacks(run, facts, data_report, is_training=is_training)
     if compiled:
         callbacks.append(EagerEvaluation())
-    loggers = build_loggers(run) if is_training else []
+    loggers = build_loggers(run) if is_training else [SkippingLogger(str(run.folder.path))]
     trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
     return Parts(trainer, module, data)
 

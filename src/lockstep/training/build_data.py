@@ -1,6 +1,8 @@
 """Build the data module of a run, and collect the facts that a checkpoint stores about it."""
 
 import logging
+import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,11 +224,8 @@ def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
 def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "attach_to_ranks"):
-        names = (*FACTS_OF_ANY, *FACTS_OF_TARGETS, "inputs")
-        facts = {key: getattr(data, key) for key in names if hasattr(data, key)}
-        if hasattr(data, "class_counts"):
-            facts["class_counts"] = [int(count) for count in data.class_counts]
-        return facts
+        values = {name: _plain_fact(data, name) for name in KINDS_OF_FACTS}
+        return {name: value for name, value in values.items() if value is not None}
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *FACTS_OF_IMAGES)}
     facts |= {key: getattr(data.framing, key) for key in FACTS_OF_FRAMING}
     reading = getattr(data.source, "reading", None)
@@ -240,6 +239,42 @@ def data_facts(data: Any) -> DataFacts:
     facts["crop_pct"] = float(data.normalisation.crop_pct)
     facts["target"] = data.target_kind
     return facts
+
+
+def _plain_fact(data: Any, name: str) -> Any:
+    """Return an attribute of the user's data module as a checkpoint can hold it.
+
+    It is None if it is missing, of another kind, or not known yet.
+    """
+    # A property may need setup(), and raise anything before.
+    try:
+        value = getattr(data, name, None)
+        return None if value is None else KINDS_OF_FACTS[name](value)
+    except Exception:
+        return None
+
+
+def _texts(names: Any) -> list[str]:
+    if isinstance(names, str | dict):
+        raise TypeError("not a list of names")
+    return [str(name) for name in names]
+
+
+def _counts(counts: Any) -> list[int]:
+    return [int(count) for count in counts]
+
+
+# Attributes of the user's data module that count, and what makes them plain values.
+KINDS_OF_FACTS: dict[str, Callable[[Any], Any]] = {
+    "num_classes": operator.index,
+    "class_names": _texts,
+    "image_size": operator.index,
+    "channels": operator.index,
+    "class_counts": _counts,
+    "target_mean": float,
+    "target_std": float,
+    "inputs": list,
+}
 
 
 def other_pixels(before: DataFacts, now: DataFacts) -> str:

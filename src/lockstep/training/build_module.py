@@ -3,7 +3,8 @@
 The constructor of task= gets the arguments that it declares, from the config and the data.
 """
 
-from collections.abc import Set
+import inspect
+from collections.abc import Mapping, Set
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +25,8 @@ from lockstep.training.task import Task
 # Keys of the config that a constructor need not know.
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")
 # Facts about the data that a constructor may ask for.
+# Parts that a constructor may take by name.
+PARTS = {"net", "optimizer", "scheduler", "rules", "loss", "metrics"}
 FACTS = (
     "num_classes",
     "class_names",
@@ -111,6 +114,7 @@ def build_module(
     # The task itself is built whole.
     node.pop("_partial_", None)
     asked = parameters.keys() - node.keys() - positional(node, parameters)
+    asked -= _options_of_the_user(parameters)
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
     outputs = task.get("outputs") or facts.get("num_classes")
     # The net comes first: what draws random numbers after it does not change its initial weights.
@@ -121,8 +125,22 @@ def build_module(
         parts |= _parts_of_training(config, asked, learning_rates or {})
         if "loss" in asked:
             _refuse_unknown_counts(config, facts)
+    else:
+        # An evaluation needs no optimizer, and the constructor may.
+        for name in asked & {"optimizer", "scheduler"}:
+            if parameters[name].default is inspect.Parameter.empty:
+                parts[name] = None
     parts |= _further_parts(config, asked, facts, outputs)
     return _finished(build(node, parts), config, trainable=trainable)
+
+
+def _options_of_the_user(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
+    """Return the parameters with the name of a part whose default is a text or a number."""
+    names = set()
+    for name in PARTS & parameters.keys():
+        if isinstance(parameters[name].default, str | bool | int | float):
+            names.add(name)
+    return names
 
 
 def _parts_of_training(config: Config, asked: Set[str], learning_rates: Config) -> Config:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
@@ -19,6 +20,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.config.compose import compose, whole_config
 from lockstep.config.schema import key_of
@@ -110,13 +112,27 @@ class Predictor:
 
         Args:
             batches: of a loader of `data`.
-            data: the data module, whose hooks finish a batch on the device.
+            data: the data module, whose hooks finish a batch on the device, as the module's own do
+                where it has none.
         """
+        before = self._owner("on_before_batch_transfer", data)
+        mover = self._owner("transfer_batch_to_device", data)
+        after = self._owner("on_after_batch_transfer", data)
         with torch.inference_mode(), self.plugin.predict_step_context():
             for number, loaded in enumerate(batches):
-                moved = move_data_to_device(data.on_before_batch_transfer(loaded, 0), self.device)
-                batch = self.plugin.convert_input(data.on_after_batch_transfer(moved, 0))
+                ready = before.on_before_batch_transfer(loaded, 0)
+                if hasattr(mover, "transfer_batch_to_device"):
+                    moved = mover.transfer_batch_to_device(ready, self.device, 0)
+                else:
+                    moved = move_data_to_device(ready, self.device)
+                batch = self.plugin.convert_input(after.on_after_batch_transfer(moved, 0))
                 yield move_data_to_device(self.module.predict_step(batch, number), "cpu")
+
+    def _owner(self, hook: str, data: Any) -> Any:
+        """Return whose hook counts, as in Lightning: the data module's own, else the module's."""
+        if not isinstance(data, pl.LightningDataModule) or is_overridden(hook, data):
+            return data
+        return self.module
 
 
 def plugin_of(precision: str, device: torch.device) -> Precision:

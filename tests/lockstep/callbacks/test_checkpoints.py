@@ -21,7 +21,7 @@ from lockstep.checkpoints.io import CheckpointFiles, on_host, write_checkpoint
 from lockstep.checkpoints.load import load_on_all_ranks, read_checkpoint
 from lockstep.checkpoints.random_state import random_state, set_random_state
 from lockstep.process.errors import Diverged, UserError
-from plain_task import Small, TwoOptimizers, fit
+from plain_task import Numbers, Regression, Small, TwoOptimizers, fit
 from runs import run_script
 
 
@@ -354,3 +354,19 @@ def test_a_config_as_hyperparameters_spoils_no_checkpoint(tmp_path):
     checkpoint = read_checkpoint(newest_whole(tmp_path, "last"))
     assert checkpoint["hyper_parameters"] == {"width": 5}
     assert pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE not in checkpoint
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_metric_of_whole_validations_alone_is_taken(tmp_path):
+    class Late(Regression):
+        def on_validation_epoch_end(self):
+            if not self.trainer.sanity_checking:
+                self.log("val_fid", torch.tensor(1.0))
+
+    callback = Checkpoints(tmp_path, "val_fid", "min")
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[callback], **dict.fromkeys(off, False)
+    )
+    trainer.fit(Late(), datamodule=Numbers())
+    assert callback.best_value == 1.0

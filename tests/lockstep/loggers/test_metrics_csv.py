@@ -17,7 +17,7 @@ from faults import signal_at_step
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.files import newest_whole, read_sidecar
-from lockstep.loggers.metrics_csv import MetricsCsv
+from lockstep.loggers.metrics_csv import MetricsCsv, rows_of
 from plain_task import Numbers, Regression, Small, fit
 from runs import run_script
 
@@ -319,3 +319,17 @@ def test_a_test_without_training_removes_no_row(tmp_path):
     trainer.test(Regression(), DataLoader(data.parts[1], 16), verbose=False)
     first, last = rows(tmp_path / "m.csv")
     assert first == before[0] and last.items() > before[1].items() and "test_loss" in last
+
+
+def test_a_name_of_a_test_may_be_logged_in_training(tmp_path):
+    logger = MetricsCsv(tmp_path / "m.csv")
+    logger.begin_at(0)
+    for step in (5, 10):
+        logger.write_row({"epoch": step // 5}, step)
+        logger.log_metrics({"test_acc": step / 10}, step)
+    logger.add_to_last_row({"test/loss": 0.5})
+    logger.save()
+    MetricsCsv(tmp_path / "m.csv").begin_at(10)
+    rows = list(rows_of(tmp_path / "m.csv"))
+    assert [row.get("test_acc") for row in rows] == ["0.5", "1.0"]
+    assert [row.get("test/loss") for row in rows] == [None, None]

@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecis
 
 from local_ranks import local_cluster
 from lockstep.checkpoints.io import write_checkpoint
+from lockstep.checkpoints.load import read_checkpoint
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build
 from lockstep.config.suggestions import missing_option
@@ -354,3 +355,36 @@ def test_weights_of_classes_that_nobody_counted_are_refused():
         module_of("loss.class_weights=auto")
     counted = SimpleNamespace(num_classes=2, class_counts=torch.tensor([90, 10]))
     assert data_facts(counted)["class_counts"] == [90, 10]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "facts"),
+    [
+        ({"image_size": (8, 8), "num_classes": None}, {}),
+        ({"num_classes": np.int64(3)}, {"num_classes": 3}),
+        ({"class_names": ("a", "b"), "class_counts": None}, {"class_names": ["a", "b"]}),
+        ({"num_classes": property(lambda self: len(self.later))}, {}),
+    ],
+)
+def test_attributes_of_own_data_spoil_no_checkpoint(attributes, facts, tmp_path):
+    data = type("Data", (pl.LightningDataModule,), attributes)()
+    assert data_facts(data) == facts
+    content = {"state_dict": {}, "lockstep": {"config": {}, "data": data_facts(data)}}
+    write_checkpoint(content, tmp_path / "c.ckpt")
+    assert read_checkpoint(tmp_path / "c.ckpt")["lockstep"]["data"] == facts
+
+
+def built(name, *, trainable):
+    config = plain(compose("train", [f"task._target_=plain_task.{name}", "data=synthetic"]))
+    facts = {"num_classes": 10, "image_size": 8, "channels": 3}
+    return build_module({"choices": {}, **config}, facts, trainable=trainable)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_text_as_default_is_the_users_own_option(trainable):
+    assert built("Worded", trainable=trainable).said == ("sgd", False)
+
+
+def test_an_evaluation_builds_a_module_that_needs_an_optimizer():
+    assert built("Needy", trainable=False).said == (None, None)
+    assert built("Needy", trainable=True).said[0] is not None

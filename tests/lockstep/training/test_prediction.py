@@ -3,6 +3,7 @@
 import logging
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -86,3 +87,21 @@ def test_progress_tells_the_speed_and_the_time_left(monkeypatch, caplog):
     for clock[0] in (5.0, 10.0):
         progress.add(100)
     assert caplog.messages == ["400 of 1,000 images · 40 images/s · 15 s left"]
+
+
+def test_hooks_of_the_module_make_its_batches():
+    class Net(pl.LightningModule):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch / 255
+
+        def predict_step(self, batch, batch_idx):
+            return batch
+
+    class Data(pl.LightningDataModule):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch / 51
+
+    predictor = Predictor(SimpleNamespace(module=Net()), torch.device("cpu"))
+    for data, value in ((pl.LightningDataModule(), 1.0), (Data(), 5.0)):
+        [result] = predictor.results([torch.full((1, 2), 255.0)], data)
+        assert result.tolist() == [[value, value]]
