@@ -124,6 +124,7 @@ def predict_on(
     from lockstep.training.prediction import (
         Predictor,
         Progress,
+        patient_group,
         set_device,
         set_test_time_flip,
     )
@@ -163,7 +164,9 @@ def predict_on(
     progress = Progress(len(files), cluster.world_size)
     top = int(options["top"])
     rows: dict[str, Row] = {}
-    for part in gather_objects(predict_files(predictor, data, files, outputs.masks, top, progress)):
+    group = patient_group()
+    mine = predict_files(predictor, data, files, outputs.masks, top, progress)
+    for part in gather_objects(mine, group):
         rows |= part
     if not cluster.is_rank_zero:
         return EXIT_OK

@@ -122,7 +122,7 @@ class HardwareStats(pl.Callback):
         self.finished = threading.Event()
         self.thread = threading.Thread()
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.node_rank = trainer.node_rank
         self.memory_per_rank = psutil.virtual_memory().total / trainer.num_devices
         # A process of DataParallel or of a pipeline computes on several devices.
@@ -175,6 +175,9 @@ class HardwareStats(pl.Callback):
 
     def _end(self, *, all_ranks: bool) -> None:
         """Stop sampling, and collect the statistics of all nodes if all ranks call this."""
+        if not self.memory_per_rank:
+            # This start has trained nothing.
+            return
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)

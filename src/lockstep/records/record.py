@@ -40,6 +40,12 @@ KEPT_ON_RESTART = (
     "initial_weights",
     "initial_weights_sha256",
     "reports",
+    # Measured by a start that trains, which the last one need not do.
+    "images_per_s",
+    "throughput",
+    "peak_memory_gib",
+    "usable_memory_gib",
+    "hardware",
 )
 
 

@@ -55,6 +55,9 @@ LAUNCHER = (
     "MASTER_",
     "TORCHELASTIC_",
     "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "MPI_LOCAL",
     "LOCKSTEP_",
 )
 

@@ -5,8 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.config.class_source import has_method
+from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster
-from lockstep.records.batch import DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
+from lockstep.records.batch import (
+    ACCUMULATION,
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    Batch,
+    states_accumulation,
+)
 from lockstep.records.config import Config
 from lockstep.records.record import RunRecord
 
@@ -81,3 +87,21 @@ def decide_batch(
         result = search(config, cluster, batch)
         largest = int(result["global"])
     return resolve_batch(config, cluster, limit, largest), result
+
+
+def refuse_other_epoch(config: Config, previous: RunRecord, batch: Batch) -> None:
+    """Refuse limits in micro-batches if a step has another number of them than before.
+
+    An epoch would have more or fewer steps, and the schedule would end elsewhere.
+    """
+    before = previous.accumulate_grad_batches
+    if not before or before == batch.accumulate:
+        return
+    for name in ("limit_train_batches", "overfit_batches"):
+        limit = config["trainer"].get(name)
+        if type(limit) is int and limit > 0:
+            raise UserError(
+                f"trainer.{name}={limit} counts micro-batches, of which a step had {before} and "
+                f"would have {batch.accumulate} on these ranks. Resume on as many ranks as before, "
+                f"or give {ACCUMULATION}={before}."
+            )

@@ -32,7 +32,7 @@ from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.batch_search import search
-from lockstep.runs.batch_size import decide_batch
+from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.finishing import finish_run
 from lockstep.runs.first_record import begin_record, headlines, write_config
 from lockstep.runs.place import hold_run_lock, run_folder
@@ -162,6 +162,7 @@ class Opening:
         )
         run = Run(self.config, self.cluster, folder, batch)
         if previous:
+            refuse_other_epoch(self.config, previous, batch)
             check_resumable(folder, run.effective_config(), previous)
         self._find_checkpoint(run, previous)
         begin_record(run, previous, largest_batch)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from lockstep.config.schema import key_of
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.process.errors import EXIT_FAILED, UserError
 from lockstep.process.output import duration
+from lockstep.ranks.collectives import has_ranks
 from lockstep.ranks.failures import log_failure
 from lockstep.ranks.find import Cluster, set_rank_environment
-from lockstep.ranks.process_group import create_process_group
+from lockstep.ranks.process_group import all_or_none, create_process_group
 from lockstep.records.config import Config
 from lockstep.runs.join import ignore_expected_warnings, threads_of
 from lockstep.training.inference import FinishedModel
@@ -150,6 +152,14 @@ def plugin_of(precision: str, device: torch.device) -> Precision:
     if name.startswith(("16", "bf16")):
         return HalfPrecision(name)
     return Precision()
+
+
+def patient_group() -> Any:
+    """Return a group whose ranks wait for the slowest, whatever it takes; None for one process."""
+    if not has_ranks():
+        return None
+    with all_or_none():
+        return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 class Progress:

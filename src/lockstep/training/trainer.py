@@ -15,6 +15,7 @@ from lockstep.callbacks.training_log import ValidationInterval
 from lockstep.checkpoints.io import CheckpointFiles
 from lockstep.config.instantiate import build
 from lockstep.process.errors import UserError
+from lockstep.ranks.collectives import gather_objects
 from lockstep.runs.join import StartedRanks
 from lockstep.runs.run import Run
 from lockstep.strategies.base import capabilities
@@ -77,7 +78,7 @@ def build_trainer(
     plugins: list[Any] = [StartedRanks(run.cluster), CheckpointFiles()]
     plugins += build(options.get("plugins") or [])
     able = capabilities(strategy)
-    precision: str | None = precision_of(
+    precision: str | None = common_precision(
         str(options["precision"]), is_gpu=is_gpu, scales_losses=able.scales_losses
     )
     # Some strategies bring the precision's plugin themselves; Lightning takes it or the name.
@@ -123,19 +124,34 @@ def _has(callbacks: list[Any], kind: type) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
 
 
-def precision_of(name: str, *, is_gpu: bool, scales_losses: bool = True) -> Any:
+def common_precision(name: str, *, is_gpu: bool, scales_losses: bool) -> str:
+    """Return the precision of all ranks, whose GPUs may differ; a collective on GPUs."""
+    has_bf16 = is_gpu and all(gather_objects(_has_bf16()))
+    return precision_of(name, is_gpu=is_gpu, scales_losses=scales_losses, has_bf16=has_bf16)
+
+
+def _has_bf16() -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def precision_of(
+    name: str, *, is_gpu: bool, scales_losses: bool = True, has_bf16: bool | None = None
+) -> Any:
     """Return Lightning's name of a precision.
 
     auto is bf16 where the GPU has it, else fp16, and fp32 on a CPU.
 
     Args:
         scales_losses: the strategy can train in fp16.
+        has_bf16: the GPUs have it; None: ask this process's.
     """
     if name != "auto":
         return PRECISIONS.get(name, name)
     if not is_gpu:
         return "32-true"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    if has_bf16 is None:
+        has_bf16 = _has_bf16()
+    if has_bf16:
         return "bf16-mixed"
     return "16-mixed" if scales_losses else "32-true"
 

@@ -202,3 +202,9 @@ def test_an_earlier_start_cost_what_its_nodes_cost(price, usd, path):
 def test_a_resumed_run_claims_no_test_of_any_name():
     before = RunRecord(metrics={"test_acc": 0.5, "val_acc": 0.4})
     assert continued(before, RunRecord(), step=5).metrics == {"val_acc": 0.4}
+
+
+def test_a_start_that_trains_nothing_keeps_what_was_measured():
+    measured = {"images_per_s": 5.0, "throughput": {"images_per_s": 5.0}, "peak_memory_gib": 4.0}
+    record = continued(RunRecord(**measured), RunRecord(), step=3)
+    assert {name: getattr(record, name) for name in measured} == measured

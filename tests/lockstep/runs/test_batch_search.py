@@ -11,7 +11,7 @@ from PIL import Image
 import runs
 from lockstep.config.compose import compose, plain
 from lockstep.process.errors import UserError
-from lockstep.ranks.find import Cluster
+from lockstep.ranks.find import VARIABLES, Cluster, launcher_of
 from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
 from lockstep.runs.batch_search import fitting, next_batch
@@ -229,3 +229,10 @@ def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
 def test_what_it_cannot_estimate_is_refused(words, said):
     with pytest.raises(UserError, match=said):
         estimate(compose("train", ["model=small_cnn", "data=synthetic", *words]))
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_tried_run_knows_no_launcher(name):
+    environ = dict.fromkeys([*VARIABLES[name], "PATH"], "2")
+    assert launcher_of(environ) == name
+    assert search.without_launcher(environ) == {"PATH": "2"}

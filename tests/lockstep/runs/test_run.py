@@ -1,5 +1,6 @@
 """The plan of a run, what is refused before torch is imported, and the run's lock."""
 
+import contextlib
 import copy
 import functools
 import subprocess
@@ -16,7 +17,7 @@ from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, write_record
-from lockstep.runs.batch_size import decide_batch
+from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.checks import check_before_start
 from lockstep.runs.first_record import changes_of_recipe, headlines
 from lockstep.runs.opening import Ended, open_run
@@ -311,3 +312,15 @@ def test_who_waits_in_vain_leaves_the_run_alone(error, tmp_path, monkeypatch):
         pass
     assert [path.name for path in folder.path.iterdir()] == ["run.json"]
     assert read_record(folder.record).status == "running"
+
+
+@pytest.mark.parametrize(
+    ("limit", "before", "is_refused"), [(100, 1, True), (100, 2, False), (0.5, 1, False)]
+)
+def test_a_limit_in_micro_batches_keeps_the_epoch(limit, before, is_refused):
+    config = config_of(*WORDS, f"trainer.limit_train_batches={limit}")
+    record = RunRecord(accumulate_grad_batches=before)
+    batch = Batch.cut(64, 1, 2)
+    refused = pytest.raises(UserError, match="counts micro-batches, of which a step had 1")
+    with refused if is_refused else contextlib.nullcontext():
+        refuse_other_epoch(config, record, batch)

@@ -8,13 +8,16 @@ import re
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
+from local_ranks import run_ranks
 from lockstep.config.compose import compose, plain
 from lockstep.config.instantiate import build
 from lockstep.config.schema import REFUSED_TRAINER_KEYS, trainer_arguments
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
-from lockstep.training.trainer import validation_interval, whole_steps
+from lockstep.ranks.process_group import create_process_group
+from lockstep.training.trainer import common_precision, validation_interval, whole_steps
 from runs import succeed
 
 
@@ -119,3 +122,13 @@ def test_a_command_of_the_templates_readme_does_as_promised(words, result):
         return built()
     with pytest.raises(UserError, match=re.escape(result)):
         built()
+
+
+def precision_here(place):
+    create_process_group(place, torch.device("cpu"), 30.0)
+    torch.cuda.is_bf16_supported = lambda **_: place.rank == 0
+    return common_precision("auto", is_gpu=True, scales_losses=True)
+
+
+def test_ranks_on_unlike_gpus_train_in_one_precision():
+    assert run_ranks(precision_here, 2) == ["16-mixed", "16-mixed"]
