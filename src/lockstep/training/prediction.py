@@ -134,7 +134,7 @@ class Predictor:
         """Return whose hook counts, as in Lightning: the data module's own, else the module's."""
         if not isinstance(data, pl.LightningDataModule) or is_overridden(hook, data):
             return data
-        return self.module
+        return self.module if hasattr(self.module, hook) else data
 
 
 def plugin_of(precision: str, device: torch.device) -> Precision:
