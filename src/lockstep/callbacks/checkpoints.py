@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from lockstep.callbacks.early_stopping import keep_patience
@@ -495,7 +496,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, DictConfig | ListConfig):
-        return OmegaConf.to_container(value, resolve=True)
+        # A node with a missing value is left out, as objects are.
+        with contextlib.suppress(OmegaConfBaseException):
+            return OmegaConf.to_container(value, resolve=True)
     return value
 
 

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from lockstep.process.errors import is_full
 from lockstep.process.project import REPOSITORY
+from lockstep.process.redact import redact_text
 
 # Metrics of which the lower one is better, as words of a name. Others are scores.
 ERRORS = {"mae", "mse", "rmse", "mape", "nll", "ece", "brier", "perplexity", "ppl", "fid"}
@@ -41,6 +42,9 @@ class Console(logging.Handler):
         except Exception:
             self.handleError(record)
             return
+        if record.exc_info:
+            # A traceback may quote a request with credentials.
+            text = redact_text(text)
         if record.levelno < logging.WARNING:
             print_line(text, sys.stdout)
             return
