@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lockstep.checkpoints.files import Sidecar, write_sidecar
 from lockstep.checkpoints.io import write_checkpoint
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.records.folder import read_config
@@ -76,6 +77,7 @@ def test_a_checkpoint_of_an_earlier_version_is_tested(animals, tmp_path):
     best = logs / "train" / "runs" / "animals" / animals.record["best_checkpoint"]["path"]
     content = read_checkpoint(best)
     write_checkpoint({key: value for key, value in content.items() if key != "lockstep"}, best)
+    write_sidecar(best, Sidecar(step=4))
     done = succeed("eval", f"ckpt_path={best}", f"data.root={root}", logs=logs)
     assert list(read_config(done.folder.config)["callbacks"]) == ["early"], (
         "by the run's own config"

@@ -60,7 +60,10 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
         if path.exists():
             fault = files.fault_of(path) if files.read_sidecar(path) else None
             if fault:
-                raise UserError(f"The checkpoint {address} is damaged: {fault}.")
+                raise UserError(
+                    f"The checkpoint {address} is damaged: {fault}. If you have changed it, remove "
+                    f"{files.sidecar_path(path).name}."
+                )
             return path.resolve()
         if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
             raise UserError(f"There is no checkpoint {address}.")
