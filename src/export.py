@@ -27,7 +27,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError, no_room
 from lockstep.process.files import sha256_of
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
-from lockstep.process.script import run_with_options
+from lockstep.process.script import is_true, run_with_options
 from lockstep.records.config import data_name, model_name
 from lockstep.records.folder import RUN_ID_PATTERN
 from lockstep.records.record import RunRecord
@@ -381,10 +381,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
 
 def refuse_other_files(options: dict[str, str]) -> None:
     """Refuse a folder of out= that holds files of an export's names, without overwrite=true."""
-    overwrite = options["overwrite"].lower()
-    if overwrite not in ("true", "false"):
-        raise UserError(f"overwrite={options['overwrite']} must be true or false.")
-    if not options["out"] or overwrite == "true":
+    if is_true(options, "overwrite") or not options["out"]:
         return
     names = [name for name in FILES if Path(options["out"], name).exists()]
     if names:

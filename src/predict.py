@@ -32,7 +32,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.project import REPOSITORY
-from lockstep.process.script import run_with_options
+from lockstep.process.script import is_true, run_with_options
 from lockstep.ranks.failures import end_of
 from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
@@ -198,10 +198,7 @@ def check_out(options: dict[str, str]) -> None:
 
     The default name has the run's id, so that it is this run's own.
     """
-    overwrite = options["overwrite"].lower()
-    if overwrite not in ("true", "false"):
-        raise UserError(f"overwrite={options['overwrite']} must be true or false.")
-    if not options["out"] or overwrite == "true":
+    if is_true(options, "overwrite") or not options["out"]:
         return
 
     outputs = Outputs(Path(options["out"]))

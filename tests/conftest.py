@@ -43,10 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ) and f"{item.path.relative_to(here)}::{item.name}".startswith(CONTRACT):
             item.add_marker("contract")
     if config.getoption("minutes"):
-        turn(items)
+        begin_at_another_file(items)
 
 
-def turn(items: list[pytest.Item]) -> None:
+def begin_at_another_file(items: list[pytest.Item]) -> None:
     """Begin at another file in each commit, so that none is left out by every commit."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     done = subprocess.run(command, text=True, capture_output=True)

@@ -108,6 +108,14 @@ def run_with_options(
     return exit_code_of(lambda: task(_options_of(argv, defaults)))
 
 
+def is_true(options: Mapping[str, str], name: str) -> bool:
+    """Return an option of run_with_options that is true or false; raise UserError otherwise."""
+    value = options[name].lower()
+    if value not in ("true", "false"):
+        raise UserError(f"{name}={options[name]} must be true or false.")
+    return value == "true"
+
+
 def _options_of(argv: list[str], defaults: Mapping[str, str | None]) -> dict[str, str]:
     """Return the value of each option; ~ is expanded."""
     takes = f"it takes {', '.join(f'{name}=' for name in defaults)}."

@@ -163,8 +163,8 @@ def launcher_of(environ: Environ) -> str | None:
         return "slurm"
     for name, variables in VARIABLES.items():
         # srun with PMI-2 sets them in a step of one task, too, which is a plain machine.
-        is_plain = name != "env" and environ.get(variables.world_size) == "1"
-        if variables.rank in environ and variables.world_size in environ and not is_plain:
+        is_step_of_one = name == "mpiexec" and environ.get("SLURM_STEP_NUM_TASKS") == "1"
+        if variables.rank in environ and variables.world_size in environ and not is_step_of_one:
             return name
     return None
 

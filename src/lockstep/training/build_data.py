@@ -30,10 +30,8 @@ log = logging.getLogger(__name__)
 # Facts about the data that a checkpoint was trained on, see data_facts.
 DataFacts = dict[str, Any]
 
-# Attributes of any data module
+# Attributes of Lockstep's data modules
 FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")
-# Of data whose targets are numbers
-FACTS_OF_TARGETS = ("target_mean", "target_std")
 FACTS_OF_IMAGES = ("mean", "std", "data_hash", "list_hash", "class_counts")
 FACTS_OF_FRAMING = ("resize", "fit", "interpolation")
 # Options in the config of any data set, which need not have them.
@@ -305,10 +303,10 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
         return
     host = provenance.host(0)["host"]
     counts = (data.num_train, data.num_val, data.num_test)
-    pixels = {name: facts[name] for name in ("range", "mean", "std") if name in facts}
-    everyone = gather_objects((host, facts["data_hash"], counts, pixels))
-    first_host, first_hash, first_counts, first_pixels = everyone[0]
-    for rank, (host, data_hash, counts, pixels) in enumerate(everyone):
+    values = {name: facts[name] for name in ("range", "mean", "std") if name in facts}
+    everyone = gather_objects((host, facts["data_hash"], counts, values))
+    first_host, first_hash, first_counts, first_values = everyone[0]
+    for rank, (host, data_hash, counts, values) in enumerate(everyone):
         if (data_hash, counts) != (first_hash, first_counts):
             raise UserError(
                 f"rank {rank} on {host} has other images than rank 0 on {first_host}: "
@@ -316,7 +314,7 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
                 f"{data_hash[:12]}, instead of {first_counts[0]}, {first_counts[1]}, "
                 f"{first_counts[2]}, {first_hash[:12]}: make data.root equal on all nodes."
             )
-        change = other_pixels(first_pixels, pixels)
+        change = other_pixels(first_values, values)
         if change:
             raise UserError(
                 f"rank {rank} on {host} reads the same files as other pixels than rank 0 on "

@@ -24,9 +24,9 @@ from lockstep.training.task import Task
 
 # Keys of the config that a constructor need not know.
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")
-# Facts about the data that a constructor may ask for.
 # Parts that a constructor may take by name.
 PARTS = {"net", "optimizer", "scheduler", "rules", "loss", "metrics"}
+# Facts about the data that a constructor may ask for.
 FACTS = (
     "num_classes",
     "class_names",

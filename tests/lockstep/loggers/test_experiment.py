@@ -2,14 +2,17 @@
 
 import logging
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
+from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from lockstep.loggers.experiment import skip_other_methods
+from lockstep.loggers.experiment import SkippingLogger, skip_other_methods
 from lockstep.loggers.metrics_csv import MetricsCsv, rows_of
+from plain_task import Small
 
 
 class Plain(Logger):
@@ -68,3 +71,18 @@ def test_loggers_and_experiments_stay_of_their_classes(tmp_path):
     assert experiment is loggers["tensorboard"].experiment
     with pytest.raises(AttributeError, match="no attribute 'summary'"):
         experiment.summary  # noqa: B018
+
+
+def test_an_evaluation_skips_what_a_module_draws(tmp_path):
+    logged = []
+
+    class Drawing(Small):
+        def test_step(self, batch, batch_idx):
+            self.logger.experiment.add_figure("confusion", None)
+            self.logger.log_image("images", [])
+            logged.append(self.logger.save_dir)
+
+    off = dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(accelerator="cpu", logger=SkippingLogger(str(tmp_path)), **off)
+    trainer.test(Drawing(), DataLoader(torch.ones(1, 2)), verbose=False)
+    assert logged == [str(tmp_path)]

@@ -73,7 +73,12 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"several": False}, ("env", 0, 0, 1, 1)),
         ({"RANK": "1"}, {}, ("none", 0, 0, 1, 1)),
         # srun with PMI-2, in a step of one task
-        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, {"machine": 4}, ("none", 0, None, 4, 1)),
+        (
+            {"SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+            {"machine": 4},
+            ("none", 0, None, 4, 1),
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, {}, ("mpiexec", 0, 0, 1, 1)),
         (NODES, {"several": False}, ("none", 0, 0, 1, 1)),
         ({**TORCHRUN, **SLURM, AGENT: "1 nodes 2 1 h 1 /my runs"}, {}, ("nodes", 5, 1, 4, 2)),
         (
