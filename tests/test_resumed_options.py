@@ -6,6 +6,8 @@ import time
 from functools import partial
 
 import pytest
+import timm
+import torch
 
 from faults import signal_at_step
 from kills import weights
@@ -125,10 +127,15 @@ def test_a_new_gradient_limit_holds_from_the_resume_on(logs):
 
 @pytest.mark.slow
 def test_other_weights_of_the_net_are_said_to_be_unread(tmp_path):
-    words = [*WORDS, "model=timm", "model.name=test_resnet", "model.pretrained=false"]
+    weights_of_net = tmp_path / "net.pth"
+    torch.save(timm.create_model("test_resnet").state_dict(), weights_of_net)
+    words = [*WORDS, "model=timm", "model.name=test_resnet", f"model.weights={weights_of_net}"]
     words += ["data.image_size=32", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"]
     stopped = run_script("train", *words, logs=tmp_path, before=partial(signal_at_step, 2))
     assert stopped.code == 75, stopped.output
+    without = run_script("train", "resume=r", "model.weights=null", logs=tmp_path)
+    assert without.code == 2, without.output
+    assert f"another model (weights was '{weights_of_net}', now None)" in without.output
     done = succeed("train", "resume=r", "model.weights=nosuch.pth", logs=tmp_path)
     assert done.output.count("model.weights=nosuch.pth is not read") == 1
 

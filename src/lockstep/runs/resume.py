@@ -206,7 +206,7 @@ def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> Non
         )
 
     _refuse_other_weights(folder, before, config)
-    _log_unread_weights(before, config)
+    _log_unread_weights(folder, before, config)
     changes = changes_of(before, config, defaults_of)
     for change in changes:
         if not keys.may_resume_change(change.key):
@@ -230,15 +230,25 @@ def _refuse_other_weights(folder: RunFolder, before: Config, config: Config) -> 
         )
 
 
-def _log_unread_weights(before: Config, config: Config) -> None:
-    """Say that other weights of the net have no effect.
+def _log_unread_weights(folder: RunFolder, before: Config, config: Config) -> None:
+    """Say that another file with weights of the net has no effect.
 
-    They are not refused: the path may be another one at each start of a job script.
+    It is not refused: the path may be another one at each start of a job script. With weights
+    instead of none, images would be normalised as the weights say: that is refused.
     """
-    address = lookup(config, keys.WEIGHTS_OF_NET)
-    if address in (ABSENT, None) or address == lookup(before, keys.WEIGHTS_OF_NET):
+    key = keys.WEIGHTS_OF_NET
+    address, address_before = (_given(options, key) for options in (config, before))
+    if address == address_before:
         return
-    log.info(f"{keys.WEIGHTS_OF_NET}={address} is not read: a run goes on from its own weights.")
+    if address is None or address_before is None:
+        raise _refusal(folder, Change(key, address_before, address))
+    log.info(f"{key}={address} is not read: a run goes on from its own weights.")
+
+
+def _given(config: Config, key: str) -> Any:
+    """Return an option's value; None if it is not given."""
+    value = lookup(config, key)
+    return None if value is ABSENT else value
 
 
 def _refusal(folder: RunFolder, change: Change) -> UserError:
