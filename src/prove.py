@@ -6,7 +6,7 @@
 It trains a few steps again and again with train.py (small batch, no dropout, float64 where the
 module can), each time with one thing changed, and compares every step with those of a reference
 run: images, loss, weights, optimizer, metrics. Checks: repeat, resume (resume_step, resume_epoch),
-accumulate, ddp, fsdp, workers, metric, eval. Needs no GPU. The table is written as prove.md and
+accumulate, ddp, fsdp, workers, metric, eval, and compile with trainer=gpu. Needs no GPU. The table is written as prove.md and
 prove.json into logs/prove/<id>/. Exit code 0: nothing differs; 1: something does; 2: wrong options.
 """
 
@@ -27,7 +27,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, User
 from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
-from lockstep.records.proof_table import CHECKS, Result, nothing, write_table
+from lockstep.records.proof_table import CHECKS, FOR_GPUS, Result, nothing, write_table
 from lockstep.runs.batch_search import TRAIN, without_launcher
 from lockstep.runs.forked import run_forked
 from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof, StartScript, read_test_metrics
@@ -241,6 +241,20 @@ def check_eval(proof: Proof) -> Result:
     return differs("eval", difference, cause)
 
 
+def check_compile(proof: Proof) -> Result:
+    """Compare the compiled net with the net as it is written."""
+    if proof.reference.draws:
+        return nothing("compile", "the step draws random numbers, and compiled kernels draw others")
+    run = proof.recording("compile", **{"trainer.compile": True})
+    if "compile" in proof.failures:
+        return Result("compile", False, None, "the run fails", proof.failures["compile"])
+    difference = first_difference(run, proof.reference, proof.tolerance, compares_metrics=False)
+    if difference is None:
+        return Result("compile", True)
+    cause = "torch.compile computes something else than this net: trainer.compile=false"
+    return differs("compile", difference, cause)
+
+
 FUNCTIONS: dict[str, Callable[[Proof], Result]] = {
     "repeat": check_repeat,
     "resume_step": check_resume_step,
@@ -251,6 +265,7 @@ FUNCTIONS: dict[str, Callable[[Proof], Result]] = {
     "workers": check_workers,
     "metric": check_metric,
     "eval": check_eval,
+    "compile": check_compile,
 }
 
 
@@ -279,9 +294,13 @@ def prove(proof: Proof, checks: list[str]) -> list[Result]:
 
 @dataclass
 class Options:
-    """The options of prove.py itself."""
+    """The options of prove.py itself.
 
-    checks: list[str]
+    Args:
+        checks: their names; None: all that suit the device.
+    """
+
+    checks: list[str] | None = None
     steps: int = STEPS
     tolerance: float = TOLERANCE
 
@@ -293,7 +312,7 @@ def read_options(argv: list[str]) -> tuple[list[str], Options]:
         UserError: an option has a wrong value.
     """
     overrides = []
-    options = Options(list(CHECKS))
+    options = Options()
     for word in argv:
         key, _, value = word.partition("=")
         if key == "--checks":
@@ -316,6 +335,11 @@ def chosen_checks(names: str) -> list[str]:
             raise UserError(f"--checks={names}: there is no {name!r}; take {', '.join(CHECKS)}.")
         chosen += matches
     return [check for check in CHECKS if check in chosen]
+
+
+def checks_for(device: str) -> list[str]:
+    """Return the checks that are made where none are chosen."""
+    return [check for check in CHECKS if device == "gpu" or check not in FOR_GPUS]
 
 
 def number_of(word: str, value: str, smallest: float) -> float:
@@ -354,7 +378,7 @@ def main(argv: list[str]) -> int:
     overrides, options = read_options(argv)
     config = read_command("train", overrides, __doc__ or "").compose()
     proof = proof_of(config, options)
-    results = prove(proof, options.checks)
+    results = prove(proof, options.checks or checks_for(proof.one_process))
     log.info(os.path.relpath(proof.folder / "prove.md"))
     failed = [result.check for result in results if result.equal is False]
     if failed:

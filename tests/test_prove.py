@@ -43,8 +43,9 @@ def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16)
         return done.code
 
     config = whole_config(compose("train", small("train", (*overrides, f"paths.log_dir={folder}"))))
-    options = prove.Options(prove.chosen_checks(checks) if checks else list(prove.CHECKS), steps)
-    return prove.prove(prove.proof_of(config, options, forked), options.checks)
+    chosen = prove.chosen_checks(checks) if checks else prove.checks_for("cpu")
+    options = prove.Options(chosen, steps)
+    return prove.prove(prove.proof_of(config, options, forked), chosen)
 
 
 def plain_overrides(task: str = "Sound", data: str = "Points") -> list[str]:
@@ -100,6 +101,20 @@ def test_a_run_without_a_validation_has_no_metric(tmp_path):
     )
     result = prove.check_metric(proof)
     assert result.equal is None and "rank 0 is lost" in result.cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["Sound", "HalvesWhenCompiled"])
+def test_a_compiled_net_that_computes_something_else_is_found(task, tmp_path):
+    (result,) = results_of(*plain_overrides(task), folder=tmp_path, checks="compile", steps=8)
+    assert result.equal is (task == "Sound"), result
+    if task != "Sound":
+        assert "trainer.compile=false" in str(result.cause) and result.first_step == 1
+
+
+def test_nets_are_compiled_where_a_gpu_is_chosen():
+    assert "compile" not in prove.checks_for("cpu")
+    assert prove.checks_for("gpu") == list(prove.CHECKS)
 
 
 def test_resume_names_both_of_its_kind():

@@ -109,6 +109,19 @@ class Summed(Sound):
         return F.cross_entropy(self.net(x), y, reduction="sum")
 
 
+class Halving(nn.Module):
+    def forward(self, x):
+        return x / 2 if torch.compiler.is_compiling() else x
+
+
+class HalvesWhenCompiled(Sound):
+    """The compiled net computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(Halving())
+
+
 class Unused(Sound):
     """A layer gets no gradient."""
 

@@ -18,7 +18,10 @@ CHECKS = {
     "workers": "two more loader workers",
     "metric": "the metric of the best checkpoint on two ranks",
     "eval": "eval.py of the best checkpoint",
+    "compile": "the compiled net, as trainer.compile=true",
 }
+# A net is compiled for GPUs as a rule, and a compilation takes its time.
+FOR_GPUS = ("compile",)
 MARKS = {True: "equal", False: "DIFFERS", None: "–"}
 
 

@@ -29,7 +29,6 @@ FIXED = {
     "trainer.log_every_n_steps": 1,
     "trainer.num_threads": 1,
     "test": False,
-    "callbacks.checkpoints.asynchronous": False,
     "++callbacks.hardware": "null",
     f"+{DIGEST}._target_": "lockstep.callbacks.step_digest.StepDigest",
     f"+{DIGEST}.folder": "${run:folder}",
