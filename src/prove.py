@@ -6,8 +6,9 @@
 It trains a few steps again and again with train.py (small batch, no dropout, float64 where the
 module can), each time with one thing changed, and compares every step with those of a reference
 run: images, loss, weights, optimizer, metrics. Checks: repeat, resume (resume_step, resume_epoch),
-accumulate, ddp, fsdp, workers, metric, eval, and compile with trainer=gpu. Needs no GPU. The table is written as prove.md and
-prove.json into logs/prove/<id>/. Exit code 0: nothing differs; 1: something does; 2: wrong options.
+accumulate, ddp, fsdp, workers, metric, eval, and compile with trainer=gpu. Needs no GPU. The table
+is written as prove.md and prove.json into logs/prove/<id>/. Exit code 0: nothing differs; 1:
+something does; 2: wrong options.
 """
 
 import logging
@@ -245,7 +246,8 @@ def check_compile(proof: Proof) -> Result:
     """Compare the compiled net with the net as it is written."""
     if proof.reference.draws:
         return nothing("compile", "the step draws random numbers, and compiled kernels draw others")
-    run = proof.recording("compile", **{"trainer.compile": True})
+    options: dict[str, Any] = {"trainer.compile": True}
+    run = proof.recording("compile", **options)
     if "compile" in proof.failures:
         return Result("compile", False, None, "the run fails", proof.failures["compile"])
     difference = first_difference(run, proof.reference, proof.tolerance, compares_metrics=False)
