@@ -35,8 +35,17 @@ class AllReduce(Ranks):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         if not self.is_last_micro_batch:
             return
+        parameters = list(self.model.parameters())
+        # A rank that has not used a layer adds zeros to the gradients of the ranks that have.
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        users = torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device)
+        dist.all_reduce(users)
+
         # The ranks' batches are equal, so the mean over ranks is the global batch's gradient.
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.world_size
+        for parameter, number_of_users in zip(parameters, users.tolist(), strict=True):
+            if not number_of_users:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.world_size

@@ -5,6 +5,7 @@ a signal only sets a flag; the ranks agree on it, save one checkpoint together, 
 """
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -13,8 +14,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import IterableDataset
 
 from lockstep.callbacks.checkpoints import Checkpoints, after_module_hook
+from lockstep.checkpoints.loader_state import loaders_in
 from lockstep.checkpoints.resume_point import (
     ends_epoch,
     ends_step,
@@ -88,6 +92,8 @@ class Interruption(pl.Callback):
         # Whether the run stops before the next epoch.
         self.stops_after_epoch = False
         self.votes: dict[str, Vote] = {}
+        # The batches of each loader of an evaluation that end with a vote.
+        self.batches_with_vote = math.inf
         self._previous: dict[int, Any] = {}  # signal handlers before this callback's
 
     def ask(self, reason: str) -> None:
@@ -164,10 +170,24 @@ class Interruption(pl.Callback):
         if self.stops_after_epoch:
             self._stop(trainer, "train")
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A vote waits for all ranks, and a rank whose loader is shorter would not come.
+        if trainer.world_size > 1:
+            group = self.votes["evaluate"].group
+            self.batches_with_vote = min(gather_objects(fewest_batches(trainer), group))
+
+    on_test_start = on_validation_start
+
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        out: Any,
+        batch: Any,
+        batch_idx: int,
+        *_: Any,
     ) -> None:
-        if self._is_stop_due(trainer, "evaluate"):
+        if batch_idx < self.batches_with_vote and self._is_stop_due(trainer, "evaluate"):
             self._stop(trainer, "evaluate")
 
     on_test_batch_end = on_validation_batch_end
@@ -188,6 +208,28 @@ class Interruption(pl.Callback):
         stop.agreed = True
         stop.elsewhere = (trainer.node_rank, True) not in asked
         raise stop
+
+
+def fewest_batches(trainer: pl.Trainer) -> float:
+    """Return the batches of the shortest loader of this evaluation, or 0 if one is a stream."""
+    if trainer.testing:
+        loaders = loaders_in(trainer.test_dataloaders)
+        batches = trainer.num_test_batches
+    else:
+        loaders = loaders_in(trainer.val_dataloaders)
+        batches = trainer.num_val_batches
+    if trainer.sanity_checking:
+        batches = trainer.num_sanity_val_batches
+
+    if all(has_sure_length(loader) for loader in loaders):
+        return min(batches)
+    return 0
+
+
+def has_sure_length(loader: Any) -> bool:
+    """Return whether a loader counts its batches; a stream may end before the length it claims."""
+    data = getattr(loader, "dataset", loader)
+    return sized_len(loader) is not None and not isinstance(data, IterableDataset)
 
 
 def do_nothing() -> None:

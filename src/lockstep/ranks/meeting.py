@@ -72,7 +72,8 @@ def meet(
 
     torchrun keeps its store over restarts, so it may hold keys of an earlier start. Rank 0
     therefore puts the keys of this start under a random prefix; the meeting counts once rank 0 has
-    read a random number of each rank under the prefix and has sent these numbers back.
+    read a random number of each rank under the prefix and has sent these numbers back. A node that
+    comes while rank 0 of an earlier run still uploads waits for that one's end, and connects again.
 
     Args:
         mine: the code, config and packages of this rank, which must be those of rank 0.
@@ -84,15 +85,21 @@ def meet(
     wait = _Wait(cluster, timeout_s)
     number = secrets.token_hex(8)
     introduction = json.dumps([number, socket.gethostname(), mine])
-    store = _connect(cluster, timeout_s, wait)
 
-    try:
-        if cluster.rank == 0:
-            prefix, answer = _lead(store, wait, number, introduction, decide)
-        else:
-            prefix, answer = _follow(store, wait, number, introduction)
-    except (OSError, dist.DistError):
-        raise RuntimeError(f"rank 0 at {wait.address} has ended before the run began") from None
+    answer: Answer | None = None
+    while answer is None:
+        store = _connect(cluster, timeout_s, wait)
+        try:
+            if cluster.rank == 0:
+                prefix, answer = _lead(store, wait, number, introduction, decide)
+            else:
+                prefix, answer = _follow(store, wait, number, introduction)
+        except (OSError, dist.DistError):
+            if wait.has_begun:
+                message = f"rank 0 at {wait.address} has ended before the run began"
+                raise RuntimeError(message) from None
+            # The store was of an earlier run, whose rank 0 has ended.
+            wait.pause([0])
 
     if "error" in answer:
         let_others_read(cluster)
@@ -114,7 +121,9 @@ class _Wait:
     def __init__(self, cluster: Cluster, timeout_s: float) -> None:
         self.cluster = cluster
         self.timeout_s = timeout_s
-        self.reason = ""  # why the store cannot be reached
+        self.reason = ""  # why the store cannot be reached, or rank 0 is not there
+        # Whether rank 0 of this start is there, and has not answered yet.
+        self.has_begun = cluster.rank == 0
         self.deadline = time.monotonic() + timeout_s
         self._speak_at = time.monotonic() + SPEAK_INTERVAL_S
 
@@ -243,10 +252,15 @@ def _follow(
                 _arrive(store, prefix, rank)
                 introduced_at = prefix
             missing_nodes = json.loads(store.get(f"{prefix}/missing"))
-            if store.check([f"{prefix}/answer"]):
+            wait.has_begun = not store.check([f"{prefix}/answer"])
+            if wait.has_begun:
+                wait.reason = ""
+            else:
                 answer = json.loads(store.get(f"{prefix}/answer"))
                 if number in answer["numbers"]:
                     return prefix, answer
+                missing_nodes = [0]
+                wait.reason = " (its earlier run is still there)"
         wait.pause(missing_nodes)
 
 

@@ -9,7 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
+import strategy_runs
 from faults import signal_at_step
 from local_ranks import run_ranks
 from lockstep.callbacks import interruption as module
@@ -20,7 +22,7 @@ from lockstep.checkpoints.files import complete_checkpoints, fault_of
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process import signals
 from lockstep.process.errors import Interrupted
-from plain_task import Small, fit
+from plain_task import Rows, Small, fit
 from runs import run_script
 
 TWO = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=2", "data.global_batch_size=128", "run_id=r",
@@ -81,6 +83,74 @@ def test_ranks_of_different_speed_stop_at_the_same_step():
     assert len({step for step, _ in found}) == 1 and found[0][0] >= 300
     assert len({votes for _, votes in found}) == 1
     assert found[0][1] < 30, "votes are rare where steps are quick"
+
+
+class Evaluated(Small):
+    """Asks rank 1 to stop at a batch of an evaluation, and counts its batches."""
+
+    def __init__(self, interruption, ask_at=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.interruption = interruption
+        self.ask_at = ask_at
+        self.batches = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.batches += 1
+        if self.global_rank == 1 and self.batches == self.ask_at:
+            self.interruption.ask("SIGTERM")
+
+    test_step = validation_step
+
+
+def evaluate(place, how, loaders, ask_at=None, **options):
+    """Vote after every batch; return (batches that this rank has seen, whether it was stopped)."""
+    module.MOST_STEPS_BETWEEN_VOTES = 1
+    interruption = Interruption(timeout_s=5.0)
+    evaluated = Evaluated(interruption, ask_at)
+    trainer = strategy_runs.trainer_of(
+        place, strategy_runs.strategy_of("ddp"), callbacks=[interruption], **options
+    )
+    try:
+        getattr(trainer, how)(evaluated, loaders[place.rank], verbose=False)
+    except Interrupted:
+        return evaluated.batches, True
+    return evaluated.batches, False
+
+
+@pytest.mark.parametrize("how", ["validate", "test"])
+def test_ranks_of_unequal_evaluations_never_wait_in_votes(how):
+    loaders = [DataLoader(torch.zeros(rows, 4)) for rows in (5, 3)]
+    assert run_ranks(evaluate, 2, how, loaders) == [(5, False), (3, False)]
+
+
+def test_ranks_of_unequal_evaluations_stop_at_the_same_batch():
+    loaders = [DataLoader(torch.zeros(rows, 4)) for rows in (5, 3)]
+    assert run_ranks(evaluate, 2, "validate", loaders, 2) == [(2, True), (2, True)]
+
+
+def streams(place, **options):
+    """Evaluate a stream of twelve batches on rank 0, and of ten on rank 1."""
+    return evaluate(place, "test", [DataLoader(Rows(), 4)] * 2, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_test_batches": 11}])
+def test_streams_of_unknown_length_are_evaluated_without_votes(options):
+    [(first, _), (second, is_stopped)] = run_ranks(partial(streams, **options), 2)
+    assert (first, second, is_stopped) == (options.get("limit_test_batches", 12), 10, False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_stops_in_a_stream_of_unknown_length():
+    class Asking(Small):
+        def validation_step(self, batch, batch_idx):
+            assert batch_idx < 2
+            if batch_idx == 1:
+                stop.ask("SIGTERM")
+
+    stop = Interruption()
+    with pytest.raises(Interrupted):
+        fit(Asking(), stop, val_loader=DataLoader(Rows(), 4), num_sanity_val_steps=0)
 
 
 def stop_of_nodes(place, asked):

@@ -115,6 +115,51 @@ def test_a_waiting_rank_hears_a_signal_whose_exception_was_lost(monkeypatch):
         meet(Cluster("nodes", 2, 1, 0, 0, "127.0.0.1", free_port(), False), 5.0)
 
 
+def earlier_start(port, **keys):
+    """Serve the store of a start that this start's rank 1 finds, as a process of rank 0 does."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    for key, value in {"missing": [], **keys}.items():
+        store.set(f"lockstep/earlier/{key}", json.dumps(value))
+    store.set("lockstep/start", "earlier")
+    return store
+
+
+DECIDED = {"numbers": ["first", "second"], "hosts": []}
+
+
+def test_a_rank_waits_until_an_earlier_run_has_ended():
+    """Rank 0 still uploads what the earlier run left, and then comes to this one."""
+    ranks = Ranks(2)
+    store = earlier_start(ranks.port, answer=DECIDED)
+    ranks.start(1)
+    time.sleep(0.3)
+    del store
+    time.sleep(0.3)
+    answers = ranks.start(0, decide=lambda: {"folder": "next"}).end()
+    assert answers[1] == answers[0]
+    assert answers[0]["folder"] == "next"
+
+
+def test_an_earlier_run_that_does_not_end_is_told(monkeypatch):
+    monkeypatch.setattr(meeting, "LATER_THAN_RANK_ZERO_S", 0.0)
+    ranks = Ranks(2, timeout_s=1.0)
+    store = earlier_start(ranks.port, answer=DECIDED)
+    answer = ranks.start(1).end()[1]
+    assert answer.startswith("node rank 0 did not arrive at 127.0.0.1:")
+    assert "(its earlier run is still there)" in answer
+    del store
+
+
+def test_the_end_of_rank_zero_ends_a_waiting_rank():
+    ranks = Ranks(2)
+    stores = [earlier_start(ranks.port)]
+    threading.Timer(0.5, stores.clear).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="has ended before the run began"):
+        meet(Cluster("nodes", 2, 1, 1, 0, "127.0.0.1", ranks.port), 10.0)
+    assert time.monotonic() - began < 5
+
+
 def test_a_rank_zero_that_never_comes_is_named_too(capsys):
     answers = Ranks(2, timeout_s=1.0).start(1).end()
     assert (
