@@ -137,7 +137,7 @@ def test_a_batch_is_drawn_as_the_net_sees_it(photos, tmp_path, capsys):
         assert sheet.size == (8 * 136 + 8, 2 * 168 + 8)
 
 
-def test_an_earlier_checks_files_go_and_all_others_stay(photos, tmp_path):
+def test_files_of_an_earlier_check_go_and_others_stay(photos, tmp_path):
     folder = tmp_path / "logs" / "check_data" / "photos"
     main(ask(photos, tmp_path, "--augmented", "data.image_size=16", "augmentation=none"))
     written = {path.name for path in folder.iterdir()}

@@ -196,8 +196,8 @@ def _loaders_of(owner: Any, name: str, make: Callable[[], Any]) -> Any:
     loaders = make()
     if isinstance(loaders, CombinedLoader):
         return loaders
-    each = CombinedLoader(loaders, "sequential").flattened
-    return [_Batches(loader) if isinstance(loader, DataLoader) else loader for loader in each]
+    combined = CombinedLoader(loaders, "sequential").flattened
+    return [_Batches(loader) if isinstance(loader, DataLoader) else loader for loader in combined]
 
 
 @dataclass

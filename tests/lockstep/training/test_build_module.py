@@ -230,7 +230,7 @@ def test_a_head_beside_the_net_follows_the_order_of_classes(joined_checkpoint):
     assert torch.equal(module.joined(*inputs), before.joined(*inputs)[:, [2, 0, 1]])
 
 
-def test_a_head_beside_the_net_is_kept_for_the_same_classes(joined_checkpoint):
+def test_a_head_beside_the_net_stays_for_equal_classes(joined_checkpoint):
     before, path = joined_checkpoint
     module, facts = joined(["cat", "dog", "fox"])
     assert "the head" not in start_from(module, path, "m", {}, facts)
