@@ -15,14 +15,13 @@ training. trainer=ddp predicts images on all GPUs (ddp_sim: on two CPU processes
 The CSV has classes and probabilities, a column for each label, a number, or the file of a mask, by
 the run's task. The contact sheet of a classifier, a PNG beside the CSV, shows the first images;
 captions below 50 % are red. An image that cannot be decoded has a row with the reason, and the exit
-code is then 1. A .pt file holds what predict_step returned, as a list. A file that out= names is
-replaced with overwrite=true alone.
+code is then 1. A .pt file holds what predict_step returned, as a list; where there are several
+loaders it is a list of such lists. A file that out= names is replaced with overwrite=true alone.
 """
 
 import csv
 import logging
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -473,10 +472,9 @@ def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
     They are those of predict_dataloader, or else the test images.
     """
     import torch
-    from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lockstep.training.inference import load_data
-    from lockstep.training.prediction import set_device
+    from lockstep.training.prediction import predict_own_batches, set_device
 
     out = Path(options["out"] or default_out(predictor.model, ".pt"))
     if out.suffix != ".pt":
@@ -485,19 +483,14 @@ def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
             "and out=FILE.pt of the run's own data."
         )
 
-    data = load_data(options["ckpt_path"], Path(options["log_dir"]))
-    data.prepare_data()
-    set_device(data, predictor.device)
-    batches: Iterable[Any]
-    if is_overridden("predict_dataloader", data):
-        data.setup("predict")
-        batches = data.predict_dataloader()
-    else:
-        data.setup("test")
-        batches = data.test_dataloader()
-    results = list(predictor.results(batches, data))
+    data = None
+    # With data=none the module has the loaders.
+    if predictor.model.config["data"].get("_target_"):
+        data = load_data(options["ckpt_path"], Path(options["log_dir"]))
+        set_device(data, predictor.device)
+    results = predict_own_batches(predictor, data)
     write_atomically(out, lambda file: torch.save(results, file), binary=True)
-    log.info(f"{len(results)} batches · {out}")
+    log.info(f"the run's own data · {out}")
     return EXIT_OK
 
 

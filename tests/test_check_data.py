@@ -135,3 +135,21 @@ def test_a_batch_is_drawn_as_the_net_sees_it(photos, tmp_path, capsys):
     assert f"{picture}: training images" in capsys.readouterr().out
     with Image.open(picture) as sheet:
         assert sheet.size == (8 * 136 + 8, 2 * 168 + 8)
+
+
+def test_files_of_an_earlier_check_go_and_others_stay(photos, tmp_path):
+    folder = tmp_path / "logs" / "check_data" / "photos"
+    main(ask(photos, tmp_path, "--augmented", "data.image_size=16", "augmentation=none"))
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"data_report.txt", "pairs.png", "batch.png"}
+    (folder / "notes.txt").write_text("mine")
+    other = folder.with_name("other") / "pairs.png"
+    other.parent.mkdir()
+    other.write_bytes(b"of another data set")
+
+    clean = tmp_path / "clean"
+    for number in range(30):
+        picture(clean / ("cat" if number % 2 else "dog"), str(number), number)
+    assert main(ask(clean, tmp_path)) == 0
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert other.exists()

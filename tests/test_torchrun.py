@@ -4,6 +4,7 @@ run.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from kills import final_state
+from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.records.folder import RunFolder
 from ranks import SRC, free_port
 from runs import run_script
@@ -111,6 +113,22 @@ def test_a_torchrun_restart_goes_on_in_one_run(agents):
     assert record["restarts"][0]["downtime_s"] is not None and "rank 1 on" in own.output, record[
         "restarts"
     ]
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_torchrun_without_a_restart(agents):
+    """Any rank with another exit code than 0 would be started again."""
+    options = ["--nproc-per-node=2", "--max-restarts=3", "--master-port={port}"]
+    agent = agents.start(options, ["trainer.max_epochs=1000"])
+    agents.wait_until(lambda: any(agents.runs.glob("*/checkpoints/last-*.json")))
+    ranks = {rank.environ()["RANK"]: rank for rank in psutil.Process(agent.pid).children()}
+    ranks["1"].send_signal(signal.SIGUSR1)
+    assert agent.wait(120) == 0, agents.output
+    [path] = agents.runs.iterdir()
+    record = agents.record(path.name)
+    assert (record["status"], record["restarts"]) == ("interrupted", []), agents.output
+    [saved, *_] = complete_checkpoints(RunFolder(path).checkpoints, "last")
+    assert saved[1].step == record["steps"]
 
 
 ELASTIC = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-id=elastic", "--rdzv-backend=c10d", "--max-restarts=9",

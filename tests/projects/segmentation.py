@@ -62,3 +62,7 @@ class SegModel(pl.LightningModule):
 
     def test_dataloader(self):
         return DataLoader(Scenes("test"), batch_size=self.batch_size)
+
+    def predict_dataloader(self):
+        images = [image for image, _ in Scenes("test")]
+        return DataLoader(images, batch_size=self.batch_size)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.config import class_source
 from lockstep.config.compose import chosen_options, compose
@@ -33,6 +34,15 @@ def test_a_module_with_loaders_trains_resumes_and_is_evaluated(tmp_path):
     tested = succeed("eval", "ckpt_path=r", logs=tmp_path, before=PROJECTS)
     expected = again.record["metrics"]["test_loss"]
     assert tested.record["metrics"]["test_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_module_with_loaders_predicts_them(tmp_path):
+    succeed("train", MODULE, *SHORT, "trainer.max_epochs=1", logs=tmp_path, before=PROJECTS)
+    out = tmp_path / "p.pt"
+    done = succeed("predict", "ckpt_path=r", f"out={out}", logs=tmp_path, before=PROJECTS)
+    assert [tuple(each.shape)[:2] for each in torch.load(out)] == [(8, 2)] * 4
+    assert done.output.splitlines()[-1] == f"the run's own data · {out}"
 
 
 @pytest.mark.parametrize(

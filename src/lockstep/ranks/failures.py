@@ -34,7 +34,13 @@ from lockstep.process.redact import redact_text
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Epochs, LostRank
 from lockstep.records.folder import RunFolder
-from lockstep.records.record import JsonObject, locked_record, read_record, write_record
+from lockstep.records.record import (
+    JsonObject,
+    has_trained,
+    locked_record,
+    read_record,
+    write_record,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -285,7 +291,9 @@ def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | N
         record_end(folder, EXIT_INTERRUPTED)
     # Without an agreement another rank may have failed, which the agent knows.
     if error.agreed or not cluster.has_agent:
-        log.info(f"Interrupted ({error}): resume={folder.run_id} continues it.")
+        begins_anew = has_trained(folder) and not any(folder.checkpoints.glob("*.json"))
+        way = "no checkpoint was saved" if begins_anew else f"resume={folder.run_id} continues it"
+        log.info(f"Interrupted ({error}): {way}.")
 
 
 def _tell_agent(error: BaseException, failure: RankError) -> None:

@@ -6,8 +6,10 @@ import shutil
 import signal
 from pathlib import Path
 
+from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.process import signals
 from lockstep.process.errors import (
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NOT_UPLOADED,
     EXIT_OK,
@@ -38,14 +40,50 @@ def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -
     if cluster.is_rank_zero:
         code = _conclude(config, folder, code)
 
-    if code == EXIT_INTERRUPTED and cluster.launcher == "torchrun":
-        # torchrun would start the ranks again, although somebody asked them to stop.
-        return EXIT_OK
+    is_ctrl_c = signal.SIGINT in signals.received and cluster.launcher != "torchrun"
     has_checkpoint = any(folder.checkpoints.glob("*.json"))
-    if code == EXIT_INTERRUPTED and signal.SIGINT in signals.received and not has_checkpoint:
+    if code == EXIT_INTERRUPTED and is_ctrl_c and not has_checkpoint:
         # Exit code 75 would promise a checkpoint to go on from.
         return signals.INTERRUPTED_AT_ONCE
-    return code
+    return code_of_stop(config, cluster, folder, code)
+
+
+def code_of_stop(config: Config, cluster: Cluster, folder: RunFolder | None, code: int) -> int:
+    """Return the exit code of a process that was asked to stop; any other code stays.
+
+    srun returns the highest code of its tasks, so each rank and each node decides.
+
+    Args:
+        folder: of the run; None if the stop came before it was known.
+        code: how the run has ended so far.
+    """
+    if code != EXIT_INTERRUPTED:
+        return code
+    if cluster.launcher == "torchrun":
+        # torchrun would start the ranks again, although somebody asked them to stop.
+        return EXIT_OK
+    if folder is None or not _has_lost_steps(config, cluster, folder):
+        return code
+
+    # A job script that starts the run again at 75 would do so for ever.
+    if cluster.is_rank_zero:
+        log.error(
+            "The run has no callbacks.checkpoints, so that its steps are lost and a restart would "
+            "begin anew. Start a new run without '~callbacks.checkpoints' and callbacks=none."
+        )
+    return EXIT_FAILED
+
+
+def _has_lost_steps(config: Config, cluster: Cluster, folder: RunFolder) -> bool:
+    """Return whether a stopped training has made steps and has no callback to save them."""
+    if config["task_name"] != "train" or (config.get("callbacks") or {}).get("checkpoints"):
+        return False
+    if not folder.record.exists():
+        # A node with a disk of its own does not know the steps. The code of rank 0 counts.
+        return not cluster.is_rank_zero
+    steps = read_record(folder.record).steps or 0
+    saved = [sidecar.step for _, sidecar in complete_checkpoints(folder.checkpoints)]
+    return steps > max(saved, default=0)
 
 
 def finish_again(config: Config, cluster: Cluster) -> int | None:

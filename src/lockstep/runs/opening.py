@@ -18,7 +18,6 @@ from lockstep.process import signals
 from lockstep.process.environment import environment, set_variables
 from lockstep.process.errors import (
     EXIT_FAILED,
-    EXIT_INTERRUPTED,
     EXIT_OK,
     Ended,
     Interrupted,
@@ -33,7 +32,7 @@ from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.batch_search import search
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
-from lockstep.runs.finishing import finish_run
+from lockstep.runs.finishing import code_of_stop, finish_run
 from lockstep.runs.first_record import begin_record, headlines, write_config
 from lockstep.runs.place import hold_run_lock, run_folder
 from lockstep.runs.resume import check_bucket, check_resumable, config_before
@@ -82,9 +81,9 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
         finishes_here = not cluster.has_agent and not cluster.local_rank
         if finishes_here and opening.folder is not None:
             code = finish_run(config, cluster, opening.folder, code)
-        elif code == EXIT_INTERRUPTED and cluster.launcher == "torchrun":
-            # As the first rank of the node: torchrun would start the ranks again.
-            code = EXIT_OK
+        elif not cluster.has_agent:
+            # As the first rank of the node.
+            code = code_of_stop(config, cluster, opening.folder, code)
 
     if not is_open:
         raise Ended(code)

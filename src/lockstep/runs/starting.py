@@ -14,7 +14,7 @@ from lockstep.ranks import failures
 from lockstep.ranks.find import Cluster, named_run
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
-from lockstep.runs.finishing import finish_run
+from lockstep.runs.finishing import code_of_stop, finish_run
 from lockstep.runs.place import hold_run_lock, run_folder
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
             if code:
                 failures.record_end(folder, code, failure)
             code = finish_run(config, cluster, folder, code)
+        else:
+            code = code_of_stop(config, cluster, folder, code)
         if failure:
             failures.log_failure(failure, callstack)
         return code

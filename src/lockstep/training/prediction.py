@@ -1,19 +1,22 @@
 """Predict with a trained model on the device of a rank, in the precision of the training."""
 
 import logging
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
@@ -21,7 +24,9 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
 
 from lockstep.config.compose import compose, whole_config
 from lockstep.config.schema import key_of
@@ -135,6 +140,87 @@ class Predictor:
         if not isinstance(data, pl.LightningDataModule) or is_overridden(hook, data):
             return data
         return self.module if hasattr(self.module, hook) else data
+
+
+def predict_own_batches(predictor: Predictor, data: pl.LightningDataModule | None) -> list[Any]:
+    """Return what Lightning's trainer.predict returns for the run's own loaders.
+
+    It is a list of what predict_step returns for each batch, or a list of such lists where there
+    are several loaders. Without a predict_dataloader the test data are predicted.
+
+    Args:
+        data: the data module; None where the module has the loaders.
+
+    Raises:
+        UserError: there is no loader.
+    """
+    _choose_loaders(predictor.module, data)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    is_gpu = predictor.device.type == "cuda"
+    trainer = pl.Trainer(
+        accelerator="gpu" if is_gpu else "cpu",
+        devices=[predictor.device.index or 0] if is_gpu else 1,
+        # In a job of SLURM, too, this is one process.
+        plugins=[predictor.plugin, LightningEnvironment()],
+        callbacks=[_EndsAtSigterm()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return trainer.predict(predictor.module, datamodule=data) or []
+
+
+def _choose_loaders(module: Any, data: Any) -> None:
+    """Let predict_dataloader of the data or the module give the loaders, or else test_dataloader.
+
+    Lightning would build each DataLoader anew, which fails for some classes and arguments. It gets
+    their batches alone.
+    """
+    owners = [module] if data is None else [data, module]
+    for name in ("predict_dataloader", "test_dataloader"):
+        for owner in owners:
+            if is_overridden(name, owner):
+                make = partial(_loaders_of, owner, name, getattr(owner, name))
+                owner.predict_dataloader = make
+                return
+    raise UserError(
+        f"{type(owners[0]).__name__} has no images to predict: write its predict_dataloader, "
+        "or pass images=DIR."
+    )
+
+
+def _loaders_of(owner: Any, name: str, make: Callable[[], Any]) -> Any:
+    if name == "test_dataloader":
+        owner.setup("test")
+    loaders = make()
+    if isinstance(loaders, CombinedLoader):
+        return loaders
+    combined = CombinedLoader(loaders, "sequential").flattened
+    return [_Batches(loader) if isinstance(loader, DataLoader) else loader for loader in combined]
+
+
+@dataclass
+class _Batches:
+    """The batches of a DataLoader."""
+
+    loader: "DataLoader[Any]"
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class _EndsAtSigterm(pl.Callback):
+    """Restores the handler of SIGTERM: Lightning's only notes the signal, and predicts on."""
+
+    def __init__(self) -> None:
+        self.handler = signal.getsignal(signal.SIGTERM)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        signal.signal(signal.SIGTERM, self.handler)
 
 
 def plugin_of(precision: str, device: torch.device) -> Precision:

@@ -114,9 +114,9 @@ def start_from(
     """Load a checkpoint's weights into the module of a new run.
 
     The head follows the class names: its rows are reordered if the order differs, and a head for
-    other classes starts at zero, which gives each class the same logit. Position embeddings are
-    resampled for another image size. Parameters outside the net that only one of the two modules
-    has are skipped.
+    other classes starts at zero, which gives each class the same logit. So does a head that the
+    task has beside the net. Position embeddings are resampled for another image size. Parameters
+    outside the net that only one of the two modules has are skipped.
 
     Args:
         data: the run's data config.
@@ -140,6 +140,9 @@ def start_from(
     notes += _adapt_net(net, prefix, state)
     names_of_head = {f"{prefix}{name}" for name in head_names(net)}
     notes += _match_head(names_of_head, module_state, state, before, facts)
+    # A task may join the features of the net to its classes in a head of its own.
+    names_beside_net = {name for name in head_names(module) if not name.startswith(prefix)}
+    notes += _match_head(names_beside_net, module_state, state, before, facts)
     notes += _match_parts_beside_net(prefix, module_state, state)
 
     check_fits(module, state, path, model_name)
@@ -221,7 +224,7 @@ def _match_head(
 
     num_classes = facts.get("num_classes")
     sizes = {len(module_state[name]) for name in heads}
-    # Outputs of another number are features of a task that has its head beside the net.
+    # Outputs of another number are features.
     if classes_before == classes or (classes and sizes != {len(classes)}):
         return _match_outputs(heads, module_state, state, num_classes)
     if sorted(classes_before) == sorted(classes):

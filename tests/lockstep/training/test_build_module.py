@@ -37,6 +37,7 @@ from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 from runs import succeed
+from tasks.image_and_numbers import ImageAndNumbers
 
 
 def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
@@ -189,6 +190,51 @@ def test_features_of_another_width_begin_random(checkpoint):
     assert torch.equal(module.net[2].weight, before) and before.abs().min() > 0
     assert torch.equal(module.net[1].weight, checkpoint[0].net[1].weight)
     assert "the head is new" in said
+
+
+def joined(class_names):
+    """A task with a head beside its net, and the facts about its data."""
+    torch.manual_seed(len(class_names))
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6))
+    options = {"outputs": 6, "inputs": ["age"], "hidden": 5, "loss": nn.CrossEntropyLoss()}
+    module = ImageAndNumbers(net, num_classes=len(class_names), **options)
+    facts = {"class_names": class_names, "num_classes": len(class_names)}
+    return module, {**facts, "data_hash": "x", "image_size": 2}
+
+
+@pytest.fixture
+def joined_checkpoint(tmp_path):
+    before, facts = joined(["cat", "dog", "fox"])
+    state = {"state_dict": before.state_dict(), "lockstep": {"config": {}, "data": facts}}
+    write_checkpoint(state, tmp_path / "joined.ckpt")
+    return before, str(tmp_path / "joined.ckpt")
+
+
+@pytest.mark.parametrize("names", [["cat", "dog", "gnu"], ["cat", "dog"]])
+def test_a_head_beside_the_net_is_new_for_other_classes(joined_checkpoint, names):
+    before, path = joined_checkpoint
+    module, facts = joined(names)
+    said = start_from(module, path, "m", {}, facts)
+    assert not module.head[2].weight.any() and not module.head[2].bias.any()
+    assert torch.equal(module.head[0].weight, before.head[0].weight)
+    assert torch.equal(module.net[1].weight, before.net[1].weight)
+    assert "the head is new (head.2.bias, head.2.weight): the classes were cat, dog, fox" in said
+    assert said.count("the head") == 1
+
+
+def test_a_head_beside_the_net_follows_the_order_of_classes(joined_checkpoint):
+    before, path = joined_checkpoint
+    module, facts = joined(["fox", "cat", "dog"])
+    start_from(module, path, "m", {}, facts)
+    inputs = torch.randn(3, 1, 2, 2), {"age": torch.randn(3)}
+    assert torch.equal(module.joined(*inputs), before.joined(*inputs)[:, [2, 0, 1]])
+
+
+def test_a_head_beside_the_net_stays_for_equal_classes(joined_checkpoint):
+    before, path = joined_checkpoint
+    module, facts = joined(["cat", "dog", "fox"])
+    assert "the head" not in start_from(module, path, "m", {}, facts)
+    assert torch.equal(module.head[2].weight, before.head[2].weight)
 
 
 # What a rank sets up before it meets the others.

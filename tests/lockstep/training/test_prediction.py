@@ -1,6 +1,7 @@
 """Predictions on a device: the precision, the part of each rank, and the time that is left."""
 
 import logging
+import signal
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from lockstep.data.framing import Framing
 from lockstep.data.reading import Reading
 from lockstep.data.unlabelled import UnlabelledImages
+from lockstep.process.errors import UserError
 from lockstep.training import prediction
-from lockstep.training.prediction import Predictor, Progress, plugin_of
+from lockstep.training.prediction import Predictor, Progress, plugin_of, predict_own_batches
 
 CPU = torch.device("cpu")
 
@@ -105,3 +108,80 @@ def test_hooks_of_the_module_make_its_batches():
     for data, value in ((pl.LightningDataModule(), 1.0), (Data(), 5.0)):
         [result] = predictor.results([torch.full((1, 2), 255.0)], data)
         assert result.tolist() == [[value, value]]
+
+
+class Doubling(pl.LightningModule):
+    """A module that says where its batches come from."""
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return batch * 2 + 100 * dataloader_idx
+
+
+class OwnData(pl.LightningDataModule):
+    """Numbers from 0 to 4 in batches of 3, which a hook makes larger where nothing is trained."""
+
+    num_loaders = 1
+
+    def setup(self, stage):
+        if stage == "test":
+            self.rows = torch.arange(5.0)
+
+    def val_dataloader(self):
+        loaders = [DataLoader(self.rows, 3) for _ in range(self.num_loaders)]
+        return loaders if self.num_loaders > 1 else loaders[0]
+
+    test_dataloader = val_dataloader
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch if self.trainer.training else batch + 10
+
+
+class WithLoader(Doubling):
+    def predict_dataloader(self):
+        return DataLoader(torch.arange(5.0), 3)
+
+
+def as_lists(results):
+    return [each.tolist() for each in results]
+
+
+def own_results(module, data):
+    return predict_own_batches(Predictor(SimpleNamespace(module=module.eval()), CPU), data)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_data_hooks_have_a_trainer_that_predicts():
+    assert as_lists(own_results(Doubling(), OwnData())) == [[20, 22, 24], [26, 28]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_loaders_have_a_list_each():
+    data = OwnData()
+    data.num_loaders = 2
+    first, second = own_results(Doubling(), data)
+    assert as_lists(first) == [[20, 22, 24], [26, 28]]
+    assert as_lists(second) == [[120, 122, 124], [126, 128]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_with_its_own_loader_predicts_without_data():
+    assert as_lists(own_results(WithLoader(), None)) == [[0, 2, 4], [6, 8]]
+
+
+def test_data_without_a_loader_are_refused():
+    with pytest.raises(UserError, match="Doubling has no images to predict"):
+        own_results(Doubling(), None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sigterm_ends_a_prediction():
+    """Lightning's handler would note the signal, and predict on."""
+    seen = []
+
+    class Asking(Doubling):
+        def predict_step(self, batch, batch_idx):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    own_results(Asking(), OwnData())
+    assert seen == [before] * 2
