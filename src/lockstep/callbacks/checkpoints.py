@@ -345,8 +345,7 @@ class Checkpoints(pl.Callback):
         self.loader_state.load_state_dict(point, stored)
         self.saved_step = checkpoint["global_step"]
         self._load_frozen(trainer, stored.get("frozen"))
-        # EarlyStopping ended the run, and this start asks for no more epochs or steps.
-        trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
+        resume_point.restore_end(trainer, point)
         keep_patience(trainer, checkpoint)
 
     def _load_frozen(self, trainer: pl.Trainer, state: State | None) -> None:

@@ -426,7 +426,7 @@ def test_a_stop_within_a_step_repeats_its_batches(tmp_path):
         return DataLoader(Quiet(), 4, shuffle=True)
 
     whole = start(tmp_path / "whole", loader, accumulate_grad_batches=2)
-    start(tmp_path / "r", loader, make=Stopped, accumulate_grad_batches=2)
+    start(tmp_path / "r", loader, make=Stopped, accumulate_grad_batches=2, max_epochs=2)
     resumed = start(tmp_path / "r", loader, resume=True, accumulate_grad_batches=2)
     assert len(resumed.seen) == len(whole.seen) - 2
     # The batch that is repeated draws noise anew, so that the next epoch has another order.
