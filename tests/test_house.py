@@ -172,6 +172,9 @@ PRIVATE = {
         "_broadcast_sigterm_tensor": NO_LIGHTNING_SIGNALS,
         "_signal_connector": NO_LIGHTNING_SIGNALS,
     },
+    "lockstep/checkpoints/loader_state.py": {
+        "_last_train_dl_reload_epoch": "test_loaders_made_anew_resume_bit_for_bit",
+    },
     "lockstep/callbacks/weight_average.py": {
         "_average_model": "test_its_decay_begins_small_and_it_stays_in_its_precision",
     },

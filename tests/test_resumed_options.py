@@ -111,7 +111,7 @@ def test_a_schedule_that_keeps_its_length_refuses_another_one(tmp_path):
     assert stopped.code == 75, stopped.output
     longer = run_script("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
     assert longer.code == 2, longer.output
-    assert "OneCycleLR keeps the 12 steps" in longer.output.strip().splitlines()[-1]
+    assert "OneCycleLR total_steps=12" in longer.output.strip().splitlines()[-1]
     assert succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path).record["steps"] == 12
 
 

@@ -27,6 +27,7 @@ from lockstep.checkpoints.frozen import State, frozen_state, set_frozen_state
 from lockstep.checkpoints.io import CheckpointFiles, on_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
+from lockstep.checkpoints.schedule_length import refuse_other_lengths, schedule_lengths
 from lockstep.checkpoints.writer import CheckpointWriter, Paths
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
@@ -67,6 +68,7 @@ class Checkpoints(pl.Callback):
         validated_step: of the latest validation.
         ended: the epoch whose end is still to be saved.
         frozen: the frozen layers of the checkpoint, until the optimizers of this start are built.
+        schedule_lengths: as a resume has built the schedules, before their states are loaded.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Checkpoints(pl.Callback):
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
         self.frozen: State | None = None
+        self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write
         self._patient: Any = None
@@ -140,6 +143,8 @@ class Checkpoints(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is None:
             return
+        # Lightning loads the states of the schedules after this hook.
+        self.schedule_lengths = schedule_lengths(trainer)
         if self.frozen is not None:
             set_frozen_state(trainer, self.frozen)
             self.frozen = None
@@ -157,6 +162,8 @@ class Checkpoints(pl.Callback):
             self._announce(trainer, {"best": path})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.ckpt_path is not None:
+            refuse_other_lengths(trainer, self.schedule_lengths)
         self.saved_at = time.monotonic()
         self.loader_state.log_what_holds()
 
@@ -345,8 +352,7 @@ class Checkpoints(pl.Callback):
         self.loader_state.load_state_dict(point, stored)
         self.saved_step = checkpoint["global_step"]
         self._load_frozen(trainer, stored.get("frozen"))
-        # EarlyStopping ended the run, and this start asks for no more epochs or steps.
-        trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
+        resume_point.restore_end(trainer, point)
         keep_patience(trainer, checkpoint)
 
     def _load_frozen(self, trainer: pl.Trainer, state: State | None) -> None:

@@ -259,7 +259,7 @@ class MaxTime(pl.Callback):
         self.seconds = seconds
         self.elapsed = elapsed
         self.interruption = interruption
-        self.is_over = False
+        self.is_time_over = False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
@@ -272,7 +272,7 @@ class MaxTime(pl.Callback):
         if not vote(self.elapsed() >= self.seconds):
             return
 
-        self.is_over = True
+        self.is_time_over = True
         trainer.should_stop = True
         # Validate it also in an epoch that would have no validation.
         trainer.check_val_every_n_epoch = 1
@@ -283,6 +283,6 @@ class MaxTime(pl.Callback):
             )
 
     def record_fields(self) -> dict[str, object]:
-        if not self.is_over:
+        if not self.is_time_over:
             return {}
         return {"ended_by": "max_time"}

@@ -116,6 +116,10 @@ class RunRecorder(pl.Callback):
             counts |= parameter_counts(pl_module)
         self.write(trainer, phase="start", **counts)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning calls this only where something is left to train.
+        self.write(trainer, ended_by=None)
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the first record of this start; one of an earlier start goes on."""
         monitors = [item.monitor for item in trainer.callbacks if hasattr(item, "best_path")]
@@ -244,7 +248,8 @@ class RunRecorder(pl.Callback):
             return
         fields: dict[str, object] = {
             "phase": "trained",
-            "epochs": trainer.current_epoch,
+            # An epoch that was left early counts too, also where a resume trains nothing.
+            "epochs": trainer.fit_loop.epoch_progress.current.ready,
             "steps": trainer.global_step,
         }
         reason = reason_of_early_stop(trainer)

@@ -1,4 +1,4 @@
-"""Keep what a rank's next batches depend on, and bring it back in a resumed run.
+"""Keep a rank's next batches over a resume; sets Lightning's `_last_train_dl_reload_epoch`.
 
 A DataLoader draws its order and its workers' seeds from the global generators when its iterator is
 made, and Lightning has no hook at that moment. `LoaderState` therefore wraps three methods with
@@ -104,10 +104,28 @@ class LoaderState:
 
     def log_what_holds(self) -> None:
         """Say on rank 0 how exact a resume is with the training loaders of this run."""
-        loaders = loaders_in(self.trainer.train_dataloader)
-        plain = [loader for loader in loaders if not has_state(loader)]
-        if not plain or not self.trainer.is_global_zero:
+        if not self.trainer.is_global_zero:
             return
+        loaders = loaders_in(self.trainer.train_dataloader)
+        if any(map(self._is_cut_by_epoch, loaders)):
+            log.info(
+                "An epoch ends within a pass over a training loader that has a state_dict. Resume "
+                "is exact if each epoch begins a new pass; a stream that goes on over epochs loses "
+                "a batch in a resume at an epoch's end."
+            )
+        plain = [loader for loader in loaders if not has_state(loader)]
+        if plain:
+            self._log_of_plain(plain, loaders)
+
+    def _is_cut_by_epoch(self, loader: Any) -> bool:
+        """Return whether a loader of another project with a state begins again within an epoch."""
+        length = sized_len(loader)
+        if not length or self.trainer.num_training_batches % length == 0:
+            return False
+        return has_state(loader) and not is_of_lockstep(loader.state_dict())
+
+    def _log_of_plain(self, plain: list[Any], loaders: list[Any]) -> None:
+        """Say how exact a resume is where some loaders, the plain ones, have no state."""
         if len(plain) < len(loaders):
             log.info(
                 "Resume is exact at an epoch's end only: some of the training loaders have a "
@@ -184,7 +202,18 @@ class LoaderState:
             self._replay(fetcher, replay)
         if self.point["phase"] != EPOCH_END:
             self._set_random_state(self._of_rank("random"))
+        self._keep_reload_phase()
         self.stored = None
+
+    def _keep_reload_phase(self) -> None:
+        """Reload the loaders in the epochs in which a run without a stop does.
+
+        Lightning counts from the epoch of the resume.
+        """
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        epoch = self.trainer.current_epoch
+        if every:
+            self.trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % every
 
     def _load(self, loaders: list[Any]) -> None:
         states = self._loader_states()
@@ -204,27 +233,27 @@ class LoaderState:
         if with_state:
             self._load(with_state)
             if not all(map(is_of_lockstep, self._loader_states())):
-                self._end_loaded_epoch(fetcher, with_state)
+                self._end_loaded_epoch(with_state)
             self._set_random_state(now)
         self.before_epoch = now
         iter(fetcher)
 
-    def _end_loaded_epoch(self, fetcher: Any, with_state: list[Any]) -> None:
+    def _end_loaded_epoch(self, with_state: list[Any]) -> None:
         """Bring loaders with a state to where the next iter() begins the next epoch.
 
         Their states may be at the end of an epoch (torchdata's StatefulDataLoader), where iter()
         would make an epoch without batches, or at the begin of the next one.
         """
-        iter(fetcher)
-        try:
-            next(getattr(fetcher, "iterator_wrapper", fetcher))
-        except StopIteration:
-            return
-        lengths = [sized_len(loader) for loader in with_state]
         batches = self.trainer.num_training_batches
-        if all(length is None or length <= batches for length in lengths):
-            # The epoch was whole, so this batch is the first one of the next epoch.
-            self._load(with_state)
+        for loader, state in zip(with_state, self._loader_states()):
+            try:
+                next(iter(loader))
+            except StopIteration:
+                continue
+            length = sized_len(loader)
+            if length is None or batches % length == 0:
+                # The epoch was whole, so this batch is the first one of the next epoch.
+                loader.load_state_dict(state)
 
     def _warn_of_other_ranks(self) -> None:
         assert self.stored is not None

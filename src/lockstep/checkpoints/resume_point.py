@@ -106,22 +106,61 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> Point:
         "is_last": is_last,
         "lacking": -batches % accumulate if is_last else 0,
         "phase": phase,
+        **(end_of_training(trainer) if is_left(trainer) else {}),
     }
+
+
+def is_left(trainer: pl.Trainer) -> bool:
+    """Return whether Lightning has left the epoch, as after its last validation."""
+    return trainer.fit_loop.epoch_progress.current.processed > trainer.current_epoch
+
+
+def point_after_epoch(trainer: pl.Trainer, epoch: int) -> Point:
+    """Return the point after an epoch."""
+    point = {"epoch": epoch, "batches_done": 0, "phase": EPOCH_END}
+    return point | end_of_training(trainer)
 
 
 def is_ended_by_callback(trainer: pl.Trainer) -> bool:
     """Return whether a callback ended the training, and neither its steps nor its time did."""
+    return trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time(trainer)
+
+
+def is_out_of_time(trainer: pl.Trainer) -> bool:
+    """Return whether trainer.max_time has ended the training."""
+    clock = max_time_of(trainer)
+    return clock is not None and clock.is_time_over
+
+
+def max_time_of(trainer: pl.Trainer) -> Any:
+    """Return the callback MaxTime, which imports this file; None without trainer.max_time."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    is_out_of_time = any(getattr(callback, "is_over", False) for callback in callbacks)
-    return trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time
+    clocks = [callback for callback in callbacks if hasattr(callback, "is_time_over")]
+    return clocks[0] if clocks else None
 
 
-def point_after_epoch(trainer: pl.Trainer, epoch: int) -> Point:
-    """Return the point after an epoch; `ended` holds the limits of a run that a callback ended."""
-    limits = None
+def end_of_training(trainer: pl.Trainer) -> Point:
+    """Return what the point of a training's end holds beside its position.
+
+    Returns:
+        `ended`, the limits of a training that a callback ended, as EarlyStopping does; or
+        `over_at`, the seconds of a trainer.max_time that ended it.
+    """
     if is_ended_by_callback(trainer):
-        limits = [trainer.max_epochs, trainer.max_steps]
-    return {"epoch": epoch, "batches_done": 0, "phase": EPOCH_END, "ended": limits}
+        return {"ended": [trainer.max_epochs, trainer.max_steps]}
+    if is_out_of_time(trainer):
+        return {"over_at": max_time_of(trainer).seconds}
+    return {}
+
+
+def restore_end(trainer: pl.Trainer, point: Point) -> None:
+    """End a training that had ended at this point, unless this start asks for more of it."""
+    trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
+    over_at = point.get("over_at")
+    clock = max_time_of(trainer)
+    if clock is not None and over_at is not None and clock.seconds <= over_at:
+        clock.is_time_over = True
+        trainer.should_stop = True
 
 
 def loop_state(fit_loop: dict[str, Any], point: Point, accumulate: int) -> dict[str, Any]:

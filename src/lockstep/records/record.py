@@ -36,6 +36,8 @@ KEPT_ON_RESTART = (
     "command",
     "code",
     "epochs",
+    # A start that trains clears it.
+    "ended_by",
     "largest_batch",
     "initial_weights",
     "initial_weights_sha256",

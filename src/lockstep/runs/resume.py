@@ -293,8 +293,10 @@ def _log_changes(changes: list[Change], config: Config) -> None:
             others.append(f"{change.key} {change}")
             continue
         note = ""
-        if config.get("scheduler"):
-            note = ": the learning rate's schedule is stretched over the new length, and may jump"
+        # A schedule of torch keeps its length, and the task may have one of its own.
+        target = str((config.get("scheduler") or {}).get("_target_", "torch."))
+        if not target.startswith("torch."):
+            note = ": a schedule of scheduler= is stretched over the new length, and may jump"
         log.info(f"{change.key} {change}{note}.")
     if others:
         log.info(f"Changed from here on: {'; '.join(others)}.")

@@ -55,7 +55,6 @@ class Task(pl.LightningModule):
         self.rules = rules or GroupRules()
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
-        self.length_of_schedule: int | None = None  # optimizer steps
         # The metric of ReduceLROnPlateau. A run sets scheduler.monitor, or else task.monitor.
         self.monitor = "val/loss"
         # (2,) float64 by metric: sum and number of the values of this rank.
@@ -183,7 +182,6 @@ class Task(pl.LightningModule):
         names, takes_any_name = options_of(self.scheduler_factory.func)
         arguments = {key: value for key, value in lengths.items() if takes_any_name or key in names}
         schedule = self.scheduler_factory(optimizer, **arguments)
-        self.length_of_schedule = arguments.get("total_steps")
         # torch's own schedules take no lengths, and count epochs.
         options: dict[str, Any] = {"scheduler": schedule}
         options["interval"] = "step" if arguments else "epoch"
@@ -242,17 +240,6 @@ class Task(pl.LightningModule):
         accumulate = self.trainer.accumulate_grad_batches
         batches = min(self.trainer.num_training_batches, total_steps * accumulate)
         return {"total_steps": int(total_steps), "steps_per_epoch": math.ceil(batches / accumulate)}
-
-    def on_train_start(self) -> None:
-        """Refuse another length if the state of the schedule holds the old one, as OneCycleLR's."""
-        for config in self.trainer.lr_scheduler_configs:
-            length = getattr(config.scheduler, "total_steps", None)
-            if length and self.length_of_schedule and length != self.length_of_schedule:
-                raise UserError(
-                    f"{type(config.scheduler).__name__} keeps the {length} steps that the run "
-                    "began with: resume it with the same trainer.max_epochs and trainer.max_steps, "
-                    "or start a new run with ckpt_path=."
-                )
 
     def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.

@@ -28,9 +28,10 @@ from plain_task import Small, fit
 
 
 def trainer_at(step, fn="fit"):
+    epochs = SimpleNamespace(current=SimpleNamespace(ready=0))
     return SimpleNamespace(
         is_global_zero=True, global_step=step, current_epoch=0, callback_metrics={}, callbacks=[], strategy=None,
-        sanity_checking=False, should_stop=False,
+        sanity_checking=False, should_stop=False, fit_loop=SimpleNamespace(epoch_progress=epochs),
         state=SimpleNamespace(fn=fn, stage=RunningStage.TRAINING if fn == "fit" else RunningStage.TESTING),
     )  # fmt: skip
 

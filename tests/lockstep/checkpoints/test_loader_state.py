@@ -86,16 +86,17 @@ class Resumable:
     Like torchdata's StatefulDataLoader, the state at an epoch's end is that all batches are done.
     """
 
-    def __init__(self):
+    def __init__(self, batches=BATCHES):
+        self.batches = batches
         self.first = self.done = 0
 
     def __len__(self):
-        return BATCHES
+        return self.batches
 
     def __iter__(self):
         self.done = self.first
         self.first = 0
-        order = torch.randperm(BATCHES, generator=torch.Generator().manual_seed(3)).tolist()
+        order = torch.randperm(self.batches, generator=torch.Generator().manual_seed(3)).tolist()
         for index in order[self.done :]:
             self.done += 1
             yield torch.tensor([[float(index), 1.0]])
@@ -141,7 +142,12 @@ LOADERS = {
     "batch_sampler": lambda: DataLoader(Items(), batch_sampler=BatchSampler(weighted(), 4, True)),
     "stream": lambda: DataLoader(Stream(Quiet()), 4),
     "two": lambda: [DataLoader(Items(), 4, shuffle=True), DataLoader(Items(), 6, shuffle=True)],
+    "shorter": lambda: [
+        DataLoader(Items(), 4, shuffle=True),
+        DataLoader(Subset(Items(), range(16)), 4, shuffle=True),
+    ],
     "resumable": Resumable,
+    "resumable_shorter": lambda: [Resumable(), Resumable(4)],
     "endless": Endless,
 }
 WORKERS = {
@@ -349,8 +355,9 @@ def test_a_schedule_that_counts_the_steps_keeps_the_order(batch, tmp_path):
     assert_equal(resumed, whole, BATCHES - batch)
 
 
-def test_loaders_made_anew_each_epoch_resume_bit_for_bit(tmp_path):
-    options = {"reload_dataloaders_every_n_epochs": 1}
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_loaders_made_anew_resume_bit_for_bit(epochs, tmp_path):
+    options = {"reload_dataloaders_every_n_epochs": epochs}
     loader = LOADERS["shuffle"]
     whole = start(tmp_path / "whole", loader, **options)
     killed(tmp_path / "r", loader, epoch=1, batch=0, **options)
@@ -391,6 +398,7 @@ def test_what_an_exact_resume_needs_is_said_at_the_start(tmp_path, caplog):
     workers = {"num_workers": 1, "persistent_workers": True}
     persistent = DataLoader(Quiet(), 4, shuffle=True, **workers)
     assert "Resume" not in said(Resumable)
+    assert "a stream that goes on over epochs loses" in said(lambda: [Resumable(), Resumable(4)])
     assert "in mid-epoch reads the first batches of the epoch again" in said(lambda: plain)
     assert "persistent workers draw differ" in said(lambda: persistent)
     assert "at an epoch's end only" in said(lambda: [Resumable(), plain])
@@ -426,7 +434,7 @@ def test_a_stop_within_a_step_repeats_its_batches(tmp_path):
         return DataLoader(Quiet(), 4, shuffle=True)
 
     whole = start(tmp_path / "whole", loader, accumulate_grad_batches=2)
-    start(tmp_path / "r", loader, make=Stopped, accumulate_grad_batches=2)
+    start(tmp_path / "r", loader, make=Stopped, accumulate_grad_batches=2, max_epochs=2)
     resumed = start(tmp_path / "r", loader, resume=True, accumulate_grad_batches=2)
     assert len(resumed.seen) == len(whole.seen) - 2
     # The batch that is repeated draws noise anew, so that the next epoch has another order.

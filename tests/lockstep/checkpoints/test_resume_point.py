@@ -13,13 +13,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from faults import signal_at_step
 from kills import differences, weights
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.interruption import Interruption
+from lockstep.callbacks.interruption import Interruption, MaxTime
 from lockstep.callbacks.progress import Progress
+from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
-from lockstep.checkpoints.files import complete_checkpoints
+from lockstep.checkpoints.files import complete_checkpoints, newest_whole
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.checkpoints.resume_point import EPOCH_END, ends_step, is_validation_epoch
 from lockstep.process.errors import Interrupted
+from lockstep.records.record import read_record
 from plain_task import Small, fit
 from runs import run_script
 
@@ -100,6 +102,62 @@ def test_a_run_ended_by_early_stopping_trains_only_on_request(tmp_path):
     [(path, _)] = complete_checkpoints(tmp_path, "last")
     assert steps(max_epochs=9, ckpt_path=path) == 8
     assert steps(max_epochs=10, ckpt_path=path) == 12
+
+
+def ended_by_a_callback():
+    return EarlyStopping("own", patience=1)
+
+
+def out_of_time(seconds=2.0):
+    """A limit of two steps, of a second each."""
+    clock = iter(range(1, 99))
+    return MaxTime(seconds, lambda: next(clock), Interruption())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("end", [ended_by_a_callback, out_of_time])
+def test_a_training_ended_within_an_epoch_stays_ended(end, tmp_path):
+    record = tmp_path / "run.json"
+
+    def train(end, **options):
+        parts = [end, RunRecorder(record), Checkpoints(tmp_path / "checkpoints")]
+        if isinstance(end, MaxTime):
+            parts.append(end.interruption)
+        options = {"max_epochs": 3, "val_check_interval": 0.25, **options}
+        val_loader = DataLoader(torch.ones(1, 1))
+        trainer = fit(Watched(), *parts, val_loader=val_loader, **options)
+        fields = read_record(record)
+        return trainer.global_step, fields.epochs, fields.ended_by
+
+    stopped = train(end())
+    reason = "early_stopping" if end is ended_by_a_callback else "max_time"
+    assert stopped == (2, 1, reason)
+    for _ in range(2):
+        path = newest_whole(tmp_path / "checkpoints")
+        assert train(end(), ckpt_path=path) == stopped
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [{"max_epochs": 2}, {"max_epochs": 4}])
+def test_other_limits_go_on_within_the_epoch(more, tmp_path):
+    def steps(*parts, **options):
+        val_loader = DataLoader(torch.ones(1, 1))
+        trainer = fit(Watched(), *parts, Checkpoints(tmp_path), val_loader=val_loader, **options)
+        return trainer.global_step
+
+    within = {"val_check_interval": 0.25}
+    assert steps(ended_by_a_callback(), max_epochs=3, **within) == 2
+    assert steps(ckpt_path=newest_whole(tmp_path), **more, **within) == 4 * more["max_epochs"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_more_time_goes_on_within_the_epoch(tmp_path):
+    def steps(clock, **options):
+        parts = clock, clock.interruption, Checkpoints(tmp_path)
+        return fit(Small(), *parts, **options).global_step
+
+    assert steps(out_of_time()) == 2
+    assert steps(out_of_time(3.0), ckpt_path=newest_whole(tmp_path)) == 4
 
 
 class Lowered(Watched):
@@ -290,6 +348,23 @@ def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path):
         "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1/2: it ends"
         in done.output
     )
+
+
+def stopped_in_its_test():
+    a_second_a_step()
+    signal_at_step(1, hook="on_test_batch_end")
+
+
+@pytest.mark.slow
+def test_a_requeue_after_max_time_goes_on_with_the_test(tmp_path):
+    words = [*WORDS, "trainer.max_time=13s"]
+    stopped = run_script("train", *words, logs=tmp_path, before=stopped_in_its_test)
+    assert stopped.code == 75 and stopped.record["steps"] == 13, stopped.output
+    done = run_script("train", *words, "resume=auto", logs=tmp_path, before=a_second_a_step)
+    record = done.record
+    assert done.code == 0 and record["status"] == "finished", done.output
+    assert (record["steps"], record["epochs"], record["ended_by"]) == (13, 1, "max_time")
+    assert record["metrics"]["test/images"] == 360
 
 
 @pytest.mark.slow

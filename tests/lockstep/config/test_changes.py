@@ -130,9 +130,18 @@ def test_more_epochs_stretch_the_schedule_and_say_so(monkeypatch, capsys):
     before, now = (whole_config(compose("train", [f"trainer.max_epochs={n}"])) for n in (3, 4))
     assert not is_refused(monkeypatch, before, now)
     assert (
-        "trainer.max_epochs was 3, now 4: the learning rate's schedule is stretched"
+        "trainer.max_epochs was 3, now 4: a schedule of scheduler= is stretched"
         in capsys.readouterr().out
     )
+
+
+def test_a_schedule_of_torch_is_not_said_to_be_stretched(monkeypatch, capsys):
+    torch_schedule = ["scheduler._target_=torch.optim.lr_scheduler.ConstantLR"]
+    before, now = (
+        whole_config(compose("train", [*torch_schedule, f"trainer.max_epochs={n}"])) for n in (3, 4)
+    )
+    assert not is_refused(monkeypatch, before, now)
+    assert "stretched" not in capsys.readouterr().out
 
 
 def test_a_key_of_another_version_is_no_change():
