@@ -366,7 +366,8 @@ class Checkpoints(pl.Callback):
 
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
-        self.finish_together(trainer)
+        if self.asynchronous:
+            self.finish_together(trainer)
         refuse_non_finite(trainer)
         if self.weights_only and "best" in kinds:
             kinds = ("best", "last")
