@@ -129,7 +129,7 @@ def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[Pair, Likeness]:
     """Return the pairs of nearly identical images, the most similar first."""
     from lockstep.data.listing import SPLITS
 
-    split_of = data.splits.of_each
+    split_of = data.splits.split_ids
     least_split = 0 if len(thumbs) <= EVERY_PAIR else 1
     rows = np.flatnonzero(thumbs.any(1) & (split_of >= least_split))
     likeness_of = {}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from lockstep.data.split_rule import VAL_FRACTION, SplitRule, Splits
 from PIL import Image
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from lockstep.data.loading import LoadedBatch
 from lockstep.data.making import BatchMaker
 from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
 from lockstep.data.source import ImageSet, Source
-from lockstep.data.split import VAL_FRACTION, Split, Splits
 from lockstep.data.targets import as_masks, scale_of
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
@@ -48,7 +48,7 @@ class ImageOptions:
         eval_batch_size: per device, at most.
         image_size, resize, crop_padding, flip: as of Framing; resize=None: image_size / crop_pct.
         crop_pct, interpolation, mean, std: as of `resolve_normalisation`.
-        val_fraction, num_val, fold, num_folds: as of Split.
+        val_fraction, num_val, fold, num_folds: as of SplitRule.
         cache_dir: folder of decoded images and downloads, one per node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
@@ -159,7 +159,7 @@ class ImageDataModule(LightningDataModule):
         self.image_size = chosen.image_size
         self.global_batch_size = chosen.global_batch_size
         self.cache_dir = Path(chosen.cache_dir)
-        self.split = Split(
+        self.split_rule = SplitRule(
             chosen.seed, chosen.val_fraction, chosen.num_val, chosen.fold, chosen.num_folds
         )
         self.data_hash = ""
@@ -266,7 +266,7 @@ class ImageDataModule(LightningDataModule):
         """Return the splits. An evaluation that cannot draw any tests on all images."""
         source = self.source
         try:
-            return self.split.assign(source.classes, source.splits, source.groups)
+            return self.split_rule.assign(source.classes, source.splits, source.groups)
         except UserError:
             if self.stage != "test":
                 raise

@@ -108,7 +108,7 @@ class ListedDataModule(ImageDataModule):
             self.own_mean = (0.5,)
             self.own_std = (0.5,)
         super().__init__(image_size=image_size, **options)
-        self.split = replace(self.split, test_fraction=test_fraction)
+        self.split_rule = replace(self.split_rule, test_fraction=test_fraction)
 
     @property
     def column_options(self) -> dict[str, str]:

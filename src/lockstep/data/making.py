@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, Operation, mix
-from lockstep.data.batches import AUGMENTATION, MIXING, Selection, random_stream
+from lockstep.data.batches import AUGMENTATION_STREAM, MIXING_STREAM, Selection, random_stream
 from lockstep.data.framing import BatchTransforms, Framing, indexed
 from lockstep.data.loading import LoadedBatch, Samples, prefetched, stream, workers_of
 from lockstep.data.source import Source
@@ -58,7 +58,7 @@ class BatchMaker:
             Crop starts and flips, or a seed for each image, as a Selection has them.
             The mixing; None: nothing is mixed.
         """
-        generator = random_stream(seed, AUGMENTATION, epoch)
+        generator = random_stream(seed, AUGMENTATION_STREAM, epoch)
         if self.pipeline is None:
             is_random = self.augmentation.random_crop
             views = [self._transforms.draw(generator, n, is_random) for _ in range(self.views)]
@@ -69,7 +69,7 @@ class BatchMaker:
         mixing = self.augmentation.mixing
         if mixing is None or (mixing.epochs is not None and epoch >= mixing.epochs):
             return draws, None
-        generator = random_stream(seed, MIXING, epoch)
+        generator = random_stream(seed, MIXING_STREAM, epoch)
         return draws, mixing.draw(generator, n // 2, self.framing.image_size)
 
     def train_batches(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:

@@ -125,7 +125,7 @@ def _counts_per_class(data: Any) -> dict[str, dict[str, int]]:
 
 def _sampled_sizes(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
-    index = np.flatnonzero(data.splits.of_each >= 0)
+    index = np.flatnonzero(data.splits.split_ids >= 0)
     places = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
     sizes = []
     for position in index[places].tolist():
@@ -245,7 +245,7 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
     source = data.source
     if not source.is_comparable:
         return []
-    index = np.flatnonzero(data.splits.of_each >= 0)
+    index = np.flatnonzero(data.splits.split_ids >= 0)
     _, of_size, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
     index = index[counts[of_size] > 1]
     if source.reads_files and limit is not None and len(index) > limit:
@@ -282,7 +282,7 @@ def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
 def _add_pairs(data: Any, group: list[int], pairs: dict[Kind, list[str]]) -> None:
     """Add the pairs among equal images that are in two splits or under two labels."""
     source = data.source
-    splits = data.splits.of_each
+    splits = data.splits.split_ids
     trained = [i for i in group if splits[i] == TRAIN]
     if trained:
         for kind, split in ((Kind.TEST_IN_TRAIN, TEST), (Kind.VAL_IN_TRAIN, VAL)):
