@@ -64,7 +64,7 @@ Row = dict[str, str | float]
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputPaths:
     """The files that one prediction writes."""
 
     table: Path
@@ -159,18 +159,18 @@ def predict_on(
         num_workers=number_of_workers(options["data.num_workers"]),
     )
     set_device(data, device, cluster.rank, cluster.world_size)
-    outputs = Outputs(Path(options["out"] or default_out(model, ".csv")))
+    paths = OutputPaths(Path(options["out"] or default_out(model, ".csv")))
     progress = Progress(len(files), cluster.world_size)
     top = int(options["top"])
     rows: dict[str, Row] = {}
     group = patient_group()
-    mine = predict_files(predictor, data, files, outputs.masks, top, progress)
+    mine = predict_files(predictor, data, files, paths.masks, top, progress)
     for part in gather_objects(mine, group):
         rows |= part
     if not cluster.is_rank_zero:
         return EXIT_OK
     rows = {name: rows[name] for name in files}
-    return report(rows, files, outputs, options["images"], sheet_reading(model))
+    return write_results(rows, files, paths, options["images"], sheet_reading(model))
 
 
 def is_table(options: dict[str, str]) -> bool:
@@ -200,8 +200,8 @@ def check_out(options: dict[str, str]) -> None:
     if is_true(options, "overwrite") or not options["out"]:
         return
 
-    outputs = Outputs(Path(options["out"]))
-    for path in (outputs.table, outputs.sheet, outputs.masks):
+    paths = OutputPaths(Path(options["out"]))
+    for path in (paths.table, paths.sheet, paths.masks):
         if path.exists():
             raise UserError(
                 f"{path} exists, and may be of another run: give another out=, or overwrite=true."
@@ -401,8 +401,8 @@ def sheet_reading(model: Any) -> Any:
     return reading
 
 
-def report(
-    rows: dict[str, Row], files: dict[str, Path], outputs: Outputs, images: str, reading: Any
+def write_results(
+    rows: dict[str, Row], files: dict[str, Path], paths: OutputPaths, images: str, reading: Any
 ) -> int:
     """Write the table and the contact sheet, say so, and return the exit code.
 
@@ -414,16 +414,16 @@ def report(
     if len(errors) == len(rows):
         raise UserError(f"images={images} holds no image that can be decoded: {errors[0]}.")
 
-    write_table(outputs.table, rows)
-    log.info(f"{len(rows)} images · {outputs.table}")
+    write_table(paths.table, rows)
+    log.info(f"{len(rows)} images · {paths.table}")
     classified = [(files[name], row) for name, row in rows.items() if "probability" in row]
     if classified:
-        write_sheet(outputs.sheet, classified[:SHEET_IMAGES], reading)
+        write_sheet(paths.sheet, classified[:SHEET_IMAGES], reading)
     if not errors:
         return EXIT_OK
     log.error(
         f"{len(errors)} of {len(rows)} images cannot be decoded; "
-        f"{outputs.table} states why. The first: {errors[0]}"
+        f"{paths.table} states why. The first: {errors[0]}"
     )
     return EXIT_FAILED
 

@@ -22,7 +22,7 @@ from lockstep.data.listing import (
     local_root,
     splits_in,
 )
-from lockstep.data.node_cache import Content, cached
+from lockstep.data.node_cache import Content, load_or_build
 from lockstep.process.errors import UserError
 
 ReadShard = Callable[[Path, Path], Content]
@@ -130,13 +130,13 @@ class Shards:
         """Return the folder of the cache for a file, and what the file holds."""
         identity = identity_of(path)
         cache = self.module.cache_folder([identity, self.options])
-        shard = cached(cache, partial(self.read, path))
+        shard = load_or_build(cache, partial(self.read, path))
         files = shard.get("files", [])
         files_now = [file and identity_of(Path(file[0])) for file in files]
         if files_now != files:
             # A file that the table names was replaced.
             cache = self.module.cache_folder([identity, self.options, files_now])
-            shard = cached(cache, partial(self.read, path))
+            shard = load_or_build(cache, partial(self.read, path))
         return cache, shard
 
     def _find(self, left_out: LeftOut) -> dict[str, int]:

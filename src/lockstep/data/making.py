@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, Operation, mix
 from lockstep.data.batches import AUGMENTATION_STREAM, MIXING_STREAM, Selection, random_stream
-from lockstep.data.framing import BatchTransforms, Framing, indexed
-from lockstep.data.loading import LoadedBatch, Samples, prefetched, stream, workers_of
+from lockstep.data.framing import BatchTransforms, Framing, index_rows
+from lockstep.data.loading import LoadedBatch, Samples, prefetch, stream, workers_of
 from lockstep.data.source import Source
 from lockstep.data.targets import VOID
 
@@ -83,7 +83,7 @@ class BatchMaker:
     ) -> Iterator[LoadedBatch]:
         batches = self._batches(selections, pipeline)
         if self.device.type == "cuda":
-            return prefetched(batches, self.device)
+            return prefetch(batches, self.device)
         return batches
 
     def _batches(
@@ -127,13 +127,13 @@ class BatchMaker:
     def _images_and_targets(self, batch: LoadedBatch) -> tuple[Any, Any]:
         names = self.source.mask_names
         if "index" in batch:
-            pixels = [indexed(array, batch["index"]) for array in self._arrays]
+            pixels = [index_rows(array, batch["index"]) for array in self._arrays]
         else:
             pixels = batch["pixels"]
         if "draws" in batch:
             modes = [self.framing.interpolation, *("nearest" for _ in names)]
-            moved = self._transforms.moved
-            pixels = [moved(part, batch["draws"], mode) for part, mode in zip(pixels, modes)]
+            transform = self._transforms.resize_crop_flip
+            pixels = [transform(part, batch["draws"], mode) for part, mode in zip(pixels, modes)]
 
         images = self._transforms.normalise(pixels[0])
         by_name = dict(batch["targets"])

@@ -34,7 +34,7 @@ from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
-from lockstep.training.build_data import DataFacts, build_data, data_facts, report_data
+from lockstep.training.build_data import DataFacts, build_data, data_facts, start_data_report
 from lockstep.training.build_module import build_module
 from lockstep.training.compilation import EagerEvaluation, compile_net, is_compiled
 from lockstep.training.data_report import DataReport
@@ -76,7 +76,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
 
     strategy = build_strategy(run)
     data = build_data(run, trained_on)
-    data_report = report_data(data, run, is_training=is_training)
+    data_report = start_data_report(data, run, is_training=is_training)
     facts = data_facts(data)
     for name in OF_TRAINING_IMAGES:
         if trained_on and name in trained_on:

@@ -35,7 +35,7 @@ FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")
 FACTS_OF_IMAGES = ("mean", "std", "data_hash", "list_hash", "class_counts")
 FACTS_OF_FRAMING = ("resize", "fit", "interpolation")
 # Options in the config of any data set, which need not have them.
-OPTIONAL = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
+NULLABLE_OPTIONS = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
 
 
 def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
@@ -116,7 +116,7 @@ def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
     return True if data.list_hash == trained_on.get("list_hash") else None
 
 
-def report_data(data: Any, run: Run, *, is_training: bool) -> DataReport | None:
+def start_data_report(data: Any, run: Run, *, is_training: bool) -> DataReport | None:
     """Log the contents of Lockstep's data on rank 0, and begin to compare the images of a training.
 
     Returns:
@@ -155,7 +155,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
 
 def without_unset(node: Config) -> Config:
     """Return the options of data= without those that it need not have and that are null."""
-    unset = [key for key in OPTIONAL if node.get(key) is None]
+    unset = [key for key in NULLABLE_OPTIONS if node.get(key) is None]
     return {key: value for key, value in node.items() if key not in unset}
 
 

@@ -52,7 +52,7 @@ OPTIONS_OF_EVERY_SCHEDULE = ("monitor",)
 PARTS_OF_TASK = ("loss", "metrics", "optimizer", "scheduler")
 
 # The kinds of targets that data modules have, with the options that make them.
-KINDS = {
+TARGET_DESCRIPTIONS = {
     "class": "a class for each image (task=classifier)",
     "dict": "several targets for each image",
     "labels": "several labels for each image (data.label_columns=[a,b] task=multilabel)",
@@ -60,7 +60,7 @@ KINDS = {
     "mask": "a mask for each image (data.target=mask task=segmentation model=unet)",
 }
 # The kind that an example task takes. A class of the user's own may take any.
-TARGETS = {
+TARGET_KIND_OF_TASK = {
     "tasks.classifier.ImageClassifier": "class",
     "tasks.distillation.Distillation": "class",
     "tasks.multilabel.MultiLabel": "labels",
@@ -187,9 +187,12 @@ def _finished(module: Any, config: Config, *, trainable: bool) -> Any:
 def check_target(target: str, facts: DataFacts) -> None:
     """Raise UserError if an example task takes another kind of target than the data have."""
     kind = facts.get("target")
-    expected = TARGETS.get(target)
+    expected = TARGET_KIND_OF_TASK.get(target)
     if expected and kind and kind != expected:
-        raise UserError(f"The task takes {KINDS[expected]}, and the data has {KINDS[kind]}.")
+        raise UserError(
+            f"The task takes {TARGET_DESCRIPTIONS[expected]}, and the data has "
+            f"{TARGET_DESCRIPTIONS[kind]}."
+        )
     if expected and facts.get("inputs") and target not in TAKE_INPUTS:
         raise UserError(
             f"The task takes images alone, and data.inputs gives {', '.join(facts['inputs'])} "

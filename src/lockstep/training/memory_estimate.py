@@ -100,7 +100,7 @@ def _training_images(config: Config) -> int:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumberFormats:
     """The formats in which a training computes.
 
     Args:
@@ -116,7 +116,7 @@ class Numbers:
     copies: int
 
     @classmethod
-    def of(cls, trainer: Config, *, is_sharded: bool) -> "Numbers":
+    def of(cls, trainer: Config, *, is_sharded: bool) -> "NumberFormats":
         precision = trainer["precision"]
         if precision == "auto":
             precision = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
@@ -134,9 +134,9 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     trainer = config["trainer"]
     strategy = trainer["strategy"] or {}
     is_sharded = "FSDP" in strategy.get("_target_", "")
-    numbers = Numbers.of(trainer, is_sharded=is_sharded)
-    module, shape = _build(config, numbers)
-    moments = _two_steps(module, trainer, numbers, (batch, *shape))
+    formats = NumberFormats.of(trainer, is_sharded=is_sharded)
+    module, shape = _build(config, formats)
+    moments = _two_steps(module, trainer, formats, (batch, *shape))
 
     shards = 1
     if is_sharded:
@@ -153,7 +153,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     def on_one_device(moment: Mapping[str, int]) -> float:
         gradients = max(moment["GRAD"], buckets)
         state = moment["PARAM"] + gradients + moment["OPT"] + average
-        sharded = numbers.copies * state / shards
+        sharded = formats.copies * state / shards
         counted = moment["PARAM"] + moment["GRAD"] + moment["OPT"]
         activations = moment["Total"] - counted
         return sharded + activations + gathered
@@ -161,7 +161,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     return max(map(on_one_device, moments))
 
 
-def _build(config: Config, numbers: Numbers) -> tuple[Any, tuple[int, int, int]]:
+def _build(config: Config, formats: NumberFormats) -> tuple[Any, tuple[int, int, int]]:
     """Return the module without contents, and the shape of an image: channels, height, width."""
     data = config["data"]
     size = data["image_size"]
@@ -179,7 +179,7 @@ def _build(config: Config, numbers: Numbers) -> tuple[Any, tuple[int, int, int]]
     # timm reads values of fake tensors, so the net is built without any.
     with torch.device("meta"):
         module: Any = build_module(config, facts, has_checkpoint=True)
-        module.net.to(numbers.dtype)
+        module.net.to(formats.dtype)
     _refuse_unknown(config, module.net)
     return module, (channels, size, size)
 
@@ -201,24 +201,24 @@ def _refuse_unknown(config: Config, net: nn.Module) -> None:
 
 
 def _two_steps(
-    module: Any, trainer: Config, numbers: Numbers, shape: tuple[int, ...]
+    module: Any, trainer: Config, formats: NumberFormats, shape: tuple[int, ...]
 ) -> list[dict[str, int]]:
     """Return the bytes by kind at the end of each forward, and at the peak, of two steps."""
     net = module.net
     tracker = MemTracker()
     moments = []
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=numbers.is_mixed)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=formats.is_mixed)
     with FakeTensorMode(allow_non_fake_inputs=True):
         net.to_empty(device="cpu")
         if trainer["activation_checkpointing"]:
             recompute_activations(net)
         module.scheduler_factory = None
-        module.trainer = SimpleNamespace(precision=numbers.precision)
+        module.trainer = SimpleNamespace(precision=formats.precision)
         optimizer = module.configure_optimizers()
         tracker.track_external(net, optimizer)
         with tracker:
             for _ in range(2):
-                images = torch.empty(shape, dtype=numbers.dtype)
+                images = torch.empty(shape, dtype=formats.dtype)
                 targets = torch.zeros(shape[0], dtype=torch.int64)
                 with autocast:
                     loss = nn.functional.cross_entropy(net(images), targets)
