@@ -91,16 +91,15 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     )
     if data is None:
         _check_loaders(module, run)
-    compiled = is_training and is_compiled(module, data, run, strategy)
+    compiled = False
     if checkpoint is None:
+        compiled = is_compiled(module, data, run, strategy)
         prepare_net(module, data, run, strategy, compiled)
         load_weights(module, facts, run)
         # Dropout differs between ranks; the initial weights do not.
         torch.manual_seed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank)
-    elif isinstance(module, Task):
-        # Lightning itself loads any other module, whose hooks may make layers first.
-        check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
-        module.load_state_dict(checkpoint["state_dict"])
+    else:
+        _load_evaluated(module, checkpoint, run)
 
     run.recorder = RunRecorder(run.folder.record, owns_run=False)
     callbacks = build_callbacks(run, facts, data_report, is_training=is_training)
@@ -109,6 +108,13 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     loggers = build_loggers(run) if is_training else [SkippingLogger(str(run.folder.path))]
     trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
     return Parts(trainer, module, data)
+
+
+def _load_evaluated(module: Any, checkpoint: Checkpoint, run: Run) -> None:
+    """Load the weights of a task; Lightning loads other modules, whose hooks may make layers."""
+    if isinstance(module, Task):
+        check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
+        module.load_state_dict(checkpoint["state_dict"])
 
 
 def _check_loaders(module: Any, run: Run) -> None:

@@ -7,7 +7,6 @@ Estimate the largest batch by two steps on fake tensors, which have shapes and n
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +125,27 @@ class NumberFormats:
         return cls(precision, TRUE_DTYPES.get(precision, torch.float32), is_mixed, copies=1)
 
 
+@dataclass(frozen=True)
+class StepMemory:
+    """The bytes of tensors at one moment of a step, before they are sharded."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    total: int
+
+    @classmethod
+    def of(cls, snapshot: Any) -> "StepMemory":
+        """Return what MemTracker has counted."""
+        on_device = snapshot[torch.device("cpu")]
+        sizes = {str(kind).rpartition(".")[2]: size for kind, size in on_device.items()}
+        return cls(sizes["PARAM"], sizes["GRAD"], sizes["OPT"], sizes["Total"])
+
+    @property
+    def activations(self) -> int:
+        return self.total - self.weights - self.gradients - self.optimizer
+
+
 def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> float:
     """Return the peak bytes of tensors on one device.
 
@@ -142,23 +162,23 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     if is_sharded:
         shards = devices if strategy["shard_within_node"] else ranks
     weights = _bytes(module.net)
-    gathered = 0
-    if shards > 1:
-        units = module.net.shard_units() if hasattr(module.net, "shard_units") else []
-        # Two units are gathered at a time, beside the gradients of one.
-        gathered = 3 * max(map(_bytes, units or [module.net]))
+    gathered = _gathered_bytes(module.net) if shards > 1 else 0
     buckets = weights if ranks > 1 and not is_sharded else 0  # of DDP, which keeps them
     average = weights if trainer["ema_decay"] else 0
 
-    def on_one_device(moment: Mapping[str, int]) -> float:
-        gradients = max(moment["GRAD"], buckets)
-        state = moment["PARAM"] + gradients + moment["OPT"] + average
+    peak = 0.0
+    for moment in moments:
+        gradients = max(moment.gradients, buckets)
+        state = moment.weights + gradients + moment.optimizer + average
         sharded = formats.copies * state / shards
-        counted = moment["PARAM"] + moment["GRAD"] + moment["OPT"]
-        activations = moment["Total"] - counted
-        return sharded + activations + gathered
+        peak = max(peak, sharded + moment.activations + gathered)
+    return peak
 
-    return max(map(on_one_device, moments))
+
+def _gathered_bytes(net: nn.Module) -> int:
+    """Return the bytes of two units, which FSDP gathers at a time, and of the gradients of one."""
+    units = net.shard_units() if hasattr(net, "shard_units") else []
+    return 3 * max(map(_bytes, units or [net]))
 
 
 def _build(config: Config, formats: NumberFormats) -> tuple[Any, tuple[int, int, int]]:
@@ -202,8 +222,8 @@ def _refuse_unknown(config: Config, net: nn.Module) -> None:
 
 def _two_steps(
     module: Any, trainer: Config, formats: NumberFormats, shape: tuple[int, ...]
-) -> list[dict[str, int]]:
-    """Return the bytes by kind at the end of each forward, and at the peak, of two steps."""
+) -> list[StepMemory]:
+    """Return the memory at the end of each forward, and at the peak, of two steps."""
     net = module.net
     tracker = MemTracker()
     moments = []
@@ -229,13 +249,7 @@ def _two_steps(
                 del images, targets, loss
                 tracker.reset_mod_stats()
         moments.append(tracker.get_tracker_snapshot("peak"))
-    return [_by_kind(moment) for moment in moments]
-
-
-def _by_kind(moment: Any) -> dict[str, int]:
-    """Return the bytes of a snapshot by the name of their kind, such as PARAM."""
-    on_device = moment[torch.device("cpu")]
-    return {str(kind).rpartition(".")[2]: size for kind, size in on_device.items()}
+    return [StepMemory.of(moment) for moment in moments]
 
 
 def _bytes(net: nn.Module) -> int:
