@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SIDE = 8  # pixels along each side of a thumbnail
 NEIGHBOURS = 10
+BLOCK = 1024  # images that are compared with all others at once
 # Of the distance to the tenth neighbour: finds 303 of CIFAR-10's test images. ciFAIR counts 325.
 RATIO = 0.3
 ALIKE = 0.9  # the least similarity of a pair
@@ -50,18 +51,21 @@ def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[Pair]:
     """
     import torch
 
-    every = torch.from_numpy(thumbs)
+    thumbnails = torch.from_numpy(thumbs)
     distance_of: dict[Pair, float] = {}
-    for start in range(0, len(rows), 1024):
-        block = torch.from_numpy(rows[start : start + 1024])
-        similar = every[block] @ every.T
-        similar[torch.arange(len(block)), block] = -1
-        best = similar.topk(min(NEIGHBOURS, len(every) - 1), dim=1)
-        distance = 1 - best.values
-        stands_out = (best.values >= ALIKE) & (distance <= RATIO * distance[:, -1:])
-        for row, place in (stands_out | (best.values >= SAME)).nonzero().tolist():
-            first, second = sorted((int(block[row]), int(best.indices[row, place])))
-            distance_of[first, second] = float(distance[row, place])
+    for start in range(0, len(rows), BLOCK):
+        block = torch.from_numpy(rows[start : start + BLOCK])
+        similarity = thumbnails[block] @ thumbnails.T
+        # No image is its own neighbour.
+        similarity[torch.arange(len(block)), block] = -1
+        neighbours = similarity.topk(min(NEIGHBOURS, len(thumbnails) - 1), dim=1)
+        distance = 1 - neighbours.values
+        is_far_nearer = distance <= RATIO * distance[:, -1:]
+        stands_out = (neighbours.values >= ALIKE) & is_far_nearer
+        is_copy = neighbours.values >= SAME
+        for row, number in (stands_out | is_copy).nonzero().tolist():
+            first, second = sorted((int(block[row]), int(neighbours.indices[row, number])))
+            distance_of[first, second] = float(distance[row, number])
     return sorted(distance_of, key=lambda pair: distance_of[pair])
 
 

@@ -24,7 +24,7 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.keys import root_of
 from lockstep.config.schema import key_of
@@ -36,6 +36,9 @@ from lockstep.ranks.failures import end_of
 from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config
+
+if TYPE_CHECKING:
+    from lockstep.data.unlabelled import UnlabelledImages
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +120,6 @@ def predict_on(
 ) -> int:
     """Predict the part of this rank on its device; rank 0 writes what all have predicted."""
     from data.predicted import listed_images
-    from lockstep.data.unlabelled import UnlabelledImages
     from lockstep.ranks.collectives import gather_objects
     from lockstep.training.inference import load_finished
     from lockstep.training.prediction import (
@@ -136,28 +138,10 @@ def predict_on(
     elif files:
         refuse_missing_numbers(model)
     set_test_time_flip(model, options["task.test_time_flip"])
-    trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
-    precision = config["trainer"]["precision"] or trained_with
-    predictor = Predictor(model, device, str(precision))
+    predictor = Predictor(model, device, precision_for(model, config))
     if not files:
         return predict_own_data(predictor, options)
-    if "image_size" not in model.facts or "mean" not in model.facts:
-        raise UserError(
-            "The run's data module does not define how images are made. "
-            "Remove images= from the command."
-        )
-
-    batch = options["batch"] or model.config["data"].get("eval_batch_size")
-    data = UnlabelledImages(
-        list(files.values()),
-        model.reading,
-        model.framing,
-        model.facts["std"],
-        scales=model.facts.get("inputs"),
-        numbers=[numbers.get(name, {}) for name in files],
-        eval_batch_size=int(batch or DEFAULT_EVAL_BATCH_SIZE),
-        num_workers=number_of_workers(options["data.num_workers"]),
-    )
+    data = unlabelled_data(model, files, numbers, options)
     set_device(data, device, cluster.rank, cluster.world_size)
     paths = OutputPaths(Path(options["out"] or default_out(model, ".csv")))
     progress = Progress(len(files), cluster.world_size)
@@ -171,6 +155,43 @@ def predict_on(
         return EXIT_OK
     rows = {name: rows[name] for name in files}
     return write_results(rows, files, paths, options["images"], sheet_reading(model))
+
+
+def precision_for(model: Any, config: Config) -> str:
+    """Return trainer.precision, or else that of the training."""
+    trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
+    return str(config["trainer"]["precision"] or trained_with)
+
+
+def unlabelled_data(
+    model: Any,
+    files: dict[str, Path],
+    numbers: dict[str, dict[str, float]],
+    options: dict[str, str],
+) -> "UnlabelledImages":
+    """Return the data module of images= for a finished model.
+
+    Raises:
+        UserError: the run does not say how files become images.
+    """
+    from lockstep.data.unlabelled import UnlabelledImages
+
+    if "image_size" not in model.facts or "mean" not in model.facts:
+        raise UserError(
+            "The run's data module does not define how images are made. "
+            "Remove images= from the command."
+        )
+    batch = options["batch"] or model.config["data"].get("eval_batch_size")
+    return UnlabelledImages(
+        list(files.values()),
+        model.reading,
+        model.framing,
+        model.facts["std"],
+        scales=model.facts.get("inputs"),
+        numbers=[numbers.get(name, {}) for name in files],
+        eval_batch_size=int(batch or DEFAULT_EVAL_BATCH_SIZE),
+        num_workers=number_of_workers(options["data.num_workers"]),
+    )
 
 
 def is_table(options: dict[str, str]) -> bool:
