@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SIDE = 8  # pixels along each side of a thumbnail
 NEIGHBOURS = 10
+BLOCK = 1024  # images that are compared with all others at once
 # Of the distance to the tenth neighbour: finds 303 of CIFAR-10's test images. ciFAIR counts 325.
 RATIO = 0.3
 ALIKE = 0.9  # the least similarity of a pair
@@ -50,18 +51,21 @@ def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[Pair]:
     """
     import torch
 
-    every = torch.from_numpy(thumbs)
+    thumbnails = torch.from_numpy(thumbs)
     distance_of: dict[Pair, float] = {}
-    for start in range(0, len(rows), 1024):
-        block = torch.from_numpy(rows[start : start + 1024])
-        similar = every[block] @ every.T
-        similar[torch.arange(len(block)), block] = -1
-        best = similar.topk(min(NEIGHBOURS, len(every) - 1), dim=1)
-        distance = 1 - best.values
-        stands_out = (best.values >= ALIKE) & (distance <= RATIO * distance[:, -1:])
-        for row, place in (stands_out | (best.values >= SAME)).nonzero().tolist():
-            first, second = sorted((int(block[row]), int(best.indices[row, place])))
-            distance_of[first, second] = float(distance[row, place])
+    for start in range(0, len(rows), BLOCK):
+        block = torch.from_numpy(rows[start : start + BLOCK])
+        similarity = thumbnails[block] @ thumbnails.T
+        # No image is its own neighbour.
+        similarity[torch.arange(len(block)), block] = -1
+        neighbours = similarity.topk(min(NEIGHBOURS, len(thumbnails) - 1), dim=1)
+        distance = 1 - neighbours.values
+        is_far_nearer = distance <= RATIO * distance[:, -1:]
+        stands_out = (neighbours.values >= ALIKE) & is_far_nearer
+        is_copy = neighbours.values >= SAME
+        for row, number in (stands_out | is_copy).nonzero().tolist():
+            first, second = sorted((int(block[row]), int(neighbours.indices[row, number])))
+            distance_of[first, second] = float(distance[row, number])
     return sorted(distance_of, key=lambda pair: distance_of[pair])
 
 
@@ -79,7 +83,7 @@ def read_thumbnails(data: Any) -> Thumbnails:
     """Open all images of a prepared data module."""
     from PIL import Image
 
-    from lockstep.data.decoding import CorruptImage, as_picture, decode_all, size_of
+    from lockstep.data.decoding import CorruptImage, decode_all, size_of, to_pillow
 
     count = len(data.source)
     thumbnails = Thumbnails(np.zeros((count, SIDE * SIDE), np.float32))
@@ -91,7 +95,7 @@ def read_thumbnails(data: Any) -> Thumbnails:
             thumbnails.damaged.append(error.args[0])
             return
         thumbnails.sizes.append(size_of(image))
-        small = as_picture(image).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
+        small = to_pillow(image).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
         pixels = np.asarray(small, np.float32).ravel()
         scale = max(pixels.std() * SIDE, 1e-6)
         thumbnails.pixels[i] = (pixels - pixels.mean()) / scale
@@ -129,7 +133,7 @@ def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[Pair, Likeness]:
     """Return the pairs of nearly identical images, the most similar first."""
     from lockstep.data.listing import SPLITS
 
-    split_of = data.splits.of_each
+    split_of = data.splits.split_ids
     least_split = 0 if len(thumbs) <= EVERY_PAIR else 1
     rows = np.flatnonzero(thumbs.any(1) & (split_of >= least_split))
     likeness_of = {}
@@ -144,13 +148,13 @@ def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[Pair, Likeness]:
 
 def findings_of(data: Any, likeness_of: Mapping[Pair, Likeness]) -> "list[Finding]":
     """Return the names of similar pairs, those of one kind together."""
-    from lockstep.data.report import Finding, Kind
+    from lockstep.data.report import Finding, FindingKind
 
     names_of: dict[Likeness, list[str]] = {}
     for (i, j), likeness in likeness_of.items():
         pair = f"{data.source.name(i)} = {data.source.name(j)}"
         names_of.setdefault(likeness, []).append(pair)
-    return [Finding(Kind.SIMILAR, each.reason, names) for each, names in names_of.items()]
+    return [Finding(FindingKind.SIMILAR, each.reason, names) for each, names in names_of.items()]
 
 
 def draw_pairs(data: Any, likeness_of: Mapping[Pair, Likeness], path: Path) -> None:
@@ -170,10 +174,10 @@ def draw_pairs(data: Any, likeness_of: Mapping[Pair, Likeness], path: Path) -> N
 
 def draw_batch(data: Any, path: Path) -> None:
     """Draw the first training images of a prepared data module, augmented, with their targets."""
-    from lockstep.data.pictures import SHOWN, write_batch
+    from lockstep.data.pictures import MAX_SHEET_IMAGES, write_batch
 
     # Mixing takes images in pairs.
-    data.global_batch_size = min(SHOWN, data.num_train // 2 * 2)
+    data.global_batch_size = min(MAX_SHEET_IMAGES, data.num_train // 2 * 2)
     if not data.global_batch_size:
         log.info(f"{path.name} is not drawn: it takes two training images.")
         return
@@ -203,13 +207,13 @@ def log_report(data: Any, *, names_model: bool) -> "list[Finding]":
     report.log_findings(findings)
     if data.faults:
         log.warning(f"{len(data.faults)} images cannot be used: {data.faults[0]}")
-        findings.append(report.Finding(report.Kind.UNUSABLE, "cannot be used", data.faults))
+        findings.append(report.Finding(report.FindingKind.UNUSABLE, "cannot be used", data.faults))
     return findings
 
 
 def log_images(thumbnails: Thumbnails) -> "list[Finding]":
     """Log the smallest and the largest image, and return those that are damaged."""
-    from lockstep.data.report import Finding, Kind
+    from lockstep.data.report import Finding, FindingKind
 
     if thumbnails.sizes:
         smallest = min(thumbnails.sizes, key=np.prod)
@@ -218,7 +222,7 @@ def log_images(thumbnails: Thumbnails) -> "list[Finding]":
     if not thumbnails.damaged:
         return []
     log.warning(f"{len(thumbnails.damaged)} images are damaged: {thumbnails.damaged[0]}")
-    return [Finding(Kind.DAMAGED, "damaged images", sorted(thumbnails.damaged))]
+    return [Finding(FindingKind.DAMAGED, "damaged images", sorted(thumbnails.damaged))]
 
 
 def log_pairs(findings: "Iterable[Finding]") -> None:
@@ -256,7 +260,7 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
     Args:
         is_augmented: draw training images as the net sees them.
     """
-    from lockstep.data.report import LISTS, Kind, write_findings
+    from lockstep.data.report import LISTS, FindingKind, write_findings
 
     data = listed_data(config)
     groups = [key_of(override).partition(".")[0] for override in config["overrides"]]
@@ -282,7 +286,7 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
         files = ", ".join(sorted(path.name for path in folder.iterdir()))
         log.info(f"{folder}: {files}")
     kinds = {finding.kind for finding in findings}
-    return EXIT_FAILED if kinds & {Kind.TEST_IN_TRAIN, Kind.UNUSABLE} else EXIT_OK
+    return EXIT_FAILED if kinds & {FindingKind.TEST_IN_TRAIN, FindingKind.UNUSABLE} else EXIT_OK
 
 
 @script

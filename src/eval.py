@@ -32,7 +32,7 @@ from lockstep.storage.fetch import locate_checkpoint
 log = logging.getLogger(__name__)
 
 # Options of the images that the net was trained on: other images are made the same way.
-IMAGES = (
+IMAGE_OPTIONS = (
     "image_size",
     "channels",
     "mean",
@@ -200,7 +200,7 @@ def _as_trained(data: dict[str, Any], facts: Config, named: set[str]) -> dict[st
     """Return the options of another data set, with images made as those of the training."""
     size_is_named = named & {"data.image_size", "data.crop_pct"}
     changed = dict(data)
-    for key in IMAGES:
+    for key in IMAGE_OPTIONS:
         is_left_open = f"data.{key}" not in named and not (key == "resize" and size_is_named)
         if is_left_open and key in facts and key in data:
             changed[key] = facts[key]

@@ -28,7 +28,7 @@ from typing import Any
 
 from lockstep.logbook import build
 from lockstep.logbook.compare import as_text, not_held_fixed, title_of, write_comparison
-from lockstep.logbook.folders import Run, find_run, heading_of, is_url, read_run, text_of
+from lockstep.logbook.folders import RecordedRun, find_run, heading_of, is_url, read_run, read_text
 from lockstep.logbook.groups import (
     arms_of_groups,
     differs_between,
@@ -145,7 +145,7 @@ def compare_groups(options: argparse.Namespace) -> None:
     folders = _folders_by_id(options.logbook) | _folders_by_id(options.logs)
     every = [_read_run(folder) for folder in folders.values()]
 
-    def find(name: str) -> Run:
+    def find(name: str) -> RecordedRun:
         return _find_run(name, options)
 
     groups = {name_of_group(word): runs_of_group(word, every, find) for word in options.runs}
@@ -153,7 +153,7 @@ def compare_groups(options: argparse.Namespace) -> None:
     caution = differs_between(groups, arms)
     lines = [*arms.lines(), *arms.winner_lines(), caution]
     say("\n".join(filter(None, lines)))
-    title = options.title or (options.md and heading_of(text_of(options.md)))
+    title = options.title or (options.md and heading_of(read_text(options.md)))
     title = title or " beside ".join(groups)
     runs = members_of(groups)
     if options.md:
@@ -161,11 +161,11 @@ def compare_groups(options: argparse.Namespace) -> None:
     write_report_and_index(options, runs, title)
 
 
-def _find_run(name: str, options: argparse.Namespace) -> Run:
+def _find_run(name: str, options: argparse.Namespace) -> RecordedRun:
     return _read_run(find_run(name, options.logs, options.logbook))
 
 
-def _read_run(folder: Path) -> Run:
+def _read_run(folder: Path) -> RecordedRun:
     """Return a run with its summary, which run.json lacks until the run has ended."""
     run = read_run(folder)
     if "folder" not in run.record.summary:
@@ -173,7 +173,9 @@ def _read_run(folder: Path) -> Run:
     return run
 
 
-def write_report_and_index(options: argparse.Namespace, runs: list[Run], title: str) -> None:
+def write_report_and_index(
+    options: argparse.Namespace, runs: list[RecordedRun], title: str
+) -> None:
     """Write the report that the command line asks for, and list the new pages in the logbook."""
     if options.md:
         say(options.md)
@@ -185,13 +187,13 @@ def write_report_and_index(options: argparse.Namespace, runs: list[Run], title: 
         write_index(options.logbook)
 
 
-def _endpoint(runs: list[Run]) -> str | None:
+def _endpoint(runs: list[RecordedRun]) -> str | None:
     """Return the address of the store that the runs used."""
     endpoints = [run.config.get("s3.endpoint_url") for run in runs]
     return next(filter(None, endpoints), None)
 
 
-def link_from_pages(runs: list[Run], logbook: Path, title: str, address: str) -> None:
+def link_from_pages(runs: list[RecordedRun], logbook: Path, title: str, address: str) -> None:
     """Link the report from each run's page in the logbook and in its folder, unless it is alive."""
     for run in runs:
         kept = logbook / run.run_id

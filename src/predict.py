@@ -24,7 +24,7 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.keys import root_of
 from lockstep.config.schema import key_of
@@ -36,6 +36,9 @@ from lockstep.ranks.failures import end_of
 from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config
+
+if TYPE_CHECKING:
+    from lockstep.data.unlabelled import UnlabelledImages
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ Row = dict[str, str | float]
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputPaths:
     """The files that one prediction writes."""
 
     table: Path
@@ -117,7 +120,6 @@ def predict_on(
 ) -> int:
     """Predict the part of this rank on its device; rank 0 writes what all have predicted."""
     from data.predicted import listed_images
-    from lockstep.data.unlabelled import UnlabelledImages
     from lockstep.ranks.collectives import gather_objects
     from lockstep.training.inference import load_finished
     from lockstep.training.prediction import (
@@ -136,19 +138,51 @@ def predict_on(
     elif files:
         refuse_missing_numbers(model)
     set_test_time_flip(model, options["task.test_time_flip"])
-    trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
-    precision = config["trainer"]["precision"] or trained_with
-    predictor = Predictor(model, device, str(precision))
+    predictor = Predictor(model, device, precision_for(model, config))
     if not files:
         return predict_own_data(predictor, options)
+    data = unlabelled_data(model, files, numbers, options)
+    set_device(data, device, cluster.rank, cluster.world_size)
+    paths = OutputPaths(Path(options["out"] or default_out(model, ".csv")))
+    progress = Progress(len(files), cluster.world_size)
+    top = int(options["top"])
+    rows: dict[str, Row] = {}
+    group = patient_group()
+    mine = predict_files(predictor, data, files, paths.masks, top, progress)
+    for part in gather_objects(mine, group):
+        rows |= part
+    if not cluster.is_rank_zero:
+        return EXIT_OK
+    rows = {name: rows[name] for name in files}
+    return write_results(rows, files, paths, options["images"], sheet_reading(model))
+
+
+def precision_for(model: Any, config: Config) -> str:
+    """Return trainer.precision, or else that of the training."""
+    trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
+    return str(config["trainer"]["precision"] or trained_with)
+
+
+def unlabelled_data(
+    model: Any,
+    files: dict[str, Path],
+    numbers: dict[str, dict[str, float]],
+    options: dict[str, str],
+) -> "UnlabelledImages":
+    """Return the data module of images= for a finished model.
+
+    Raises:
+        UserError: the run does not say how files become images.
+    """
+    from lockstep.data.unlabelled import UnlabelledImages
+
     if "image_size" not in model.facts or "mean" not in model.facts:
         raise UserError(
             "The run's data module does not define how images are made. "
             "Remove images= from the command."
         )
-
     batch = options["batch"] or model.config["data"].get("eval_batch_size")
-    data = UnlabelledImages(
+    return UnlabelledImages(
         list(files.values()),
         model.reading,
         model.framing,
@@ -158,19 +192,6 @@ def predict_on(
         eval_batch_size=int(batch or DEFAULT_EVAL_BATCH_SIZE),
         num_workers=number_of_workers(options["data.num_workers"]),
     )
-    set_device(data, device, cluster.rank, cluster.world_size)
-    outputs = Outputs(Path(options["out"] or default_out(model, ".csv")))
-    progress = Progress(len(files), cluster.world_size)
-    top = int(options["top"])
-    rows: dict[str, Row] = {}
-    group = patient_group()
-    mine = predict_files(predictor, data, files, outputs.masks, top, progress)
-    for part in gather_objects(mine, group):
-        rows |= part
-    if not cluster.is_rank_zero:
-        return EXIT_OK
-    rows = {name: rows[name] for name in files}
-    return report(rows, files, outputs, options["images"], sheet_reading(model))
 
 
 def is_table(options: dict[str, str]) -> bool:
@@ -200,8 +221,8 @@ def check_out(options: dict[str, str]) -> None:
     if is_true(options, "overwrite") or not options["out"]:
         return
 
-    outputs = Outputs(Path(options["out"]))
-    for path in (outputs.table, outputs.sheet, outputs.masks):
+    paths = OutputPaths(Path(options["out"]))
+    for path in (paths.table, paths.sheet, paths.masks):
         if path.exists():
             raise UserError(
                 f"{path} exists, and may be of another run: give another out=, or overwrite=true."
@@ -401,8 +422,8 @@ def sheet_reading(model: Any) -> Any:
     return reading
 
 
-def report(
-    rows: dict[str, Row], files: dict[str, Path], outputs: Outputs, images: str, reading: Any
+def write_results(
+    rows: dict[str, Row], files: dict[str, Path], paths: OutputPaths, images: str, reading: Any
 ) -> int:
     """Write the table and the contact sheet, say so, and return the exit code.
 
@@ -414,16 +435,16 @@ def report(
     if len(errors) == len(rows):
         raise UserError(f"images={images} holds no image that can be decoded: {errors[0]}.")
 
-    write_table(outputs.table, rows)
-    log.info(f"{len(rows)} images · {outputs.table}")
+    write_table(paths.table, rows)
+    log.info(f"{len(rows)} images · {paths.table}")
     classified = [(files[name], row) for name, row in rows.items() if "probability" in row]
     if classified:
-        write_sheet(outputs.sheet, classified[:SHEET_IMAGES], reading)
+        write_sheet(paths.sheet, classified[:SHEET_IMAGES], reading)
     if not errors:
         return EXIT_OK
     log.error(
         f"{len(errors)} of {len(rows)} images cannot be decoded; "
-        f"{outputs.table} states why. The first: {errors[0]}"
+        f"{paths.table} states why. The first: {errors[0]}"
     )
     return EXIT_FAILED
 

@@ -28,7 +28,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, User
 from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
-from lockstep.records.proof_table import CHECKS, FOR_GPUS, Result, nothing, write_table
+from lockstep.records.proof_table import CHECKS, FOR_GPUS, CheckResult, skipped_check, write_table
 from lockstep.runs.batch_search import TRAIN, without_launcher
 from lockstep.runs.forked import run_forked
 from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof, StartScript, read_test_metrics
@@ -44,7 +44,7 @@ from lockstep.runs.proof_causes import (
 from lockstep.runs.recording import (
     Difference,
     Recording,
-    differs,
+    difference_result,
     first_difference,
     metric_difference,
     other_attributes,
@@ -56,87 +56,89 @@ STEPS = 24
 TOLERANCE = 1e-9
 
 
-def check_repeat(proof: Proof) -> Result:
+def check_repeat(proof: Proof) -> CheckResult:
     difference = proof.repeated()
     if difference is None:
-        return Result("repeat", True)
+        return CheckResult("repeat", True)
     cause = "the order of the sums on this device differs: trainer.deterministic=true"
     if difference.kind == "images":
         cause = unseeded(proof.reference)
     elif proof.reference.draws:
         cause = f"a generator that no seed reaches: {first_call(proof.reference)}"
-    return differs("repeat", difference, cause)
+    return difference_result("repeat", difference, cause)
 
 
-def check_resume_step(proof: Proof) -> Result:
+def check_resume_step(proof: Proof) -> CheckResult:
     stop = len(proof.reference.steps) * 3 // 4
     return check_resumed(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
 
 
-def check_resume_epoch(proof: Proof) -> Result:
+def check_resume_epoch(proof: Proof) -> CheckResult:
     # A shell reports a kill as 137, Python as -9.
     return check_resumed(proof, "resume_epoch", "dies_in", (-9, 137), 1)
 
 
 def check_resumed(
     proof: Proof, check: str, stop: str, expected: tuple[int, ...], at: int
-) -> Result:
+) -> CheckResult:
     reference = proof.reference
     try:
         run = proof.resumed(check, stop, expected, at)
     except Failed as error:
-        return Result(check, False, difference="the run fails", cause=str(error))
+        return CheckResult(check, False, difference="the run fails", cause=str(error))
     difference = first_difference(run, reference, 0.0)
     if difference is None:
-        return Result(check, True)
+        return CheckResult(check, True)
     if proof.repeated():
-        return nothing(check, "two runs of the same command differ already")
-    return differs(check, difference, cause_of_resume(run, reference, difference))
+        return skipped_check(check, "two runs of the same command differ already")
+    return difference_result(check, difference, cause_of_resume(run, reference, difference))
 
 
-def check_accumulate(proof: Proof) -> Result:
+def check_accumulate(proof: Proof) -> CheckResult:
     reason = proof.why_not_in_parts()
     norms = proof.reference.facts.get("batch_norms")
     if norms:
         reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
     if reason:
-        return nothing("accumulate", reason)
+        return skipped_check("accumulate", reason)
     run = proof.record_in_parts("accumulate", micro_batches=2)
     if "manual optimization" in proof.failures.get("accumulate", ""):
-        return nothing("accumulate", "the module calls its optimizers itself")
+        return skipped_check("accumulate", "the module calls its optimizers itself")
     result = result_of_parts(proof, "accumulate", run)
     is_of_batch = result.first_step == 1 and str(result.difference).startswith("loss")
     if result.equal is False and is_of_batch and not str(result.cause).startswith("a loss that"):
-        return nothing("accumulate", "the loss of a batch is not the mean of its images' losses")
+        return skipped_check(
+            "accumulate", "the loss of a batch is not the mean of its images' losses"
+        )
     return result
 
 
-def check_ranks(proof: Proof, check: str) -> Result:
+def check_ranks(proof: Proof, check: str) -> CheckResult:
     reason = proof.why_not_in_parts() or why_not_two_ranks(proof)
     if reason:
-        return nothing(check, reason)
+        return skipped_check(check, reason)
     return result_of_parts(proof, check, proof.two_ranks(check))
 
 
-def result_of_parts(proof: Proof, check: str, run: Recording) -> Result:
+def result_of_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
     """Compare losses, weights and optimizer of a run that computes batches in parts."""
     reference = proof.reference
     difference = first_difference(run, reference, proof.tolerance, compares_metrics=False)
     failure = proof.failures.get(check)
     if difference is None and failure is None:
-        return Result(check, True)
+        return CheckResult(check, True)
     unused = {**run.unused, **reference.unused}
     step = difference.step if difference else None
     if failure is not None:
         cause = cause_of_unused(unused) if unused else failure
-        return Result(check, False, step, "the run fails", cause)
+        return CheckResult(check, False, step, "the run fails", cause)
     assert difference is not None
     if difference.kind == "images" and proof.is_lockstep:
-        return differs(check, difference, "the ranks read other images")
-    return differs(check, difference, cause_of_parts(difference, reference, run))
+        return difference_result(check, difference, "the ranks read other images")
+    return difference_result(check, difference, cause_of_parts(difference, reference, run))
 
 
-def check_workers(proof: Proof) -> Result:
+def check_workers(proof: Proof) -> CheckResult:
     options: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
     if proof.is_lockstep:
         options = {"data.num_workers": 2}
@@ -144,52 +146,54 @@ def check_workers(proof: Proof) -> Result:
             options["data.path"] = "loader"
     run = proof.recording("workers", **options)
     if "workers" in proof.failures:
-        return Result("workers", False, None, "the run fails", proof.failures["workers"])
+        return CheckResult("workers", False, None, "the run fails", proof.failures["workers"])
     reference = proof.reference
     difference = first_difference(run, reference, 0.0, compares_metrics=False)
     if difference is None:
-        return Result("workers", True)
+        return CheckResult("workers", True)
     if difference.kind == "images":
         return result_of_workers(proof, run, difference)
     tolerated = first_difference(run, reference, proof.tolerance, compares_metrics=False)
     if tolerated is None:
-        return Result("workers", True)
-    return differs("workers", tolerated, "the step depends on the number of workers")
+        return CheckResult("workers", True)
+    return difference_result("workers", tolerated, "the step depends on the number of workers")
 
 
-def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> Result:
+def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
     """Tell streams and copied generators from transforms that PyTorch seeds for each worker."""
     if proof.repeated():
-        return nothing("workers", "two runs of the same command differ already")
+        return skipped_check("workers", "two runs of the same command differ already")
     facts = proof.reference.facts
     if facts.get("streams"):
         cause = (
             f"{facts['streams'][0]} is read by every worker as a whole: take a share by "
             "torch.utils.data.get_worker_info()"
         )
-        return differs("workers", difference, cause)
+        return difference_result("workers", difference, cause)
     if facts.get("generators"):
         cause = (
             f"a generator of the dataset ({first_call(proof.reference)}) is copied into each "
             "worker: draw from torch.rand, which each worker seeds"
         )
-        return differs("workers", difference, cause)
+        return difference_result("workers", difference, cause)
     if has_same_targets(run, proof.reference, difference.step):
-        return nothing(
+        return skipped_check(
             "workers", "the data draw random numbers, which PyTorch seeds for each worker"
         )
-    return differs("workers", difference, "the order of the images depends on the workers")
+    return difference_result(
+        "workers", difference, "the order of the images depends on the workers"
+    )
 
 
-def check_metric(proof: Proof) -> Result:
+def check_metric(proof: Proof) -> CheckResult:
     monitor = str(proof.config["task"].get("monitor"))
     reason = why_no_metric(proof, monitor)
     if reason:
-        return nothing("metric", reason)
+        return skipped_check("metric", reason)
     reference = proof.reference
     run = proof.two_ranks("ddp")
     if any(len(ranks) < RANKS for ranks in run.metrics.values()) or not run.metrics:
-        return nothing("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
+        return skipped_check("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
 
     # Metrics are compared as long as the weights are equal: the sanity check is before any step.
     training = first_difference(run, reference, proof.tolerance, compares_metrics=False)
@@ -199,8 +203,8 @@ def check_metric(proof: Proof) -> Result:
     )
     difference = metric_difference(run, compared, proof.tolerance, [monitor])
     if difference is None:
-        return Result("metric", True)
-    return differs("metric", difference, cause_of_metric(run, monitor))
+        return CheckResult("metric", True)
+    return difference_result("metric", difference, cause_of_metric(run, monitor))
 
 
 def why_no_metric(proof: Proof, monitor: str) -> str:
@@ -218,16 +222,16 @@ def why_not_two_ranks(proof: Proof) -> str:
     return ""
 
 
-def check_eval(proof: Proof) -> Result:
+def check_eval(proof: Proof) -> CheckResult:
     reference = proof.reference
     expected = read_test_metrics(proof.run_folder("reference"))
     if not expected:
-        return nothing("eval", "the task has no test_step, or the data no test_dataloader")
+        return skipped_check("eval", "the task has no test_step, or the data no test_dataloader")
     limit = f"trainer.limit_test_batches={proof.epoch_steps}"
     overrides = ["ckpt_path=reference", "run_id=evaluated", limit]
     code, line = proof.start("eval", "evaluated", overrides)
     if code != EXIT_OK:
-        return Result("eval", False, None, "eval.py fails", line)
+        return CheckResult("eval", False, None, "eval.py fails", line)
     values = read_test_metrics(proof.folder / "eval" / "runs" / "evaluated")
     steps = list(reference.steps.values())
     when = ("test", len(steps))
@@ -235,29 +239,31 @@ def check_eval(proof: Proof) -> Result:
         Recording(metrics={when: [values]}), Recording(metrics={when: [expected]}), proof.tolerance
     )
     if difference is None:
-        return Result("eval", True)
+        return CheckResult("eval", True)
     changed = other_attributes(reference.starts[0], steps[-1])
     names = ", ".join(f"self.{name}" for name in changed) or "of the module"
     cause = f"state that is not in the checkpoint ({names}), or random numbers in test_step"
-    return differs("eval", difference, cause)
+    return difference_result("eval", difference, cause)
 
 
-def check_compile(proof: Proof) -> Result:
+def check_compile(proof: Proof) -> CheckResult:
     """Compare the compiled net with the net as it is written."""
     if proof.reference.draws:
-        return nothing("compile", "the step draws random numbers, and compiled kernels draw others")
+        return skipped_check(
+            "compile", "the step draws random numbers, and compiled kernels draw others"
+        )
     options: dict[str, Any] = {"trainer.compile": True}
     run = proof.recording("compile", **options)
     if "compile" in proof.failures:
-        return Result("compile", False, None, "the run fails", proof.failures["compile"])
+        return CheckResult("compile", False, None, "the run fails", proof.failures["compile"])
     difference = first_difference(run, proof.reference, proof.tolerance, compares_metrics=False)
     if difference is None:
-        return Result("compile", True)
+        return CheckResult("compile", True)
     cause = "torch.compile computes something else than this net: trainer.compile=false"
-    return differs("compile", difference, cause)
+    return difference_result("compile", difference, cause)
 
 
-FUNCTIONS: dict[str, Callable[[Proof], Result]] = {
+FUNCTIONS: dict[str, Callable[[Proof], CheckResult]] = {
     "repeat": check_repeat,
     "resume_step": check_resume_step,
     "resume_epoch": check_resume_epoch,
@@ -271,7 +277,7 @@ FUNCTIONS: dict[str, Callable[[Proof], Result]] = {
 }
 
 
-def prove(proof: Proof, checks: list[str]) -> list[Result]:
+def prove(proof: Proof, checks: list[str]) -> list[CheckResult]:
     """Run the checks, log each line as it is known, and write prove.md and prove.json."""
     proof.train_reference()
     reference = proof.reference

@@ -10,7 +10,7 @@ import pytest
 import broken_modules
 import prove
 from lockstep.config.compose import compose, whole_config
-from lockstep.records.proof_table import Result, write_table
+from lockstep.records.proof_table import CheckResult, write_table
 from lockstep.runs.recording import Recording
 from runs import run_script, small
 
@@ -137,8 +137,8 @@ def test_a_training_without_checkpoints_is_refused(capfd):
 
 def test_the_table_is_written_as_json_and_markdown(tmp_path):
     results = [
-        Result("ddp", False, 1, "loss by 1.0e+00", "a loss that is a sum"),
-        Result("eval", None, cause="no test"),
+        CheckResult("ddp", False, 1, "loss by 1.0e+00", "a loss that is a sum"),
+        CheckResult("eval", None, cause="no test"),
     ]
     write_table(tmp_path, ["experiment=mine"], results, "24 steps")
     rows = json.loads((tmp_path / "prove.json").read_text())

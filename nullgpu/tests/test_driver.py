@@ -152,7 +152,7 @@ def order_of_copies():
     """Return what happened to three batches: copies with their stream, waits, and steps, in
     order.
     """
-    from lockstep.data.loading import prefetched
+    from lockstep.data.loading import prefetch
 
     device, events, copy, wait = (
         torch.device("cuda", 0),
@@ -176,7 +176,7 @@ def order_of_copies():
 
     torch.Tensor.to, torch.cuda.Stream.wait_stream = copied, waited
     seen = []
-    for batch in prefetched(({"x": torch.full((2,), n), "by_name": {}} for n in range(3)), device):
+    for batch in prefetch(({"x": torch.full((2,), n), "by_name": {}} for n in range(3)), device):
         events.append("step")
         seen.append((batch["x"].device.type, batch["x"].tolist()))
     return events, seen
@@ -190,13 +190,13 @@ def test_a_batch_is_copied_beside_the_step_before_it():
 
 
 def taken(side):
-    from lockstep.data.framing import indexed
+    from lockstep.data.framing import index_rows
 
     array = (
         torch.arange(5 * side * side * 3, dtype=torch.int64).to(torch.uint8).view(5, side, side, 3)
     )
     index = torch.tensor([4, 0, 0])
-    return torch.equal(indexed(array.cuda(), index.cuda()).cpu(), array[index])
+    return torch.equal(index_rows(array.cuda(), index.cuda()).cpu(), array[index])
 
 
 @pytest.mark.parametrize("side", [8, 7])

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 
 from lockstep.data.content_hash import hash_of_arrays
-from lockstep.data.decoding import in_8_bits
+from lockstep.data.decoding import to_8_bits
 from lockstep.data.depth import measure
 from lockstep.data.file_values import Header, with_bands
 from lockstep.data.image_list import ImageList
@@ -107,7 +107,7 @@ class DatasetDataModule(ListedDataModule):
             colours = measure(self.source, positions, self.framing, threads=1)
         self._set_colours(colours)
 
-    def path_taken(self) -> tuple[str, str]:
+    def choose_path(self) -> tuple[str, str]:
         return "loader", "a Dataset is read item by item"
 
 
@@ -157,11 +157,11 @@ class DatasetImages(ImageList):
         """Return "16 bits", by the first image. Floats from 0 to 1 count as 8 bits by default."""
         dataset, i = self._dataset_items[0]
         with seeded():
-            kind = _array_of(dataset[i][0]).dtype
-        is_picture = kind.kind == "b" or (kind.kind == "f" and not self.reading.is_deep)
+            dtype = _array_of(dataset[i][0]).dtype
+        is_picture = dtype.kind == "b" or (dtype.kind == "f" and not self.reading.is_deep)
         if is_picture:
             return EIGHT_BITS
-        return Header(kind).depth
+        return Header(dtype).depth
 
     def _labels_of(self, dataset: Any) -> tuple[list[int], Any]:
         """Return the label of each item, and the names of the classes or None."""
@@ -298,7 +298,7 @@ class DatasetImages(ImageList):
     def _pixels(self, image: Any) -> Any:
         reading = self.reading
         if not reading.is_deep:
-            return in_8_bits(_as_pillow(image), reading.channels)
+            return to_8_bits(_as_pillow(image), reading.channels)
         if isinstance(image, Image.Image):
             return reading.image_of(FileValues(reading.bands_of(image)))
         array = with_bands(_array_of(image))

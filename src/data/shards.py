@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from tqdm import tqdm
@@ -22,7 +22,7 @@ from lockstep.data.listing import (
     local_root,
     splits_in,
 )
-from lockstep.data.node_cache import Content, cached
+from lockstep.data.node_cache import Content, load_or_build
 from lockstep.process.errors import UserError
 
 ReadShard = Callable[[Path, Path], Content]
@@ -37,6 +37,17 @@ files: for each image the file beside this one that it is a copy of, as of ident
     where there are none.
 splits: those of images in a file to train on, if a column says.
 """
+
+
+class ShardItem(NamedTuple):
+    """One of the items of a ReadShard."""
+
+    name: str
+    label: Any
+    start: int
+    size: int
+    group: str | None = None
+    numbers: dict[str, Any] | None = None
 
 
 # As in the hub's own addresses: a revision such as refs/convert/parquet has two slashes.
@@ -106,23 +117,27 @@ class Shards:
         group_option = self.module.group
         cache, shard = self._read_once(path)
         file = str(cache / shard["data"] if shard["data"] else path)
-        # A cache of an older version does not know the files of its images.
-        identity = identity_of(path)
-        files = [file or identity for file in shard.get("files", [])]
-        files = files or [identity] * len(shard["items"])
+        mtimes = _mtimes(shard, identity_of(path))
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
         if split == TRAIN and shard["items"]:
             self._splits_told.setdefault(bool(splits), name)
-        for i, (inner, label, start, size, group, *rest) in enumerate(shard["items"]):
+        for i, values in enumerate(shard["items"]):
+            image = ShardItem(*values)
+            group = image.group
             if group_option and group is None:
-                group = group_of(group_option, inner)
-            part = splits[i] if splits else split
-            title = f"{name}: {inner}"
-            *_, changed_at = files[i]
-            item = Item(title, label, part, size, changed_at, group, file, start)
-            item.numbers = rest[0] if rest else {}
-            yield item
+                group = group_of(group_option, image.name)
+            yield Item(
+                name=f"{name}: {image.name}",
+                label=image.label,
+                split=splits[i] if splits else split,
+                size=image.size,
+                mtime=mtimes[i],
+                group=group,
+                file=file,
+                start=image.start,
+                numbers=image.numbers or {},
+            )
         for reason, names in shard["left_out"].items():
             left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
 
@@ -130,13 +145,13 @@ class Shards:
         """Return the folder of the cache for a file, and what the file holds."""
         identity = identity_of(path)
         cache = self.module.cache_folder([identity, self.options])
-        shard = cached(cache, partial(self.read, path))
+        shard = load_or_build(cache, partial(self.read, path))
         files = shard.get("files", [])
         files_now = [file and identity_of(Path(file[0])) for file in files]
         if files_now != files:
             # A file that the table names was replaced.
             cache = self.module.cache_folder([identity, self.options, files_now])
-            shard = cached(cache, partial(self.read, path))
+            shard = load_or_build(cache, partial(self.read, path))
         return cache, shard
 
     def _find(self, left_out: LeftOut) -> dict[str, int]:
@@ -163,6 +178,17 @@ class Shards:
         if others:
             left_out[f"{self.suffix} files of no split"] = others
         return splits
+
+
+def _mtimes(shard: Content, identity: list[Any]) -> list[int]:
+    """Return when the file of each image was changed.
+
+    Args:
+        identity: of the shard itself, which most images lie in.
+    """
+    # A cache of an older version does not know the files of its images.
+    files = shard.get("files") or [None] * len(shard["items"])
+    return [(file or identity)[-1] for file in files]
 
 
 def identity_of(file: Path) -> list[Any]:

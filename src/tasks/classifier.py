@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lockstep.process.errors import UserError
-from lockstep.training.metrics import averaged_here, values_of
+from lockstep.training.metrics import compute_metrics, prepare_metrics
 from lockstep.training.parameter_groups import GroupRules
 from lockstep.training.task import Task
 
@@ -105,7 +105,7 @@ class ImageClassifier(Task):
         self.num_classes = num_classes
         self.test_time_flip = test_time_flip
         self.loss = loss or nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-        self.metrics = averaged_here(metrics or {}, num_classes)
+        self.metrics = prepare_metrics(metrics or {}, num_classes)
         self.counts: Counts | None = None
         # [true][predicted] images of the test, over all ranks
         self.test_confusion: list[list[int]] | None = None
@@ -180,7 +180,7 @@ class ImageClassifier(Task):
         if stage == "val":
             self._warn_of_first_epoch(values)
         if self.metrics:
-            values |= values_of(self.metrics, self._total(self.counts.images), stage)
+            values |= compute_metrics(self.metrics, self._total(self.counts.images), stage)
         if stage == "test":
             values |= {f"test/{name}": score for name, score in self._test_scores().items()}
         return values

@@ -288,7 +288,7 @@ def test_names_of_classes_are_ordered_as_of_torchvision(tmp_path):
 
 def test_augmenting_single_images_leaves_them_in_their_files(tmp_path, root):
     why = "single images are augmented, and an array would hold them resized to 24 px"
-    assert prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1)).path_taken() == (
+    assert prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1)).choose_path() == (
         "loader",
         why,
     )

@@ -79,7 +79,7 @@ def test_a_single_class_ends_a_run_before_training(tmp_path):
 def test_train_beside_other_classes_is_a_class(tmp_path):
     root = write(tmp_path / "set", ["bus/city", "car/suv", "train/steam", "train/fast"])
     dm = prepared(tmp_path, root)
-    assert dm.class_names == ["bus", "car", "train"] and len(dm.splits.of_each) == 20
+    assert dm.class_names == ["bus", "car", "train"] and len(dm.splits.split_ids) == 20
     assert "data.splits=true" in dm.warnings[0]
     assert prepared(tmp_path, root, splits=True).class_names == ["fast", "steam"]
 

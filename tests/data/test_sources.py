@@ -76,7 +76,7 @@ def test_the_batches_are_those_of_the_folder(kind, pipeline, roots, tmp_path):
         dm = module(kind, roots[kind], tmp_path / kind, path=path, num_workers=workers)
         dm.set_augmentation(pipeline)
         found = all_bytes(dm)
-        assert dm.path_taken()[0] == path and (dm.num_train, dm.num_val, dm.num_test) == (27, 6, 9)
+        assert dm.choose_path()[0] == path and (dm.num_train, dm.num_val, dm.num_test) == (27, 6, 9)
         return found
 
     expected = seen("image_folder", "loader", 0)

@@ -142,14 +142,14 @@ def test_hits_before_a_checkpoint_count_after_it():
     classifier.on_save_checkpoint(checkpoint)
     assert checkpoint == {"train_sums": {"train/acc": [10, 16]}}
     assert (
-        classifier.take_sums("train")["train/acc"].tolist() == [5, 8]
-        and classifier.take_sums("train") == {}
+        classifier.pop_sums("train")["train/acc"].tolist() == [5, 8]
+        and classifier.pop_sums("train") == {}
     )
     for is_zero, expected in ((True, [10, 16]), (False, [0, 0])):
         other = ImageClassifier(nn.Flatten(), num_classes=3)
         other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero)
         other.on_load_checkpoint(checkpoint)
-        assert other.take_sums("train")["train/acc"].tolist() == expected
+        assert other.pop_sums("train")["train/acc"].tolist() == expected
 
 
 @pytest.mark.parametrize(

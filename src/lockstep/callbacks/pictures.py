@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.pictures import (
-    SHOWN,
+    MAX_SHEET_IMAGES,
     images_of,
     is_mask,
     small_images,
@@ -110,7 +110,7 @@ def _tested(outputs: Any, batch: Any) -> list[Tensor]:
 
 def _largest(parts: list[Tensor]) -> list[Tensor]:
     """Return the images with the largest losses, the largest first. A nan counts as the largest."""
-    best = parts[0].topk(min(SHOWN, len(parts[0]))).indices
+    best = parts[0].topk(min(MAX_SHEET_IMAGES, len(parts[0]))).indices
     return [part[best] for part in parts]
 
 
@@ -122,10 +122,12 @@ def of_all_ranks(trainer: pl.Trainer, worst: list[Tensor]) -> list[Tensor]:
     if trainer.world_size == 1:
         return worst
     reduce = trainer.strategy.reduce
-    first = trainer.global_rank * SHOWN
+    first = trainer.global_rank * MAX_SHEET_IMAGES
     # The last number counts the ranks that have tested an image of any kind.
-    losses = torch.zeros(trainer.world_size * SHOWN + 1, device=trainer.strategy.root_device)
-    losses[first : first + SHOWN] = -torch.inf
+    losses = torch.zeros(
+        trainer.world_size * MAX_SHEET_IMAGES + 1, device=trainer.strategy.root_device
+    )
+    losses[first : first + MAX_SHEET_IMAGES] = -torch.inf
     if worst:
         losses[first : first + len(worst[0])] = worst[0].float()
         losses[-1] = 1
@@ -133,13 +135,13 @@ def of_all_ranks(trainer: pl.Trainer, worst: list[Tensor]) -> list[Tensor]:
     if losses[-1] < trainer.world_size:
         return []
 
-    largest, places = losses[:-1].topk(SHOWN)
-    is_mine = places // SHOWN == trainer.global_rank
+    largest, places = losses[:-1].topk(MAX_SHEET_IMAGES)
+    is_mine = places // MAX_SHEET_IMAGES == trainer.global_rank
     rows = places[is_mine] - first
     is_image = largest > -torch.inf
     shared = []
     for part in worst:
-        whole = part.new_zeros(SHOWN, *part.shape[1:])
+        whole = part.new_zeros(MAX_SHEET_IMAGES, *part.shape[1:])
         # A rank may have fewer images than places.
         is_filled = rows < len(part)
         whole[is_mine.nonzero().flatten()[is_filled]] = part[rows[is_filled]]

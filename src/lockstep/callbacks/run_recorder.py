@@ -23,8 +23,8 @@ from lockstep.process.redact import redact_text
 from lockstep.records.record import (
     HEARTBEAT_INTERVAL_S,
     RunRecord,
-    continued,
     locked_record,
+    merge_restart,
     read_record,
     update_record,
     write_record,
@@ -66,7 +66,7 @@ class RunRecorder(pl.Callback):
         """Set fields of the record; with a trainer, also those of every callback."""
         if trainer is None:
             with self._updated() as record:
-                record.take(fields)
+                record.update(fields)
         elif trainer.is_global_zero:
             # Collect the values before the lock is taken, because parts may take their time.
             metrics = latest_metrics(trainer)
@@ -74,9 +74,9 @@ class RunRecorder(pl.Callback):
             with self._updated() as record:
                 self._set_progress(record, trainer)
                 record.metrics |= metrics
-                record.take(parts)
+                record.update(parts)
                 name_uploaded_best(record)
-                record.take(fields)
+                record.update(fields)
 
     @contextlib.contextmanager
     def _updated(self) -> Iterator[RunRecord]:
@@ -136,7 +136,7 @@ class RunRecorder(pl.Callback):
         with locked_record(self.path):
             if self.path.exists():
                 previous = read_record(self.path)
-                record = continued(previous, record, step=resume_step(trainer, previous))
+                record = merge_restart(previous, record, step=resume_step(trainer, previous))
             write_record(self.path, record)
 
     def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -208,7 +208,7 @@ class RunRecorder(pl.Callback):
             "step": sidecar.step,
             "metric": finite,
         }
-        record.take({"best_checkpoint": best})
+        record.update({"best_checkpoint": best})
         for name in finite.keys() & {self.monitor, "val/acc"}:
             record.metrics[f"{name}_best"] = finite[name]
 

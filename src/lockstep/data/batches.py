@@ -22,11 +22,11 @@ from lockstep.process.errors import UserError
 from lockstep.records.batch import Batch
 
 # These numbers keep the random streams of one seed apart.
-SPLIT = 0
-ORDER = 1
-AUGMENTATION = 2
-TEST = 3
-MIXING = 4
+SPLIT_STREAM = 0
+ORDER_STREAM = 1
+AUGMENTATION_STREAM = 2
+TEST_STREAM = 3
+MIXING_STREAM = 4
 
 
 class Selection(NamedTuple):
@@ -44,9 +44,9 @@ class Selection(NamedTuple):
     mixing: np.ndarray | None = None
 
 
-Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
+MakeBatches = Callable[[Iterable[Selection]], Iterator[Any]]
 """A function that makes the batches, in order; it may read ahead."""
-Draw = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
+DrawEpoch = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
 """(seed, epoch, n) → draws and mixing, as a Selection has them, of an epoch of n images"""
 
 
@@ -68,9 +68,9 @@ class TrainBatches:
 
     def __init__(
         self,
-        deliver: Deliver,
+        deliver: MakeBatches,
         indices: np.ndarray,
-        draw: Draw,
+        draw: DrawEpoch,
         *,
         global_batch_size: int,
         rank: int = 0,
@@ -167,7 +167,7 @@ class TrainBatches:
 
     def _order(self, count: int) -> np.ndarray:
         """Return the positions of this epoch's images, `count` at least, in their order."""
-        generator = random_stream(self.seed, ORDER, self._epoch)
+        generator = random_stream(self.seed, ORDER_STREAM, self._epoch)
         if self._sampling is None:
             return generator.permutation(self._indices)
         return self._sampling.draw(generator, count)
@@ -185,7 +185,7 @@ class EvalBatches:
 
     def __init__(
         self,
-        deliver: Deliver,
+        deliver: MakeBatches,
         indices: np.ndarray,
         draws: np.ndarray,
         *,

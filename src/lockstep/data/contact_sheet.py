@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.data.decoding import as_picture, size_of
+from lockstep.data.decoding import size_of, to_pillow
 from lockstep.process.files import write_atomically
 from lockstep.process.output import printable
 
@@ -95,5 +95,5 @@ def _thumbnail(picture: Any) -> Any:
 
     is_small = max(size_of(picture)) < TILE
     resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
-    picture = as_picture(picture).convert("RGB")
+    picture = to_pillow(picture).convert("RGB")
     return ImageOps.pad(picture, (TILE, TILE), resampling, color="white")

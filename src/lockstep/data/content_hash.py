@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.decoding import CorruptImage
-from lockstep.data.listing import fingerprint
+from lockstep.data.listing import hash_of_json
 
 # Hashes of two methods cannot be compared. Checkpoints of version 2.0.0 name no method.
 METHOD = 2
@@ -27,7 +27,7 @@ THREADS = 8  # reads on a network disk wait most of the time
 
 def with_drawn_test(data_hash: str, test: np.ndarray) -> str:
     """Return the hash of the same data with these drawn test images."""
-    return fingerprint([data_hash, test.tolist()])
+    return hash_of_json([data_hash, test.tolist()])
 
 
 def hash_of_files(images: Any) -> str:

@@ -87,7 +87,7 @@ def open_image(
             decompression bombs.
     """
     with decoding_errors(name or file, max_megapixels):
-        return in_8_bits(upright(file, page), channels)
+        return to_8_bits(open_upright(file, page), channels)
 
 
 @contextmanager
@@ -108,14 +108,14 @@ def decoding_errors(name: object, max_megapixels: float | None) -> Iterator[None
         raise CorruptImage(f"{name} cannot be decoded ({error})") from None
 
 
-def upright(file: Path | bytes, page: int = 0) -> Image.Image:
+def open_upright(file: Path | bytes, page: int = 0) -> Image.Image:
     """Return one page of an image file, rotated by its EXIF data, in the file's own mode."""
     if is_array(file):
         return _image_of_array(load_array(file))
     if is_dicom(file):
         return _image_of_dicom(file, page)
     with open_header(file) as opened:
-        turn_to(opened, page)
+        seek_page(opened, page)
         image = ImageOps.exif_transpose(opened)
         image.format = opened.format
         return image
@@ -145,7 +145,7 @@ def start_of(file: Path | bytes, count: int) -> bytes:
         return opened.read(count)
 
 
-def turn_to(image: Image.Image, page: int) -> None:
+def seek_page(image: Image.Image, page: int) -> None:
     """Go to a page of an open file. Counting its pages would read all of a TIFF's headers."""
     if not page:
         return
@@ -211,7 +211,7 @@ def _image_of_dicom(file: Path | bytes, frame: int) -> Image.Image:
     return Image.fromarray(np.round(255 * shown.clip(0, 1)).astype(np.uint8))
 
 
-def in_8_bits(image: Image.Image, channels: int) -> Image.Image:
+def to_8_bits(image: Image.Image, channels: int) -> Image.Image:
     """Return an image of any mode as RGB (3 channels) or L (1), on a white background.
 
     Raises:
@@ -277,7 +277,7 @@ def size_of(image: Any) -> tuple[int, int]:
     return image.shape[-1], image.shape[-2]
 
 
-def as_picture(image: Any) -> Image.Image:
+def to_pillow(image: Any) -> Image.Image:
     """Return what contact sheets show: the first three channels, or the first one."""
     if isinstance(image, Image.Image):
         return image

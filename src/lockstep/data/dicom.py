@@ -29,13 +29,13 @@ class DicomHeader:
     """The facts in the head of a DICOM file.
 
     Args:
-        kind: of its numbers; 8-bit images that are not rescaled are uint8.
+        dtype: of its numbers; 8-bit images that are not rescaled are uint8.
         bits: that are stored for each number.
         frames: how many images it has.
         has_window: it says which values are shown black and white.
     """
 
-    kind: np.dtype
+    dtype: np.dtype
     bits: int
     frames: int
     has_window: bool
@@ -55,7 +55,7 @@ def dicom_header(file: Path | bytes) -> DicomHeader:
     dataset = _read(file, with_pixels=False)
     bits = int(dataset.get("BitsStored") or dataset.BitsAllocated)
     has_window = window_of(dataset, 0) is not None
-    return DicomHeader(_kind_of(dataset), bits, _num_frames(dataset), has_window)
+    return DicomHeader(_dtype_of(dataset), bits, _num_frames(dataset), has_window)
 
 
 def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | None]:
@@ -166,15 +166,15 @@ def _is_rescaled(part: Any) -> bool:
     return has_both and (float(part.RescaleSlope), float(part.RescaleIntercept)) != (1, 0)
 
 
-def _stored_range(dataset: Any, kind: np.dtype) -> np.ndarray:
+def _stored_range(dataset: Any, dtype: np.dtype) -> np.ndarray:
     """Return the smallest and the largest value that the stored bits can have."""
     bits = int(dataset.BitsStored)
     if int(dataset.PixelRepresentation):
-        return np.array([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1]).astype(kind)
-    return np.array([0, 2**bits - 1]).astype(kind)
+        return np.array([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1]).astype(dtype)
+    return np.array([0, 2**bits - 1]).astype(dtype)
 
 
-def _kind_of(dataset: Any) -> np.dtype:
+def _dtype_of(dataset: Any) -> np.dtype:
     """Return the type of the values that `read_dicom` returns."""
     bits = int(dataset.BitsAllocated)
     is_signed = bool(dataset.get("PixelRepresentation"))

@@ -49,14 +49,14 @@ class Header:
     """The facts in the head of an image file.
 
     Args:
-        kind: of its numbers.
+        dtype: of its numbers.
         pages: pages of a TIFF, pictures of a GIF, or frames of a DICOM file; 1 of other formats.
         is_cut: Pillow reads 8 of its bits.
         bits: that are in use; None: all of its numbers.
         has_window: it says which of its values are shown black and white.
     """
 
-    kind: np.dtype
+    dtype: np.dtype
     pages: int = 1
     is_cut: bool = False
     bits: int | None = None
@@ -64,15 +64,15 @@ class Header:
 
     @property
     def is_deep(self) -> bool:
-        return self.kind != np.uint8 and not self.is_cut
+        return self.dtype != np.uint8 and not self.is_cut
 
     @property
     def depth(self) -> str:
         """Return "16 bits" or "32-bit floats"."""
         if self.bits is not None:
             return f"{self.bits} bits"
-        bits = 8 * self.kind.itemsize
-        return f"{bits}-bit floats" if self.kind.kind == "f" else f"{bits} bits"
+        bits = 8 * self.dtype.itemsize
+        return f"{bits}-bit floats" if self.dtype.kind == "f" else f"{bits} bits"
 
 
 def header_of(file: Path | bytes) -> Header:
@@ -81,7 +81,7 @@ def header_of(file: Path | bytes) -> Header:
         return Header(load_array(file).dtype)
     if is_dicom(file):
         header = dicom_header(file)
-        return Header(header.kind, header.frames, bits=header.bits, has_window=header.has_window)
+        return Header(header.dtype, header.frames, bits=header.bits, has_window=header.has_window)
     if needs_tifffile(file) and has_tifffile():
         return _header_by_tifffile(file)
     if has_deep_colours(file):
@@ -93,7 +93,7 @@ def header_of(file: Path | bytes) -> Header:
         bits = _bits_of_colours(file, image)
         if bits > 8:
             return Header(np.dtype(np.uint16), pages, is_cut=True, bits=bits)
-        return Header(_kind_of(image), pages)
+        return Header(_dtype_of(image), pages)
 
 
 def _bits_of_colours(file: Path | bytes, image: ImageFile) -> int:
@@ -113,7 +113,7 @@ def _bits_of_colours(file: Path | bytes, image: ImageFile) -> int:
     return (number & 0x7F) + 1 if image.format == "JPEG2000" else number
 
 
-def _kind_of(image: ImageFile) -> np.dtype:
+def _dtype_of(image: ImageFile) -> np.dtype:
     if image.mode == "F":
         return np.dtype(np.float32)
     if image.mode == "I" and image.format != "PPM":
@@ -208,7 +208,7 @@ def _decoded(data: bytes, raw_mode: str) -> np.ndarray:
 
 
 def on_white(values: np.ndarray) -> np.ndarray:
-    """Return 16-bit colours without alpha, on white as `in_8_bits` puts them.
+    """Return 16-bit colours without alpha, on white as `to_8_bits` puts them.
 
     Args:
         values: (height, width, bands) uint16; the last of two or four bands is alpha.

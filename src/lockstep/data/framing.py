@@ -236,7 +236,7 @@ class BatchTransforms:
         start = self.framing.crop_padding + inner
         return np.array([start, start, 0], np.int64)
 
-    def moved(self, images: Tensor, draws: Tensor, interpolation: str) -> Tensor:
+    def resize_crop_flip(self, images: Tensor, draws: Tensor, interpolation: str) -> Tensor:
         """Return resized, cropped and flipped images.
 
         Args:
@@ -248,7 +248,9 @@ class BatchTransforms:
             (n, [views,] image_size, image_size, channels) of the same type.
         """
         if len(draws) > 3:
-            views = [self.moved(images, of_view, interpolation) for of_view in draws.split(3)]
+            views = [
+                self.resize_crop_flip(images, of_view, interpolation) for of_view in draws.split(3)
+            ]
             return torch.stack(views, 1)
 
         dy, dx, flip = draws
@@ -279,7 +281,7 @@ class BatchTransforms:
         if images.device.type != "cpu":
             return pad(images, (0, 0, border, border, border, border), value=fill).contiguous()
 
-        # On a CPU by NumPy in one thread, as `indexed`.
+        # On a CPU by NumPy in one thread, as `index_rows`.
         n, side, _, channels = images.shape
         padded_side = side + 2 * border
         pixels = images.numpy()
@@ -299,7 +301,7 @@ class BatchTransforms:
         shape = (n, self.num_starts, self.num_starts, crop, crop * channels)
         windows = images.as_strided(shape, (row * width, row, channels, row, 1))
         numbers = torch.arange(n, device=images.device)
-        return indexed(windows, numbers, dy, dx).view(n, crop, crop, channels)
+        return index_rows(windows, numbers, dy, dx).view(n, crop, crop, channels)
 
     def normalise(self, images: Tensor) -> Tensor:
         """Return (…, channels, side, side) float32, channels last in memory.
@@ -315,7 +317,7 @@ class BatchTransforms:
         return out.view(images.shape).movedim(-1, -3)
 
 
-def indexed(array: Tensor, *index: Tensor) -> Tensor:
+def index_rows(array: Tensor, *index: Tensor) -> Tensor:
     """Return array[index].
 
     On the CPU NumPy does it in one thread, as torch's threads would wait for each other.

@@ -28,7 +28,7 @@ from lockstep.data.loading import LoadedBatch
 from lockstep.data.making import BatchMaker
 from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
 from lockstep.data.source import ImageSet, Source
-from lockstep.data.split import VAL_FRACTION, Split, Splits
+from lockstep.data.split import VAL_FRACTION, SplitRule, Splits
 from lockstep.data.targets import as_masks, scale_of
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
@@ -48,7 +48,7 @@ class ImageOptions:
         eval_batch_size: per device, at most.
         image_size, resize, crop_padding, flip: as of Framing; resize=None: image_size / crop_pct.
         crop_pct, interpolation, mean, std: as of `resolve_normalisation`.
-        val_fraction, num_val, fold, num_folds: as of Split.
+        val_fraction, num_val, fold, num_folds: as of SplitRule.
         cache_dir: folder of decoded images and downloads, one per node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
@@ -159,7 +159,7 @@ class ImageDataModule(LightningDataModule):
         self.image_size = chosen.image_size
         self.global_batch_size = chosen.global_batch_size
         self.cache_dir = Path(chosen.cache_dir)
-        self.split = Split(
+        self.split_rule = SplitRule(
             chosen.seed, chosen.val_fraction, chosen.num_val, chosen.fold, chosen.num_folds
         )
         self.data_hash = ""
@@ -212,15 +212,15 @@ class ImageDataModule(LightningDataModule):
         self.mean = self.normalisation.mean
         self.std = self.normalisation.std
         self.framing = Framing(
-            self.image_size,
-            resize_of(self.image_size, options.resize, self.normalisation.crop_pct),
-            self.fit,
-            self.normalisation.interpolation,
-            options.crop_padding,
-            options.flip,
-            self.channels,
-            tuple(self.mean),
-            self.is_deep,
+            image_size=self.image_size,
+            resize=resize_of(self.image_size, options.resize, self.normalisation.crop_pct),
+            fit=self.fit,
+            interpolation=self.normalisation.interpolation,
+            crop_padding=options.crop_padding,
+            flip=options.flip,
+            channels=self.channels,
+            mean=tuple(self.mean),
+            is_deep=self.is_deep,
         )
         # Operations on single images; None: the device augments whole batches.
         self._pipeline = None
@@ -266,7 +266,7 @@ class ImageDataModule(LightningDataModule):
         """Return the splits. An evaluation that cannot draw any tests on all images."""
         source = self.source
         try:
-            return self.split.assign(source.classes, source.splits, source.groups)
+            return self.split_rule.assign(source.classes, source.splits, source.groups)
         except UserError:
             if self.stage != "test":
                 raise
@@ -424,7 +424,7 @@ class ImageDataModule(LightningDataModule):
         """Test on all images; call it between `prepare` and `attach_to_ranks`."""
         self._set_splits(Splits(np.full_like(self.source.splits, TEST)))
 
-    def path_taken(self) -> tuple[str, str]:
+    def choose_path(self) -> tuple[str, str]:
         """Return array or loader, and why; after `prepare`."""
         path = self.options.path
         if path == "auto":
@@ -482,7 +482,7 @@ class ImageDataModule(LightningDataModule):
             self.augmentation,
             self._pipeline,
             device,
-            on_device=fits and self.path_taken()[0] == "array",
+            on_device=fits and self.choose_path()[0] == "array",
             num_workers=self.options.num_workers,
             views=self.options.views,
             inputs=self._standardised_inputs(),

@@ -15,7 +15,7 @@ from lockstep.data.listing import (
     LeftOut,
     alike_names,
     counts_of,
-    fingerprint,
+    hash_of_json,
     merged_labels,
     ordered_classes,
     tidy_labels,
@@ -109,7 +109,7 @@ class ImageList(Source):
         groups = _numbered([item.group for item in items])
         self.groups = groups[1] if groups else None
         names = [os.fsdecode(name) for name in self._names]
-        self.list_hash = fingerprint([names, self.size.tolist()])
+        self.list_hash = hash_of_json([names, self.size.tolist()])
 
     def _classes_of(self, labels: Sequence[str]) -> np.ndarray:
         """Return (n,) int64 classes, and set their names."""
@@ -181,7 +181,7 @@ class ImageList(Source):
             stat = os.stat(self.mask_path(i))
             masks.append((os.fsdecode(self._masks[i]), stat.st_size, stat.st_mtime_ns))
         arrays = [array.tolist() for array in (self._mtime, self.numbers, self.splits)]
-        return fingerprint([self.list_hash, str(self.folder), self.class_names, masks, arrays])
+        return hash_of_json([self.list_hash, str(self.folder), self.class_names, masks, arrays])
 
     def hash(self) -> str:
         return hash_of_files(self)

@@ -26,8 +26,8 @@ from lockstep.data.depth import (
 )
 from lockstep.data.image_datamodule import CHECK, ImageDataModule
 from lockstep.data.image_list import ImageList
-from lockstep.data.listing import fingerprint
-from lockstep.data.node_cache import Content, cached
+from lockstep.data.listing import hash_of_json
+from lockstep.data.node_cache import Content, load_or_build
 from lockstep.data.reading import AUTO, BY_WINDOW, PICTURE, Range, Reading, range_of
 from lockstep.data.sampling import BY_CLASS
 from lockstep.data.source import Source
@@ -35,7 +35,7 @@ from lockstep.data.targets import levels_in, mask_classes, note_on_levels
 from lockstep.process.errors import UserError
 
 CACHE_VERSION = 8
-IMAGES = "images.npy"
+ARRAY_FILE = "images.npy"
 
 
 class ListedDataModule(ImageDataModule):
@@ -108,7 +108,7 @@ class ListedDataModule(ImageDataModule):
             self.own_mean = (0.5,)
             self.own_std = (0.5,)
         super().__init__(image_size=image_size, **options)
-        self.split = replace(self.split, test_fraction=test_fraction)
+        self.split_rule = replace(self.split_rule, test_fraction=test_fraction)
 
     @property
     def column_options(self) -> dict[str, str]:
@@ -149,7 +149,7 @@ class ListedDataModule(ImageDataModule):
 
     def cache_folder(self, identity: Any) -> Path:
         """Return the folder on this node for what depends on `identity`, JSON values."""
-        key = fingerprint([CACHE_VERSION, type(self).__name__, identity])
+        key = hash_of_json([CACHE_VERSION, type(self).__name__, identity])
         return self.cache_dir / f"{self.name}-{key[:16]}"
 
     def open_source(self) -> Source:
@@ -168,10 +168,10 @@ class ListedDataModule(ImageDataModule):
         images = self.source
         if images.mask_names:
             folder = self.cache_folder(["grey levels", images.identity])
-            levels = cached(folder, self._read_levels)["levels"]
+            levels = load_or_build(folder, self._read_levels)["levels"]
             images.class_names = mask_classes(levels)
             images.warnings += note_on_levels(images.class_names)
-        elif self.path_taken()[0] == "array":
+        elif self.choose_path()[0] == "array":
             framing = self.framing
             decoding = [
                 self.channels,
@@ -182,8 +182,8 @@ class ListedDataModule(ImageDataModule):
                 *self._deep_identity(),
             ]
             folder = self.cache_folder([images.identity, decoding])
-            cached(folder, self._write_array)
-            images.pixels = [np.load(folder / IMAGES, mmap_mode="c")]
+            load_or_build(folder, self._write_array)
+            images.pixels = [np.load(folder / ARRAY_FILE, mmap_mode="c")]
 
     def _set_depth(self) -> None:
         """Find the depth of the images, and of deep ones black and white, mean and deviation."""
@@ -224,7 +224,7 @@ class ListedDataModule(ImageDataModule):
         def write(folder: Path) -> Content:
             return write_extremes(images, folder, skips_damaged=self.stage == CHECK)
 
-        is_whole = not cached(folder, write).get("unreadable")
+        is_whole = not load_or_build(folder, write).get("unreadable")
         extremes = np.load(folder / EXTREMES)
         if not is_whole:
             # The next check may be able to read them, without a change of any file.
@@ -267,7 +267,7 @@ class ListedDataModule(ImageDataModule):
         identity = ["colours", images.identity, self._deep_identity(), positions]
         framing = self.framing
         folder = self.cache_folder([*identity, framing.resize, framing.fit, framing.interpolation])
-        colours = cached(folder, lambda _: measure(images, positions, framing))
+        colours = load_or_build(folder, lambda _: measure(images, positions, framing))
         self._set_colours(colours)
 
     def _measured_positions(self, count: int) -> list[int]:
@@ -298,7 +298,7 @@ class ListedDataModule(ImageDataModule):
         """Decode all images into the array file in `folder`."""
         n = len(self.source)
         side = self.framing.resize
-        path = folder / IMAGES
+        path = folder / ARRAY_FILE
         shape = (n, side, side, self.channels)
         dtype = np.float32 if self.is_deep else np.uint8
         out = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
@@ -313,7 +313,7 @@ class ListedDataModule(ImageDataModule):
         out.flush()
         return {}
 
-    def path_taken(self) -> tuple[str, str]:
+    def choose_path(self) -> tuple[str, str]:
         path = self.options.path
         side = self.framing.resize
         if self.source.mask_names:
@@ -330,4 +330,4 @@ class ListedDataModule(ImageDataModule):
         if path == "auto" and gib > self.array_limit_gib:
             limit = f"the limit is {self.array_limit_gib:g} GiB"
             return "loader", f"the decoded images take {gib:.3g} GiB, {limit}"
-        return super().path_taken()
+        return super().choose_path()

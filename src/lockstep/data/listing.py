@@ -226,7 +226,7 @@ def group_of(pattern: str, name: str) -> str:
     return next((part for part in match.groups() if part is not None), match[0])
 
 
-def fingerprint(value: Any) -> str:
+def hash_of_json(value: Any) -> str:
     """Return a SHA-256 of JSON values in hex."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 

@@ -204,7 +204,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def prefetched(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
+def prefetch(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield each batch on a GPU. A thread makes the next one meanwhile and copies it on a stream.
 
     Args:

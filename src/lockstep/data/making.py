@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, Operation, mix
-from lockstep.data.batches import AUGMENTATION, MIXING, Selection, random_stream
-from lockstep.data.framing import BatchTransforms, Framing, indexed
-from lockstep.data.loading import LoadedBatch, Samples, prefetched, stream, workers_of
+from lockstep.data.batches import AUGMENTATION_STREAM, MIXING_STREAM, Selection, random_stream
+from lockstep.data.framing import BatchTransforms, Framing, index_rows
+from lockstep.data.loading import LoadedBatch, Samples, prefetch, stream, workers_of
 from lockstep.data.source import Source
 from lockstep.data.targets import VOID
 
@@ -58,7 +58,7 @@ class BatchMaker:
             Crop starts and flips, or a seed for each image, as a Selection has them.
             The mixing; None: nothing is mixed.
         """
-        generator = random_stream(seed, AUGMENTATION, epoch)
+        generator = random_stream(seed, AUGMENTATION_STREAM, epoch)
         if self.pipeline is None:
             is_random = self.augmentation.random_crop
             views = [self._transforms.draw(generator, n, is_random) for _ in range(self.views)]
@@ -69,7 +69,7 @@ class BatchMaker:
         mixing = self.augmentation.mixing
         if mixing is None or (mixing.epochs is not None and epoch >= mixing.epochs):
             return draws, None
-        generator = random_stream(seed, MIXING, epoch)
+        generator = random_stream(seed, MIXING_STREAM, epoch)
         return draws, mixing.draw(generator, n // 2, self.framing.image_size)
 
     def train_batches(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
@@ -83,7 +83,7 @@ class BatchMaker:
     ) -> Iterator[LoadedBatch]:
         batches = self._batches(selections, pipeline)
         if self.device.type == "cuda":
-            return prefetched(batches, self.device)
+            return prefetch(batches, self.device)
         return batches
 
     def _batches(
@@ -127,13 +127,13 @@ class BatchMaker:
     def _images_and_targets(self, batch: LoadedBatch) -> tuple[Any, Any]:
         names = self.source.mask_names
         if "index" in batch:
-            pixels = [indexed(array, batch["index"]) for array in self._arrays]
+            pixels = [index_rows(array, batch["index"]) for array in self._arrays]
         else:
             pixels = batch["pixels"]
         if "draws" in batch:
             modes = [self.framing.interpolation, *("nearest" for _ in names)]
-            moved = self._transforms.moved
-            pixels = [moved(part, batch["draws"], mode) for part, mode in zip(pixels, modes)]
+            transform = self._transforms.resize_crop_flip
+            pixels = [transform(part, batch["draws"], mode) for part, mode in zip(pixels, modes)]
 
         images = self._transforms.normalise(pixels[0])
         by_name = dict(batch["targets"])

@@ -25,7 +25,7 @@ LARGE_BYTES = 10**8
 Content = dict[str, Any]
 
 
-def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
+def load_or_build(folder: Path, build: Callable[[Path], Content]) -> Content:
     """Return the metadata of a cache folder.
 
     The first process builds the folder while others wait. A complete folder is read without a lock,

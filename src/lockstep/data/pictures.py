@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lockstep.data.contact_sheet import TILE, Tile, contact_sheet
 
-SHOWN = 16  # images of a picture
+MAX_SHEET_IMAGES = 16  # images of a picture
 # Classes of pixels after the first one, which keeps the colours of the image.
 CLASS_COLOURS = (
     (59, 130, 214),
@@ -31,7 +31,7 @@ NAME_LENGTH = 14  # characters
 RED = "#c22745"
 
 
-class Normalisation(NamedTuple):
+class ChannelStatistics(NamedTuple):
     """The mean and the deviation of each channel, by which images were normalised."""
 
     mean: Sequence[float]
@@ -79,7 +79,7 @@ def small_mask(mask: Tensor) -> Tensor:
     return mask[:, rows][:, :, columns]
 
 
-def as_pixels(images: Tensor, normalisation: Normalisation | None) -> Tensor:
+def as_pixels(images: Tensor, normalisation: ChannelStatistics | None) -> Tensor:
     """Return (…, H, W, 3) uint8 on the CPU, of which one channel or two are shown in grey.
 
     Args:
@@ -112,11 +112,11 @@ def with_mask(pixels: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask[..., None] < 0, pixels * 0.2, shown).byte()
 
 
-def as_picture(pixels: Tensor) -> Image.Image:
+def pixels_to_pillow(pixels: Tensor) -> Image.Image:
     return Image.fromarray(pixels.contiguous().numpy())
 
 
-def text_of(target: Tensor, names: Sequence[str], *, is_mixed: bool = False) -> str:
+def describe_target(target: Tensor, names: Sequence[str], *, is_mixed: bool = False) -> str:
     """Return a target of one image: its class, labels, number, or the largest classes of its mask.
 
     Args:
@@ -152,12 +152,12 @@ def _shares(shares: Tensor, names: Sequence[str], first: int = 0) -> str:
     return ", ".join(parts)
 
 
-def normalisation_of(data: Any) -> Normalisation | None:
+def normalisation_of(data: Any) -> ChannelStatistics | None:
     """Return the normalisation of a data module; None if it says none."""
     mean = getattr(data, "mean", None)
     std = getattr(data, "std", None)
     if isinstance(mean, list | tuple) and isinstance(std, list | tuple):
-        return Normalisation(mean, std)
+        return ChannelStatistics(mean, std)
     return None
 
 
@@ -174,7 +174,7 @@ def write_batch(path: Path, batch: Any, data: Any) -> bool:
     images = images_of(batch)
     if images is None or not len(images):
         return False
-    pixels = as_pixels(small_images(images[:SHOWN]), normalisation_of(data))
+    pixels = as_pixels(small_images(images[:MAX_SHEET_IMAGES]), normalisation_of(data))
     if pixels.ndim == 4:
         pixels = pixels[:, None]
 
@@ -189,7 +189,7 @@ def _shown_targets(targets: Any) -> dict[str, Tensor]:
     by_name = targets if isinstance(targets, Mapping) else {"": targets}
     # One copy of all: each of its own would make the host wait for the device.
     return {
-        name: values[:SHOWN].detach().cpu()
+        name: values[:MAX_SHEET_IMAGES].detach().cpu()
         for name, values in by_name.items()
         if isinstance(values, Tensor)
     }
@@ -209,9 +209,9 @@ def _tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) -> Ti
     for name, values in targets.items():
         if is_mask(values):
             pictures.append(with_mask(views[0], small_mask(values[i : i + 1])[0]))
-        text = text_of(values[i], names, is_mixed=is_of_classes)
+        text = describe_target(values[i], names, is_mixed=is_of_classes)
         lines.append(f"{name}: {text}" if name else text)
-    return Tile([as_picture(picture) for picture in pictures], lines)
+    return Tile([pixels_to_pillow(picture) for picture in pictures], lines)
 
 
 def _write_sheet(path: Path, tiles: list[Tile]) -> None:
@@ -240,7 +240,7 @@ def write_mistakes(path: Path, worst: Sequence[Tensor], data: Any) -> None:
         if positions[i] >= 0 and hasattr(data, "source"):
             lines.append(Path(data.source.name(int(positions[i]))).name)
         colour = "black" if verdict.is_right else RED
-        tiles.append(Tile([as_picture(picture) for picture in pictures], lines, colour))
+        tiles.append(Tile([pixels_to_pillow(picture) for picture in pictures], lines, colour))
     if tiles:
         _write_sheet(path, tiles)
 
@@ -258,16 +258,16 @@ def _verdict(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Verdict
         shares = predicted.float()
         best = shares.argmax()
         return Verdict(
-            f"{text_of(best, names)} ({shares[best]:.0%})",
-            f"true: {text_of(target, names)} ({shares[target]:.0%})",
+            f"{describe_target(best, names)} ({shares[best]:.0%})",
+            f"true: {describe_target(target, names)} ({shares[target]:.0%})",
             bool(best == target),
         )
     if target.ndim == 2 and predicted.ndim == 2:
         is_counted = target >= 0
         share = (target == predicted)[is_counted].float().mean()
         return Verdict(f"{share:.1%} of the pixels right", "image, true, predicted", True)
-    text = text_of(predicted, names)
-    true = text_of(target, names)
+    text = describe_target(predicted, names)
+    true = describe_target(target, names)
     if target.ndim == 0:
         return Verdict(f"predicted: {text}", f"true: {true}", True)
     return Verdict(text, f"true: {true}", text == true)

@@ -14,12 +14,12 @@ from PIL import Image
 
 from lockstep.data.decoding import (
     decoding_errors,
-    in_8_bits,
     is_array,
     is_dicom,
     load_array,
     open_image,
-    upright,
+    open_upright,
+    to_8_bits,
 )
 from lockstep.data.dicom import Window, read_dicom
 from lockstep.data.file_values import (
@@ -177,7 +177,7 @@ class Reading:
             array, window = read_dicom(file, page)
             return FileValues(with_bands(array), window)
         if not has_deep_colours(file):
-            return FileValues(self.bands_of(upright(file, page)))
+            return FileValues(self.bands_of(open_upright(file, page)))
         if page:
             raise ValueError(f"data.page={page} counts from 0, and its pages are 1")
         colours = read_deep_colours(file)
@@ -196,7 +196,7 @@ class Reading:
         if self._keeps_bands and image.mode not in ("1", "P", "PA"):
             return with_bands(np.asarray(image))
         # A palette has colours.
-        return with_bands(np.asarray(in_8_bits(image, 1 if is_grey and image.mode != "P" else 3)))
+        return with_bands(np.asarray(to_8_bits(image, 1 if is_grey and image.mode != "P" else 3)))
 
     def _fitting(self, values: np.ndarray) -> np.ndarray:
         """Return the bands that are the channels."""

@@ -29,7 +29,7 @@ MAX_COMPARED = 50_000  # files of equal size that a start may open
 NAME_OF_TARGETS = {"class": "classes", "labels": "labels", "mask": "classes of pixels"}
 
 
-class Kind(Enum):
+class FindingKind(Enum):
     """The reasons why images are listed."""
 
     LEFT_OUT = auto()
@@ -46,15 +46,15 @@ class Kind(Enum):
 
 # The predicate for one image and for several.
 IDENTICAL = {
-    Kind.TEST_IN_TRAIN: (
+    FindingKind.TEST_IN_TRAIN: (
         "test image is identical to a training image",
         "test images are identical to training images",
     ),
-    Kind.VAL_IN_TRAIN: (
+    FindingKind.VAL_IN_TRAIN: (
         "validation image is identical to a training image",
         "validation images are identical to training images",
     ),
-    Kind.TWO_LABELS: ("image occurs under two labels", "images occur under two labels"),
+    FindingKind.TWO_LABELS: ("image occurs under two labels", "images occur under two labels"),
 }
 
 
@@ -67,7 +67,7 @@ class Finding:
         names: of the images, or of pairs of them, "a = b".
     """
 
-    kind: Kind
+    kind: FindingKind
     reason: str
     names: list[str]
 
@@ -105,7 +105,7 @@ def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
         fields["inputs"] = "; ".join(_scales(data))
     if data.sampling_note:
         fields["sampling"] = data.sampling_note
-    left_out = [Finding(Kind.LEFT_OUT, *entry) for entry in data.left_out.items()]
+    left_out = [Finding(FindingKind.LEFT_OUT, *entry) for entry in data.left_out.items()]
     return Report(fields, left_out + identical)
 
 
@@ -125,7 +125,7 @@ def _counts_per_class(data: Any) -> dict[str, dict[str, int]]:
 
 def _sampled_sizes(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
-    index = np.flatnonzero(data.splits.of_each >= 0)
+    index = np.flatnonzero(data.splits.split_ids >= 0)
     places = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
     sizes = []
     for position in index[places].tolist():
@@ -137,7 +137,7 @@ def _sampled_sizes(data: Any) -> list[str]:
 
 def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
     """Return `images` of the record: how images are resized, normalised and augmented."""
-    path, why = data.path_taken()
+    path, why = data.choose_path()
     depth = {}
     if data.depth_note:
         depth = {"depth": data.depth_note, **data.source.reading.facts}
@@ -223,7 +223,7 @@ def log_remarks(data: Any) -> None:
 def log_findings(findings: Iterable[Finding]) -> None:
     """Log the images that are listed, but for those left out, which `log_remarks` counts."""
     for finding in findings:
-        if finding.kind is not Kind.LEFT_OUT:
+        if finding.kind is not FindingKind.LEFT_OUT:
             log.warning(f"{finding.reason} ({LISTS}).")
 
 
@@ -245,7 +245,7 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
     source = data.source
     if not source.is_comparable:
         return []
-    index = np.flatnonzero(data.splits.of_each >= 0)
+    index = np.flatnonzero(data.splits.split_ids >= 0)
     _, of_size, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
     index = index[counts[of_size] > 1]
     if source.reads_files and limit is not None and len(index) > limit:
@@ -253,15 +253,15 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
             "not checked for identical images (too many files of equal size): run "
             "`python src/check_data.py`"
         )
-        return [Finding(Kind.NOT_COMPARED, too_many, [])]
+        return [Finding(FindingKind.NOT_COMPARED, too_many, [])]
 
-    pairs: dict[Kind, list[str]] = {kind: [] for kind in IDENTICAL}
+    pairs: dict[FindingKind, list[str]] = {kind: [] for kind in IDENTICAL}
     for group in _equal_images(source, index):
         _add_pairs(data, group, pairs)
     return [_counted(kind, names) for kind, names in pairs.items() if names]
 
 
-def _counted(kind: Kind, names: list[str]) -> Finding:
+def _counted(kind: FindingKind, names: list[str]) -> Finding:
     one, several = IDENTICAL[kind]
     count = len(names)
     return Finding(kind, f"{count} {several if count > 1 else one}", names)
@@ -279,16 +279,16 @@ def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _add_pairs(data: Any, group: list[int], pairs: dict[Kind, list[str]]) -> None:
+def _add_pairs(data: Any, group: list[int], pairs: dict[FindingKind, list[str]]) -> None:
     """Add the pairs among equal images that are in two splits or under two labels."""
     source = data.source
-    splits = data.splits.of_each
+    splits = data.splits.split_ids
     trained = [i for i in group if splits[i] == TRAIN]
     if trained:
-        for kind, split in ((Kind.TEST_IN_TRAIN, TEST), (Kind.VAL_IN_TRAIN, VAL)):
+        for kind, split in ((FindingKind.TEST_IN_TRAIN, TEST), (FindingKind.VAL_IN_TRAIN, VAL)):
             others = [i for i in group if splits[i] == split]
             pairs[kind] += [f"{source.name(i)} = {source.name(trained[0])}" for i in others]
     first = group[0]
     others = [i for i in group if source.target_name(i) != source.target_name(first)]
     if others:
-        pairs[Kind.TWO_LABELS].append(f"{source.name(first)} = {source.name(others[0])}")
+        pairs[FindingKind.TWO_LABELS].append(f"{source.name(first)} = {source.name(others[0])}")

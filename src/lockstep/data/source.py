@@ -14,7 +14,7 @@ from PIL import Image
 
 from lockstep.data.content_hash import hash_of_arrays
 from lockstep.data.listing import TEST, TRAIN, VAL, LeftOut
-from lockstep.data.targets import VOID, Arrays, as_masks, grey_levels_of, kind_of
+from lockstep.data.targets import VOID, Arrays, as_masks, grey_levels_of, target_kind_of
 from lockstep.process.errors import UserError
 
 
@@ -82,7 +82,7 @@ class Source:
     @property
     def target_kind(self) -> str:
         """Return class, labels, number, mask or dict."""
-        return kind_of(self.targets, self.mask_names)
+        return target_kind_of(self.targets, self.mask_names)
 
     @property
     def grey_levels(self) -> list[int] | None:
@@ -167,7 +167,7 @@ class ImageSet(Source):
         targets = self.targets if isinstance(self.targets, dict) else {"": self.targets}
         self.targets = {name: self._array(name, np.asarray(each)) for name, each in targets.items()}
         self.mask_names = [name for name, each in self.targets.items() if each.dtype == np.uint8]
-        if kind_of(self.targets, ()) == "class":
+        if target_kind_of(self.targets, ()) == "class":
             self._refuse_other_classes(self.targets[""])
         arrays = self.targets | {f"column {name}": each for name, each in self.columns.items()}
         self._hash = hash_of_arrays([self.images], arrays, self.class_names, self.splits)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.data.batches import SPLIT, random_stream
-from lockstep.data.batches import TEST as TEST_STREAM
+from lockstep.data.batches import SPLIT_STREAM, TEST_STREAM, random_stream
 from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.process.errors import UserError
 
@@ -22,24 +21,24 @@ TEST_SEED = 42
 class Splits:
     """The positions of the images that train, validate and test, ascending."""
 
-    of_each: np.ndarray  # (n,) 0 train, 1 val, 2 test, −1 none
+    split_ids: np.ndarray  # (n,) 0 train, 1 val, 2 test, −1 none
     drew_test: bool = False  # the test images were chosen here, not by the source
     note: str = ""  # a sentence for the log
 
     def __post_init__(self) -> None:
-        self.train = np.flatnonzero(self.of_each == TRAIN)
-        self.val = np.flatnonzero(self.of_each == VAL)
-        self.test = np.flatnonzero(self.of_each == TEST)
+        self.train = np.flatnonzero(self.split_ids == TRAIN)
+        self.val = np.flatnonzero(self.split_ids == VAL)
+        self.test = np.flatnonzero(self.split_ids == TEST)
 
 
 @dataclass(frozen=True)
-class Draw:
+class SplitDraw:
     """One draw among the training images."""
 
     option: str  # num_folds, num_val, val_fraction or test_fraction
     value: float
     seed: int
-    purpose: int = SPLIT  # keeps the random streams of one seed apart
+    purpose: int = SPLIT_STREAM  # keeps the random streams of one seed apart
 
     @property
     def text(self) -> str:
@@ -68,7 +67,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitRule:
     """The options of a split.
 
     Args:
@@ -126,29 +125,29 @@ class Split:
         if has_val and not has_test:
             return _test_on_validation(of_source, validates=validation.value != 0)
 
-        of_each = of_source.copy()
+        split_ids = of_source.copy()
         if not has_test:
-            test = Draw("test_fraction", self.test_fraction, TEST_SEED, TEST_STREAM)
-            of_each[self._drawn(test, of_each, labels, groups)] = TEST
+            test = SplitDraw("test_fraction", self.test_fraction, TEST_SEED, TEST_STREAM)
+            split_ids[self._drawn(test, split_ids, labels, groups)] = TEST
         if validation.value == 0:
-            of_each[of_each == VAL] = -1
-        elif not has_val and (of_each == TRAIN).any():
-            of_each[self._drawn(validation, of_each, labels, groups)] = VAL
-        return Splits(of_each, drew_test=not has_test)
+            split_ids[split_ids == VAL] = -1
+        elif not has_val and (split_ids == TRAIN).any():
+            split_ids[self._drawn(validation, split_ids, labels, groups)] = VAL
+        return Splits(split_ids, drew_test=not has_test)
 
-    def _validation(self) -> Draw:
+    def _validation(self) -> SplitDraw:
         """Return the draw of the validation images, by the option that takes precedence."""
         for option in ("num_folds", "num_val"):
             value = getattr(self, option)
             if value is not None:
-                return Draw(option, value, self.seed)
-        return Draw("val_fraction", self.val_fraction, self.seed)
+                return SplitDraw(option, value, self.seed)
+        return SplitDraw("val_fraction", self.val_fraction, self.seed)
 
     def _drawn(
-        self, draw: Draw, of_each: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
+        self, draw: SplitDraw, split_ids: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         """Return the training images that are drawn: exactly as many, where there are no groups."""
-        index = np.flatnonzero(of_each == TRAIN)
+        index = np.flatnonzero(split_ids == TRAIN)
         count = draw.count(len(index))
         if draw.option == "num_folds":
             return self._fold(draw, index, labels, groups)
@@ -169,7 +168,7 @@ class Split:
         )
 
     def _fold(
-        self, draw: Draw, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
+        self, draw: SplitDraw, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         num_folds = int(draw.value)
         if groups is not None:
@@ -193,8 +192,8 @@ def _refuse_divided_groups(groups: np.ndarray, of_source: np.ndarray) -> None:
 
 
 def _test_on_validation(of_source: np.ndarray, *, validates: bool) -> Splits:
-    of_each = np.where(of_source == VAL, TEST, of_source)
-    splits = Splits(of_each, note="no test images: the validation images are tested")
+    split_ids = np.where(of_source == VAL, TEST, of_source)
+    splits = Splits(split_ids, note="no test images: the validation images are tested")
     if validates:
         splits.val = splits.test
     return splits
@@ -207,7 +206,7 @@ def _leaves_each_class(chosen: np.ndarray, index: np.ndarray, labels: np.ndarray
 
 
 def _folds_of_groups(
-    index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: Draw
+    index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: SplitDraw
 ) -> list[np.ndarray]:
     """Return folds of `index` that keep groups together, each with a like share of each class."""
     from sklearn.model_selection import StratifiedGroupKFold

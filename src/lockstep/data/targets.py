@@ -20,7 +20,7 @@ MOST_GREY_LEVELS = 32
 BINARY = {0, VOID}
 
 
-def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
+def target_kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
     """Return class, labels, number, mask or dict."""
     if {*targets, *mask_names} != {""}:
         return "dict"

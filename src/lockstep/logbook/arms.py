@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lockstep.logbook.paired import Sample, sentence
+from lockstep.logbook.paired import Sample, describe_difference
 from lockstep.logbook.render import is_share
 from lockstep.process.errors import UserError
 from lockstep.process.output import as_read, tested_name
@@ -139,7 +139,7 @@ class Arms:
         if not differences:
             return None
         sample = Sample(differences, arm.values.fold_ratio)
-        text = sentence(sample, minimize=self.minimize, unit=unit_of(self.metric))
+        text = describe_difference(sample, minimize=self.minimize, unit=unit_of(self.metric))
         return Comparison(arm.name, reference.name, sample, text)
 
     def lines(self) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook.figures import panels_with_lines, run_panels, why_no_curves, write_figure
-from lockstep.logbook.folders import NOTE_MARKS, Run, config_of, is_url, read_run
+from lockstep.logbook.folders import NOTE_MARKS, RecordedRun, config_of, is_url, read_run
 from lockstep.logbook.index import readable_runs, write_index
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
@@ -32,7 +32,7 @@ PICTURES = ("batch.png", "mistakes.png")
 MAX_ROWS = 300
 
 
-def summarise(folder: Path) -> Run:
+def summarise(folder: Path) -> RecordedRun:
     """Derive the values that pages print from the files in a run folder.
 
     They go into its run.json, but for a run that is alive: its trainer alone writes there.
@@ -49,7 +49,7 @@ def summarise(folder: Path) -> Run:
     return run
 
 
-def summary_of(run: Run) -> dict[str, Any]:
+def summary_of(run: RecordedRun) -> dict[str, Any]:
     """Return what pages print, without empty values."""
     record = run.record
     summary = {
@@ -147,7 +147,7 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def write_page(run: Run) -> Path:
+def write_page(run: RecordedRun) -> Path:
     """Write page.md and curves.svg from the record, with the user's words on the page before."""
     has_curves = write_figure(run.folder / "curves.svg", run_panels(run))
     text = render(
@@ -191,7 +191,7 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
     return page
 
 
-def _refuse_other_run(run: Run, target: Path) -> None:
+def _refuse_other_run(run: RecordedRun, target: Path) -> None:
     """Refuse to write over a run that only has the same id."""
     if not (target / "run.json").exists():
         return
@@ -204,7 +204,7 @@ def _refuse_other_run(run: Run, target: Path) -> None:
         )
 
 
-def _add_proof(run: Run) -> None:
+def _add_proof(run: RecordedRun) -> None:
     """Add the newest proof of the run's experiment to its summary, if prove.py has written one."""
     # A run folder is logs/train/runs/<run_id>, or a job's, a folder deeper.
     for logs in run.folder.parents[2:4]:
@@ -214,7 +214,7 @@ def _add_proof(run: Run) -> None:
             return
 
 
-def _copy_files(run: Run, target: Path) -> None:
+def _copy_files(run: RecordedRun, target: Path) -> None:
     """Write record, curves, diff, pictures and, for the user's words, the page into the logbook."""
     record = as_json(run.record) | {"config": config_of(run.folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
@@ -226,13 +226,13 @@ def _copy_files(run: Run, target: Path) -> None:
     for name in PICTURES:
         _copy_picture(run.folder / name, target / name)
 
-    copy = Run(target, run.record)
+    copy = RecordedRun(target, run.record)
     if copy.title == run.run_id and not copy.note:
         # Nobody has written on the page of the copy: take the words of the run's own page.
         _write(target / "page.md", redact_text(run.text("page.md")))
 
 
-def _reports_of_copy(run: Run, target: Path) -> dict[str, str]:
+def _reports_of_copy(run: RecordedRun, target: Path) -> dict[str, str]:
     """Return the interactive reports that a reader of the logbook can open, as seen from `target`.
 
     A file elsewhere on this machine is none of them.

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 from lockstep.config.changes import differences
 from lockstep.logbook.arms import ABOUT_SEVERAL, Arms
 from lockstep.logbook.figures import compare_panels, missing_curves, write_figure
-from lockstep.logbook.folders import NOTE_MARKS, Run, heading_of, labels_of, note_of, text_of
+from lockstep.logbook.folders import (
+    NOTE_MARKS,
+    RecordedRun,
+    heading_of,
+    labels_of,
+    note_of,
+    read_text,
+)
 from lockstep.logbook.render import (
     aligned,
     dollars,
@@ -89,13 +96,13 @@ TEXTS = {
 }
 
 
-def _hardware(run: Run) -> list[tuple[Any, ...]]:
+def _hardware(run: RecordedRun) -> list[tuple[Any, ...]]:
     """Return processor, cores and GPUs of each node."""
     nodes = run.record.hardware.get("nodes") or []
     return [(node.get("cpu"), node.get("cores"), str(node.get("gpus"))) for node in nodes]
 
 
-HELD_FIXED: dict[str, Callable[[Run], Any]] = {
+HELD_FIXED: dict[str, Callable[[RecordedRun], Any]] = {
     "the data": lambda run: run.record.data_hash or run.record.data,
     "the number of test images": lambda run: run.record.metrics.get(
         "test/images", run.record.num_test
@@ -110,7 +117,7 @@ HELD_FIXED: dict[str, Callable[[Run], Any]] = {
 }
 
 
-def not_held_fixed(runs: Sequence[Run]) -> str:
+def not_held_fixed(runs: Sequence[RecordedRun]) -> str:
     """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
     differing = []
     for name, read in HELD_FIXED.items():
@@ -124,7 +131,7 @@ def not_held_fixed(runs: Sequence[Run]) -> str:
     return f"Not held fixed between these runs: {', '.join(differing)}."
 
 
-def number_rows(runs: Sequence[Run]) -> list[Row]:
+def number_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     """Return (name, one cell for each run), for what at least one run has."""
     rows = []
     for title, field in TEXTS.items():
@@ -132,7 +139,7 @@ def number_rows(runs: Sequence[Run]) -> list[Row]:
     return [*rows, *_best_rows(runs), *_test_rows(runs), *_measured_rows(runs)]
 
 
-def _best_rows(runs: Sequence[Run]) -> list[Row]:
+def _best_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     best = [run.record.summary.get("best", {}) for run in runs]
     rows = []
     for name in dict.fromkeys(run.record.monitor for run in runs):
@@ -140,7 +147,7 @@ def _best_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _test_rows(runs: Sequence[Run]) -> list[Row]:
+def _test_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     of_test = [run.record.metrics for run in runs]
     rows = []
     for name in sorted(set().union(*of_test)):
@@ -150,7 +157,7 @@ def _test_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _measured_rows(runs: Sequence[Run]) -> list[Row]:
+def _measured_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     rows = []
     for measurement in MEASURED:
         values = [run.value(measurement.field) for run in runs]
@@ -161,7 +168,7 @@ def _measured_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _errors_of(runs: Sequence[Run], name: str) -> list[float | None]:
+def _errors_of(runs: Sequence[RecordedRun], name: str) -> list[float | None]:
     """Return the standard error of a metric in each run; None where it is no share of images."""
     return [run.record.summary.get("errors", {}).get(name) for run in runs]
 
@@ -215,7 +222,7 @@ def _points(value: float, first: float) -> str:
     return f" ({(value - first) * 100:+.2f})"
 
 
-def setting_rows(runs: Sequence[Run]) -> list[Row]:
+def setting_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     """Return (option, its value in each run), for the options in which the runs differ."""
     rows = []
     for key, values in differences([run.config for run in runs]).items():
@@ -225,7 +232,7 @@ def setting_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _have_other_weights(runs: Sequence[Run]) -> bool:
+def _have_other_weights(runs: Sequence[RecordedRun]) -> bool:
     """Return whether runs began with different weights, by their sha256 if all have one."""
     weights = [run.record.initial_weights_sha256 for run in runs]
     if not all(weights):
@@ -233,20 +240,20 @@ def _have_other_weights(runs: Sequence[Run]) -> bool:
     return len(set(weights)) > 1
 
 
-def _initial_weights(run: Run) -> str:
+def _initial_weights(run: RecordedRun) -> str:
     """Return the checkpoint or the file that gave a run its weights, with its sha256."""
     address = _weights_address(run) or "–"
     sha256 = run.record.initial_weights_sha256
     return f"{address}, sha256 {sha256[:SHA256_DIGITS]}" if sha256 else address
 
 
-def _weights_address(run: Run) -> str | None:
+def _weights_address(run: RecordedRun) -> str | None:
     config = run.config
     address = run.record.initial_weights or config.get("ckpt_path") or config.get("model.weights")
     return str(address) if address else None
 
 
-def as_text(runs: Sequence[Run]) -> str:
+def as_text(runs: Sequence[RecordedRun]) -> str:
     """Return the comparison as aligned columns for a terminal."""
     head = ("", labels_of(runs))
     empty = ("", [""] * len(runs))
@@ -261,10 +268,10 @@ def meaning_of_error(rows: Sequence[Row]) -> str:
     return MEANING_OF_ERROR if has_error else ""
 
 
-def title_of(runs: Sequence[Run], page: Path | None) -> str:
+def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
     """Return the title of a comparison: the user's on a page of before, or the runs' titles."""
     automatic = _automatic_title(labels_of(runs))
-    text = text_of(page) if page else ""
+    text = read_text(page) if page else ""
     heading = heading_of(text)
     head_of_table = re.search(r"^\|  \| (.+) \|$", text, re.MULTILINE)
     if not heading or not head_of_table:
@@ -280,7 +287,7 @@ def _automatic_title(titles: Sequence[str]) -> str:
 
 def write_comparison(
     path: Path,
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     title: str,
     *,
     caution: str = "",
@@ -313,7 +320,7 @@ def write_comparison(
         picture=picture.name if has_picture else "",
         missing_curves=missing_curves(runs, panels),
         with_page=[run.run_id for run in runs if (path.parent / run.run_id / "page.md").exists()],
-        note=note_of(text_of(path)),
+        note=note_of(read_text(path)),
         note_marks=NOTE_MARKS,
     )
     write_atomically(path, lambda file: file.write(text))

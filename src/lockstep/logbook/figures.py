@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.logbook.arms import Arm, Arms
-from lockstep.logbook.folders import NO_METRIC, Curve, Run, labels_of
+from lockstep.logbook.folders import NO_METRIC, Curve, RecordedRun, labels_of
 from lockstep.logbook.render import is_share
 from lockstep.process.output import split_stage
 
@@ -53,7 +53,7 @@ class Panel(NamedTuple):
     metric: str = ""
 
 
-def run_panels(run: Run) -> list[Panel]:
+def run_panels(run: RecordedRun) -> list[Panel]:
     """Return loss, monitored metric, learning rate and use of the devices.
 
     The first of all other metrics follow where a run has neither loss nor monitored metric.
@@ -77,7 +77,7 @@ def run_panels(run: Run) -> list[Panel]:
     return panels
 
 
-def why_no_curves(run: Run) -> str:
+def why_no_curves(run: RecordedRun) -> str:
     """Return the sentence of a page without curves."""
     if not run.metrics:
         return "No curves: there is no metrics.csv, or it is empty."
@@ -92,7 +92,7 @@ def _is_learning_rate(name: str) -> bool:
     return name == "lr" or name.startswith("lr-")
 
 
-def compare_panels(runs: Sequence[Run]) -> list[Panel]:
+def compare_panels(runs: Sequence[RecordedRun]) -> list[Panel]:
     """Return the training loss and the monitored metrics of each run.
 
     They go over its epochs, and the metrics over its time too.
@@ -110,7 +110,7 @@ def compare_panels(runs: Sequence[Run]) -> list[Panel]:
     return panels
 
 
-def _curve(run: Run, panel: Panel) -> Curve | None:
+def _curve(run: RecordedRun, panel: Panel) -> Curve | None:
     """Return the curve of a run along the axis of a panel; None without its columns."""
     if panel.metric not in run.metrics:
         return None
@@ -123,7 +123,7 @@ def _curve(run: Run, panel: Panel) -> Curve | None:
     return np.interp(steps, *run.metrics["time_s"]) / 60, values
 
 
-def missing_curves(runs: Sequence[Run], panels: Sequence[Panel]) -> list[str]:
+def missing_curves(runs: Sequence[RecordedRun], panels: Sequence[Panel]) -> list[str]:
     """Return a sentence for each curve of a comparison that some of its runs lack."""
     labels = labels_of(runs)
     without = [label for label, run in zip(labels, runs, strict=True) if not run.metrics]

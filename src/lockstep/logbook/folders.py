@@ -45,7 +45,7 @@ NOTE_MARKS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultRow:
     """A row of the table of results.
 
     Attributes:
@@ -60,7 +60,7 @@ class Result:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """A run folder with its record."""
 
     folder: Path
@@ -161,7 +161,7 @@ class Run:
         return None
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[ResultRow]:
         """The metrics of validation and test: the monitored one, then accuracy, loss and others."""
         monitor = self.record.monitor
         best = self.record.summary.get("best", {})
@@ -176,10 +176,10 @@ class Run:
 
         results = []
         for metric, name_in in names.items():
-            results.append(Result(metric, name_in.get("val", ""), name_in.get("test", "")))
+            results.append(ResultRow(metric, name_in.get("val", ""), name_in.get("test", "")))
         return sorted(results, key=self._order_of_result)
 
-    def _order_of_result(self, result: Result) -> tuple[bool, bool, bool, str]:
+    def _order_of_result(self, result: ResultRow) -> tuple[bool, bool, bool, str]:
         metric = result.metric
         is_monitored = self.record.monitor in (metric, result.in_validation, result.in_test)
         return not is_monitored, metric != "acc", metric != "loss", metric
@@ -256,7 +256,7 @@ class Run:
 
     def text(self, name: str) -> str:
         """Return the text of a file, empty if there is none."""
-        return text_of(self.folder / name)
+        return read_text(self.folder / name)
 
     def value(self, name: str) -> Any:
         """Return a metric, an option, a field of the record, or the option of a group.
@@ -276,7 +276,7 @@ class Run:
         return self.config.get(f"choices.{name}") if value is None else value
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file, empty if there is none."""
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
@@ -309,11 +309,11 @@ def _number(cell: str) -> float:
         return np.nan
 
 
-def read_run(folder: Path) -> Run:
-    return Run(folder.resolve(), read_record(folder / "run.json"))
+def read_run(folder: Path) -> RecordedRun:
+    return RecordedRun(folder.resolve(), read_record(folder / "run.json"))
 
 
-def labels_of(runs: Sequence[Run]) -> list[str]:
+def labels_of(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the titles of runs; one that several runs have is followed by the run id."""
     titles = [run.title for run in runs]
     labels = []

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config.keys import REPEATS
 from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import not_held_fixed
-from lockstep.logbook.folders import Run
+from lockstep.logbook.folders import RecordedRun
 from lockstep.process.errors import UserError
 from lockstep.process.output import is_lower_better, tested_name
 
@@ -29,7 +29,9 @@ def name_of_group(text: str) -> str:
     return f"{parts[0]} and {len(parts) - 1} more"
 
 
-def runs_of_group(text: str, runs: Sequence[Run], find: Callable[[str], Run]) -> list[Run]:
+def runs_of_group(
+    text: str, runs: Sequence[RecordedRun], find: Callable[[str], RecordedRun]
+) -> list[RecordedRun]:
     """Return the runs of a group.
 
     Args:
@@ -53,7 +55,7 @@ def runs_of_group(text: str, runs: Sequence[Run], find: Callable[[str], Run]) ->
     return chosen
 
 
-def _fits(run: Run, condition: str) -> bool:
+def _fits(run: RecordedRun, condition: str) -> bool:
     """Return whether a run has the value of KEY=VALUE; a list, as tags, has it among others."""
     key, _, text = condition.partition("=")
     value = run.value(key)
@@ -70,7 +72,7 @@ def _equals(value: Any, text: str) -> bool:
         return str(value) == text
 
 
-def arms_of_groups(groups: dict[str, list[Run]]) -> Arms:
+def arms_of_groups(groups: dict[str, list[RecordedRun]]) -> Arms:
     """Return groups of runs as arms.
 
     Raises:
@@ -96,7 +98,7 @@ def arms_of_groups(groups: dict[str, list[Run]]) -> Arms:
     return Arms(runs, metric, minimize)
 
 
-def _arm_run(name: str, run: Run, metric: str) -> ArmRun:
+def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
     record = run.record
     repeats = []
     for key in REPEATS:
@@ -118,12 +120,12 @@ def _arm_run(name: str, run: Run, metric: str) -> ArmRun:
     )
 
 
-def members_of(groups: dict[str, list[Run]]) -> list[Run]:
+def members_of(groups: dict[str, list[RecordedRun]]) -> list[RecordedRun]:
     """Return the runs of all groups."""
     return list(itertools.chain.from_iterable(groups.values()))
 
 
-def differs_between(groups: dict[str, list[Run]], arms: Arms) -> str:
+def differs_between(groups: dict[str, list[RecordedRun]], arms: Arms) -> str:
     """Name what is not held fixed between the runs of a pair; empty if nothing is."""
     runs = {run.run_id: run for run in members_of(groups)}
     first_of_arm: dict[str, ArmRun] = {}

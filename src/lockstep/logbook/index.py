@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.logbook.folders import Run, note_of, read_run
+from lockstep.logbook.folders import RecordedRun, note_of, read_run
 from lockstep.logbook.render import first_sentence, render
 from lockstep.logbook.sweep_page import Sweep, readable_sweeps
 from lockstep.process.errors import UserError
@@ -33,7 +33,7 @@ class Question:
     name: str
     title: str
     answer: str
-    runs: Sequence[Run]
+    runs: Sequence[RecordedRun]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def write_index(logbook: Path) -> None:
     write_atomically(logbook / INDEX, lambda file: file.write(text))
 
 
-def readable_runs(logbook: Path) -> tuple[list[Run], list[str]]:
+def readable_runs(logbook: Path) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs of a logbook, the newest first, and a sentence for each unreadable folder."""
     runs = []
     errors = []
@@ -73,7 +73,7 @@ def readable_runs(logbook: Path) -> tuple[list[Run], list[str]]:
     return runs, errors
 
 
-def read_questions(logbook: Path, runs: Sequence[Run]) -> list[Question]:
+def read_questions(logbook: Path, runs: Sequence[RecordedRun]) -> list[Question]:
     """Return the comparisons of a logbook, those with an answer first, then by their file names."""
     run_of = {run.run_id: run for run in runs}
     questions = []
@@ -106,8 +106,8 @@ def _title(text: str) -> str:
 
 
 def runs_with_words(
-    runs: Sequence[Run], questions: Sequence[Question], sweeps: Sequence[Sweep]
-) -> list[Run]:
+    runs: Sequence[RecordedRun], questions: Sequence[Question], sweeps: Sequence[Sweep]
+) -> list[RecordedRun]:
     """Return the runs of which the user has written, and that no question or sweep links."""
     linked: set[str] = set()
     for question in questions:

@@ -62,7 +62,7 @@ def t_quantile(share: float, degrees: int) -> float:
     return float(stdtrit(degrees, share))
 
 
-def pairs_that_tell(deviation: float, difference: float) -> int:
+def pairs_needed(deviation: float, difference: float) -> int:
     """Return how many independent pairs show a difference of that size with the power POWER.
 
     Args:
@@ -76,12 +76,12 @@ def pairs_that_tell(deviation: float, difference: float) -> int:
     return MOST_PAIRS
 
 
-def is_told(differences: Sample) -> bool:
+def is_significant(differences: Sample) -> bool:
     """Return whether the interval of the mean difference omits zero."""
     return abs(differences.mean) > differences.half_width
 
 
-def sentence(differences: Sample, *, minimize: bool, unit: str = "") -> str:
+def describe_difference(differences: Sample, *, minimize: bool, unit: str = "") -> str:
     """Return what the pairs say, and no more.
 
     Args:
@@ -103,8 +103,8 @@ def sentence(differences: Sample, *, minimize: bool, unit: str = "") -> str:
         return f"differs by {size} in each of {pairs}: no spread to make an interval of"
 
     width = differences.half_width
-    if not is_told(differences):
-        return _not_told(differences, pairs, unit)
+    if not is_significant(differences):
+        return _describe_insignificant(differences, pairs, unit)
     verdict = "better" if (differences.mean < 0) is minimize else "worse"
     size = with_error(abs(differences.mean), width, unit)
     basis = f"{CONFIDENCE * 100:.0f} %, {pairs}"
@@ -113,7 +113,7 @@ def sentence(differences: Sample, *, minimize: bool, unit: str = "") -> str:
     return f"{verdict} by {size} ({basis})"
 
 
-def _not_told(differences: Sample, pairs: str, unit: str) -> str:
+def _describe_insignificant(differences: Sample, pairs: str, unit: str) -> str:
     width = differences.half_width
     largest = f"{rounded(width, 1)} {unit}".rstrip()
     text = f"no difference larger than {largest} can be told from these {pairs}"
@@ -121,7 +121,7 @@ def _not_told(differences: Sample, pairs: str, unit: str) -> str:
         # More folds share still more images.
         return f"{text}, which share training images: with Nadeau and Bengio's correction"
     smaller = float(rounded(width, 1)) / 2
-    needed = pairs_that_tell(differences.deviation, smaller)
+    needed = pairs_needed(differences.deviation, smaller)
     if needed >= MOST_PAIRS:
         return text
     return f"{text}; about {needed} would tell {smaller:.4g}"

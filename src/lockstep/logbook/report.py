@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.logbook.compare import Row, not_held_fixed, number_rows, setting_rows
 from lockstep.logbook.figures import thin
-from lockstep.logbook.folders import Run, labels_of
+from lockstep.logbook.folders import RecordedRun, labels_of
 from lockstep.logbook.render import metric
 from lockstep.process.redact import redact
 
@@ -35,14 +35,14 @@ PANELS = {
 NO_PANEL = {"epoch", "time_s", "val/correct", "val/images"}
 
 
-def report_html(title: str, runs: Sequence[Run]) -> str:
+def report_html(title: str, runs: Sequence[RecordedRun]) -> str:
     """Return the whole file; the same runs give the same bytes."""
     parts = {
         "TITLE": html.escape(title).replace("@", "&#64;"),
         "STYLE": _static("uPlot.min.css") + _static("report.css"),
         "UPLOT": _static("uPlot.iife.min.js"),
         "SCRIPT": _static("report.js"),
-        "DATA": _json(report_data(runs)),
+        "DATA": _json(page_data(runs)),
     }
     page = _static("report.html")
     for placeholder, text in parts.items():
@@ -65,7 +65,7 @@ def _json(data: dict[str, Any]) -> str:
     return text
 
 
-def report_data(runs: Sequence[Run]) -> dict[str, Any]:
+def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Return what report.js draws."""
     caution = not_held_fixed(runs)
     labels = labels_of(runs)
@@ -80,7 +80,7 @@ def report_data(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _drawn_metrics(runs: Sequence[Run]) -> list[str]:
+def _drawn_metrics(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the known metrics first, then whatever else was logged and changes."""
     logged: set[str] = set()
     changing: set[str] = set()
@@ -109,7 +109,7 @@ def _table(head: list[str], rows: Sequence[Row]) -> dict[str, Any]:
     return {"head": head, "rows": [[name, *cells] for name, cells in rows], "none": "none"}
 
 
-def _run_data(run: Run, label: str) -> dict[str, Any]:
+def _run_data(run: RecordedRun, label: str) -> dict[str, Any]:
     curves = {}
     for name, curve in run.metrics.items():
         steps, values = thin(curve, MAX_POINTS)
@@ -129,7 +129,7 @@ def _six_digits(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _headline(run: Run) -> str:
+def _headline(run: RecordedRun) -> str:
     """Return the monitored metric in the test or else the best one; the status if there is none."""
     best = run.best_value if run.test_value is None else run.test_value
     if best is None:

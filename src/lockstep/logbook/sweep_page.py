@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.logbook.arms import ABOUT_SEVERAL, ArmRun, Arms
 from lockstep.logbook.figures import write_sweep_figure
-from lockstep.logbook.folders import NOTE_MARKS, heading_of, note_of, text_of
+from lockstep.logbook.folders import NOTE_MARKS, heading_of, note_of, read_text
 from lockstep.logbook.render import render
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
@@ -42,7 +42,7 @@ class Sweep:
     @cached_property
     def title(self) -> str:
         """The heading of page.md, which the user may change; at first the sweep's id."""
-        return heading_of(text_of(self.folder / "page.md")) or self.sweep_id
+        return heading_of(read_text(self.folder / "page.md")) or self.sweep_id
 
     @property
     def jobs(self) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def write_sweep_page(folder: Path) -> Path:
         arms=sweep.arms,
         about_several=ABOUT_SEVERAL,
         figure=FIGURE if has_figure else "",
-        note=note_of(text_of(page)),
+        note=note_of(read_text(page)),
         note_marks=NOTE_MARKS,
     )
     write_atomically(page, lambda file: file.write(text))
@@ -178,7 +178,7 @@ def keep_sweep(folder: Path, logbook: Path) -> Path:
     page = target / "page.md"
     if not page.exists() and (sweep.folder / "page.md").exists():
         # This is for the user's words: the rest is written anew.
-        before = text_of(sweep.folder / "page.md") + "\n"
+        before = read_text(sweep.folder / "page.md") + "\n"
         write_atomically(page, lambda file: file.write(before))
     return write_sweep_page(target)
 

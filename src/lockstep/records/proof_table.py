@@ -26,7 +26,7 @@ MARKS = {True: "equal", False: "DIFFERS", None: "–"}
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """A line of the table; `equal` is None where the two cannot be equal."""
 
     check: str
@@ -41,12 +41,12 @@ class Result:
         return f"{MARKS[self.equal]:8} {CHECKS[self.check]:48} {' · '.join(notes)}".rstrip()
 
 
-def nothing(check: str, why: str) -> Result:
+def skipped_check(check: str, why: str) -> CheckResult:
     """Return the line of a check that is not counted."""
-    return Result(check, None, cause=why)
+    return CheckResult(check, None, cause=why)
 
 
-def write_table(folder: Path, overrides: list[str], results: list[Result], where: str) -> None:
+def write_table(folder: Path, overrides: list[str], results: list[CheckResult], where: str) -> None:
     """Write prove.json, a list of the lines, and prove.md.
 
     Args:
@@ -99,7 +99,7 @@ def _read_table(folder: Path) -> dict[str, Any]:
     _, _, command, _, where, *_ = (folder / "prove.md").read_text().splitlines()
     lines = []
     for row in rows:
-        result = Result(**row)
+        result = CheckResult(**row)
         step = "" if result.first_step is None else result.first_step
         cells = [CHECKS[result.check], MARKS[result.equal], step]
         lines.append([*cells, result.difference or "", result.cause or ""])

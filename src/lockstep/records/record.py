@@ -87,7 +87,7 @@ class RunRecord:
             monitored metric as {name: value}.
         upload: uri, sha256 and step of the best checkpoint in the bucket, and as error why a
             newer one is not there.
-        restarts: as `continued` makes them.
+        restarts: as `merge_restart` makes them.
         summary: what pages print, by lockstep.logbook.build at the end.
         reports: {title: URL} of interactive reports that contain the run.
         config: only in the logbook, because a run folder has config.yaml.
@@ -164,7 +164,7 @@ class RunRecord:
     config: dict[str, Any] = field(default_factory=dict)
     other: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def take(self, values: Mapping[str, Any]) -> None:
+    def update(self, values: Mapping[str, Any]) -> None:
         """Set fields from JSON values or from values of their types.
 
         A value without a field goes into `other`.
@@ -202,7 +202,7 @@ def read_record(path: Path) -> RunRecord:
                 f"{path} has schema version {version} but this code reads only up to "
                 f"{SCHEMA_VERSION}: update the code."
             )
-        record.take(values)
+        record.update(values)
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a run folder: it has no {path.name}.") from None
     except (TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -302,7 +302,7 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
     return "running" if silent_s <= limit_s else "lost"
 
 
-def continued(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord:
+def merge_restart(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord:
     """Return the record of this start, changed in place: merged with that of the previous start.
 
     It resumes at `step`, or from scratch at 0. The pause before it is `idle_s` if the previous

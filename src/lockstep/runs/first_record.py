@@ -21,7 +21,13 @@ from lockstep.ranks.find import agent_id
 from lockstep.records import provenance
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config, data_name, flatten, model_name
-from lockstep.records.record import RunRecord, continued, locked_record, read_record, write_record
+from lockstep.records.record import (
+    RunRecord,
+    locked_record,
+    merge_restart,
+    read_record,
+    write_record,
+)
 from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.runs.run import Run
 from lockstep.storage.pointers import new_uuid, uuid_of
@@ -52,9 +58,11 @@ def begin_record(run: Run, previous: RunRecord | None, largest_batch: dict[str, 
     with locked_record(run.folder.record):
         if previous is not None:
             # Read it again: a page may have been linked from it since.
-            record = continued(read_record(run.folder.record), record, step=run.resume_step or 0)
+            record = merge_restart(
+                read_record(run.folder.record), record, step=run.resume_step or 0
+            )
         if largest_batch:
-            record.take({"largest_batch": largest_batch})
+            record.update({"largest_batch": largest_batch})
         write_record(run.folder.record, record)
 
 

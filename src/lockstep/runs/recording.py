@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.records.proof_table import Result
+from lockstep.records.proof_table import CheckResult
 
 # Digests are compared relative to the largest norm of their kind.
 DIGESTS = ("weights", "optimizer")
@@ -34,9 +34,9 @@ class Difference:
         return text if self.amount is None else f"{text} by {self.amount:.1e}"
 
 
-def differs(check: str, difference: Difference, cause: str) -> Result:
+def difference_result(check: str, difference: Difference, cause: str) -> CheckResult:
     """Return the line of a check that has found a difference."""
-    return Result(check, False, difference.step, str(difference), cause)
+    return CheckResult(check, False, difference.step, str(difference), cause)
 
 
 @dataclass

@@ -124,7 +124,7 @@ class Run:
             self.recorder.write(trainer, **fields)
             return
         with update_record(self.folder.record) as record:
-            record.take(fields)
+            record.update(fields)
 
 
 def with_ranks(config: Config, cluster: Cluster) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
-from lockstep.training.build_data import DataFacts, build_data, data_facts, report_data
+from lockstep.training.build_data import DataFacts, build_data, data_facts, start_data_report
 from lockstep.training.build_module import build_module
 from lockstep.training.compilation import EagerEvaluation, compile_net, is_compiled
 from lockstep.training.data_report import DataReport
@@ -76,7 +76,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
 
     strategy = build_strategy(run)
     data = build_data(run, trained_on)
-    data_report = report_data(data, run, is_training=is_training)
+    data_report = start_data_report(data, run, is_training=is_training)
     facts = data_facts(data)
     for name in OF_TRAINING_IMAGES:
         if trained_on and name in trained_on:
@@ -91,16 +91,15 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     )
     if data is None:
         _check_loaders(module, run)
-    compiled = is_training and is_compiled(module, data, run, strategy)
+    compiled = False
     if checkpoint is None:
+        compiled = is_compiled(module, data, run, strategy)
         prepare_net(module, data, run, strategy, compiled)
         load_weights(module, facts, run)
         # Dropout differs between ranks; the initial weights do not.
         torch.manual_seed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank)
-    elif isinstance(module, Task):
-        # Lightning itself loads any other module, whose hooks may make layers first.
-        check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
-        module.load_state_dict(checkpoint["state_dict"])
+    else:
+        _load_evaluated(module, checkpoint, run)
 
     run.recorder = RunRecorder(run.folder.record, owns_run=False)
     callbacks = build_callbacks(run, facts, data_report, is_training=is_training)
@@ -109,6 +108,13 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     loggers = build_loggers(run) if is_training else [SkippingLogger(str(run.folder.path))]
     trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
     return Parts(trainer, module, data)
+
+
+def _load_evaluated(module: Any, checkpoint: Checkpoint, run: Run) -> None:
+    """Load the weights of a task; Lightning loads other modules, whose hooks may make layers."""
+    if isinstance(module, Task):
+        check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
+        module.load_state_dict(checkpoint["state_dict"])
 
 
 def _check_loaders(module: Any, run: Run) -> None:

@@ -4,7 +4,7 @@ import logging
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -35,7 +35,7 @@ FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")
 FACTS_OF_IMAGES = ("mean", "std", "data_hash", "list_hash", "class_counts")
 FACTS_OF_FRAMING = ("resize", "fit", "interpolation")
 # Options in the config of any data set, which need not have them.
-OPTIONAL = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
+NULLABLE_OPTIONS = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
 
 
 def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
@@ -116,7 +116,7 @@ def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
     return True if data.list_hash == trained_on.get("list_hash") else None
 
 
-def report_data(data: Any, run: Run, *, is_training: bool) -> DataReport | None:
+def start_data_report(data: Any, run: Run, *, is_training: bool) -> DataReport | None:
     """Log the contents of Lockstep's data on rank 0, and begin to compare the images of a training.
 
     Returns:
@@ -155,7 +155,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
 
 def without_unset(node: Config) -> Config:
     """Return the options of data= without those that it need not have and that are null."""
-    unset = [key for key in OPTIONAL if node.get(key) is None]
+    unset = [key for key in NULLABLE_OPTIONS if node.get(key) is None]
     return {key: value for key, value in node.items() if key not in unset}
 
 
@@ -293,6 +293,20 @@ def other_pixels(before: DataFacts, now: DataFacts) -> str:
     return ""
 
 
+class RankImages(NamedTuple):
+    """The images of one rank, and the node that it is on.
+
+    Attributes:
+        counts: of training, validation and test images.
+        pixels: facts that tell as which pixels the files are read, for other_pixels.
+    """
+
+    host: str
+    data_hash: str
+    counts: tuple[int, int, int]
+    pixels: DataFacts
+
+
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     """Refuse ranks with other images, as all draw positions of one list.
 
@@ -301,23 +315,31 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     """
     if cluster.world_size == 1:
         return
-    host = provenance.host(0)["host"]
-    counts = (data.num_train, data.num_val, data.num_test)
-    values = {name: facts[name] for name in ("range", "mean", "std") if name in facts}
-    everyone = gather_objects((host, facts["data_hash"], counts, values))
-    first_host, first_hash, first_counts, first_values = everyone[0]
-    for rank, (host, data_hash, counts, values) in enumerate(everyone):
-        if (data_hash, counts) != (first_hash, first_counts):
-            raise UserError(
-                f"rank {rank} on {host} has other images than rank 0 on {first_host}: "
-                f"{counts[0]} training, {counts[1]} validation, {counts[2]} test, hash "
-                f"{data_hash[:12]}, instead of {first_counts[0]}, {first_counts[1]}, "
-                f"{first_counts[2]}, {first_hash[:12]}: make data.root equal on all nodes."
-            )
-        change = other_pixels(first_values, values)
-        if change:
-            raise UserError(
-                f"rank {rank} on {host} reads the same files as other pixels than rank 0 on "
-                f"{first_host} ({change}): install the same packages on all nodes, such as "
-                "tifffile and pydicom."
-            )
+    images = RankImages(
+        host=provenance.host(0)["host"],
+        data_hash=facts["data_hash"],
+        counts=(data.num_train, data.num_val, data.num_test),
+        pixels={name: facts[name] for name in ("range", "mean", "std") if name in facts},
+    )
+    images_of_ranks = gather_objects(images)
+    for rank, images in enumerate(images_of_ranks):
+        _check_same_images(rank, images, images_of_ranks[0])
+
+
+def _check_same_images(rank: int, images: RankImages, first: RankImages) -> None:
+    """Refuse a rank whose images differ from those of rank 0, the first."""
+    if (images.data_hash, images.counts) != (first.data_hash, first.counts):
+        num_train, num_val, num_test = images.counts
+        raise UserError(
+            f"rank {rank} on {images.host} has other images than rank 0 on {first.host}: "
+            f"{num_train} training, {num_val} validation, {num_test} test, hash "
+            f"{images.data_hash[:12]}, instead of {', '.join(map(str, first.counts))}, "
+            f"{first.data_hash[:12]}: make data.root equal on all nodes."
+        )
+    change = other_pixels(first.pixels, images.pixels)
+    if change:
+        raise UserError(
+            f"rank {rank} on {images.host} reads the same files as other pixels than rank 0 on "
+            f"{first.host} ({change}): install the same packages on all nodes, such as tifffile "
+            "and pydicom."
+        )

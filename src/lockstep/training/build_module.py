@@ -52,7 +52,7 @@ OPTIONS_OF_EVERY_SCHEDULE = ("monitor",)
 PARTS_OF_TASK = ("loss", "metrics", "optimizer", "scheduler")
 
 # The kinds of targets that data modules have, with the options that make them.
-KINDS = {
+TARGET_DESCRIPTIONS = {
     "class": "a class for each image (task=classifier)",
     "dict": "several targets for each image",
     "labels": "several labels for each image (data.label_columns=[a,b] task=multilabel)",
@@ -60,7 +60,7 @@ KINDS = {
     "mask": "a mask for each image (data.target=mask task=segmentation model=unet)",
 }
 # The kind that an example task takes. A class of the user's own may take any.
-TARGETS = {
+TARGET_KIND_OF_TASK = {
     "tasks.classifier.ImageClassifier": "class",
     "tasks.distillation.Distillation": "class",
     "tasks.multilabel.MultiLabel": "labels",
@@ -107,12 +107,7 @@ def build_module(
     if trainable and not has_checkpoint:
         _refuse_unused_parts(config, parameters)
 
-    node = {}
-    for key, value in task.items():
-        if key in parameters or key not in OPTIONAL_KEYS:
-            node[key] = value
-    # The task itself is built whole.
-    node.pop("_partial_", None)
+    node = _task_options(task, parameters)
     asked = parameters.keys() - node.keys() - positional(node, parameters)
     asked -= _options_of_the_user(parameters)
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
@@ -126,12 +121,20 @@ def build_module(
         if "loss" in asked:
             _refuse_unknown_counts(config, facts)
     else:
-        # An evaluation needs no optimizer, and the constructor may.
-        for name in asked & {"optimizer", "scheduler"}:
-            if parameters[name].default is inspect.Parameter.empty:
-                parts[name] = None
+        parts |= _parts_of_evaluation(parameters, asked)
     parts |= _further_parts(config, asked, facts, outputs)
     return _finished(build(node, parts), config, trainable=trainable)
+
+
+def _task_options(task: Config, parameters: Mapping[str, inspect.Parameter]) -> Config:
+    """Return the options of task= without those that its class need not take, and does not."""
+    options = {}
+    for key, value in task.items():
+        if key in parameters or key not in OPTIONAL_KEYS:
+            options[key] = value
+    # The task itself is built whole.
+    options.pop("_partial_", None)
+    return options
 
 
 def _options_of_the_user(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
@@ -150,6 +153,15 @@ def _parts_of_training(config: Config, asked: Set[str], learning_rates: Config) 
         parts["optimizer"] = _optimizer(config["optimizer"], learning_rates)
     if "scheduler" in asked:
         parts["scheduler"] = _scheduler(config)
+    return parts
+
+
+def _parts_of_evaluation(parameters: Mapping[str, inspect.Parameter], asked: Set[str]) -> Config:
+    """Return None for each part of a training that the constructor needs, and an evaluation not."""
+    parts: Config = {}
+    for name in asked & {"optimizer", "scheduler"}:
+        if parameters[name].default is inspect.Parameter.empty:
+            parts[name] = None
     return parts
 
 
@@ -187,9 +199,12 @@ def _finished(module: Any, config: Config, *, trainable: bool) -> Any:
 def check_target(target: str, facts: DataFacts) -> None:
     """Raise UserError if an example task takes another kind of target than the data have."""
     kind = facts.get("target")
-    expected = TARGETS.get(target)
+    expected = TARGET_KIND_OF_TASK.get(target)
     if expected and kind and kind != expected:
-        raise UserError(f"The task takes {KINDS[expected]}, and the data has {KINDS[kind]}.")
+        raise UserError(
+            f"The task takes {TARGET_DESCRIPTIONS[expected]}, and the data has "
+            f"{TARGET_DESCRIPTIONS[kind]}."
+        )
     if expected and facts.get("inputs") and target not in TAKE_INPUTS:
         raise UserError(
             f"The task takes images alone, and data.inputs gives {', '.join(facts['inputs'])} "

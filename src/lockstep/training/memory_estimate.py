@@ -7,7 +7,6 @@ Estimate the largest batch by two steps on fake tensors, which have shapes and n
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +99,7 @@ def _training_images(config: Config) -> int:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumberFormats:
     """The formats in which a training computes.
 
     Args:
@@ -116,7 +115,7 @@ class Numbers:
     copies: int
 
     @classmethod
-    def of(cls, trainer: Config, *, is_sharded: bool) -> "Numbers":
+    def of(cls, trainer: Config, *, is_sharded: bool) -> "NumberFormats":
         precision = trainer["precision"]
         if precision == "auto":
             precision = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
@@ -124,6 +123,27 @@ class Numbers:
         if is_sharded and is_mixed:
             return cls(precision, torch.bfloat16, is_mixed=False, copies=2)
         return cls(precision, TRUE_DTYPES.get(precision, torch.float32), is_mixed, copies=1)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The bytes of tensors at one moment of a step, before they are sharded."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    total: int
+
+    @classmethod
+    def of(cls, snapshot: Any) -> "StepMemory":
+        """Return what MemTracker has counted."""
+        on_device = snapshot[torch.device("cpu")]
+        sizes = {str(kind).rpartition(".")[2]: size for kind, size in on_device.items()}
+        return cls(sizes["PARAM"], sizes["GRAD"], sizes["OPT"], sizes["Total"])
+
+    @property
+    def activations(self) -> int:
+        return self.total - self.weights - self.gradients - self.optimizer
 
 
 def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> float:
@@ -134,34 +154,34 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     trainer = config["trainer"]
     strategy = trainer["strategy"] or {}
     is_sharded = "FSDP" in strategy.get("_target_", "")
-    numbers = Numbers.of(trainer, is_sharded=is_sharded)
-    module, shape = _build(config, numbers)
-    moments = _two_steps(module, trainer, numbers, (batch, *shape))
+    formats = NumberFormats.of(trainer, is_sharded=is_sharded)
+    module, shape = _build(config, formats)
+    moments = _two_steps(module, trainer, formats, (batch, *shape))
 
     shards = 1
     if is_sharded:
         shards = devices if strategy["shard_within_node"] else ranks
     weights = _bytes(module.net)
-    gathered = 0
-    if shards > 1:
-        units = module.net.shard_units() if hasattr(module.net, "shard_units") else []
-        # Two units are gathered at a time, beside the gradients of one.
-        gathered = 3 * max(map(_bytes, units or [module.net]))
+    gathered = _gathered_bytes(module.net) if shards > 1 else 0
     buckets = weights if ranks > 1 and not is_sharded else 0  # of DDP, which keeps them
     average = weights if trainer["ema_decay"] else 0
 
-    def on_one_device(moment: Mapping[str, int]) -> float:
-        gradients = max(moment["GRAD"], buckets)
-        state = moment["PARAM"] + gradients + moment["OPT"] + average
-        sharded = numbers.copies * state / shards
-        counted = moment["PARAM"] + moment["GRAD"] + moment["OPT"]
-        activations = moment["Total"] - counted
-        return sharded + activations + gathered
-
-    return max(map(on_one_device, moments))
+    peak = 0.0
+    for moment in moments:
+        gradients = max(moment.gradients, buckets)
+        state = moment.weights + gradients + moment.optimizer + average
+        sharded = formats.copies * state / shards
+        peak = max(peak, sharded + moment.activations + gathered)
+    return peak
 
 
-def _build(config: Config, numbers: Numbers) -> tuple[Any, tuple[int, int, int]]:
+def _gathered_bytes(net: nn.Module) -> int:
+    """Return the bytes of two units, which FSDP gathers at a time, and of the gradients of one."""
+    units = net.shard_units() if hasattr(net, "shard_units") else []
+    return 3 * max(map(_bytes, units or [net]))
+
+
+def _build(config: Config, formats: NumberFormats) -> tuple[Any, tuple[int, int, int]]:
     """Return the module without contents, and the shape of an image: channels, height, width."""
     data = config["data"]
     size = data["image_size"]
@@ -179,7 +199,7 @@ def _build(config: Config, numbers: Numbers) -> tuple[Any, tuple[int, int, int]]
     # timm reads values of fake tensors, so the net is built without any.
     with torch.device("meta"):
         module: Any = build_module(config, facts, has_checkpoint=True)
-        module.net.to(numbers.dtype)
+        module.net.to(formats.dtype)
     _refuse_unknown(config, module.net)
     return module, (channels, size, size)
 
@@ -201,24 +221,24 @@ def _refuse_unknown(config: Config, net: nn.Module) -> None:
 
 
 def _two_steps(
-    module: Any, trainer: Config, numbers: Numbers, shape: tuple[int, ...]
-) -> list[dict[str, int]]:
-    """Return the bytes by kind at the end of each forward, and at the peak, of two steps."""
+    module: Any, trainer: Config, formats: NumberFormats, shape: tuple[int, ...]
+) -> list[StepMemory]:
+    """Return the memory at the end of each forward, and at the peak, of two steps."""
     net = module.net
     tracker = MemTracker()
     moments = []
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=numbers.is_mixed)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=formats.is_mixed)
     with FakeTensorMode(allow_non_fake_inputs=True):
         net.to_empty(device="cpu")
         if trainer["activation_checkpointing"]:
             recompute_activations(net)
         module.scheduler_factory = None
-        module.trainer = SimpleNamespace(precision=numbers.precision)
+        module.trainer = SimpleNamespace(precision=formats.precision)
         optimizer = module.configure_optimizers()
         tracker.track_external(net, optimizer)
         with tracker:
             for _ in range(2):
-                images = torch.empty(shape, dtype=numbers.dtype)
+                images = torch.empty(shape, dtype=formats.dtype)
                 targets = torch.zeros(shape[0], dtype=torch.int64)
                 with autocast:
                     loss = nn.functional.cross_entropy(net(images), targets)
@@ -229,13 +249,7 @@ def _two_steps(
                 del images, targets, loss
                 tracker.reset_mod_stats()
         moments.append(tracker.get_tracker_snapshot("peak"))
-    return [_by_kind(moment) for moment in moments]
-
-
-def _by_kind(moment: Any) -> dict[str, int]:
-    """Return the bytes of a snapshot by the name of their kind, such as PARAM."""
-    on_device = moment[torch.device("cpu")]
-    return {str(kind).rpartition(".")[2]: size for kind, size in on_device.items()}
+    return [StepMemory.of(moment) for moment in moments]
 
 
 def _bytes(net: nn.Module) -> int:

@@ -21,7 +21,7 @@ OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)
 ABSENT_CLASSES = ".*(No positive samples|No negative samples|was `nan`).*"
 
 
-def averaged_here(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleDict:
+def prepare_metrics(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleDict:
     """Try metrics on made-up logits, and return them.
 
     Those whose macro average counts absent classes are made to give a value per class.
@@ -51,7 +51,9 @@ def _try_metric(name: str, metric: Metric, num_classes: int) -> None:
         ) from error
 
 
-def values_of(metrics: nn.ModuleDict, images_of_class: Tensor, stage: str) -> dict[str, float]:
+def compute_metrics(
+    metrics: nn.ModuleDict, images_of_class: Tensor, stage: str
+) -> dict[str, float]:
     """Compute each metric, averaged over the classes that have images; a collective.
 
     Args:

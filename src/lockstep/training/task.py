@@ -96,7 +96,7 @@ class Task(pl.LightningModule):
             return "train"
         return "test" if self.trainer.testing else "val"
 
-    def take_sums(self, stage: str) -> dict[str, Tensor]:
+    def pop_sums(self, stage: str) -> dict[str, Tensor]:
         """Return (2,) float64 by metric, sum and number of this rank since the last call.
 
         They are still on the device.
@@ -112,7 +112,7 @@ class Task(pl.LightningModule):
 
         It is a collective and a host-device synchronisation.
         """
-        sums = self.take_sums(stage)
+        sums = self.pop_sums(stage)
         if not sums:
             return {}
 
@@ -139,7 +139,7 @@ class Task(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         # An evaluation that was cut short may have left its sums.
-        self.take_sums("val")
+        self.pop_sums("val")
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
         """Return what the end of an evaluation logs, "val" or "test".

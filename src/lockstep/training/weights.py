@@ -1,6 +1,7 @@
 """Check that a checkpoint fits a module and its data, and load its weights for a new run."""
 
 import logging
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
@@ -81,31 +82,38 @@ def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | str:
 
 def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run with other images than it began with."""
-    before = {**facts, **facts_of(checkpoint)}
+    stored = facts_of(checkpoint)
+    before = {**facts, **stored}
     if before["class_names"] != facts["class_names"]:
         change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
-    elif before["data_hash"] == facts["data_hash"]:
-        change = other_pixels(facts_of(checkpoint), facts)
-        if change:
-            raise UserError(
-                f"The run {run_id} was trained on other pixels of the same files ({change}): "
-                "resume it with the packages that it was started with, such as tifffile and "
-                "pydicom."
-            )
-        return
-    elif facts_of(checkpoint).get("hash_method") == facts.get("hash_method"):
+        raise _other_images(run_id, change)
+    if before["data_hash"] == facts["data_hash"]:
+        _check_pixels_of_run(stored, facts, run_id)
+    elif stored.get("hash_method") == facts.get("hash_method"):
         change = f"hash {before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
-    else:
-        if rank_zero_only.rank == 0:
-            log.info(
-                "The run began with a version that hashed its images in another way: whether the "
-                "images are the same is not checked."
-            )
-        return
-    raise UserError(
+        raise _other_images(run_id, change)
+    elif rank_zero_only.rank == 0:
+        log.info(
+            "The run began with a version that hashed its images in another way: whether the "
+            "images are the same is not checked."
+        )
+
+
+def _other_images(run_id: str, change: str) -> UserError:
+    return UserError(
         f"The run {run_id} was trained on other images ({change}): give it the same data.root, or "
         "start a new run with ckpt_path=."
     )
+
+
+def _check_pixels_of_run(stored: DataFacts, facts: DataFacts, run_id: str) -> None:
+    """Refuse to resume a run whose files become other pixels than those it began with."""
+    change = other_pixels(stored, facts)
+    if change:
+        raise UserError(
+            f"The run {run_id} was trained on other pixels of the same files ({change}): resume it "
+            "with the packages that it was started with, such as tifffile and pydicom."
+        )
 
 
 def start_from(
@@ -206,6 +214,51 @@ def _may_have_seen_evaluation_images(
     return any(data_before.get(key) != data.get(key) for key in keys)
 
 
+@dataclass
+class HeadWeights:
+    """The weights of a head in a checkpoint, which its methods change, and those of the module.
+
+    Args:
+        names: of the weights that differ at most in their number of rows.
+        saved: the checkpoint's weights of the whole module.
+        initial: the module's own.
+        num_classes: of this run's data; None if they say none.
+    """
+
+    names: list[str]
+    saved: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    num_classes: int | None
+
+    def reorder(self, order: list[int]) -> list[str]:
+        for name in self.names:
+            self.saved[name] = self.saved[name][order]
+        return ["the head's rows are in this run's order of classes"]
+
+    def match_outputs(self) -> list[str]:
+        """Begin the head anew if the same classes have another number of outputs."""
+        resized = [name for name in self.names if len(self.saved[name]) != len(self.initial[name])]
+        if not resized:
+            return []
+        before = len(self.saved[resized[0]])
+        now = len(self.initial[resized[0]])
+        return self.reset(resized, f"it had {before} outputs, now {now}")
+
+    def reset(self, names: list[str], change: str) -> list[str]:
+        """Begin these weights anew; return what has changed.
+
+        Zeros give each class the same logit. Features keep their random values: zeros would never
+        learn behind a ReLU.
+        """
+        for name in names:
+            fresh = self.initial[name]
+            are_features = self.num_classes is not None and len(fresh) != self.num_classes
+            self.saved[name] = fresh.clone() if are_features else torch.zeros_like(fresh)
+        if not names:
+            return []
+        return [f"the head is new ({', '.join(names)}): {change}"]
+
+
 def _match_head(
     names_of_head: set[str],
     module_state: dict[str, Tensor],
@@ -216,62 +269,21 @@ def _match_head(
     """Change the head's rows in `state` to this run's classes or outputs; return what was done."""
     classes = list(facts.get("class_names") or ())
     classes_before = list(before.get("class_names") or classes)
-    heads = [
+    names = [
         name
         for name in sorted(names_of_head & state.keys() & module_state.keys())
         if state[name].ndim and state[name].shape[1:] == module_state[name].shape[1:]
     ]
+    head = HeadWeights(names, state, module_state, facts.get("num_classes"))
 
-    num_classes = facts.get("num_classes")
-    sizes = {len(module_state[name]) for name in heads}
+    sizes = {len(module_state[name]) for name in names}
     # Outputs of another number are features.
     if classes_before == classes or (classes and sizes != {len(classes)}):
-        return _match_outputs(heads, module_state, state, num_classes)
+        return head.match_outputs()
     if sorted(classes_before) == sorted(classes):
-        order = [classes_before.index(name) for name in classes]
-        for name in heads:
-            state[name] = state[name][order]
-        return ["the head's rows are in this run's order of classes"]
-
+        return head.reorder([classes_before.index(name) for name in classes])
     change = f"the classes were {_shown(classes_before)}, now {_shown(classes)}"
-    return _renew(heads, change, module_state, state, num_classes)
-
-
-def _match_outputs(
-    heads: list[str],
-    module_state: dict[str, Tensor],
-    state: dict[str, Tensor],
-    num_classes: int | None,
-) -> list[str]:
-    """Begin the head anew if the same classes have another number of outputs."""
-    resized = [name for name in heads if len(state[name]) != len(module_state[name])]
-    if not resized:
-        return []
-    before = len(state[resized[0]])
-    now = len(module_state[resized[0]])
-    change = f"it had {before} outputs, now {now}"
-    return _renew(resized, change, module_state, state, num_classes)
-
-
-def _renew(
-    heads: list[str],
-    change: str,
-    module_state: dict[str, Tensor],
-    state: dict[str, Tensor],
-    num_classes: int | None,
-) -> list[str]:
-    """Begin the head anew in `state`; return what has changed.
-
-    Zeros give each class the same logit. Features keep their random values: zeros would never learn
-    behind a ReLU.
-    """
-    for name in heads:
-        fresh = module_state[name]
-        are_features = num_classes is not None and len(fresh) != num_classes
-        state[name] = fresh.clone() if are_features else torch.zeros_like(fresh)
-    if not heads:
-        return []
-    return [f"the head is new ({', '.join(heads)}): {change}"]
+    return head.reset(names, change)
 
 
 def _shown(names: list[str]) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.callbacks.pictures import SHOWN, Pictures, of_all_ranks
+from lockstep.callbacks.pictures import MAX_SHEET_IMAGES, Pictures, of_all_ranks
 from lockstep.checkpoints.load import read_checkpoint
 from plain_task import Small, fit
 from runs import succeed
@@ -94,8 +94,8 @@ def test_an_empty_batch_of_a_rank_is_taken():
 
 
 def test_images_of_another_rank_take_their_place_by_loss():
-    of_rank_zero = torch.zeros(2 * SHOWN + 1)
-    of_rank_zero[:SHOWN] = -torch.inf
+    of_rank_zero = torch.zeros(2 * MAX_SHEET_IMAGES + 1)
+    of_rank_zero[:MAX_SHEET_IMAGES] = -torch.inf
     of_rank_zero[0] = 3.0
     of_rank_zero[-1] = 1  # it has tested an image
 

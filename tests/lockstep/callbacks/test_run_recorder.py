@@ -23,7 +23,13 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.files import Sidecar
 from lockstep.loggers.metrics_csv import MetricsCsv
-from lockstep.records.record import RunRecord, continued, read_record, update_record, write_record
+from lockstep.records.record import (
+    RunRecord,
+    merge_restart,
+    read_record,
+    update_record,
+    write_record,
+)
 from plain_task import Small, fit
 
 
@@ -47,7 +53,7 @@ def restart(path, resumed_step):
     """What a start of the same run makes of the record."""
     started_at = "2026-01-01T01:00:00Z"
     fresh = RunRecord(started_at=started_at, steps=0, command="again", num_parameters=1)
-    write_record(path, continued(read_record(path), fresh, step=resumed_step))
+    write_record(path, merge_restart(read_record(path), fresh, step=resumed_step))
     return RunRecorder(path, owns_run=False)
 
 

@@ -46,7 +46,9 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
     for _ in range(12):
         image = photograph(*RNG.integers(60, 300, 2))
         square = torch.from_numpy(np.array(framing.square(image)))[None]
-        moved = transforms.moved(square, torch.from_numpy(transforms.centre())[:, None], "bilinear")
+        moved = transforms.resize_crop_flip(
+            square, torch.from_numpy(transforms.centre())[:, None], "bilinear"
+        )
         assert torch.allclose(transforms.normalise(moved)[0], theirs(image), atol=1e-5), image.size
 
 
@@ -111,7 +113,7 @@ ONE_STEP = 1.01 / 255 / min(STD)  # what was resized may round otherwise
 
 
 def made(transforms, images, draws):
-    moved = transforms.moved(
+    moved = transforms.resize_crop_flip(
         torch.from_numpy(images), torch.from_numpy(draws), transforms.framing.interpolation
     )
     return transforms.normalise(moved)

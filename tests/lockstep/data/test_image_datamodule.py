@@ -15,7 +15,7 @@ from lockstep.checkpoints.resume_point import TRAINING, VALIDATION, loop_state
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.data.report import Finding, Kind, identical_images
+from lockstep.data.report import Finding, FindingKind, identical_images
 from lockstep.process.errors import UserError
 
 OPTIONS = {
@@ -209,7 +209,7 @@ def test_a_users_data_set_needs_no_name_and_cache(tmp_path):
     run(tmp_path / "logs", dm, max_epochs=1)
     assert (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4) and not list(tmp_path.iterdir())
     pairs = ["image 0 = image 1", "image 3 = image 4"]
-    finding = Finding(Kind.TWO_LABELS, "2 images occur under two labels", pairs)
+    finding = Finding(FindingKind.TWO_LABELS, "2 images occur under two labels", pairs)
     assert finding in identical_images(dm)
     alone = Own(image_size=4, global_batch_size=4)  # its loaders, without a Trainer
     assert [
@@ -229,7 +229,7 @@ def test_an_unreadable_image_hides_no_equal_ones(tmp_path, monkeypatch):
 
     monkeypatch.setattr(dm.source, "read", read_but_one)
     pairs = ["image 0 = image 1", "image 3 = image 4"]
-    finding = Finding(Kind.TWO_LABELS, "2 images occur under two labels", pairs)
+    finding = Finding(FindingKind.TWO_LABELS, "2 images occur under two labels", pairs)
     assert finding in identical_images(dm)
 
 

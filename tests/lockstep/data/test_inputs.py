@@ -74,7 +74,7 @@ def test_each_image_has_its_own_numbers(options, world_size, tmp_path):
     seen = []
     for rank in range(world_size):
         dm = module(root, rank=rank, world_size=world_size, **options)
-        assert dm.path_taken()[0] == options["path"]
+        assert dm.choose_path()[0] == options["path"]
         for loader in (dm.train_dataloader(), dm.test_dataloader()):
             seen += numbered(dm, loader)
     assert len(seen) == COUNT

@@ -20,7 +20,7 @@ from PIL import Image
 from lockstep.data import loading, node_cache
 from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
-from lockstep.data.node_cache import META, cached
+from lockstep.data.node_cache import META, load_or_build
 from lockstep.process import environment
 from lockstep.process.errors import NoRoom, UserError
 
@@ -117,7 +117,9 @@ def test_one_of_several_builds_and_all_get_it(tmp_path):
     part.mkdir()
     (part / "stale.bin").write_bytes(b"old")
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda _: cached(tmp_path / "entry", build_slowly), range(3)))
+        results = list(
+            pool.map(lambda _: load_or_build(tmp_path / "entry", build_slowly), range(3))
+        )
     assert (
         results == [{"built_by": os.getpid()}] * 3
         and len((tmp_path / "builds.txt").read_text().split()) == 1
@@ -135,11 +137,11 @@ def test_two_nodes_whose_locks_do_not_meet_share_no_part(tmp_path, monkeypatch):
     def build_slowly_here(part):
         (part / "data.bin").write_bytes(b"who")
         monkeypatch.setattr(node_cache.socket, "gethostname", lambda: "another")
-        cached(tmp_path / "entry", build)
+        load_or_build(tmp_path / "entry", build)
         (part / "data.bin").write_bytes(b"whole")
         return {"by": "this node"}
 
-    assert cached(tmp_path / "entry", build_slowly_here) == {"by": "the other node"}
+    assert load_or_build(tmp_path / "entry", build_slowly_here) == {"by": "the other node"}
     assert (tmp_path / "entry" / "data.bin").read_bytes() == b"whole"
 
 
@@ -149,14 +151,14 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
         raise OSError(errno.ENOSPC, "full")
 
     with pytest.raises(NoRoom, match="no room on .*: give data.cache_dir=FOLDER on a larger disk"):
-        cached(tmp_path / "entry", build)
+        load_or_build(tmp_path / "entry", build)
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written or locked .*data.cache_dir"):
-        cached(tmp_path / "file" / "entry", build_slowly)
+        load_or_build(tmp_path / "file" / "entry", build_slowly)
 
 
 def test_a_large_new_folder_says_what_the_cache_takes(tmp_path, monkeypatch, caplog):
@@ -166,10 +168,10 @@ def test_a_large_new_folder_says_what_the_cache_takes(tmp_path, monkeypatch, cap
     def build(size):
         return lambda folder: {"bytes": (folder / "images").write_bytes(b"1" * size)}
 
-    cached(tmp_path / "small", build(100))
+    load_or_build(tmp_path / "small", build(100))
     assert "holds" not in caplog.text
     for _ in range(2):
-        cached(tmp_path / "large", build(300_000))
+        load_or_build(tmp_path / "large", build(300_000))
     assert caplog.text.count(f"{tmp_path} holds 0.0 GB of prepared images in 2 folders") == 1
 
 

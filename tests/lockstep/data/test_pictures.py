@@ -8,11 +8,11 @@ from PIL import Image
 
 from lockstep.data import pictures
 from lockstep.data.pictures import (
-    Normalisation,
+    ChannelStatistics,
     as_pixels,
+    describe_target,
     small_images,
     small_mask,
-    text_of,
     with_mask,
     write_batch,
     write_mistakes,
@@ -24,7 +24,7 @@ COLOUR = SimpleNamespace(mean=[0.5] * 3, std=[0.25] * 3, class_names=NAMES, targ
 
 def test_a_normalised_image_gets_its_pixels_back():
     pixels = torch.randint(0, 256, (2, 5, 5, 3), dtype=torch.uint8)
-    normalisation = Normalisation([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
+    normalisation = ChannelStatistics([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalisation)
     images = (pixels.movedim(-1, 1) / 255 - mean) / std
     assert torch.equal(as_pixels(images, normalisation), pixels)
@@ -65,7 +65,7 @@ def test_a_mask_colours_classes_and_darkens_the_rest():
     ],
 )
 def test_a_target_in_words(target, is_mixed, words):
-    assert text_of(target, NAMES, is_mixed=is_mixed) == words
+    assert describe_target(target, NAMES, is_mixed=is_mixed) == words
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.data.decoding import CorruptImage, as_picture, load_array, pixels_of, size_of
+from lockstep.data.decoding import CorruptImage, load_array, pixels_of, size_of, to_pillow
 from lockstep.data.reading import Reading
 
 GREY = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100
@@ -60,4 +60,4 @@ def test_deep_images_have_a_size_and_a_picture(tmp_path):
     Image.fromarray(GREY).save(tmp_path / "x.png")
     image = Reading(1, (0, 1100)).open(tmp_path / "x.png")
     assert size_of(image) == (4, 3)
-    assert np.asarray(as_picture(image)).tolist()[2][3] == 255
+    assert np.asarray(to_pillow(image)).tolist()[2][3] == 255

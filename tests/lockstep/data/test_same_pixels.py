@@ -132,7 +132,7 @@ def test_ranks_workers_and_resumes_see_equal_pixels(root, name):
     assert expected != epoch_bytes(world(root, name, 1, 1, "array", 0), epoch=2)
     for ranks, accumulate, path, workers in WORLDS:
         modules = world(root, name, ranks, accumulate, path, workers)
-        assert modules[0].path_taken()[0] == path
+        assert modules[0].choose_path()[0] == path
         assert epoch_bytes(modules) == expected, (ranks, accumulate, path, workers)
         assert epoch_bytes(modules, done=1) == expected[1:], (ranks, accumulate, path, workers)
     assert torch.equal(torch.get_rng_state(), before), (

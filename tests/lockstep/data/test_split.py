@@ -7,7 +7,7 @@ import pytest
 
 from data.synthetic import SyntheticDataModule
 from lockstep.data.report import log_contents, settings_of
-from lockstep.data.split import Split
+from lockstep.data.split import SplitRule
 from lockstep.process.errors import UserError
 
 LABELS = np.random.default_rng(0).choice(4, 103, p=[0.5, 0.3, 0.15, 0.05])
@@ -17,7 +17,7 @@ def assigned(seed=5, labels=LABELS[:93], given=None, groups=None, **options):
     """Of images to train and validate on; the test images lie behind them."""
     labels = np.append(labels, [0] * 10)
     given = np.repeat([0, 2], [len(labels) - 10, 10]) if given is None else given
-    return Split(seed, **options).assign(labels, given, groups)
+    return SplitRule(seed, **options).assign(labels, given, groups)
 
 
 def test_folds_are_disjoint_and_stratified():

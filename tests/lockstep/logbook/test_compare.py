@@ -16,7 +16,7 @@ from lockstep.logbook.compare import (
 )
 from lockstep.logbook.figures import compare_panels, write_figure
 from lockstep.logbook.folders import NOTE_MARKS
-from lockstep.logbook.report import STATIC, report_data, report_html
+from lockstep.logbook.report import STATIC, page_data, report_html
 
 HARDWARE = ["hardware/gpu_percent", "hardware/gpu_memory_gib", "hardware/cpu_percent"]
 CHROMIUM = Path("/usr/bin/chromium")
@@ -172,7 +172,7 @@ def test_the_report_is_one_small_file_without_network(
     assert re.findall(r"(?:https?:)?//[\w.-]+\.\w+", ours) == [] and len(ours) < 150_000
     assert "Permission is hereby granted" in (STATIC / "uPlot.LICENSE").read_text()
     assert page == report_html("Three <runs> @DATA@", runs)
-    data = json.loads(json.dumps(report_data(runs), allow_nan=False))
+    data = json.loads(json.dumps(page_data(runs), allow_nan=False))
     keys = [panel["key"] for panel in data["panels"]]
     assert keys == ["train/loss", "val/loss", "val/acc", "lr", *HARDWARE]
     assert (

@@ -15,10 +15,10 @@ from lockstep.logbook import render
 from lockstep.logbook.build import build, keep_run, summarise, write_page
 from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
-from lockstep.logbook.folders import NOTE_MARKS, Run, read_run
-from lockstep.logbook.report import report_data
+from lockstep.logbook.folders import NOTE_MARKS, RecordedRun, read_run
+from lockstep.logbook.report import page_data
 from lockstep.process.project import REPOSITORY
-from lockstep.records.proof_table import Result, write_table
+from lockstep.records.proof_table import CheckResult, write_table
 from lockstep.records.record import RunRecord
 
 HEADINGS = [
@@ -94,7 +94,7 @@ def test_any_metric_may_be_monitored(tmp_path, name, test):
     )
     assert f"| 0.25 | {name} 0.75 |" in (tmp_path / "logbook/README.md").read_text()
     assert dict(number_rows([run, run]))[f"Best {name}"] == ["0.75", "0.75"]
-    assert report_data([run])["runs"][0]["headline"] == "0.25"
+    assert page_data([run])["runs"][0]["headline"] == "0.25"
     assert name in run_panels(run)[1][2] and name in (page.parent / "curves.svg").read_text()
 
 
@@ -262,8 +262,8 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
         "best_checkpoint": {"path": b, "sha256": c}, "upload": {"error": d}, "data_report": {e: f, g: {h: 1}},
     }  # fmt: skip
     record = RunRecord()
-    record.take(json.loads(json.dumps(values)))
-    run = Run(tmp_path, record)
+    record.update(json.loads(json.dumps(values)))
+    run = RecordedRun(tmp_path, record)
     text = render.render("run.md.j2", run=run, marks={}).encode("utf-8", "replace").decode()
     tags = Tags()
     tags.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
@@ -380,7 +380,7 @@ def test_the_worktree_of_a_page_links_data_by_whole_path(tmp_path):
     folder.mkdir()
     text = f"data: {{root: {REPOSITORY}/photos/birds}}\nmodel: {{weights: /elsewhere/a.pth}}\n"
     (folder / "config.yaml").write_text(text)
-    assert Run(folder, RunRecord()).linked_folders == ["photos"]
+    assert RecordedRun(folder, RunRecord()).linked_folders == ["photos"]
 
 
 def write_proof(logs, name, reference, result):
@@ -392,7 +392,10 @@ def write_proof(logs, name, reference, result):
 
 def test_a_kept_page_has_the_newest_proof_of_its_experiment(tmp_path):
     folder = write_run(tmp_path / "logs/train/runs", "ddp")
-    equal, other = Result("repeat", True), Result("ddp", False, 3, "loss by 1.0e+00", "a | sum")
+    equal, other = (
+        CheckResult("repeat", True),
+        CheckResult("ddp", False, 3, "loss by 1.0e+00", "a | sum"),
+    )
     write_proof(tmp_path / "logs", "1", {}, equal)
     write_proof(tmp_path / "logs", "2", {}, other)
     write_proof(tmp_path / "logs", "3", {"experiment": "mine"}, equal)
@@ -406,6 +409,6 @@ def test_a_kept_page_has_the_newest_proof_of_its_experiment(tmp_path):
 
 def test_a_run_of_another_model_has_no_proof(tmp_path):
     folder = write_run(tmp_path / "logs/train/runs", "ddp", model="resnet50")
-    write_proof(tmp_path / "logs", "1", {}, Result("repeat", True))
+    write_proof(tmp_path / "logs", "1", {}, CheckResult("repeat", True))
     text = keep_run(folder, tmp_path / "logbook").read_text()
     assert "Is the training the same?" not in text

@@ -9,10 +9,10 @@ import scipy.stats
 
 from lockstep.logbook.paired import (
     Sample,
-    is_told,
-    pairs_that_tell,
+    describe_difference,
+    is_significant,
+    pairs_needed,
     rounded,
-    sentence,
     t_quantile,
     with_error,
 )
@@ -48,16 +48,16 @@ def test_equal_settings_seldom_differ(pairs):
         # The accuracies of two equal settings on 360 images, beside the effect of the seed.
         skill = generator.normal(0.95, 0.01, pairs).clip(0, 1)
         one, other = generator.binomial(360, skill, (2, pairs)) / 360
-        told += is_told(Sample(list(one - other)))
+        told += is_significant(Sample(list(one - other)))
     assert told / REPETITIONS < 0.1
 
 
 def test_so_many_pairs_tell_the_difference_that_is_named():
     generator = np.random.default_rng(1)
-    pairs = pairs_that_tell(deviation=0.5, difference=0.4)
+    pairs = pairs_needed(deviation=0.5, difference=0.4)
     told = 0
     for _ in range(REPETITIONS):
-        told += is_told(Sample(list(generator.normal(0.4, 0.5, pairs))))
+        told += is_significant(Sample(list(generator.normal(0.4, 0.5, pairs))))
     assert 0.87 < told / REPETITIONS < 0.95
 
 
@@ -83,13 +83,13 @@ def test_so_many_pairs_tell_the_difference_that_is_named():
     ],
 )
 def test_the_sentence_says_what_the_pairs_say(differences, minimize, text):
-    assert sentence(Sample(differences), minimize=minimize, unit="points") == text
+    assert describe_difference(Sample(differences), minimize=minimize, unit="points") == text
 
 
 def test_the_sentence_of_folds_names_the_correction():
-    told = sentence(Sample([1.2, 1.5, 1.3], 0.5), minimize=False)
+    told = describe_difference(Sample([1.2, 1.5, 1.3], 0.5), minimize=False)
     assert told.startswith("better by 1.33 ± ") and "Nadeau and Bengio" in told
-    not_told = sentence(Sample([1.2, -1.5, 1.3], 0.5), minimize=False)
+    not_told = describe_difference(Sample([1.2, -1.5, 1.3], 0.5), minimize=False)
     assert "share training images" in not_told and "would tell" not in not_told
 
 

@@ -12,8 +12,8 @@ from lockstep.records.record import (
     SCHEMA_VERSION,
     JsonObject,
     RunRecord,
-    continued,
     locked_record,
+    merge_restart,
     read_record,
     status_of,
     update_record,
@@ -152,14 +152,14 @@ def test_a_resumed_run_does_not_claim_its_old_test():
         status="finished", updated_at="2026-01-01T00:00:00Z", steps=10, other={"own": 1},
         metrics={"val/acc_best": 0.9, "test/acc": 0.8}, code={"commit": "a", "tree_hash": "1"},
     )  # fmt: skip
-    found = continued(before, begun(), step=10)
+    found = merge_restart(before, begun(), step=10)
     [entry] = found.restarts
     assert found.metrics == {"val/acc_best": 0.9} and found.other == {"own": 1}
     assert found.code["commit"] == "a" and entry.code["commit"] == "b"
     assert entry.downtime_s is None and entry.idle_s == 86_400
     assert found.steps == 10
     before.status, before.code = "failed", begun().code
-    [entry] = continued(before, begun(), step=0).restarts
+    [entry] = merge_restart(before, begun(), step=0).restarts
     assert not entry.code and entry.downtime_s == 86_400 and entry.lost_steps == 10
 
 
@@ -168,17 +168,17 @@ def test_a_restart_tells_the_ranks_of_both_starts():
         sizes = {"per_device_batch_size": size, "per_device_batch_limit": size}
         return RunRecord(world_size=ranks, overrides=list(words), **sizes)
 
-    more = continued(of(2, 32), of(4, 16), step=3)
+    more = merge_restart(of(2, 32), of(4, 16), step=3)
     [entry] = more.restarts
     assert (entry.previous_world_size, entry.world_size) == (2, 4)
     assert (more.world_size, more.per_device_batch_size, more.per_device_batch_limit) == (4, 16, 32)
-    again = continued(more, of(1, 8, "trainer.accumulate_grad_batches=8"), step=5)
+    again = merge_restart(more, of(1, 8, "trainer.accumulate_grad_batches=8"), step=5)
     assert [each.world_size for each in again.restarts] == [
         4,
         1,
     ] and again.per_device_batch_limit == 8
     older = RunRecord(per_device_batch_size=32)  # of a version that knew no limit
-    assert continued(older, of(4, 16), step=3).per_device_batch_limit == 32
+    assert merge_restart(older, of(4, 16), step=3).per_device_batch_limit == 32
 
 
 @pytest.mark.parametrize(("price", "usd"), [(1.0, 801.0), (None, 800.0)])
@@ -195,16 +195,16 @@ def test_an_earlier_start_cost_what_its_nodes_cost(price, usd, path):
         num_nodes=1,
         cost=JsonObject(price_per_hour=price),
     )
-    write_record(path, continued(before, now, step=1))
+    write_record(path, merge_restart(before, now, step=1))
     assert read_record(path).cost["usd"] == usd
 
 
 def test_a_resumed_run_claims_no_test_of_any_name():
     before = RunRecord(metrics={"test_acc": 0.5, "val_acc": 0.4})
-    assert continued(before, RunRecord(), step=5).metrics == {"val_acc": 0.4}
+    assert merge_restart(before, RunRecord(), step=5).metrics == {"val_acc": 0.4}
 
 
 def test_a_start_that_trains_nothing_keeps_what_was_measured():
     measured = {"images_per_s": 5.0, "throughput": {"images_per_s": 5.0}, "peak_memory_gib": 4.0}
-    record = continued(RunRecord(**measured), RunRecord(), step=3)
+    record = merge_restart(RunRecord(**measured), RunRecord(), step=3)
     assert {name: getattr(record, name) for name in measured} == measured

@@ -32,7 +32,7 @@ from lockstep.runs.join import prepare_process, set_breakpoints, threads_of
 from lockstep.runs.run import Run
 from lockstep.training.build_data import data_facts
 from lockstep.training.build_module import build_module, uses_channels_last
-from lockstep.training.metrics import averaged_here, values_of
+from lockstep.training.metrics import compute_metrics, prepare_metrics
 from lockstep.training.weights import start_from
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
@@ -93,7 +93,7 @@ def test_the_metric_of_a_suggestion_gives_a_number():
     words = re.search(
         r"\+metrics\.auroc=(\{.*?\})", missing_option("metrics", "auroc", (CONFIGS,))
     )[1]
-    auroc = averaged_here({"auroc": build(yaml.safe_load(words), {"num_classes": 3})}, 3)["auroc"]
+    auroc = prepare_metrics({"auroc": build(yaml.safe_load(words), {"num_classes": 3})}, 3)["auroc"]
     auroc.update(torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 1]))
     assert float(auroc.compute().mean()) == pytest.approx((5 / 6 + 3 / 4 + 1) / 3)
 
@@ -104,9 +104,9 @@ def test_a_class_without_images_is_left_out_and_said(metric, capsys):
     torch.manual_seed(0)
     labels = torch.randint(0, 4, (200,))
     logits = torch.randn(200, 5) + 2 * torch.nn.functional.one_hot(labels, 5)
-    metrics = averaged_here({metric.__name__: metric(num_classes=5)}, 5)
+    metrics = prepare_metrics({metric.__name__: metric(num_classes=5)}, 5)
     metrics[metric.__name__].update(logits, labels)
-    (value,) = values_of(metrics, torch.bincount(labels, minlength=5), "val").values()
+    (value,) = compute_metrics(metrics, torch.bincount(labels, minlength=5), "val").values()
     shares = logits.softmax(1)
     score = {MulticlassAUROC: roc_auc_score, MulticlassAveragePrecision: average_precision_score}[
         metric
@@ -120,7 +120,7 @@ def test_a_class_without_images_is_left_out_and_said(metric, capsys):
     )
     metrics[metric.__name__].reset()
     metrics[metric.__name__].update(logits[labels == 1], labels[labels == 1])
-    assert values_of(metrics, torch.tensor([0, 9, 0, 0, 0]), "val") == {}
+    assert compute_metrics(metrics, torch.tensor([0, 9, 0, 0, 0]), "val") == {}
 
 
 # A new run that starts from a checkpoint: its head follows the class names.
