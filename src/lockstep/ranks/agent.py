@@ -61,7 +61,7 @@ def start_ranks(
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=cluster.devices,
+            nproc_per_node=cluster.ranks_per_node,
             run_id=run_id or "none",
             max_restarts=0,
             rdzv_backend="static",

@@ -132,7 +132,7 @@ class _Wait:
         return f"{self.cluster.master_addr}:{self.cluster.master_port}"
 
     def nodes_of(self, ranks: list[int]) -> list[int]:
-        return sorted({rank // self.cluster.devices for rank in ranks})
+        return sorted({rank // self.cluster.ranks_per_node for rank in ranks})
 
     def error(self, nodes: list[int]) -> str:
         names = ", ".join(map(str, nodes))

@@ -22,7 +22,7 @@ from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.ranks.find import Cluster
-from lockstep.ranks.placement import devices_of_rank
+from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 
@@ -238,7 +238,7 @@ def _overrides(
     trainer = config["trainer"]
     accumulate = smallest.accumulate
     changes: dict[str, Any] = {
-        "data.global_batch_size": batch * cluster.devices * accumulate,
+        "data.global_batch_size": batch * cluster.ranks_per_node * accumulate,
         "trainer.accumulate_grad_batches": accumulate,
         "trainer.max_steps": 2,
         "trainer.limit_train_batches": 2 * accumulate,
@@ -254,7 +254,7 @@ def _overrides(
         "paths.log_dir": folder,
     }
     if trainer["launch"] != "one_process":
-        changes["trainer.devices"] = cluster.devices * devices_of_rank(trainer)
+        changes["trainer.devices"] = cluster.ranks_per_node * count_devices_per_rank(trainer)
         changes["trainer.num_nodes"] = 1
     if "pretrained" in config["model"]:
         changes["model.pretrained"] = False

@@ -17,7 +17,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.files import sha256_of, utc_now, write_atomically
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact, redact_text
-from lockstep.ranks.find import agent_id
+from lockstep.ranks.find import restart_id
 from lockstep.records import provenance
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config, data_name, flatten, model_name
@@ -123,7 +123,7 @@ def _code_and_host(run: Run) -> dict[str, Any]:
         "versions": provenance.versions(),
         "hosts": [provenance.host(run.cluster.node_rank)],
         "launcher": run.cluster.launcher,
-        "agent": agent_id(environment()),
+        "agent": restart_id(environment()),
         "cost": {"price_per_hour": hardware.get("price_per_hour_usd")},
     }
 

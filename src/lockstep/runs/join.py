@@ -32,7 +32,7 @@ from lockstep.ranks.failures import with_culprit
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.gpus import check_gpus
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.placement import devices_of_rank
+from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.ranks.process_group import create_process_group
 from lockstep.records import provenance
 from lockstep.records.config import Config
@@ -181,7 +181,7 @@ def _several_ranks(run: Run) -> Iterator[None]:
     def explained(error: BaseException) -> BaseException:
         return with_culprit(error, errors, cluster, names, beats.epochs_of_all)
 
-    run.hosts = hosts[:: cluster.devices]
+    run.hosts = hosts[:: cluster.ranks_per_node]
     run.interruption = Interruption(timeout_s)
     run.hang_dump = RankWatch(run.folder.path, timeout_s, explained, beats)
     run.heartbeat = beats
@@ -207,7 +207,7 @@ def _several_ranks(run: Run) -> Iterator[None]:
 def _create_group(run: Run) -> dist.Store:
     """Create the process group of all ranks; return the store of this start."""
     timeout_s = run.trainer_config["timeout_s"]
-    several_devices = devices_of_rank(run.trainer_config) > 1
+    several_devices = count_devices_per_rank(run.trainer_config) > 1
     return create_process_group(
         run.cluster, device_of(run), timeout_s, several_devices=several_devices
     )
@@ -232,7 +232,7 @@ def device_of(run: Run) -> torch.device:
         name = str(process_devices[0])
         return torch.device("cuda:0" if name == "cuda" else name)
     if run.cluster.accelerator == "gpu":
-        first = (run.cluster.local_rank or 0) * devices_of_rank(run.trainer_config)
+        first = (run.cluster.local_rank or 0) * count_devices_per_rank(run.trainer_config)
         return torch.device("cuda", first)
     return torch.device("cpu")
 
@@ -300,7 +300,7 @@ def ignore_expected_warnings() -> None:
 def _prepare_gpu(run: Run) -> None:
     """Check that torch can use the GPU, and set the precision of its products."""
     first = device_of(run).index or 0
-    check_gpus(range(first, first + devices_of_rank(run.trainer_config)))
+    check_gpus(range(first, first + count_devices_per_rank(run.trainer_config)))
     cores = cores_of_rank()
     if cores < MIN_CORES and run.cluster.is_rank_zero:
         log.warning(

@@ -24,7 +24,7 @@ from lockstep.process.errors import (
     UserError,
 )
 from lockstep.ranks import failures
-from lockstep.ranks.find import Cluster, agent_id, named_run, set_rank_environment
+from lockstep.ranks.find import Cluster, requested_run_id, restart_id, set_rank_environment
 from lockstep.records import provenance
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
@@ -174,7 +174,8 @@ class Opening:
         """Return the run's folder, locked, and the record of its earlier starts."""
         config = self.config
         environ = environment()
-        folder, is_new = run_folder(config, named_run(config, environ) or agent_id(environ))
+        run_id = requested_run_id(config, environ) or restart_id(environ)
+        folder, is_new = run_folder(config, run_id)
         if not self.cluster.has_agent:
             self.exit_stack.enter_context(hold_run_lock(folder))
             # Another process may have trained it while this one waited for the lock.

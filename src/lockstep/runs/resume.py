@@ -15,7 +15,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
-from lockstep.ranks.find import is_first_on_node, launcher_of, named_run
+from lockstep.ranks.find import is_first_on_node, launcher_of, requested_run_id
 from lockstep.records.config import ABSENT, Config, lookup, seconds_of
 from lockstep.records.folder import RunFolder, find_run, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
@@ -74,7 +74,7 @@ def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder |
     try:
         if config["resume"] != "auto":
             return find_run(Path(config["paths"]["log_dir"]), config["resume"])
-        run_id = named_run(config, environ)
+        run_id = requested_run_id(config, environ)
         return folder_of(config, run_id) if run_id else None
     except UserError:
         # Another node may have it. Opening the run names what is wrong with it.
@@ -118,7 +118,7 @@ def _taken_from_bucket(
 
 def fetch_newer_checkpoints(config: Config) -> None:
     """Fetch the checkpoints of resume=auto that the bucket has and this node has not."""
-    run_id = named_run(config, environment())
+    run_id = requested_run_id(config, environment())
     if config.get("resume") != "auto" or not run_id or not has_bucket(config):
         return
     from lockstep.storage.fetch import fetch_checkpoints
@@ -151,7 +151,7 @@ def finished_already(config: Config) -> RunFolder | None:
 
     A job script may start it again and again.
     """
-    run_id = named_run(config, environment())
+    run_id = requested_run_id(config, environment())
     if config.get("resume") != "auto" or not run_id or config["task_name"] != "train":
         return None
     folder = folder_of(config, run_id)
