@@ -23,7 +23,7 @@ STAGES = {
 Point = dict[str, Any]
 
 
-def phase_of(trainer: pl.Trainer) -> str:
+def phase_of_trainer(trainer: pl.Trainer) -> str:
     """Return what the trainer does now: training, validation or test, else start.
 
     It is not the phase of a resume point.

@@ -19,7 +19,7 @@ from lockstep.ranks.find import is_first_on_node, launcher_of, requested_run_id
 from lockstep.records.config import ABSENT, Config, lookup, seconds_of
 from lockstep.records.folder import RunFolder, find_run, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
-from lockstep.runs.place import folder_of
+from lockstep.runs.run_lock import folder_of_run_id
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import read_pointers, refuse_other_run
 from lockstep.storage.s3 import Bucket
@@ -75,7 +75,7 @@ def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder |
         if config["resume"] != "auto":
             return find_run(Path(config["paths"]["log_dir"]), config["resume"])
         run_id = requested_run_id(config, environ)
-        return folder_of(config, run_id) if run_id else None
+        return folder_of_run_id(config, run_id) if run_id else None
     except UserError:
         # Another node may have it. Opening the run names what is wrong with it.
         return None
@@ -123,7 +123,7 @@ def fetch_newer_checkpoints(config: Config) -> None:
         return
     from lockstep.storage.fetch import fetch_checkpoints
 
-    folder = folder_of(config, run_id)
+    folder = folder_of_run_id(config, run_id)
     with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
         fetch_checkpoints(Bucket.of(config["s3"]).at(folder.run_id), folder)
 
@@ -154,7 +154,7 @@ def finished_already(config: Config) -> RunFolder | None:
     run_id = requested_run_id(config, environment())
     if config.get("resume") != "auto" or not run_id or config["task_name"] != "train":
         return None
-    folder = folder_of(config, run_id)
+    folder = folder_of_run_id(config, run_id)
     if not folder.record.exists():
         return None
     before = config_before(folder)

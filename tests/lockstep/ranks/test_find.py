@@ -37,7 +37,9 @@ MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORL
 
 
 def ask(environ, ranks_per_node=None, num_nodes=None, several=True, default_ranks=1):
-    return read_cluster(environ, RequestedDevices(ranks_per_node, num_nodes, several, default_ranks))
+    return read_cluster(
+        environ, RequestedDevices(ranks_per_node, num_nodes, several, default_ranks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,11 @@ def ask(environ, ranks_per_node=None, num_nodes=None, several=True, default_rank
             {"ranks_per_node": 1, "num_nodes": 2},
             ("nodes", 1, 0, 1, 2),
         ),  # it is the only rank of its node
-        ({**NODES, "WORLD_SIZE": "4"}, {"ranks_per_node": 2, "num_nodes": 2}, ("nodes", 2, None, 2, 2)),
+        (
+            {**NODES, "WORLD_SIZE": "4"},
+            {"ranks_per_node": 2, "num_nodes": 2},
+            ("nodes", 2, None, 2, 2),
+        ),
         (TORCHRUN, {}, ("torchrun", 5, 1, 4, 2)),
         (SLURM, {}, ("slurm", 3, 1, 2, 2)),
         (
@@ -119,7 +125,11 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
 @pytest.mark.parametrize(
     ("environ", "options", "said"),
     [
-        ({}, {"ranks_per_node": 1, "num_nodes": 2}, "MASTER_ADDR=unset MASTER_PORT=unset NODE_RANK=unset"),
+        (
+            {},
+            {"ranks_per_node": 1, "num_nodes": 2},
+            "MASTER_ADDR=unset MASTER_PORT=unset NODE_RANK=unset",
+        ),
         (NODES, {"ranks_per_node": 1}, "trainer.num_nodes=unset"),
         (
             {**NODES, "NODE_RANK": "2"},
@@ -127,7 +137,11 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
             "NODE_RANK=2 .* do not fit .* trainer.num_nodes=2",
         ),
         ({**NODES, "WORLD_SIZE": "3"}, {"ranks_per_node": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
-        ({**NODES, "MASTER_PORT": "x"}, {"ranks_per_node": 1, "num_nodes": 2}, "not a whole number"),
+        (
+            {**NODES, "MASTER_PORT": "x"},
+            {"ranks_per_node": 1, "num_nodes": 2},
+            "not a whole number",
+        ),
         (
             TORCHRUN,
             {"ranks_per_node": 2},
