@@ -71,7 +71,7 @@ FIXED = {
 Line = tuple[str, str]
 # A function that starts train.py with overrides, variables and a file for its output, and returns
 # its exit code.
-Run = Callable[[list[str], Mapping[str, str], Path], int]
+StartTraining = Callable[[list[str], Mapping[str, str], Path], int]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Rehearsal:
     config: Any
     overrides: list[str]
     capability: str
-    run: Run
+    run: StartTraining
     nullgpu: Any
     devices: int
     num_nodes: int
@@ -165,8 +165,8 @@ class Rehearsal:
         return changes
 
 
-def lines(
-    config: Any, overrides: list[str], capability: str, folder: Path, run: Run
+def rehearse_training(
+    config: Any, overrides: list[str], capability: str, folder: Path, run: StartTraining
 ) -> Iterator[Line]:
     """Run train.py twice: few images with computed results, then the whole batch for its memory.
 
@@ -337,7 +337,7 @@ def main(argv: list[str]) -> int:
     config = read_command("train", arguments, __doc__ or "").compose()
     has_failed = False
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-        report = lines(config, config["overrides"], capability, Path(folder), run_train)
+        report = rehearse_training(config, config["overrides"], capability, Path(folder), run_train)
         for word, text in report:
             log.info(f"{word:7} {text}")
             has_failed |= word == "FAILED"

@@ -23,7 +23,7 @@ from torch import Tensor
 from lockstep.callbacks.early_stopping import keep_patience
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
-from lockstep.checkpoints.frozen import State, frozen_state, set_frozen_state
+from lockstep.checkpoints.frozen import FrozenState, frozen_state, set_frozen_state
 from lockstep.checkpoints.io import CheckpointFiles, on_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
@@ -105,13 +105,13 @@ class Checkpoints(pl.Callback):
         self.best_path: Path | None = None
         self.saved_step = -1
         # Whether this epoch's end is saved as last, because the run stops after it.
-        self.is_asked = False
+        self.stops_after_epoch = False
         self.validated_step = -1
         self.ended: EndedEpoch | None = None
         # Whether ranks have logged values of their own
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
-        self.frozen: State | None = None
+        self.frozen: FrozenState | None = None
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write
@@ -126,7 +126,7 @@ class Checkpoints(pl.Callback):
             self._set_up_fit(trainer)
 
     def _set_up_fit(self, trainer: pl.Trainer) -> None:
-        self.is_asked = False
+        self.stops_after_epoch = False
         self.loader_state.attach(trainer)
         callbacks = trainer.callbacks
         if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
@@ -224,7 +224,7 @@ class Checkpoints(pl.Callback):
             epochs == trainer.max_epochs
             or resume_point.steps_are_over(trainer)
             or trainer.should_stop
-            or self.is_asked
+            or self.stops_after_epoch
         ):
             return True
         if epochs % self.every_n_epochs:
@@ -355,7 +355,7 @@ class Checkpoints(pl.Callback):
         resume_point.restore_end(trainer, point)
         keep_patience(trainer, checkpoint)
 
-    def _load_frozen(self, trainer: pl.Trainer, state: State | None) -> None:
+    def _load_frozen(self, trainer: pl.Trainer, state: FrozenState | None) -> None:
         """Freeze layers as the checkpoint says, once the optimizers are built.
 
         Checkpoints of earlier versions do not say it.

@@ -22,7 +22,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 
-from lockstep.checkpoints.random_state import State, random_state, set_random_state
+from lockstep.checkpoints.random_state import RandomState, random_state, set_random_state
 from lockstep.checkpoints.resume_point import EPOCH_END, Point
 from lockstep.process.errors import UserError
 from lockstep.ranks.collectives import gather_for_checkpoint
@@ -52,9 +52,9 @@ class LoaderState:
     """
 
     def __init__(self) -> None:
-        self.before_epoch: State | None = None
-        self.before_batches: State | None = None
-        self.before_validation: State | None = None
+        self.before_epoch: RandomState | None = None
+        self.before_batches: RandomState | None = None
+        self.before_validation: RandomState | None = None
         self.has_validated = False
         self.must_start_workers = False
         self.point: Point = {}
@@ -351,10 +351,10 @@ class LoaderState:
             "data": trainer.datamodule,
         }
 
-    def _random_state(self, train_loaders: list[Any] | None = None) -> State:
+    def _random_state(self, train_loaders: list[Any] | None = None) -> RandomState:
         return random_state(self._owners(train_loaders), self._devices())
 
-    def _set_random_state(self, state: State | None) -> None:
+    def _set_random_state(self, state: RandomState | None) -> None:
         if state is not None:
             set_random_state(state, self._owners(), self._devices())
 

@@ -129,13 +129,13 @@ def is_ended_by_callback(trainer: pl.Trainer) -> bool:
 def is_out_of_time(trainer: pl.Trainer) -> bool:
     """Return whether trainer.max_time has ended the training."""
     clock = max_time_of(trainer)
-    return clock is not None and clock.is_time_over
+    return clock is not None and clock.has_reached_max_time
 
 
 def max_time_of(trainer: pl.Trainer) -> Any:
     """Return the callback MaxTime, which imports this file; None without trainer.max_time."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    clocks = [callback for callback in callbacks if hasattr(callback, "is_time_over")]
+    clocks = [callback for callback in callbacks if hasattr(callback, "has_reached_max_time")]
     return clocks[0] if clocks else None
 
 
@@ -159,7 +159,7 @@ def restore_end(trainer: pl.Trainer, point: Point) -> None:
     over_at = point.get("over_at")
     clock = max_time_of(trainer)
     if clock is not None and over_at is not None and clock.seconds <= over_at:
-        clock.is_time_over = True
+        clock.has_reached_max_time = True
         trainer.should_stop = True
 
 

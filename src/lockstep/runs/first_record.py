@@ -185,8 +185,8 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
         return []
 
     values = flatten(redact(run.effective_config()))
-    changed = differences([default, values], keys.is_told_of_a_run)
-    of_options = differences([before, values], keys.is_told_of_a_run)
+    changed = differences([default, values], keys.is_shown_as_changed)
+    of_options = differences([before, values], keys.is_shown_as_changed)
     changed |= {name: pair for name, pair in of_options.items() if _names_option(name)}
     return _rows_of_changes(overrides, changed, values)
 
