@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from lockstep.checkpoints.frozen import FrozenState, frozen_state, set_frozen_st
 from lockstep.checkpoints.io import CheckpointFiles, on_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
+from lockstep.checkpoints.resume_point import ResumePoint
 from lockstep.checkpoints.schedule_length import refuse_other_lengths, schedule_lengths
 from lockstep.checkpoints.writer import CheckpointWriter, Paths
 from lockstep.loggers.metrics_csv import MetricsCsv
@@ -317,19 +318,12 @@ class Checkpoints(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
         """Add Lockstep's part; a collective unless fit has failed."""
-        before_validation = False
-        if self.ended:
-            point = resume_point.point_after_epoch(trainer, epoch=self.ended.epoch)
-        else:
-            point = resume_point.point_in_epoch(trainer, self.validated_step)
-            is_validated = self.validated_step == trainer.global_step
-            before_validation = is_validated and not resume_point.is_validation_due(trainer)
-        # A resume repeats this validation, or a longer run would not have it.
-        if point["phase"] == resume_point.VALIDATION and trainer.validating:
-            before_validation = True
+        point = self._resume_point(trainer)
+        before_validation = self._is_before_validation(trainer, point)
         state = self.loader_state.state_dict(point, before_validation=before_validation)
         frozen = frozen_state(trainer)
-        checkpoint["lockstep"] = {**self.contents, "point": point, "frozen": frozen, **state}
+        position = {"point": asdict(point), "frozen": frozen}
+        checkpoint["lockstep"] = {**self.contents, **position, **state}
         left_out = keep_plain_hyperparameters(checkpoint)
         if left_out and not self.writer.is_checked and trainer.is_global_zero:
             arguments = ", ".join(f"{name}=…" for name in left_out)
@@ -338,6 +332,19 @@ class Checkpoints(pl.Callback):
                 f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
             )
 
+    def _resume_point(self, trainer: pl.Trainer) -> ResumePoint:
+        if self.ended:
+            return resume_point.point_after_epoch(trainer, epoch=self.ended.epoch)
+        return resume_point.point_in_epoch(trainer, self.validated_step)
+
+    def _is_before_validation(self, trainer: pl.Trainer, point: ResumePoint) -> bool:
+        """Return whether a resume needs the random state before the latest validation."""
+        # A resume repeats this validation, or a longer run would not have it.
+        if point.phase == resume_point.VALIDATION and trainer.validating:
+            return True
+        is_validated = not self.ended and self.validated_step == trainer.global_step
+        return is_validated and not resume_point.is_validation_due(trainer)
+
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
@@ -345,7 +352,7 @@ class Checkpoints(pl.Callback):
         # A test or validation of a checkpoint leaves the training as it is.
         if stored is None or trainer.state.fn != "fit":
             return
-        point = stored["point"]
+        point = ResumePoint.of(stored["point"])
         loops = checkpoint["loops"]
         accumulate = trainer.accumulate_grad_batches
         loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)
@@ -389,9 +396,8 @@ class Checkpoints(pl.Callback):
             if isinstance(logger, MetricsCsv):
                 logger.sync()
         checkpoint_io: Any = trainer.strategy.checkpoint_io
-        checkpoint_io.write = begin
-        trainer.save_checkpoint(paths[kinds[0]])
-        checkpoint_io.write = None
+        with checkpoint_io.written_by(begin):
+            trainer.save_checkpoint(paths[kinds[0]])
         if not self.asynchronous:
             self.finish_together(trainer)
         if "last" in paths:
