@@ -225,13 +225,13 @@ def _comparable(folder: RunFolder) -> dict[str, Any]:
 
 
 def bucket_faults(store: Store, folder: RunFolder) -> list[str]:
-    """Check that the bucket has the page and the record of the disk, once."""
+    """Check that the bucket has the page and the record of the disk, and none of another run."""
     faults = pointer_faults(store)
     keys = list(store.objects())
     for path in (folder.page, folder.record, folder.metrics):
-        copies = [key for key in keys if key.endswith(f"/{folder.run_id}/{path.name}")]
-        if len(copies) != 1:
-            faults.append(f"the bucket has {len(copies)} copies of {path.name}")
+        copies = [key for key in keys if Path(key).name == path.name]
+        if copies != [f"p/{folder.run_id}/{path.name}"]:
+            faults.append(f"the bucket has {len(copies)} copies of {path.name}: {copies}")
         elif store.read(copies[0]) != path.read_bytes():
             faults.append(f"the bucket has another {path.name} than the disk")
     return faults
@@ -292,8 +292,12 @@ def _soak_strategies(number: signal.Signals, campaign: Campaign, store: Store | 
 
 def soak_job_script(campaign: Campaign) -> None:
     """Start one job script until its run has finished; signals come at random moments."""
+    # The first start waits for the imports of a server, which the others share.
+    run_script("train", "--help", logs=campaign.folder / "help")
     reference, seconds = undisturbed(JOB, campaign.folder / "reference")
     state = final_state(reference.folder)
+    # A run takes about twenty starts where each may train a third of it at most.
+    within_s = seconds - 0.7 * reference.record["fit_seconds"]
     while campaign.sent < campaign.count:
         folder = campaign.folder / f"job-{campaign.runs}"
         with store_in(folder / "store") as store:
@@ -303,7 +307,7 @@ def soak_job_script(campaign: Campaign) -> None:
                 campaign.chance,
                 [signal.SIGKILL, signal.SIGTERM],
                 times=min(STARTS_OF_A_JOB, campaign.count - campaign.sent),
-                within_s=0.6 * seconds,
+                within_s=within_s,
                 environment=store.environment,
             )
             campaign.sent += hits

@@ -111,6 +111,35 @@ def stopped_while_it_prepares(rank: int, number: int = signal.SIGSTOP) -> None:
     _wrap(DigitsDataModule, "prepare", fault)
 
 
+def stopped_while_a_checkpoint_is_saved(rank: int, place: str, flag: Path) -> None:
+    """This rank freezes while the others wait for a checkpoint; others notice within seconds.
+
+    Args:
+        place: "write": a thread of rank 0 writes the file; "hook": each rank is in the module's
+            on_save_checkpoint.
+        flag: a file that begins to exist when it happens.
+    """
+    from lockstep.callbacks.checkpoints import Checkpoints
+    from lockstep.checkpoints.writer import CheckpointWriter
+    from lockstep.ranks import heartbeat
+    from lockstep.training.task import Task
+
+    heartbeat.INTERVAL_S = 0.2
+    heartbeat.LOST_AFTER_S = 2.0
+
+    def freeze(*_: Any) -> None:
+        if _rank() == rank:
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    if place == "hook":
+        _wrap(Task, "on_save_checkpoint", freeze)
+    elif rank == 0:
+        _wrap(CheckpointWriter, "_write", freeze)
+    else:
+        _wrap(Checkpoints, "finish_together", freeze)
+
+
 # Files of the code that writes metrics.csv, run.json, best.json and last.json.
 WRITERS = ("metrics_csv.py", "record.py", "files.py", "pointers.py")
 

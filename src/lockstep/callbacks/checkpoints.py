@@ -34,7 +34,7 @@ from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.process.output import mode_of
 from lockstep.ranks.collectives import gather_objects
-from lockstep.ranks.process_group import all_or_none
+from lockstep.ranks.process_group import all_or_none, has_heartbeat, wait_for_all
 from lockstep.records.config import Config
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Checkpoints(pl.Callback):
         self.frozen: FrozenState | None = None
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
-        # A group whose ranks wait for a long write
+        # A group whose ranks wait for a long write, where they have no heartbeat
         self._patient: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -132,7 +132,8 @@ class Checkpoints(pl.Callback):
         callbacks = trainer.callbacks
         if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
             trainer.callbacks = [AfterEpoch(self), *callbacks]
-        if self._patient is None and trainer.world_size > 1 and dist.is_initialized():
+        has_group = trainer.world_size > 1 and dist.is_initialized()
+        if self._patient is None and has_group and not has_heartbeat():
             with all_or_none():
                 self._patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
         if trainer.is_global_zero:
@@ -378,7 +379,8 @@ class Checkpoints(pl.Callback):
 
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
-        self.finish_together(trainer)
+        if self.asynchronous:
+            self.finish_together(trainer)
         refuse_non_finite(trainer)
         if self.weights_only and "best" in kinds:
             kinds = ("best", "last")
@@ -427,6 +429,7 @@ class Checkpoints(pl.Callback):
     def finish_together(self, trainer: pl.Trainer) -> None:
         """Wait on every rank for rank 0's checkpoint, longer than other collectives do."""
         self.finish_writing(trainer)
+        wait_for_all()
         if self._patient is not None:
             dist.barrier(self._patient)
 

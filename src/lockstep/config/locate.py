@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.config.shared_packages import share_packages
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 
@@ -101,6 +102,7 @@ def locate(target: str, where: str) -> Any:
         UserError: it cannot be found, or its file cannot be imported; then with the line.
     """
     join_packages()
+    share_packages()
     parts = target.split(".")
     if not all(parts):
         raise UserError(f"{where}={target!r} cannot be found: it is no dotted name.")

@@ -87,7 +87,10 @@ class Heartbeat:
         self._late: list[int] = []  # ranks that have not reached this wait, on rank 0
         self._has_failed = False  # some rank has published an error
         self._is_cut_off = False  # the store is gone
-        self._round_at = time.monotonic()
+        # Seconds without those in which this process itself stood still (Ctrl-Z, SLURM's suspend):
+        # the thread's since its start, and those of a wait since the thread's last round.
+        self._awake_s = 0.0
+        self._without_round_s = 0.0
         self._heard: dict[int, tuple[int, float]] = {}  # last count of a rank, and when it came
 
         self._wake = threading.Event()
@@ -98,7 +101,6 @@ class Heartbeat:
             self._set_state([[0, 0, 0, []] for _ in range(world_size)], None)
 
     def start(self) -> None:
-        self._round_at = time.monotonic()
         self._thread.start()
 
     def note(self, epoch: int, batches: int, *, is_over: bool) -> None:
@@ -129,10 +131,14 @@ class Heartbeat:
         """
         self._reached += 1
         began = time.monotonic()
+        looked_at = began
         speak_at = began + SPEAK_INTERVAL_S
         self._waits_since = began
+        self._without_round_s = 0.0
         self._wake.set()
         while not self._is_over():
+            self._without_round_s += self._awake_since(looked_at)
+            looked_at = time.monotonic()
             self._check()
             if self.rank == 0 and self._late and time.monotonic() > speak_at:
                 minutes = (time.monotonic() - began) / 60
@@ -152,17 +158,24 @@ class Heartbeat:
         if self._is_cut_off:
             raise RuntimeError("connection closed: the store of rank 0 is gone")
         # The thread hangs in a call where the process that holds the store is stopped.
-        if time.monotonic() - self._round_at > self.lost_after_s:
+        if self._without_round_s > self.lost_after_s:
             raise LostRank(0, self.lost_after_s)
         if self._silent is not None and self._silent != self.rank:
             raise LostRank(self._silent, self.lost_after_s)
 
+    def _awake_since(self, then: float) -> float:
+        """Return the seconds since then. Of a long gap, in which this process stood still, few."""
+        return min(time.monotonic() - then, 2 * self.interval_s)
+
     def _run(self) -> None:
+        round_at = time.monotonic()
         try:
             while not self._is_ended.is_set():
+                self._awake_s += self._awake_since(round_at)
+                round_at = time.monotonic()
                 self._wake.clear()
                 self._beat()
-                self._round_at = time.monotonic()
+                self._without_round_s = 0.0
                 self._wake.wait(self._pause_s())
         except RuntimeError:
             self._is_cut_off = True
@@ -210,9 +223,8 @@ class Heartbeat:
         self.store.set("state", json.dumps(state))
 
     def _is_silent(self, rank: int, count: int) -> bool:
-        now = time.monotonic()
-        last_count, heard_at = self._heard.get(rank, (-1, now))
+        last_count, heard_at = self._heard.get(rank, (-1, 0.0))
         if count != last_count:
-            self._heard[rank] = (count, now)
+            self._heard[rank] = (count, self._awake_s)
             return False
-        return now - heard_at > self.lost_after_s
+        return self._awake_s - heard_at > self.lost_after_s

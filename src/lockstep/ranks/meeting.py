@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lockstep.process import signals
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster
+from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.records.provenance import Fingerprint, describe_difference
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Meeting:
         hosts: the name of each rank's host.
         timeout_s: the longest that a rank waits for the others.
         agreements: how many `all_or_none` of process_group.py has begun on this rank.
+        heartbeat: by which the ranks notice a silent one; None until they have joined.
     """
 
     cluster: Cluster
@@ -55,6 +57,7 @@ class Meeting:
     hosts: list[str]
     timeout_s: float
     agreements: int = 0
+    heartbeat: Heartbeat | None = None
 
     @property
     def errors(self) -> dist.Store:

@@ -107,6 +107,25 @@ def all_or_none() -> Iterator[None]:
         yield
 
 
+def has_heartbeat() -> bool:
+    """Return whether the ranks watch over each other; those of a plain script do not."""
+    meeting = last_meeting()
+    return meeting is not None and meeting.heartbeat is not None
+
+
+def wait_for_all() -> None:
+    """Wait until every rank has come here, where they watch over each other.
+
+    A collective would wait for a frozen rank until its timeout.
+
+    Raises:
+        LostRank: a rank gives no sign of life.
+    """
+    meeting = last_meeting()
+    if meeting is not None and meeting.heartbeat is not None:
+        meeting.heartbeat.wait_for_all()
+
+
 def _agree_to_go_on(meeting: Meeting) -> None:
     """Wait until all ranks are here, or one of them was asked to stop: what comes first decides."""
     cluster = meeting.cluster

@@ -32,6 +32,7 @@ from lockstep.ranks.failures import explain_failure
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.gpus import check_gpus
 from lockstep.ranks.heartbeat import Heartbeat
+from lockstep.ranks.meeting import last_meeting
 from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.ranks.process_group import create_process_group
 from lockstep.records import provenance
@@ -185,6 +186,9 @@ def _several_ranks(run: Run) -> Iterator[None]:
     run.interruption = Interruption(timeout_s)
     run.hang_dump = RankWatch(run.folder.path, timeout_s, explain, beats)
     run.heartbeat = beats
+    meeting = last_meeting()
+    if meeting is not None:
+        meeting.heartbeat = beats
     try:
         yield
         dist.barrier()

@@ -3,8 +3,11 @@
 Imports no torch.
 """
 
+import contextlib
 import logging
+import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +39,8 @@ RECORDED = re.compile(
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
 MAX_FILE_BYTES = 64 * 2**20
+# A fetched checkpoint that nobody has used for so long is removed.
+UNUSED_S = 30 * 24 * 3600.0
 
 
 def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) -> Path:
@@ -52,6 +57,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
             path = _fetch_address(address.rstrip("/"), s3 or {}, logs / "cache").resolve()
         except S3Error as error:
             raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
+        _remove_unused(logs / "cache", path)
         _say_size(logs / "cache")
         return path
     path = Path(address)
@@ -74,8 +80,23 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
     return best.resolve()
 
 
+def _remove_unused(cache: Path, used: Path) -> None:
+    """Remove what nobody has used for a month, but not the checkpoint that is used now.
+
+    Each of them can be fetched again, by the address that it was fetched by.
+    """
+    # The disk may be another user's.
+    with contextlib.suppress(OSError):
+        os.utime(files.sidecar_path(used))
+        for path in cache.glob("*/*.ckpt"):
+            sidecar = files.sidecar_path(path)
+            if sidecar.exists() and time.time() - sidecar.stat().st_mtime > UNUSED_S:
+                log.info(f"Removed {path}, a fetched checkpoint that nobody used for 30 days.")
+                files.remove(path)
+
+
 def _say_size(cache: Path) -> None:
-    """Log what several fetched checkpoints take of the disk, as none of them is ever deleted."""
+    """Log what several fetched checkpoints take of the disk."""
     sizes = [path.stat().st_size for path in cache.glob("*/*.ckpt")]
     if len(sizes) > 1:
         log.info(

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lockstep.process.errors import UserError
+from lockstep.ranks.process_group import wait_for_all
 
 
 class SixteenBits(MixedPrecision):
@@ -90,6 +91,16 @@ class Ranks(Capabilities, DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Keep the module as it is."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save on rank 0, and notice a rank that is frozen in the module's on_save_checkpoint.
+
+        The barrier that follows in Lightning would wait for it until the timeout.
+        """
+        super().save_checkpoint(*args, **kwargs)
+        # After an exception a rank may save without the others.
+        if not self.lightning_module.trainer.interrupted:
+            wait_for_all()
 
     def on_validation_start(self) -> None:
         """Evaluate with rank 0's buffers, because BatchNorm's statistics differ between ranks.

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from faults import stopped_while_it_prepares
+from faults import stopped_while_a_checkpoint_is_saved, stopped_while_it_prepares
 from lockstep.ranks.failures import explain_failure
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat, LostRank
@@ -88,6 +88,19 @@ def test_a_silent_rank_is_named_to_all_that_wait(three, dead):
     assert {end.rank for end in ends.values()} == {dead} and time.monotonic() - began < 3
 
 
+def test_ranks_that_stood_still_themselves_blame_nobody(three, monkeypatch):
+    """SLURM suspends a job, or its user types Ctrl-Z, and it goes on an hour later."""
+    three.wait(0)
+    three.wait(2)
+    time.sleep(0.3)
+    clock = time.monotonic
+    monkeypatch.setattr("lockstep.ranks.heartbeat.time.monotonic", lambda: clock() + 3600)
+    time.sleep(0.3)
+    three.wait(1)
+    ends = three.join()
+    assert all(isinstance(ends[rank], float) for rank in range(3)), ends
+
+
 def test_an_error_of_another_rank_ends_the_wait(three):
     cluster = Cluster("torchrun", 3, 1, 2, 0, "127.0.0.1", None)
     three.wait(2)
@@ -143,6 +156,27 @@ def test_a_rank_that_is_stopped_while_it_prepares_is_named(tmp_path):
     done = run_script("train", "trainer=ddp_sim", "run_id=r", logs=tmp_path, before=fault)
     assert done.code == 1 and time.monotonic() - began < 60, done.output
     assert done.record["error"]["rank"] == 1 and SIGN in done.record["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("frozen", "place"), [(0, "write"), (1, "write"), (1, "hook")])
+def test_a_rank_that_freezes_in_a_save_is_named(frozen, place, tmp_path):
+    """Lightning's barrier would wait for it for 300 s, the one of a long write for two hours."""
+    flag = tmp_path / "frozen"
+    fault = partial(stopped_while_a_checkpoint_is_saved, frozen, place, flag)
+    done = run_script(
+        "train",
+        "trainer=ddp_sim",
+        "data=digits",
+        "model=small_cnn",
+        "trainer.max_epochs=1",
+        "trainer.num_threads=1",
+        "run_id=r",
+        logs=tmp_path,
+        before=fault,
+    )
+    assert done.code == 1 and time.time() - flag.stat().st_mtime < 60, done.output
+    assert done.record["error"]["rank"] == frozen and SIGN in done.record["error"]["message"]
 
 
 @pytest.mark.slow

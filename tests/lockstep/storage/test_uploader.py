@@ -482,6 +482,28 @@ def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, located, cap
     assert "GB in 2 fetched checkpoints" in caplog.text
 
 
+def test_fetched_checkpoints_go_after_a_month_without_use(setting, located, caplog):
+    caplog.set_level("INFO")
+    setting.checkpoint(10, num_bytes=MIB)
+    assert setting.finish() == EXIT_OK
+    for name in ("old", "young"):
+        content = name.encode()
+        setting.client.put_object(Bucket=setting.run.name, Key=f"{name}/x.ckpt", Body=content)
+    paths = [located(f"s3://{setting.run.name}/{name}/x.ckpt") for name in ("old", "young")]
+    best = located(setting.run.uri)
+    for path, days in ((paths[0], 31), (paths[1], 29), (best, 31)):
+        then = time.time() - 24 * 3600 * days
+        os.utime(checkpoint_files.sidecar_path(path), (then, then))
+
+    assert located(setting.run.uri) == best
+    assert [path.exists() for path in (*paths, best)] == [False, True, True]
+    assert (
+        f"Removed {paths[0]}" in caplog.text
+        and not checkpoint_files.sidecar_path(paths[0]).exists()
+    )
+    assert located(f"s3://{setting.run.name}/old/x.ckpt").read_bytes() == b"old"
+
+
 def test_what_cannot_be_fetched_is_a_sentence(setting, located, tmp_path):
     def refused(address: str) -> str:
         with pytest.raises(UserError) as caught:
