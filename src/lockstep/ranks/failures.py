@@ -92,7 +92,7 @@ class RankError(TypedDict):
 
 
 class RanksEnd(NamedTuple):
-    """How the ranks of a node ended: the first failure, if any, and its traceback."""
+    """The end of a node's ranks: their exit code, the first failure and its traceback."""
 
     exit_code: int
     failure: RankError | None = None

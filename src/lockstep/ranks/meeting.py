@@ -33,7 +33,7 @@ Answer = dict[str, Any]
 
 
 class Introduction(NamedTuple):
-    """What a rank says of itself; the random nonce tells this start from earlier ones."""
+    """A rank's words to rank 0; the random nonce tells this start from earlier ones."""
 
     nonce: str
     host: str

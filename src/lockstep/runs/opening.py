@@ -48,7 +48,7 @@ Answer = dict[str, Any]  # what rank 0 decides for all ranks, as JSON
 
 @dataclass(frozen=True)
 class RunDecision:
-    """What rank 0 decides for all ranks: the folder, below the logs, and where the run begins."""
+    """The decision of rank 0: the folder, below the logs, the batch and where the run begins."""
 
     folder: str
     global_batch_size: int
