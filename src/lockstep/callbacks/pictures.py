@@ -80,7 +80,8 @@ class Pictures(pl.Callback):
             return
         if hasattr(trainer.test_dataloaders, "positions"):
             positions = trainer.test_dataloaders.positions(batch_idx)
-            tested = tested._replace(positions=positions.to(tested.losses.device))
+            positions = positions.to(tested.losses.device)
+            tested = TestedImages(tested.losses, positions, *tested[2:])
         worst = _with_small_pictures(_largest(tested))
         if self.worst:
             pairs = zip(self.worst, worst, strict=True)
@@ -127,7 +128,9 @@ def _largest(tested: TestedImages) -> TestedImages:
 
 def _with_small_pictures(tested: TestedImages) -> TestedImages:
     """Return the images and their masks at the size of the sheet."""
-    return tested._replace(
+    return TestedImages(
+        tested.losses,
+        tested.positions,
         images=small_images(tested.images),
         targets=small_mask(tested.targets) if is_mask(tested.targets) else tested.targets,
         predictions=(

@@ -54,7 +54,8 @@ class Beat(NamedTuple):
     def of(cls, text: str | bytes) -> "Beat":
         """Return the beat that a rank has put into the store as JSON."""
         beat = cls(*json.loads(text))
-        return beat._replace(epochs=[EpochCount(*each) for each in beat.epochs])
+        epochs = [EpochCount(*each) for each in beat.epochs]
+        return cls(beat.number, beat.reached, beat.passed, epochs)
 
 
 class LostRank(RuntimeError):
