@@ -30,7 +30,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.output import say
 from lockstep.process.script import script
 from lockstep.ranks.find import INFINIBAND, Cluster, find_ranks, set_rank_environment
-from lockstep.ranks.placement import devices_of_rank
+from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.records import provenance
 from lockstep.records.config import Config
 from lockstep.runs.batch_size import resolve_batch
@@ -88,7 +88,7 @@ def examine(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _ranks(cluster)
     yield from _interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
     if cluster.accelerator == "gpu":
-        yield from _gpus(cluster.devices * devices_of_rank(config["trainer"]))
+        yield from _gpus(cluster.ranks_per_node * count_devices_per_rank(config["trainer"]))
     s3 = config.get("s3") or {}
     if s3.get("uri"):
         yield from _bucket(s3)
@@ -148,7 +148,7 @@ def _ranks(cluster: Cluster) -> Iterator[Finding]:
         f"settings: {cluster.world_size} ranks on {cluster.num_nodes} nodes, "
         f"this is node {cluster.node_rank} ({cluster.launcher})",
     )
-    ranks = cluster.devices
+    ranks = cluster.ranks_per_node
     cores = available_cores()
     yield Finding(
         cores >= ranks,
@@ -233,7 +233,7 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
 
     It is measured by gloo, and on GPUs by NCCL too.
     """
-    one_per_node = replace(cluster, devices=1, local_rank=0)
+    one_per_node = replace(cluster, ranks_per_node=1, local_rank=0)
     timeout_s = config["trainer"]["timeout_s"]
     # gloo and NCCL find their network interface by these variables.
     set_rank_environment(one_per_node)

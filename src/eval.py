@@ -149,7 +149,7 @@ def for_evaluation(stored: Config) -> Config:
         for override in map(str, stored.get("overrides") or ())
         if not key_of(override).startswith("trainer")
     ]
-    kept = {key: value for key, value in stored.items() if not keys.is_of_one_run(key)}
+    kept = {key: value for key, value in stored.items() if not keys.is_not_inherited(key)}
     if isinstance(kept.get("trainer"), dict):
         # A training with limits is tested on all images.
         kept["trainer"] = {

@@ -194,10 +194,10 @@ def _images_config(model: Any) -> dict[str, Any]:
 
 def _arguments(model: Any, num_outputs: int) -> dict[str, Any]:
     """Return the class of the net and the arguments that build it again."""
-    from lockstep.config.instantiate import options_of, resolve_target
+    from lockstep.config.instantiate import parameters_of, resolve_target
 
     options = dict(model.config["model"])
-    names, _ = options_of(resolve_target(options["_target_"], "model._target_"))
+    names, _ = parameters_of(resolve_target(options["_target_"], "model._target_"))
     shape = {
         "num_classes": num_outputs,
         "image_size": model.facts["image_size"],

@@ -32,7 +32,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import is_true, run_with_options
-from lockstep.ranks.failures import end_of
+from lockstep.ranks.failures import report_failure
 from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config
@@ -108,7 +108,7 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     except Exception as error:
         if not cluster.has_agent:
             raise
-        return end_of(error, cluster, None)
+        return report_failure(error, cluster, None)
 
 
 def predict_on(

@@ -31,7 +31,7 @@ from lockstep.records.folder import new_run_id
 from lockstep.records.proof_table import CHECKS, FOR_GPUS, CheckResult, skipped_check, write_table
 from lockstep.runs.batch_search import TRAIN, without_launcher
 from lockstep.runs.forked import run_forked
-from lockstep.runs.proof import DIGEST, RANKS, Failed, Proof, StartScript, read_test_metrics
+from lockstep.runs.proof import DIGEST, RANKS, Proof, RunFailed, StartScript, read_test_metrics
 from lockstep.runs.proof_causes import (
     cause_of_metric,
     cause_of_parts,
@@ -84,7 +84,7 @@ def check_resumed(
     reference = proof.reference
     try:
         run = proof.resumed(check, stop, expected, at)
-    except Failed as error:
+    except RunFailed as error:
         return CheckResult(check, False, difference="the run fails", cause=str(error))
     difference = first_difference(run, reference, 0.0)
     if difference is None:

@@ -26,7 +26,7 @@ from lockstep.config.overrides import FEW_STEPS, overrides_of_trial
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.script import script
-from lockstep.ranks.placement import devices_of_rank, ranks_of_node
+from lockstep.ranks.placement import count_devices_per_rank, ranks_of_node
 from lockstep.runs.batch_search import run_train
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ FIXED = {
 Line = tuple[str, str]
 # A function that starts train.py with overrides, variables and a file for its output, and returns
 # its exit code.
-Run = Callable[[list[str], Mapping[str, str], Path], int]
+StartTraining = Callable[[list[str], Mapping[str, str], Path], int]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Rehearsal:
     config: Any
     overrides: list[str]
     capability: str
-    run: Run
+    run: StartTraining
     nullgpu: Any
     devices: int
     num_nodes: int
@@ -99,12 +99,12 @@ class Rehearsal:
     def world_size(self) -> int:
         if self.is_one_process:
             return 1
-        return ranks_of_node(self.devices, self.devices_each) * self.num_nodes
+        return ranks_of_node(self.devices, self.devices_per_rank) * self.num_nodes
 
     @property
-    def devices_each(self) -> int:
+    def devices_per_rank(self) -> int:
         """The GPUs of a rank."""
-        return devices_of_rank(self.config["trainer"])
+        return count_devices_per_rank(self.config["trainer"])
 
     @property
     def ranks(self) -> int:
@@ -138,7 +138,7 @@ class Rehearsal:
         changes = self._changes(folder, images) | options
         overrides = overrides_of_trial(self.overrides, changes)
         simulated = self.nullgpu.environment(
-            max(self.devices, self.ranks * self.devices_each),
+            max(self.devices, self.ranks * self.devices_per_rank),
             self.memory_gib,
             compute,
             self.capability,
@@ -156,7 +156,7 @@ class Rehearsal:
             "trainer.limit_train_batches": STEPS * self.accumulate,
         }
         if not self.is_one_process:
-            changes["trainer.devices"] = self.ranks * self.devices_each
+            changes["trainer.devices"] = self.ranks * self.devices_per_rank
             changes["trainer.num_nodes"] = 1
         if "pretrained" in self.config["model"]:
             changes["model.pretrained"] = False
@@ -165,8 +165,8 @@ class Rehearsal:
         return changes
 
 
-def lines(
-    config: Any, overrides: list[str], capability: str, folder: Path, run: Run
+def rehearse_training(
+    config: Any, overrides: list[str], capability: str, folder: Path, run: StartTraining
 ) -> Iterator[Line]:
     """Run train.py twice: few images with computed results, then the whole batch for its memory.
 
@@ -179,7 +179,7 @@ def lines(
     trainer = config["trainer"]
     devices = trainer["devices"]
     if devices == "auto":
-        devices = 2 * devices_of_rank(trainer)
+        devices = 2 * count_devices_per_rank(trainer)
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     rehearsal = Rehearsal(config, overrides, capability, run, nullgpu, devices, num_nodes)
     yield (
@@ -337,7 +337,7 @@ def main(argv: list[str]) -> int:
     config = read_command("train", arguments, __doc__ or "").compose()
     has_failed = False
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-        report = lines(config, config["overrides"], capability, Path(folder), run_train)
+        report = rehearse_training(config, config["overrides"], capability, Path(folder), run_train)
         for word, text in report:
             log.info(f"{word:7} {text}")
             has_failed |= word == "FAILED"

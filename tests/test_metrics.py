@@ -66,7 +66,7 @@ def evaluated(cluster: Cluster, folder: str) -> dict[str, Any]:
     module = ImageClassifier(Guess(), num_classes=CLASSES, metrics=metrics())
     meet(cluster)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=cluster.devices, strategy=DDP() if cluster.world_size > 1 else "auto",
+        accelerator="cpu", devices=cluster.ranks_per_node, strategy=DDP() if cluster.world_size > 1 else "auto",
         plugins=[StartedRanks(cluster)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip

@@ -91,7 +91,7 @@ def report(*words: str, folder: Path, capability: str = "8.0") -> Iterator[tuple
 
     cfg = compose("train", list(words))
     (folder / "dry").mkdir()
-    return rehearse.lines(plain(cfg), list(words), capability, folder / "dry", forked)
+    return rehearse.rehearse_training(plain(cfg), list(words), capability, folder / "dry", forked)
 
 
 @needs_null_gpus
@@ -148,7 +148,7 @@ def test_what_it_refuses(monkeypatch, capfd):
     with pytest.raises(
         UserError, match="No dry run here: nullgpu needs cc: apt-get install gcc binutils."
     ):
-        next(rehearse.lines({}, [], "8.0", Path(), lambda *_: 0))
+        next(rehearse.rehearse_training({}, [], "8.0", Path(), lambda *_: 0))
 
 
 @needs_null_gpus

@@ -44,17 +44,19 @@ class DDPModelParallel(NetInStages, DDP):
     @property
     def root_device(self) -> torch.device:
         """The device of this rank's first stage, which gets the images and computes the loss."""
-        return devices_of_rank(self.parallel_devices[0].type, self.stages, self.local_rank)[0]
+        return stage_devices_of_rank(self.parallel_devices[0].type, self.stages, self.local_rank)[0]
 
     def setup_environment(self) -> None:
-        self.process_devices = devices_of_rank(self.root_device.type, self.stages, self.local_rank)
+        self.process_devices = stage_devices_of_rank(
+            self.root_device.type, self.stages, self.local_rank
+        )
         super().setup_environment()
 
 
-def devices_of_rank(device_type: str, stages: int, local_rank: int) -> list[torch.device]:
+def stage_devices_of_rank(device_type: str, stages: int, local_rank: int) -> list[torch.device]:
     """Return one device for each stage.
 
-    >>> devices_of_rank("cuda", 2, 1)
+    >>> stage_devices_of_rank("cuda", 2, 1)
     [device(type='cuda', index=2), device(type='cuda', index=3)]
     """
     if device_type == "cpu":

@@ -146,7 +146,7 @@ def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) ->
             f"The model has {len(stages)} stages, fewer than the {count} devices that they go to: "
             "name fewer in trainer.stage_devices, or lower trainer.stages."
         )
-    balanced = balanced_cut([size_of(stage) for stage in stages], count)
+    balanced = balanced_cut([count_parameters(stage) for stage in stages], count)
     starts = balanced if cut is None else cut
     bounds = [0, *starts, len(stages)]
     if len(bounds) != count + 1 or not are_rising_integers(bounds):
@@ -170,7 +170,7 @@ def check_stages(net: nn.Module, stages: list[nn.Module]) -> None:
         )
 
 
-def size_of(stage: nn.Module) -> int:
+def count_parameters(stage: nn.Module) -> int:
     return sum(parameter.numel() for parameter in stage.parameters())
 
 

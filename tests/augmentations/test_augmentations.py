@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from lockstep.config.compose import CONFIGS
-from lockstep.config.instantiate import build, options_of
+from lockstep.config.instantiate import build, parameters_of
 from lockstep.data.augmentation import Augmentation
 from lockstep.data.framing import Framing
 from lockstep.process.errors import UserError
@@ -108,7 +108,7 @@ def test_grey_images_and_every_option_together(name):
 def test_the_yaml_states_every_option_with_its_default(name):
     option = OPTIONS[name]
     module, _, cls = option["_target_"].rpartition(".")
-    parameters, _ = options_of(getattr(import_module(module), cls))
+    parameters, _ = parameters_of(getattr(import_module(module), cls))
     assert set(option) - {"_target_"} == set(parameters)
     for key, parameter in parameters.items():
         default = (

@@ -168,7 +168,7 @@ def trainer_of(
         options["precision"] = precision
     arguments: dict[str, Any] = {
         "accelerator": "cpu" if device.type == "cpu" else "gpu",
-        "devices": cluster.devices,
+        "devices": cluster.ranks_per_node,
         "num_nodes": cluster.num_nodes,
         "strategy": strategy,
         "plugins": plugins,

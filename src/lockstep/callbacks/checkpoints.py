@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from torch import Tensor
 from lockstep.callbacks.early_stopping import keep_patience
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
-from lockstep.checkpoints.frozen import State, frozen_state, set_frozen_state
+from lockstep.checkpoints.frozen import FrozenState, frozen_state, set_frozen_state
 from lockstep.checkpoints.io import CheckpointFiles, on_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
+from lockstep.checkpoints.resume_point import ResumePoint
 from lockstep.checkpoints.schedule_length import refuse_other_lengths, schedule_lengths
 from lockstep.checkpoints.writer import CheckpointWriter, Paths
 from lockstep.loggers.metrics_csv import MetricsCsv
@@ -105,13 +106,13 @@ class Checkpoints(pl.Callback):
         self.best_path: Path | None = None
         self.saved_step = -1
         # Whether this epoch's end is saved as last, because the run stops after it.
-        self.is_asked = False
+        self.stops_after_epoch = False
         self.validated_step = -1
         self.ended: EndedEpoch | None = None
         # Whether ranks have logged values of their own
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
-        self.frozen: State | None = None
+        self.frozen: FrozenState | None = None
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write, where they have no heartbeat
@@ -126,7 +127,7 @@ class Checkpoints(pl.Callback):
             self._set_up_fit(trainer)
 
     def _set_up_fit(self, trainer: pl.Trainer) -> None:
-        self.is_asked = False
+        self.stops_after_epoch = False
         self.loader_state.attach(trainer)
         callbacks = trainer.callbacks
         if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
@@ -225,7 +226,7 @@ class Checkpoints(pl.Callback):
             epochs == trainer.max_epochs
             or resume_point.steps_are_over(trainer)
             or trainer.should_stop
-            or self.is_asked
+            or self.stops_after_epoch
         ):
             return True
         if epochs % self.every_n_epochs:
@@ -318,19 +319,12 @@ class Checkpoints(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
         """Add Lockstep's part; a collective unless fit has failed."""
-        before_validation = False
-        if self.ended:
-            point = resume_point.point_after_epoch(trainer, epoch=self.ended.epoch)
-        else:
-            point = resume_point.point_in_epoch(trainer, self.validated_step)
-            is_validated = self.validated_step == trainer.global_step
-            before_validation = is_validated and not resume_point.is_validation_due(trainer)
-        # A resume repeats this validation, or a longer run would not have it.
-        if point["phase"] == resume_point.VALIDATION and trainer.validating:
-            before_validation = True
+        point = self._resume_point(trainer)
+        before_validation = self._is_before_validation(trainer, point)
         state = self.loader_state.state_dict(point, before_validation=before_validation)
         frozen = frozen_state(trainer)
-        checkpoint["lockstep"] = {**self.contents, "point": point, "frozen": frozen, **state}
+        position = {"point": asdict(point), "frozen": frozen}
+        checkpoint["lockstep"] = {**self.contents, **position, **state}
         left_out = keep_plain_hyperparameters(checkpoint)
         if left_out and not self.writer.is_checked and trainer.is_global_zero:
             arguments = ", ".join(f"{name}=…" for name in left_out)
@@ -339,6 +333,19 @@ class Checkpoints(pl.Callback):
                 f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
             )
 
+    def _resume_point(self, trainer: pl.Trainer) -> ResumePoint:
+        if self.ended:
+            return resume_point.point_after_epoch(trainer, epoch=self.ended.epoch)
+        return resume_point.point_in_epoch(trainer, self.validated_step)
+
+    def _is_before_validation(self, trainer: pl.Trainer, point: ResumePoint) -> bool:
+        """Return whether a resume needs the random state before the latest validation."""
+        # A resume repeats this validation, or a longer run would not have it.
+        if point.phase == resume_point.VALIDATION and trainer.validating:
+            return True
+        is_validated = not self.ended and self.validated_step == trainer.global_step
+        return is_validated and not resume_point.is_validation_due(trainer)
+
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
@@ -346,7 +353,7 @@ class Checkpoints(pl.Callback):
         # A test or validation of a checkpoint leaves the training as it is.
         if stored is None or trainer.state.fn != "fit":
             return
-        point = stored["point"]
+        point = ResumePoint.of(stored["point"])
         loops = checkpoint["loops"]
         accumulate = trainer.accumulate_grad_batches
         loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)
@@ -356,7 +363,7 @@ class Checkpoints(pl.Callback):
         resume_point.restore_end(trainer, point)
         keep_patience(trainer, checkpoint)
 
-    def _load_frozen(self, trainer: pl.Trainer, state: State | None) -> None:
+    def _load_frozen(self, trainer: pl.Trainer, state: FrozenState | None) -> None:
         """Freeze layers as the checkpoint says, once the optimizers are built.
 
         Checkpoints of earlier versions do not say it.
@@ -391,9 +398,8 @@ class Checkpoints(pl.Callback):
             if isinstance(logger, MetricsCsv):
                 logger.sync()
         checkpoint_io: Any = trainer.strategy.checkpoint_io
-        checkpoint_io.write = begin
-        trainer.save_checkpoint(paths[kinds[0]])
-        checkpoint_io.write = None
+        with checkpoint_io.written_by(begin):
+            trainer.save_checkpoint(paths[kinds[0]])
         if not self.asynchronous:
             self.finish_together(trainer)
         if "last" in paths:

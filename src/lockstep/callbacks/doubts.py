@@ -50,7 +50,7 @@ class Doubts(pl.Callback):
 
     def _warn_of_parameters(self, trainer: pl.Trainer) -> bool:
         """Return whether parameters require a gradient that no optimizer uses, and name them."""
-        names = without_optimizer(trainer)
+        names = parameters_without_optimizer(trainer)
         if not names:
             return False
         listed = ", ".join(names[:NAMES_IN_WARNING])
@@ -84,7 +84,7 @@ def is_whole(limit: float) -> bool:
     return isinstance(limit, float) and limit == 1.0
 
 
-def without_optimizer(trainer: pl.Trainer) -> list[str]:
+def parameters_without_optimizer(trainer: pl.Trainer) -> list[str]:
     """Return the parameters that require a gradient and are in none of the optimizers."""
     if not trainer.optimizers:
         return []

@@ -96,13 +96,13 @@ class Interruption(pl.Callback):
         self.batches_with_vote = math.inf
         self._previous: dict[int, Any] = {}  # signal handlers before this callback's
 
-    def ask(self, reason: str) -> None:
+    def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary; safe to call from a signal handler or another thread."""
         self.reason = self.reason or reason
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         signals.note(number)
-        self.ask(signal.Signals(number).name)
+        self.request_stop(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         trainer._signal_connector.register_signal_handlers = do_nothing
@@ -118,7 +118,7 @@ class Interruption(pl.Callback):
             self._previous = signals.on_stop(self._on_signal)
         if signals.received:
             # A signal has come in the middle of an import.
-            self.ask(signals.first_name())
+            self.request_stop(signals.first_name())
 
         kinds = ("train", "evaluate", "time")
         self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
@@ -161,7 +161,7 @@ class Interruption(pl.Callback):
             self.stops_after_epoch = self._is_stop_due(trainer, "train")
             for callback in trainer.callbacks:
                 if isinstance(callback, Checkpoints):
-                    callback.is_asked = self.stops_after_epoch
+                    callback.stops_after_epoch = self.stops_after_epoch
             return
         if self._is_stop_due(trainer, "train"):
             after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
@@ -259,7 +259,7 @@ class MaxTime(pl.Callback):
         self.seconds = seconds
         self.elapsed = elapsed
         self.interruption = interruption
-        self.is_time_over = False
+        self.has_reached_max_time = False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
@@ -272,7 +272,7 @@ class MaxTime(pl.Callback):
         if not vote(self.elapsed() >= self.seconds):
             return
 
-        self.is_time_over = True
+        self.has_reached_max_time = True
         trainer.should_stop = True
         # Validate it also in an epoch that would have no validation.
         trainer.check_val_every_n_epoch = 1
@@ -283,6 +283,6 @@ class MaxTime(pl.Callback):
             )
 
     def record_fields(self) -> dict[str, object]:
-        if not self.is_time_over:
+        if not self.has_reached_max_time:
             return {}
         return {"ended_by": "max_time"}

@@ -1,9 +1,9 @@
 """Two pictures of a run: batch.png, the first training batch, and mistakes.png, of the test."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +26,16 @@ MISTAKES = "mistakes.png"
 NO_POSITION = -1
 
 
+class TestedImages(NamedTuple):
+    """Tested images of this rank; the position of one without a file name is NO_POSITION."""
+
+    losses: Tensor
+    positions: Tensor
+    images: Tensor
+    targets: Tensor
+    predictions: Tensor
+
+
 class Pictures(pl.Callback):
     """Write what the net sees, and where it is wrong. Rank 0 writes.
 
@@ -41,8 +51,7 @@ class Pictures(pl.Callback):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        # Losses, positions, images, targets and predictions of the worst images of this rank.
-        self.worst: list[Tensor] = []
+        self.worst: TestedImages | None = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -54,7 +63,7 @@ class Pictures(pl.Callback):
             _try(lambda: write_batch(path, batch, data), path)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.worst = []
+        self.worst = None
 
     def on_test_batch_end(
         self,
@@ -65,24 +74,23 @@ class Pictures(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        parts = _tested(outputs, batch)
+        tested = _tested(outputs, batch)
         # Of several loaders only the first one's images are drawn.
-        if not parts or dataloader_idx:
+        if tested is None or dataloader_idx:
             return
-        losses = parts[0].detach().float()
-        positions = torch.full_like(losses, NO_POSITION, dtype=torch.int64)
         if hasattr(trainer.test_dataloaders, "positions"):
-            positions = trainer.test_dataloaders.positions(batch_idx).to(losses.device)
-        worst = _largest([losses, positions, *(part.detach() for part in parts[1:])])
-        worst[2] = small_images(worst[2])
-        worst[3:] = [small_mask(part) if is_mask(part) else part for part in worst[3:]]
+            positions = trainer.test_dataloaders.positions(batch_idx)
+            positions = positions.to(tested.losses.device)
+            tested = TestedImages(tested.losses, positions, *tested[2:])
+        worst = _with_small_pictures(_largest(tested))
         if self.worst:
-            worst = _largest([torch.cat(pair) for pair in zip(self.worst, worst, strict=True)])
+            pairs = zip(self.worst, worst, strict=True)
+            worst = _largest(TestedImages(*map(torch.cat, pairs)))
         self.worst = worst
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        worst = of_all_ranks(trainer, self.worst)
-        self.worst = []
+        worst = of_all_ranks(trainer, self.worst or ())
+        self.worst = None
         if worst and trainer.is_global_zero:
             path = self.folder / MISTAKES
             data = getattr(trainer, "datamodule", None)
@@ -97,24 +105,41 @@ def _try(write: Callable[[], Any], path: Path) -> None:
         log.warning(f"{path.name} was not written ({type(error).__name__}: {error}).")
 
 
-def _tested(outputs: Any, batch: Any) -> list[Tensor]:
-    """Return losses, images, targets and predictions of a batch; [] if test_step gives none."""
+def _tested(outputs: Any, batch: Any) -> TestedImages | None:
+    """Return the images of a batch with what test_step gives of them; None if it gives nothing."""
     images = images_of(batch)
     if not isinstance(outputs, dict) or images is None:
-        return []
+        return None
     parts = [outputs.get("losses"), images, batch[1], outputs.get("predictions")]
-    tensors = [part for part in parts if isinstance(part, Tensor) and part.ndim]
+    tensors = [part.detach() for part in parts if isinstance(part, Tensor) and part.ndim]
     is_whole = len(tensors) == len(parts) and all(len(part) == len(images) for part in tensors)
-    return tensors if is_whole and tensors[0].ndim == 1 else []
+    if not is_whole or tensors[0].ndim != 1:
+        return None
+    losses = tensors[0].float()
+    positions = torch.full_like(losses, NO_POSITION, dtype=torch.int64)
+    return TestedImages(losses, positions, *tensors[1:])
 
 
-def _largest(parts: list[Tensor]) -> list[Tensor]:
+def _largest(tested: TestedImages) -> TestedImages:
     """Return the images with the largest losses, the largest first. A nan counts as the largest."""
-    best = parts[0].topk(min(MAX_SHEET_IMAGES, len(parts[0]))).indices
-    return [part[best] for part in parts]
+    largest = tested.losses.topk(min(MAX_SHEET_IMAGES, len(tested.losses))).indices
+    return TestedImages(*(part[largest] for part in tested))
 
 
-def of_all_ranks(trainer: pl.Trainer, worst: list[Tensor]) -> list[Tensor]:
+def _with_small_pictures(tested: TestedImages) -> TestedImages:
+    """Return the images and their masks at the size of the sheet."""
+    return TestedImages(
+        tested.losses,
+        tested.positions,
+        images=small_images(tested.images),
+        targets=small_mask(tested.targets) if is_mask(tested.targets) else tested.targets,
+        predictions=(
+            small_mask(tested.predictions) if is_mask(tested.predictions) else tested.predictions
+        ),
+    )
+
+
+def of_all_ranks(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the images with the largest losses over all ranks. It is a collective.
 
     Each rank fills in its own images, and the sum over the ranks has all of them.

@@ -53,7 +53,7 @@ class SpotNotice(pl.Callback):
         log.info(f"Spot notice: {notice.strip()}")
         for callback in trainer.callbacks:
             if isinstance(callback, Interruption):
-                callback.ask("spot notice")
+                callback.request_stop("spot notice")
             if hasattr(callback, "expect_end"):
                 callback.expect_end(SECONDS_LEFT)
 

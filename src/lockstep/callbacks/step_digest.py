@@ -253,7 +253,7 @@ def batch_path(folder: Path, stage: str, trainer: pl.Trainer, batch: int) -> Pat
     return folder / f"{stage}-{epoch}-{batch}.pt"
 
 
-def leaves(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors with at least one dimension in a batch."""
     if isinstance(tree, Tensor):
         return [tree] if tree.ndim else []
@@ -264,18 +264,18 @@ def leaves(tree: Any) -> list[Tensor]:
         items = list(tree)
     tensors = []
     for item in items:
-        tensors += leaves(item)
+        tensors += tensors_in(item)
     return tensors
 
 
-def size_of(batch: Any) -> int:
-    tensors = leaves(batch)
+def batch_size_of(batch: Any) -> int:
+    tensors = tensors_in(batch)
     return len(tensors[0]) if tensors else 0
 
 
 def part_of(batch: Any, part: int, parts: int) -> Any:
     """Return one of several parts of a batch; they are equal if its size can be divided."""
-    size = size_of(batch)
+    size = batch_size_of(batch)
     samples = slice(part * size // parts, (part + 1) * size // parts)
     return _cut(batch, samples, size)
 
@@ -294,7 +294,7 @@ def _cut(tree: Any, samples: slice, size: int) -> Any:
 
 def _cut_list(items: Any, samples: slice, size: int) -> Any:
     """Cut the members of a list or tuple, or a list without tensors that has an item a sample."""
-    if leaves(items):
+    if tensors_in(items):
         parts = [_cut(item, samples, size) for item in items]
         if hasattr(items, "_fields"):
             return type(items)(*parts)
@@ -306,8 +306,8 @@ def _cut_list(items: Any, samples: slice, size: int) -> Any:
 
 def samples_of(batch: Any) -> list[list[str]]:
     """Return the hashes of each sample of a batch, one for each of its tensors."""
-    tensors = [to_numpy(tensor) for tensor in leaves(batch)]
-    size = size_of(batch)
+    tensors = [to_numpy(tensor) for tensor in tensors_in(batch)]
+    size = batch_size_of(batch)
     rows = [tensor for tensor in tensors if len(tensor) == size]
     samples = []
     for number in range(size):

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 log = logging.getLogger(__name__)
 
 # Plain values, as a checkpoint holds them.
-State = dict[str, Any]
+FrozenState = dict[str, Any]
 NAMES_IN_LOG = 3
 
 
-def frozen_state(trainer: pl.Trainer) -> State:
+def frozen_state(trainer: pl.Trainer) -> FrozenState:
     """Return what is frozen now, and the parameters of each optimizer's groups, by their names.
 
     An optimizer that also has parameters of another module gets None in place of its groups.
@@ -33,7 +33,7 @@ def frozen_state(trainer: pl.Trainer) -> State:
     }
 
 
-def set_frozen_state(trainer: pl.Trainer, state: State) -> None:
+def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
     """Freeze and unfreeze layers as `frozen_state` has found them, and add groups to optimizers.
 
     Call it when the optimizers are built, and before their states are loaded.

@@ -2,7 +2,8 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ class CheckpointFiles(CheckpointIO):
     """
 
     write: Callable[[Checkpoint, Path], object] | None = None
+
+    @contextmanager
+    def written_by(self, write: Callable[[Checkpoint, Path], object]) -> Iterator[None]:
+        """Call `write` in place of writing a file until the block ends."""
+        self.write = write
+        try:
+            yield
+        finally:
+            self.write = None
 
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: Any, storage_options: Any = None

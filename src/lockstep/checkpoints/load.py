@@ -51,7 +51,6 @@ def read_checkpoint(
         checkpoint = torch.load(content or path, map_location=map_location, weights_only=True)
         fault = _fault_of(checkpoint)
     except Exception as error:
-        # A damaged file makes zipfile, pickle and torch raise nearly anything.
         fault = _fault_of_file(content or path) or _reason(error)
     if fault:
         raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")

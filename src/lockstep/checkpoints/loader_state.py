@@ -22,8 +22,8 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 
-from lockstep.checkpoints.random_state import State, random_state, set_random_state
-from lockstep.checkpoints.resume_point import EPOCH_END, Point
+from lockstep.checkpoints.random_state import RandomState, random_state, set_random_state
+from lockstep.checkpoints.resume_point import EPOCH_END, TRAINING, ResumePoint
 from lockstep.process.errors import UserError
 from lockstep.ranks.collectives import gather_for_checkpoint
 
@@ -52,12 +52,12 @@ class LoaderState:
     """
 
     def __init__(self) -> None:
-        self.before_epoch: State | None = None
-        self.before_batches: State | None = None
-        self.before_validation: State | None = None
+        self.before_epoch: RandomState | None = None
+        self.before_batches: RandomState | None = None
+        self.before_validation: RandomState | None = None
         self.has_validated = False
         self.must_start_workers = False
-        self.point: Point = {}
+        self.point = ResumePoint(0, 0, TRAINING)
         self.stored: dict[str, Any] | None = None
         self.trainer: Any = None
         self.first_loaders: list[Any] = []
@@ -74,7 +74,7 @@ class LoaderState:
         _wrap(epoch_loop, "on_run_start", self._begin_epoch)
         _wrap(epoch_loop.val_loop, "run", self._validate)
 
-    def state_dict(self, point: Point, *, before_validation: bool) -> dict[str, Any]:
+    def state_dict(self, point: ResumePoint, *, before_validation: bool) -> dict[str, Any]:
         """Return what a checkpoint at `point` needs of all ranks; a collective unless fit failed.
 
         Args:
@@ -85,13 +85,13 @@ class LoaderState:
         if before_validation and self.before_validation is not None:
             now = self.before_validation
         replay = None
-        if point["phase"] != EPOCH_END and self.before_epoch and not all(map(has_state, loaders)):
+        if point.phase != EPOCH_END and self.before_epoch and not all(map(has_state, loaders)):
             replay = {
                 "before_epoch": self.before_epoch,
                 "before_batches": self.before_batches,
                 # The loop begins again with a step that was not made.
-                "batches": point["batches_done"] * self.trainer.accumulate_grad_batches
-                - point.get("lacking", 0),
+                "batches": point.batches_done * self.trainer.accumulate_grad_batches
+                - point.lacking,
             }
         states = [loader.state_dict() for loader in loaders if has_state(loader)]
         ranks = gather_for_checkpoint((now, replay, states), self.trainer)
@@ -149,7 +149,7 @@ class LoaderState:
 
     # In a run that resumes
 
-    def load_state_dict(self, point: Point, stored: dict[str, Any]) -> None:
+    def load_state_dict(self, point: ResumePoint, stored: dict[str, Any]) -> None:
         """Keep a checkpoint's states until the iterators of this start are made."""
         self.point = point
         self.stored = stored
@@ -161,7 +161,7 @@ class LoaderState:
 
     def set_epoch_random_state(self) -> None:
         """Set the random state of an epoch's end, before hooks of the next epoch draw from it."""
-        if self.stored is not None and self.point["phase"] == EPOCH_END:
+        if self.stored is not None and self.point.phase == EPOCH_END:
             self._set_random_state(self._of_rank("random"))
 
     def _of_rank(self, name: str) -> Any:
@@ -193,14 +193,14 @@ class LoaderState:
         if self._of_rank("random") is None and len(with_state) < len(loaders):
             self._warn_of_other_ranks()
 
-        if self.point["phase"] == EPOCH_END:
+        if self.point.phase == EPOCH_END:
             self._begin_next_epoch(fetcher, with_state)
         elif with_state:
             self._load(with_state)
             iter(fetcher)
-        elif replay is not None and not self.point["is_last"]:
+        elif replay is not None and not self.point.is_last:
             self._replay(fetcher, replay)
-        if self.point["phase"] != EPOCH_END:
+        if self.point.phase != EPOCH_END:
             self._set_random_state(self._of_rank("random"))
         self._keep_reload_phase()
         self.stored = None
@@ -223,7 +223,7 @@ class LoaderState:
                 f"has {len(loaders)} with a load_state_dict. Resume with the loaders that it had."
             )
         for loader, state in zip(loaders, states):
-            if self.point["phase"] == EPOCH_END and is_of_lockstep(state):
+            if self.point.phase == EPOCH_END and is_of_lockstep(state):
                 # The epoch may have been a part of the images (overfit_batches).
                 state = {**state, "global_batches": 0}
             loader.load_state_dict(state)
@@ -269,7 +269,7 @@ class LoaderState:
         batches = replay["batches"]
         if self.trainer.is_global_zero:
             log.info(f"Reading the first {batches} batches of this epoch again …")
-        if self.point["epoch"] == 0:
+        if self.point.epoch == 0:
             # Workers that persist over epochs were started with this epoch's seeds.
             fetcher.combined_loader.reset()
         self._set_random_state(replay["before_epoch"])
@@ -351,10 +351,10 @@ class LoaderState:
             "data": trainer.datamodule,
         }
 
-    def _random_state(self, train_loaders: list[Any] | None = None) -> State:
+    def _random_state(self, train_loaders: list[Any] | None = None) -> RandomState:
         return random_state(self._owners(train_loaders), self._devices())
 
-    def _set_random_state(self, state: State | None) -> None:
+    def _set_random_state(self, state: RandomState | None) -> None:
         if state is not None:
             set_random_state(state, self._owners(), self._devices())
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-State = dict[str, Any]
+RandomState = dict[str, Any]
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # A trainer leads to every object of a run.
@@ -20,7 +20,7 @@ MOST_ITEMS = 100
 MOST_OBJECTS = 20_000
 
 
-def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> State:
+def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> RandomState:
     """Return the state of every generator that this process draws from, as plain values.
 
     Args:
@@ -38,7 +38,9 @@ def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> Stat
     }
 
 
-def set_random_state(state: State, owners: Any = (), devices: Sequence[torch.device] = ()) -> None:
+def set_random_state(
+    state: RandomState, owners: Any = (), devices: Sequence[torch.device] = ()
+) -> None:
     """Set what `random_state` has returned; generators that `owners` lack are left out."""
     torch.set_rng_state(state["torch"].cpu())
     _set_cuda_state(state["cuda"], devices)

@@ -6,6 +6,8 @@ whether a validation is skipped or repeated. Checkpoints of this project store t
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,10 +22,38 @@ STAGES = {
     "test": "test",
 }
 
-Point = dict[str, Any]
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A position in training, which a checkpoint stores as a dict.
+
+    Args:
+        epoch: the current epoch from 0; at EPOCH_END the one that has just ended.
+        batches_done: the optimizer steps done in it.
+        phase: TRAINING resumes after `batches_done`, VALIDATION repeats the whole validation at
+            that point, EPOCH_END starts the next epoch.
+        is_last: whether the steps end the epoch.
+        lacking: the micro-batches that its last step has fewer than accumulate_grad_batches.
+        ended: max_epochs and max_steps of a training that a callback ended, as EarlyStopping does.
+        over_at: the seconds of a trainer.max_time that ended the training.
+    """
+
+    epoch: int
+    batches_done: int
+    phase: str
+    is_last: bool = False
+    lacking: int = 0
+    ended: list[int | None] | None = None
+    over_at: float | None = None
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> "ResumePoint":
+        """Return the point of a checkpoint, which another version may have written."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in stored.items() if name in names})
 
 
-def phase_of(trainer: pl.Trainer) -> str:
+def phase_of_trainer(trainer: pl.Trainer) -> str:
     """Return what the trainer does now: training, validation or test, else start.
 
     It is not the phase of a resume point.
@@ -88,7 +118,7 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
     return batches_done(trainer) % every == 0
 
 
-def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> Point:
+def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> ResumePoint:
     """Return the point after the batch that has just ended.
 
     Args:
@@ -100,14 +130,14 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> Point:
     phase = EPOCH_END if is_last else TRAINING
     if is_validation_due(trainer) and validated_step != trainer.global_step:
         phase = VALIDATION
-    return {
-        "epoch": trainer.current_epoch,
-        "batches_done": math.ceil(batches / accumulate) if is_last else batches // accumulate,
-        "is_last": is_last,
-        "lacking": -batches % accumulate if is_last else 0,
-        "phase": phase,
+    return ResumePoint(
+        trainer.current_epoch,
+        math.ceil(batches / accumulate) if is_last else batches // accumulate,
+        phase,
+        is_last=is_last,
+        lacking=-batches % accumulate if is_last else 0,
         **(end_of_training(trainer) if is_left(trainer) else {}),
-    }
+    )
 
 
 def is_left(trainer: pl.Trainer) -> bool:
@@ -115,10 +145,9 @@ def is_left(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop.epoch_progress.current.processed > trainer.current_epoch
 
 
-def point_after_epoch(trainer: pl.Trainer, epoch: int) -> Point:
+def point_after_epoch(trainer: pl.Trainer, epoch: int) -> ResumePoint:
     """Return the point after an epoch."""
-    point = {"epoch": epoch, "batches_done": 0, "phase": EPOCH_END}
-    return point | end_of_training(trainer)
+    return ResumePoint(epoch, 0, EPOCH_END, **end_of_training(trainer))
 
 
 def is_ended_by_callback(trainer: pl.Trainer) -> bool:
@@ -129,23 +158,18 @@ def is_ended_by_callback(trainer: pl.Trainer) -> bool:
 def is_out_of_time(trainer: pl.Trainer) -> bool:
     """Return whether trainer.max_time has ended the training."""
     clock = max_time_of(trainer)
-    return clock is not None and clock.is_time_over
+    return clock is not None and clock.has_reached_max_time
 
 
 def max_time_of(trainer: pl.Trainer) -> Any:
     """Return the callback MaxTime, which imports this file; None without trainer.max_time."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    clocks = [callback for callback in callbacks if hasattr(callback, "is_time_over")]
+    clocks = [callback for callback in callbacks if hasattr(callback, "has_reached_max_time")]
     return clocks[0] if clocks else None
 
 
-def end_of_training(trainer: pl.Trainer) -> Point:
-    """Return what the point of a training's end holds beside its position.
-
-    Returns:
-        `ended`, the limits of a training that a callback ended, as EarlyStopping does; or
-        `over_at`, the seconds of a trainer.max_time that ended it.
-    """
+def end_of_training(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what the point of a training's end holds beside its position: ended or over_at."""
     if is_ended_by_callback(trainer):
         return {"ended": [trainer.max_epochs, trainer.max_steps]}
     if is_out_of_time(trainer):
@@ -153,47 +177,38 @@ def end_of_training(trainer: pl.Trainer) -> Point:
     return {}
 
 
-def restore_end(trainer: pl.Trainer, point: Point) -> None:
+def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
     """End a training that had ended at this point, unless this start asks for more of it."""
-    trainer.should_stop = point.get("ended") == [trainer.max_epochs, trainer.max_steps]
-    over_at = point.get("over_at")
+    trainer.should_stop = point.ended == [trainer.max_epochs, trainer.max_steps]
     clock = max_time_of(trainer)
-    if clock is not None and over_at is not None and clock.seconds <= over_at:
-        clock.is_time_over = True
+    if clock is not None and point.over_at is not None and clock.seconds <= point.over_at:
+        clock.has_reached_max_time = True
         trainer.should_stop = True
 
 
-def loop_state(fit_loop: dict[str, Any], point: Point, accumulate: int) -> dict[str, Any]:
-    """Return the state of Lightning's `loops.fit_loop` that resumes at `point`.
-
-    Args:
-        point: `epoch`, the current epoch from 0 (at EPOCH_END the one that has just ended);
-            `batches_done`, the optimizer steps done in it; `is_last`, whether they end it;
-            `lacking`, the micro-batches that its last step has fewer than `accumulate`; `phase`.
-            TRAINING resumes after `batches_done`, VALIDATION repeats the whole validation at that
-            point, EPOCH_END starts the next epoch.
-    """
-    started = point["epoch"] + 1
-    ended = point["epoch"]
-    micro = point["batches_done"] * accumulate
+def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) -> dict[str, Any]:
+    """Return the state of Lightning's `loops.fit_loop` that resumes at `point`."""
+    started = point.epoch + 1
+    ended = point.epoch
+    micro = point.batches_done * accumulate
     is_last = False
-    if point["phase"] == EPOCH_END:
+    if point.phase == EPOCH_END:
         ended = started
         micro = completed = 0
-    elif point["phase"] == TRAINING:
+    elif point.phase == TRAINING:
         # This is how Lightning recognises a checkpoint saved in on_train_batch_end.
         completed = micro - 1
     else:
-        micro = completed = micro - point.get("lacking", 0)
-        is_last = point["is_last"]
+        micro = completed = micro - point.lacking
+        is_last = point.is_last
 
     # Add the batches of earlier epochs, which check_val_every_n_epoch=null needs.
     before = fit_loop["epoch_loop.batch_progress"]
     earlier = before["total"]["ready"]
-    if point["phase"] != EPOCH_END:
+    if point.phase != EPOCH_END:
         earlier -= before["current"]["ready"]
 
-    validations = int(point["phase"] == VALIDATION)
+    validations = int(point.phase == VALIDATION)
     batch_progress = progress(micro, micro, completed, earlier)
     val_progress = progress(validations, 0, 0)
     return {

@@ -44,7 +44,7 @@ class CheckpointWriter:
 
     def _write(self, content: Checkpoint, paths: Paths, sidecar: Sidecar) -> Paths:
         if "best" in paths:
-            best = without_optimizer(content) if self.weights_only else content
+            best = drop_optimizer_states(content) if self.weights_only else content
             self._write_file(best, paths["best"], replace(sidecar, weights_only=self.weights_only))
         if "last" in paths:
             if "best" in paths and not self.weights_only:
@@ -62,7 +62,7 @@ class CheckpointWriter:
         files.write_sidecar(path, sidecar)
 
 
-def without_optimizer(content: Checkpoint) -> Checkpoint:
+def drop_optimizer_states(content: Checkpoint) -> Checkpoint:
     """Return a checkpoint without optimizer states and without weights beside their average."""
     content = {**content, "optimizer_states": []}
     content.pop("current_model_state", None)

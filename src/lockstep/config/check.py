@@ -58,16 +58,16 @@ def _is_about(override: str, key: str) -> bool:
     return typed.startswith(key) or key.startswith(typed)
 
 
-def _faults(config: Config, options: Config, place: str = "") -> Iterator[Fault]:
+def _faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault]:
     """Yield each wrong key or value of a node.
 
     Args:
-        place: of the node, as `trainer.`.
+        prefix: of the node, as `trainer.`.
     """
     for name, value in config.items():
-        key = f"{place}{name}"
+        key = f"{prefix}{name}"
         if name not in options:
-            if not _is_read(place[:-1], str(name), value, config, options):
+            if not _is_read(prefix[:-1], str(name), value, config, options):
                 yield Fault(key, value, None)
             continue
 
@@ -113,13 +113,13 @@ def _expected_type(value: Any, default: Any) -> str | None:
     return f"{TYPES[kind]} (the default is {str(default).lower()})"
 
 
-def _is_read(place: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
+def _is_read(prefix: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
     """Return whether something may read a key that no yaml lists."""
-    if place == "trainer":
+    if prefix == "trainer":
         if name in REFUSED_TRAINER_KEYS:
             raise UserError(f"trainer.{name} cannot be given: {REFUSED_TRAINER_KEYS[name]}.")
         return name in trainer_arguments()
-    if place in FREE_GROUPS:
+    if prefix in FREE_GROUPS:
         return value is None or isinstance(value, Mapping)
     if name == "_target_":
         return True

@@ -118,7 +118,7 @@ def _compose_resumed(line: CommandLine, stored: Config) -> Any:
     defaults = unresolved(fresh)
 
     values = merge.values_of(stored, line.overrides, choices, defaults)
-    changes = merge.repeatable(line.overrides, stored, values, defaults)
+    changes = merge.repeatable_overrides(line.overrides, stored, values, defaults)
     store_config(group="resumed", name="run", node=values, package="_global_")
     overrides = [*options, "+resumed=run", *changes, *line.without_fits]
     return _compose(line.config_name, overrides, line.folders)

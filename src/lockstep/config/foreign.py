@@ -45,7 +45,7 @@ LARGEST = 2**31
 LONGEST_LIST = 64
 
 
-def accepted(
+def accept_config(
     stored: object, roots: tuple[str, ...], whose: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the part of an untrusted config that may be used, and the keys that were rejected.
@@ -88,7 +88,7 @@ def _accepted_choices(
                 raise UserError(
                     f"{whose} names {group}={name!r:.60}, which is not here: there is {options}."
                 )
-        elif connects(group, str(name)):
+        elif connects_to_peers(group, str(name)):
             rejected[f"{group}={name}"] = None
         else:
             choices[group] = str(name)
@@ -110,7 +110,7 @@ def _is_option(group: str, name: object) -> bool:
     return not missing_option(group, name, (CONFIGS,))
 
 
-def connects(group: str, name: str) -> bool:
+def connects_to_peers(group: str, name: str) -> bool:
     """Return whether a trainer connects to the addresses of its yaml, as trainer=hivemind does.
 
     An untrusted config must not choose with whom a run exchanges its weights.
@@ -130,12 +130,12 @@ def _builds_another_net(key: str) -> bool:
 
 
 def _accepted_values(
-    stored: Config, defaults: Config, place: str, rejected: dict[str, Any]
+    stored: Config, defaults: Config, prefix: str, rejected: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the accepted values that differ from the defaults of this clone."""
     values: dict[str, Any] = {}
     for name, value in stored.items():
-        key = f"{place}{name}"
+        key = f"{prefix}{name}"
         default = defaults.get(name)
         value = _without_tuple(value)
         # This machine keeps its own devices and workers.
@@ -224,7 +224,7 @@ def stored_config(
     is_in_run = path.parent.name == folder.checkpoints.name
     if is_in_run and folder.path.is_relative_to(logs.resolve()) and folder.config.is_file():
         return read_config(folder.config)
-    config, _ = accepted(stored, roots, f"The checkpoint {path}")
+    config, _ = accept_config(stored, roots, f"The checkpoint {path}")
     return config
 
 

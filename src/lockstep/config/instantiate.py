@@ -33,7 +33,7 @@ def resolve_target(target: Any, where: str) -> Any:
     return located
 
 
-def options_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:
+def parameters_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:
     """Return the parameters by name, and whether any other name is taken.
 
     Those of bases that `**options` may reach are among them.
@@ -78,7 +78,7 @@ def build(
 
     target = node["_target_"]
     arguments = dict(values or {})
-    parameters, takes_any_name = options_of(resolve_target(target, "_target_"))
+    parameters, takes_any_name = parameters_of(resolve_target(target, "_target_"))
     options = node.keys() - {*HYDRA_KEYS} | arguments.keys()
     if not takes_any_name:
         _refuse_unknown(options, parameters, target)

@@ -269,7 +269,7 @@ def finds_run(key: str) -> bool:
     return kind_of(root_of(key)) in (START, PLACE)
 
 
-def is_of_one_run(key: str) -> bool:
+def is_not_inherited(key: str) -> bool:
     """Return whether a value is of one run alone, so that an evaluation does not inherit it."""
     return kind_of(root_of(key)) in (START, PLACE) or root_of(key) in LABELS
 
@@ -282,7 +282,7 @@ def is_carried_over(key: str) -> bool:
     return kind_of(key) is not START or key == WEIGHTS_AT_START
 
 
-def is_told_of_a_run(key: str) -> bool:
+def is_shown_as_changed(key: str) -> bool:
     """Return whether the page of a run tells that the command line changed its recipe's value."""
     kind = kind_of(key)
     return kind not in (START, PLACE, OUTPUT) or root_of(key) in ("callbacks", "logger")
@@ -298,7 +298,7 @@ def names_images(key: str) -> bool:
     return key == "data" or any(is_below(key, pattern) for pattern in IMAGES)
 
 
-def is_of_arm(key: str) -> bool:
+def is_omitted_by_baseline(key: str) -> bool:
     """Return whether the baseline of a sweep with against=baseline omits an override."""
     if key == "task" or names_images(key) or key in REPEATS:
         return False

@@ -91,7 +91,7 @@ def values_of(
     if "overrides" in stored:
         _set_what_is_missing(values, fresh)
 
-    kept = _kept(values, fresh, {key_of(override) for override in _overrides(stored)}, "")
+    kept = _values_to_keep(values, fresh, {key_of(override) for override in _overrides(stored)}, "")
     if kept.get("optimizer"):
         kept["optimizer"] = _with_rates_scaled_once(kept["optimizer"], stored, overrides)
     return kept
@@ -117,7 +117,7 @@ def _set_what_is_missing(values: dict[str, Any], fresh: Config) -> None:
             values[group] = {**node, key: value}
 
 
-def repeatable(
+def repeatable_overrides(
     overrides: Sequence[str], stored: Config, values: Config, fresh: Config
 ) -> list[str]:
     """Return the overrides in the form in which they hold at every start of a run.
@@ -211,11 +211,11 @@ def _has(values: Config, fresh: Config, key: str) -> bool:
     return kept is not ABSENT or lookup(fresh, key) is not ABSENT
 
 
-def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[str, Any]:
+def _values_to_keep(values: Config, fresh: Config, typed: set[str], prefix: str) -> dict[str, Any]:
     """Return the run's values without those that depend on the code version or the machine."""
     kept = {}
     for name, value in values.items():
-        key = f"{place}{name}"
+        key = f"{prefix}{name}"
         default = fresh.get(name)
         if not _is_kept(key, name in fresh, default, typed):
             continue
@@ -223,7 +223,7 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
             # A class whose module was moved meanwhile gives way to that of the option's yaml.
             continue
         if isinstance(value, Mapping) and isinstance(default, Mapping):
-            kept[name] = _kept(value, default, typed, f"{key}.")
+            kept[name] = _values_to_keep(value, default, typed, f"{key}.")
         else:
             kept[name] = value
     return kept

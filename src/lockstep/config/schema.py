@@ -135,14 +135,14 @@ def yaml_files(group: str, folders: tuple[Path, ...]) -> list[Path]:
     return paths
 
 
-def dotted(node: Config, place: str = "") -> Iterator[str]:
+def dotted(node: Config, prefix: str = "") -> Iterator[str]:
     """Yield every key that a user can give; values before the nodes that hold them."""
     for name, value in node.items():
         if name in INTERNAL:
             continue
         if isinstance(value, Mapping):
-            yield from dotted(value, f"{place}{name}.")
-        yield f"{place}{name}"
+            yield from dotted(value, f"{prefix}{name}.")
+        yield f"{prefix}{name}"
 
 
 @cache

@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from lockstep.process import signals
 from lockstep.process.environment import set_variables
 from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from lockstep.ranks.failures import RankError, exit_code, rank_error
+from lockstep.ranks.failures import RankError, RanksEnd, describe_error, exit_code
 from lockstep.ranks.find import AGENT, Cluster
 
 # For a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
@@ -36,13 +36,11 @@ GRACE_AFTER_STOP_S = 100
 # torch's agent kills the others so long after the first rank has ended.
 AGENT_KILLS_AFTER_S = 30
 STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
-# Exit code, how the rank that failed first ended, its traceback
-Ended = tuple[int, RankError | None, str]
 
 
 def start_ranks(
     cluster: Cluster, run_id: str | None, folder: Path, arguments: list[str], timeout_s: float
-) -> Ended:
+) -> RanksEnd:
     """Start this node's ranks and wait until all have ended; none of them is left afterwards.
 
     A second Ctrl-C kills them.
@@ -61,7 +59,7 @@ def start_ranks(
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=cluster.devices,
+            nproc_per_node=cluster.ranks_per_node,
             run_id=run_id or "none",
             max_restarts=0,
             rdzv_backend="static",
@@ -77,7 +75,7 @@ def start_ranks(
         try:
             previous = signals.on_stop(stop)
             launch_agent(config, sys.executable, arguments)
-            return EXIT_OK, None, ""
+            return RanksEnd(EXIT_OK)
         except ChildFailedError as error:
             return _first_failure(error.failures, cluster)
         except SignalException:
@@ -156,31 +154,31 @@ def _kill_children() -> None:
             child.kill()
 
 
-def _after_stop(stop: _Stop, errors: Path, cluster: Cluster) -> Ended:
+def _after_stop(stop: _Stop, errors: Path, cluster: Cluster) -> RanksEnd:
     """Tell how the ranks ended after a signal: one may have failed, or did not stop in time."""
     if stop.is_overdue():
         text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
-        return EXIT_FAILED, rank_error(cluster.rank, text, "killed"), ""
+        return RanksEnd(EXIT_FAILED, describe_error(cluster.rank, text, "killed"))
     files = sorted(errors.rglob("error.json"), key=lambda path: path.stat().st_mtime)
     if files:
         return _read(files[0])
-    return EXIT_INTERRUPTED, None, ""
+    return RanksEnd(EXIT_INTERRUPTED)
 
 
-def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> Ended:
+def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> RanksEnd:
     """Tell which rank failed first: the agent ends the others then, and lists them too.
 
     Args:
         failures: by local rank.
     """
-    reports: dict[int, Ended] = {}
+    reports: dict[int, RanksEnd] = {}
     for local_rank, failure in failures.items():
         file = Path(failure.error_file)
         if file.is_file():
             reports[local_rank] = _read(file)
     # The ranks that waited for one that hangs have killed it.
     for report in reports.values():
-        if report[1] and report[1]["kind"] == "hangs":
+        if report.failure and report.failure["kind"] == "hangs":
             return report
 
     local_rank = _first_to_fail(failures, set(reports))
@@ -189,11 +187,11 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> End
     if local_rank in reports and (code > 0 or is_stopped):
         return reports[local_rank]
     if is_stopped:
-        return EXIT_INTERRUPTED, None, ""
+        return RanksEnd(EXIT_INTERRUPTED)
     text = f"ended with exit code {code}"
     if code < 0:
         text = f"killed by {signal.Signals(-code).name}"
-    return EXIT_FAILED, rank_error(cluster.rank + local_rank, text, "killed"), ""
+    return RanksEnd(EXIT_FAILED, describe_error(cluster.rank + local_rank, text, "killed"))
 
 
 def _first_to_fail(failures: dict[int, ProcessFailure], reporting: set[int]) -> int:
@@ -218,7 +216,7 @@ def _first_to_fail(failures: dict[int, ProcessFailure], reporting: set[int]) -> 
     return min(failures, key=order)
 
 
-def _read(error_file: Path) -> Ended:
+def _read(error_file: Path) -> RanksEnd:
     message = json.loads(error_file.read_text())["message"]
     failure: RankError = json.loads(message["message"].partition(": ")[2])
-    return exit_code(failure), failure, message["extraInfo"]["py_callstack"]
+    return RanksEnd(exit_code(failure), failure, message["extraInfo"]["py_callstack"])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from lockstep.process.environment import environment
 from lockstep.process.errors import (
@@ -91,7 +91,15 @@ class RankError(TypedDict):
     kind: str
 
 
-def rank_error(
+class RanksEnd(NamedTuple):
+    """The end of a node's ranks: their exit code, the first failure and its traceback."""
+
+    exit_code: int
+    failure: RankError | None = None
+    callstack: str = ""
+
+
+def describe_error(
     rank: int, message: str | BaseException, kind: str = "", phase: str = "", host: str = ""
 ) -> RankError:
     """Return the description of how a rank failed, from its exception or from a message."""
@@ -107,7 +115,7 @@ def rank_error(
     }
 
 
-def with_culprit(
+def explain_failure(
     error: BaseException,
     store: "Store",
     cluster: Cluster,
@@ -168,7 +176,7 @@ class _CulpritSearch:
                 "died, was stopped, or lost its host or network: the store that it holds cannot "
                 "be reached"
             )
-            return rank_error(0, message, "lost", self.phase, self.hosts[0])
+            return describe_error(0, message, "lost", self.phase, self.hosts[0])
 
     def _agree_on_first(self) -> RankError:
         rank = self.cluster.rank
@@ -185,10 +193,10 @@ class _CulpritSearch:
 
     def _own_error(self) -> RankError:
         rank = self.cluster.rank
-        return rank_error(rank, self.error, phase=self.phase, host=self.hosts[rank])
+        return describe_error(rank, self.error, phase=self.phase, host=self.hosts[rank])
 
     def _of_silent_rank(self, rank: int, message: str) -> RankError:
-        return rank_error(rank, message, "hangs", self.phase, self.hosts[rank])
+        return describe_error(rank, message, "hangs", self.phase, self.hosts[rank])
 
     def _publish(self, error: RankError) -> RankError:
         """Publish an error unless another rank was first; return the first one."""
@@ -216,7 +224,7 @@ class _CulpritSearch:
             return None
         sentence = unequal_epochs(self.epochs())
         if sentence:
-            return rank_error(self.cluster.rank, UserError(sentence), phase=self.phase)
+            return describe_error(self.cluster.rank, UserError(sentence), phase=self.phase)
         silent = [rank for rank in self.others if not self.store.check([f"reported/{rank}"])]
         if not silent:
             return None
@@ -226,7 +234,7 @@ class _CulpritSearch:
             message = f"hangs: the other ranks waited for it; see {file}"
             return self._of_silent_rank(silent[0], message)
         message = "died or was cut off without an error"
-        return rank_error(silent[0], message, "lost", self.phase, self.hosts[silent[0]])
+        return describe_error(silent[0], message, "lost", self.phase, self.hosts[silent[0]])
 
     def _wait_for(self, keys: list[str]) -> bool:
         """Return whether all keys are there in time."""
@@ -262,15 +270,15 @@ def unequal_epochs(ranks: list[Epochs]) -> str:
     return ""
 
 
-def end_of(error: BaseException, cluster: Cluster, folder: RunFolder | None) -> int:
+def report_failure(error: BaseException, cluster: Cluster, folder: RunFolder | None) -> int:
     """Report the exception that ended this rank; return the exit code."""
     if isinstance(error, Interrupted):
         _end_interrupted(error, cluster, folder)
         return EXIT_INTERRUPTED
 
     error = no_room(error, folder.path if folder else Path()) or error
-    phase = getattr(error, "phase", None) or phase_of(folder)
-    mine = rank_error(cluster.rank, error, phase=phase)
+    phase = getattr(error, "phase", None) or recorded_phase(folder)
+    mine = describe_error(cluster.rank, error, phase=phase)
     first: RankError = getattr(error, "culprit", mine)
     first["message"] = redact_text(first["message"])
 
@@ -318,7 +326,7 @@ def exit_code(failure: RankError) -> int:
     return EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
 
 
-def phase_of(folder: RunFolder | None) -> str:
+def recorded_phase(folder: RunFolder | None) -> str:
     """Return the phase of the run record: start, training, validation, test or end."""
     if folder is None or not folder.record.exists():
         return "start"

@@ -21,7 +21,7 @@ from lockstep.process.environment import (
     visible_gpus,
 )
 from lockstep.process.errors import UserError
-from lockstep.ranks.placement import RequestedDevices, place
+from lockstep.ranks.placement import RequestedDevices, resolve_devices
 from lockstep.records.config import Config
 
 Environ = Mapping[str, str]
@@ -49,7 +49,7 @@ VARIABLES = {
     "env": Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
 # Of one command per node
-NODES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+NODE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 # InfiniBand, RoCE or EFA, which NCCL finds by itself
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -60,7 +60,7 @@ class Cluster:
 
     Args:
         launcher: none, nodes, torchrun, slurm, mpirun, mpiexec or env.
-        devices: ranks on each node.
+        ranks_per_node: the processes on each node.
         local_rank: None in a process that starts this node's ranks and is none itself.
         master_port: None on a single machine, where any free port will do.
         agent_store: torchrun's agent or Lockstep's, not rank 0, serves the store at that address.
@@ -69,7 +69,7 @@ class Cluster:
 
     launcher: str
     num_nodes: int
-    devices: int
+    ranks_per_node: int
     node_rank: int
     local_rank: int | None
     master_addr: str
@@ -80,12 +80,12 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        return self.num_nodes * self.devices
+        return self.num_nodes * self.ranks_per_node
 
     @property
     def rank(self) -> int:
         """The global rank; of a process that starts ranks, its first one's."""
-        return self.node_rank * self.devices + (self.local_rank or 0)
+        return self.node_rank * self.ranks_per_node + (self.local_rank or 0)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -104,7 +104,7 @@ def set_rank_environment(cluster: Cluster) -> None:
             "RANK": str(cluster.rank),
             "LOCAL_RANK": str(cluster.local_rank or 0),
             "WORLD_SIZE": str(cluster.world_size),
-            "LOCAL_WORLD_SIZE": str(cluster.devices),
+            "LOCAL_WORLD_SIZE": str(cluster.ranks_per_node),
             "GROUP_RANK": str(cluster.node_rank),
             "GROUP_WORLD_SIZE": str(cluster.num_nodes),
             "MASTER_ADDR": cluster.master_addr,
@@ -175,7 +175,7 @@ def is_first_on_node(environ: Environ) -> bool:
     return all(environ.get(name, "0") == "0" for name in names)
 
 
-def describe(environ: Environ, requested: RequestedDevices) -> Cluster:
+def read_cluster(environ: Environ, requested: RequestedDevices) -> Cluster:
     """Return the cluster that the environment and the trainer's options describe together.
 
     Raises:
@@ -183,62 +183,78 @@ def describe(environ: Environ, requested: RequestedDevices) -> Cluster:
     """
     name = launcher_of(environ)
     if name == "agent":
-        return _of_agent(environ)
+        return _cluster_of_agent(environ)
     if name == "slurm":
-        return _started_rank(name, {**environ, **_of_slurm(environ)}, requested)
+        return _started_rank(name, {**environ, **_torchrun_variables_of_slurm(environ)}, requested)
     if name is not None:
         return _started_rank(name, environ, requested)
     if not requested.several_processes:
-        return Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+        return _this_machine(ranks_per_node=1)
     if "NODE_RANK" in environ or (requested.num_nodes or 1) > 1:
-        return _of_nodes(environ, requested)
-    devices = requested.devices or requested.machine
-    return Cluster("none", 1, devices, 0, _only_rank(devices), "127.0.0.1", None)
+        return _cluster_of_nodes(environ, requested)
+    return _this_machine(requested.ranks_per_node or requested.default_ranks)
 
 
-def _only_rank(devices: int) -> int | None:
+def _this_machine(ranks_per_node: int) -> Cluster:
+    """Return the cluster of a machine whose process nobody has made one of several."""
+    return Cluster(
+        launcher="none",
+        num_nodes=1,
+        ranks_per_node=ranks_per_node,
+        node_rank=0,
+        local_rank=_only_rank(ranks_per_node),
+        master_addr="127.0.0.1",
+        master_port=None,
+    )
+
+
+def _only_rank(ranks_per_node: int) -> int | None:
     """Return the local rank of a process that nobody has made one of several."""
-    return None if devices > 1 else 0
+    return None if ranks_per_node > 1 else 0
 
 
-def _of_agent(environ: Environ) -> Cluster:
+def _cluster_of_agent(environ: Environ) -> Cluster:
     """Return the cluster that Lockstep's agent describes to its ranks."""
     launcher, num_nodes, node_rank, address, port = environ[AGENT].split(maxsplit=6)[1:6]
     return Cluster(
-        launcher,
-        int(num_nodes),
-        int(environ["LOCAL_WORLD_SIZE"]),
-        int(node_rank),
-        int(environ["LOCAL_RANK"]),
-        address,
-        int(port),
+        launcher=launcher,
+        num_nodes=int(num_nodes),
+        ranks_per_node=int(environ["LOCAL_WORLD_SIZE"]),
+        node_rank=int(node_rank),
+        local_rank=int(environ["LOCAL_RANK"]),
+        master_addr=address,
+        master_port=int(port),
         agent_store=num_nodes == "1",
         has_agent=True,
     )
 
 
-def _of_nodes(environ: Environ, requested: RequestedDevices) -> Cluster:
+def _cluster_of_nodes(environ: Environ, requested: RequestedDevices) -> Cluster:
     """Return the cluster of one command per node."""
-    devices = requested.devices or requested.machine
+    ranks_per_node = requested.ranks_per_node or requested.default_ranks
     num_nodes = requested.num_nodes or 0
-    world_size = devices * num_nodes
+    world_size = ranks_per_node * num_nodes
     node_rank = _integer(environ, "NODE_RANK", 0)
-    is_complete = all(environ.get(name) for name in NODES)
+    is_complete = all(environ.get(name) for name in NODE_VARIABLES)
     is_size = _integer(environ, "WORLD_SIZE", world_size) == world_size
     if not (is_complete and is_size and 0 <= node_rank < num_nodes):
-        names = (*NODES, "WORLD_SIZE")
+        names = (*NODE_VARIABLES, "WORLD_SIZE")
         shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in names)
         raise UserError(
-            f"{shown} do not fit trainer.devices={devices * requested.devices_each} "
+            f"{shown} do not fit trainer.devices={ranks_per_node * requested.devices_per_rank} "
             f"trainer.num_nodes={num_nodes or 'unset'}: start on each of N nodes "
             "MASTER_ADDR=<address of node 0> MASTER_PORT=29500 NODE_RANK=<0 to N - 1> python "
             "src/train.py trainer.num_nodes=<N> …; WORLD_SIZE is N × trainer.devices, or "
             "not set."
         )
-    port = _integer(environ, "MASTER_PORT")
-    local_rank = _only_rank(devices)
     return Cluster(
-        "nodes", num_nodes, devices, node_rank, local_rank, _master_address(environ), port
+        launcher="nodes",
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        node_rank=node_rank,
+        local_rank=_only_rank(ranks_per_node),
+        master_addr=_master_address(environ),
+        master_port=_integer(environ, "MASTER_PORT"),
     )
 
 
@@ -252,15 +268,15 @@ def _started_rank(name: str, environ: Environ, requested: RequestedDevices) -> C
     """Return the cluster of a launcher that sets the rank of each process."""
     variables = VARIABLES.get(name, VARIABLES["env"])
     rank = _integer(environ, variables.rank)
-    devices = _integer(environ, variables.local_size, requested.devices or 1)
+    ranks_per_node = _integer(environ, variables.local_size, requested.ranks_per_node or 1)
     cluster = Cluster(
-        name,
-        _integer(environ, variables.world_size) // devices,
-        devices,
-        rank // devices,
-        _integer(environ, variables.local_rank, rank % devices),
-        _master_address(environ),
-        _integer(environ, "MASTER_PORT", 29500),
+        launcher=name,
+        num_nodes=_integer(environ, variables.world_size) // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        node_rank=rank // ranks_per_node,
+        local_rank=_integer(environ, variables.local_rank, rank % ranks_per_node),
+        master_addr=_master_address(environ),
+        master_port=_integer(environ, "MASTER_PORT", 29500),
         agent_store=name == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
     _check_started(cluster, variables, environ, requested)
@@ -294,14 +310,15 @@ def _check_started(
             f"trainer=ddp or trainer=fsdp (on CPUs ddp_sim or fsdp_sim){unset}."
         )
     devices = "ranks on a node"
-    if requested.devices_each > 1:
-        devices += f" × {requested.devices_each}"
+    if requested.devices_per_rank > 1:
+        devices += f" × {requested.devices_per_rank}"
+    ranks_per_node = requested.ranks_per_node or cluster.ranks_per_node
     is_row = rank in range(world_size) and (cluster.world_size, cluster.rank) == (world_size, rank)
     if not is_row or not _fits(requested, cluster):
         raise UserError(
             f"{launcher} started rank {rank} of {world_size}, number {cluster.local_rank} of "
-            f"{cluster.devices} on its node, but trainer.devices="
-            f"{(requested.devices or cluster.devices) * requested.devices_each} × "
+            f"{cluster.ranks_per_node} on its node, but trainer.devices="
+            f"{ranks_per_node * requested.devices_per_rank} × "
             f"trainer.num_nodes={requested.num_nodes or cluster.num_nodes}: every node needs as "
             f"many ranks, numbered in a row. Give trainer.devices=<{devices}>, or leave both "
             f"out{unset}."
@@ -312,16 +329,16 @@ def _fits(requested: RequestedDevices, cluster: Cluster) -> bool:
     """Return whether a launcher started what the options ask for, where they ask for a number."""
     if not requested.several_processes:
         return True
-    has_devices = requested.devices in (None, cluster.devices)
-    return has_devices and requested.num_nodes in (None, cluster.num_nodes)
+    has_ranks = requested.ranks_per_node in (None, cluster.ranks_per_node)
+    return has_ranks and requested.num_nodes in (None, cluster.num_nodes)
 
 
-def _of_slurm(environ: Environ) -> dict[str, str]:
+def _torchrun_variables_of_slurm(environ: Environ) -> dict[str, str]:
     """Return torchrun's variables for a task of an srun step."""
     tasks = _integer(environ, "SLURM_STEP_NUM_TASKS")
-    devices = tasks // _integer(environ, "SLURM_STEP_NUM_NODES")
+    ranks_per_node = tasks // _integer(environ, "SLURM_STEP_NUM_NODES")
     local_rank = _integer(environ, "SLURM_LOCALID")
-    rank = _integer(environ, "SLURM_NODEID") * devices + local_rank
+    rank = _integer(environ, "SLURM_NODEID") * ranks_per_node + local_rank
     # Each step of each job has a port of its own.
     number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ["SLURM_STEP_ID"])
     address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
@@ -329,7 +346,7 @@ def _of_slurm(environ: Environ) -> dict[str, str]:
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(devices),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
         "MASTER_ADDR": address,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + number % 12000),
     }
@@ -343,7 +360,7 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
-def named_run(config: Mapping[str, Any], environ: Environ) -> str | None:
+def requested_run_id(config: Mapping[str, Any], environ: Environ) -> str | None:
     """Return the run id that the user, torchrun (--rdzv-id) or SLURM's job gives the run.
 
     It is the same after a restart.
@@ -355,7 +372,7 @@ def named_run(config: Mapping[str, Any], environ: Environ) -> str | None:
     return config.get("run_id") or environ.get("RUN_ID") or of_torchrun or slurm_step(environ)
 
 
-def agent_id(environ: Environ) -> str | None:
+def restart_id(environ: Environ) -> str | None:
     """Name what would start this process again in the same run: torchrun's agent or a SLURM step.
 
     None if nothing would.
@@ -396,13 +413,14 @@ def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
     gpus = visible_gpus(environ)
     trainer_name = (config.get("choices") or {}).get("trainer", "this trainer")
     is_training = config["task_name"] == "train"
-    accelerator, requested = place(config["trainer"], trainer_name, gpus, is_training)
-    cluster = replace(describe(environ, requested), accelerator=accelerator)
-    needed = cluster.devices * requested.devices_each
+    accelerator, requested = resolve_devices(config["trainer"], trainer_name, gpus, is_training)
+    cluster = replace(read_cluster(environ, requested), accelerator=accelerator)
+    needed = cluster.ranks_per_node * requested.devices_per_rank
     if requested.several_processes and accelerator == "gpu" and needed > gpus:
-        gpus_of_rank = {1: "one"}.get(requested.devices_each, requested.devices_each)
+        gpus_of_rank = {1: "one"}.get(requested.devices_per_rank, requested.devices_per_rank)
         raise UserError(
-            f"{cluster.devices} ranks on this node see {gpus} GPU{'s' if gpus != 1 else ''}: "
+            f"{cluster.ranks_per_node} ranks on this node see {gpus} "
+            f"GPU{'s' if gpus != 1 else ''}: "
             "each rank must see all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), "
             f"and there must be {gpus_of_rank} for each."
         )

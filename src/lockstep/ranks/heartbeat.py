@@ -10,15 +10,13 @@ import json
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-
-# The last two epochs of a rank: number, batches at least, 1 if it is over.
-Epochs = list[list[int]]
 
 INTERVAL_S = 5.0
 LOST_AFTER_S = 40.0
@@ -26,6 +24,38 @@ SPEAK_INTERVAL_S = 60.0
 # A wait of hours may end a second late; one that is over at once costs some hundredths.
 MOST_WAITING_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
+
+
+class EpochCount(NamedTuple):
+    """The training batches that an epoch of a rank has at least; all of them once it is over."""
+
+    epoch: int
+    batches: int
+    is_over: bool
+
+
+# The last two epochs of a rank
+Epochs = Sequence[EpochCount]
+
+
+class Beat(NamedTuple):
+    """A sign of life of a rank: its number, and the waits that the rank has reached.
+
+    Args:
+        passed: the waits of which this rank knows that all ranks have reached them.
+    """
+
+    number: int
+    reached: int
+    passed: int
+    epochs: Epochs = ()
+
+    @classmethod
+    def of(cls, text: str | bytes) -> "Beat":
+        """Return the beat that a rank has put into the store as JSON."""
+        beat = cls(*json.loads(text))
+        epochs = [EpochCount(*each) for each in beat.epochs]
+        return cls(beat.number, beat.reached, beat.passed, epochs)
 
 
 class LostRank(RuntimeError):
@@ -98,20 +128,20 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._set_beat()
         if rank == 0:
-            self._set_state([[0, 0, 0, []] for _ in range(world_size)], None)
+            self._set_state([Beat(0, 0, 0)] * world_size, None)
 
     def start(self) -> None:
         self._thread.start()
 
     def note(self, epoch: int, batches: int, *, is_over: bool) -> None:
         """Tell the others, with the next beat, how many training batches an epoch has at least."""
-        before = [each for each in self._epochs if each[0] < epoch]
-        self._epochs = [*before[-1:], [epoch, batches, int(is_over)]]
+        before = [each for each in self._epochs if each.epoch < epoch]
+        self._epochs = [*before[-1:], EpochCount(epoch, batches, is_over)]
 
     def epochs_of_all(self) -> list[Epochs]:
         """Return the last epochs of each rank, as of its last beat."""
         self._set_beat()
-        return [json.loads(text)[3] for text in self.store.multi_get(self._keys)]
+        return [Beat.of(text).epochs for text in self.store.multi_get(self._keys)]
 
     def end(self) -> None:
         """End the thread, before the store goes."""
@@ -205,20 +235,22 @@ class Heartbeat:
 
     def _set_beat(self) -> None:
         passed = self._passed
-        beat = [self._count, self._reached, passed, self._epochs]
+        beat = Beat(self._count, self._reached, passed, self._epochs)
         self.store.set(self._keys[self.rank], json.dumps(beat))
         self._confirmed = passed
 
     def _watch(self) -> None:
         """Read the beats of all ranks, and publish what follows from them."""
-        beats = [json.loads(text) for text in self.store.multi_get(self._keys)]
-        others = [rank for rank in range(1, len(beats)) if self._is_silent(rank, beats[rank][0])]
-        self._late = [rank for rank, beat in enumerate(beats) if beat[1] < self._reached]
-        self._all_passed = min(beat[2] for beat in beats)
+        beats = [Beat.of(text) for text in self.store.multi_get(self._keys)]
+        others = [
+            rank for rank in range(1, len(beats)) if self._is_silent(rank, beats[rank].number)
+        ]
+        self._late = [rank for rank, beat in enumerate(beats) if beat.reached < self._reached]
+        self._all_passed = min(beat.passed for beat in beats)
         self._set_state(beats, min(others, default=None))
 
-    def _set_state(self, beats: list[list[Any]], silent: int | None) -> None:
-        passed = min(beat[1] for beat in beats)
+    def _set_state(self, beats: Sequence[Beat], silent: int | None) -> None:
+        passed = min(beat.reached for beat in beats)
         state = {"count": self._count, "passed": passed, "silent": silent}
         self.store.set("state", json.dumps(state))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from lockstep.process import signals
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.records.provenance import Fingerprint, first_difference
+from lockstep.records.provenance import Fingerprint, describe_difference
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,14 @@ READ_WITHIN_S = 2.0
 START = "lockstep/start"
 
 Answer = dict[str, Any]
+
+
+class Introduction(NamedTuple):
+    """A rank's words to rank 0; the random nonce tells this start from earlier ones."""
+
+    nonce: str
+    host: str
+    fingerprint: Fingerprint | None
 
 
 @dataclass
@@ -68,7 +76,7 @@ def last_meeting() -> Meeting | None:
 def meet(
     cluster: Cluster,
     timeout_s: float,
-    mine: Fingerprint | None = None,
+    fingerprint: Fingerprint | None = None,
     decide: Callable[[], Answer] = dict,
 ) -> Answer:
     """Wait for every rank, and return rank 0's decisions on all of them.
@@ -79,24 +87,23 @@ def meet(
     comes while rank 0 of an earlier run still uploads waits for that one's end, and connects again.
 
     Args:
-        mine: the code, config and packages of this rank, which must be those of rank 0.
+        fingerprint: the code, config and packages of this rank, which must be those of rank 0.
         decide: called on rank 0 once all are there; its result must have a JSON form.
 
     Raises:
         UserError: a node did not come in time, ranks differ, or rank 0 refuses the start.
     """
     wait = _Wait(cluster, timeout_s)
-    number = secrets.token_hex(8)
-    introduction = json.dumps([number, socket.gethostname(), mine])
+    introduction = Introduction(secrets.token_hex(8), socket.gethostname(), fingerprint)
 
     answer: Answer | None = None
     while answer is None:
         store = _connect(cluster, timeout_s, wait)
         try:
             if cluster.rank == 0:
-                prefix, answer = _lead(store, wait, number, introduction, decide)
+                prefix, answer = _lead(store, wait, introduction, decide)
             else:
-                prefix, answer = _follow(store, wait, number, introduction)
+                prefix, answer = _follow(store, wait, introduction)
         except (OSError, dist.DistError):
             if wait.has_begun:
                 message = f"rank 0 at {wait.address} has ended before the run began"
@@ -135,7 +142,7 @@ class _Wait:
         return f"{self.cluster.master_addr}:{self.cluster.master_port}"
 
     def nodes_of(self, ranks: list[int]) -> list[int]:
-        return sorted({rank // self.cluster.devices for rank in ranks})
+        return sorted({rank // self.cluster.ranks_per_node for rank in ranks})
 
     def error(self, nodes: list[int]) -> str:
         names = ", ".join(map(str, nodes))
@@ -180,24 +187,23 @@ def _connect(cluster: Cluster, timeout_s: float, wait: _Wait) -> dist.TCPStore:
 def _lead(
     store: dist.TCPStore,
     wait: _Wait,
-    number: str,
-    introduction: str,
+    introduction: Introduction,
     decide: Callable[[], Answer],
 ) -> tuple[str, Answer]:
     """Collect the introductions of all ranks, as rank 0, and answer them.
 
-    A rank makes the same few calls in each look, however many ranks there are: the numbers of those
-    that have come are one text, to which each appends its own.
+    A rank makes the same few calls in each look, however many ranks there are: the numbers of the
+    ranks that have come are one text, to which each appends its own.
 
     Returns:
         The prefix of this start's keys, and the answer.
     """
-    prefix = f"lockstep/{number}"
+    prefix = f"lockstep/{introduction.nonce}"
     missing = list(range(1, wait.cluster.world_size))
-    store.set(f"{prefix}/0", introduction)
+    store.set(f"{prefix}/0", json.dumps(introduction))
     _arrive(store, prefix, 0)
     _publish(store, prefix, wait.nodes_of(missing))
-    store.set(START, number)
+    store.set(START, introduction.nonce)
 
     publish_at = time.monotonic()
     while True:
@@ -214,12 +220,12 @@ def _lead(
     # The others wait without a limit for what rank 0 decides: it may search for the largest batch.
     _publish(store, prefix, wait.nodes_of(missing))
     keys = [f"{prefix}/{rank}" for rank in sorted(arrived)]
-    everyone = [json.loads(text) for text in store.multi_get(keys)]
+    everyone = [Introduction(*json.loads(text)) for text in store.multi_get(keys)]
     if missing:
         answer: Answer = {"error": wait.error(wait.nodes_of(missing))}
     else:
         answer = _answer(everyone, decide)
-    answer["numbers"] = [each[0] for each in everyone]
+    answer["numbers"] = [each.nonce for each in everyone]
     store.set(f"{prefix}/answer", json.dumps(answer))
     return prefix, answer
 
@@ -235,9 +241,7 @@ def _publish(store: dist.TCPStore, prefix: str, missing_nodes: list[int]) -> Non
     store.set(f"{prefix}/missing", json.dumps(missing_nodes))
 
 
-def _follow(
-    store: dist.TCPStore, wait: _Wait, number: str, introduction: str
-) -> tuple[str, Answer]:
+def _follow(store: dist.TCPStore, wait: _Wait, introduction: Introduction) -> tuple[str, Answer]:
     """Introduce this rank to rank 0, and wait for the answer that is meant for it.
 
     Returns:
@@ -251,7 +255,7 @@ def _follow(
             # Rank 0 may come later and begin anew, in a store that holds an earlier start.
             prefix = f"lockstep/{store.get(START).decode()}"
             if prefix != introduced_at:
-                store.set(f"{prefix}/{rank}", introduction)
+                store.set(f"{prefix}/{rank}", json.dumps(introduction))
                 _arrive(store, prefix, rank)
                 introduced_at = prefix
             missing_nodes = json.loads(store.get(f"{prefix}/missing"))
@@ -260,25 +264,29 @@ def _follow(
                 wait.reason = ""
             else:
                 answer = json.loads(store.get(f"{prefix}/answer"))
-                if number in answer["numbers"]:
+                if introduction.nonce in answer["numbers"]:
                     return prefix, answer
                 missing_nodes = [0]
                 wait.reason = " (its earlier run is still there)"
         wait.pause(missing_nodes)
 
 
-def _answer(everyone: list[list[Any]], decide: Callable[[], Answer]) -> Answer:
+def _answer(everyone: list[Introduction], decide: Callable[[], Answer]) -> Answer:
     """Compare every rank with rank 0, and decide if all are equal."""
-    _, first_host, first = everyone[0]
-    for rank, (_, host, other) in enumerate(everyone):
-        if not first or not other:
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if not first.fingerprint or not other.fingerprint:
             continue
-        name = f"rank {rank} on {host}"
-        difference = first_difference(other, first, name, f"rank 0 on {first_host}")
+        difference = describe_difference(
+            other.fingerprint,
+            first.fingerprint,
+            f"rank {rank} on {other.host}",
+            f"rank 0 on {first.host}",
+        )
         if difference:
             return {"error": difference}
     try:
-        return {**decide(), "hosts": [host for _, host, _ in everyone]}
+        return {**decide(), "hosts": [each.host for each in everyone]}
     except UserError as error:
         return {"error": str(error)}
 

@@ -18,22 +18,22 @@ class RequestedDevices:
     """The processes that the options of a trainer ask for.
 
     Args:
-        devices: the processes on each node, if the user stated trainer.devices.
+        ranks_per_node: the processes on each node, if the user stated trainer.devices.
         num_nodes: trainer.num_nodes, if the user stated it.
         several_processes: one process for each device, or group of devices; else one process,
             whatever it computes on.
-        machine: the default number of processes on this machine.
-        devices_each: the devices of one of several processes.
+        default_ranks: the processes on each node, if the user stated none.
+        devices_per_rank: the devices of one of several processes.
     """
 
-    devices: int | None = None
+    ranks_per_node: int | None = None
     num_nodes: int | None = None
     several_processes: bool = True
-    machine: int = 1
-    devices_each: int = 1
+    default_ranks: int = 1
+    devices_per_rank: int = 1
 
 
-def place(
+def resolve_devices(
     trainer: Config, name: str, gpus: int, is_training: bool = True
 ) -> tuple[str, RequestedDevices]:
     """Return "cpu" or "gpu", and what the launcher has to start.
@@ -58,42 +58,43 @@ def place(
             "model_parallel trainer.stage_devices."
         )
 
-    devices_each = devices_of_rank(trainer)
+    devices_per_rank = count_devices_per_rank(trainer)
     accelerator = _accelerator(trainer, gpus)
-    machine = 1
+    default_ranks = 1
     if accelerator == "gpu":
         _check_gpus(trainer, name, gpus, devices or 1, is_training)
-        machine = gpus
+        default_ranks = gpus
     elif trainer["strategy"] and not is_one_process:
-        machine = CPU_RANKS * devices_each
+        default_ranks = CPU_RANKS * devices_per_rank
+    ranks_per_node = None
     if devices is None:
-        machine = ranks_of_node(machine, devices_each)
+        default_ranks = ranks_of_node(default_ranks, devices_per_rank)
     else:
-        devices = ranks_of_node(devices, devices_each)
+        ranks_per_node = ranks_of_node(devices, devices_per_rank)
     return accelerator, RequestedDevices(
-        devices, num_nodes, not is_one_process, machine, devices_each
+        ranks_per_node, num_nodes, not is_one_process, default_ranks, devices_per_rank
     )
 
 
-def devices_of_rank(trainer: Config) -> int:
+def count_devices_per_rank(trainer: Config) -> int:
     """Return the number of devices of each rank, where several ranks have several each; else 1."""
     if trainer["launch"] == "one_process":
         return 1
     return _number(trainer.get("process_devices", 1), "process_devices") or 1
 
 
-def ranks_of_node(devices: int, devices_each: int) -> int:
-    """Return the number of ranks of a node, of `devices_each` devices each.
+def ranks_of_node(devices: int, devices_per_rank: int) -> int:
+    """Return the number of ranks of a node, of `devices_per_rank` devices each.
 
     Raises:
         UserError: the devices of the node do not divide so.
     """
-    ranks, rest = divmod(devices, devices_each)
+    ranks, rest = divmod(devices, devices_per_rank)
     if rest:
-        fits = max(ranks, 1) * devices_each
+        fits = max(ranks, 1) * devices_per_rank
         raise UserError(
-            f"{devices} devices of a node do not divide into ranks of {devices_each} devices: pass "
-            f"trainer.devices={fits} or another multiple of {devices_each}."
+            f"{devices} devices of a node do not divide into ranks of {devices_per_rank} devices: "
+            f"pass trainer.devices={fits} or another multiple of {devices_per_rank}."
         )
     return ranks
 

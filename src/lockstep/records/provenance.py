@@ -155,7 +155,7 @@ def fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) ->
     return {"code": code, "options": options, "packages": versions()}
 
 
-def first_difference(
+def describe_difference(
     print_of_node: Fingerprint, print_of_first: Fingerprint, node: str, first: str
 ) -> str | None:
     """Return a sentence on the first thing in which two nodes differ, and how to fix it."""

@@ -22,7 +22,7 @@ from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.ranks.find import Cluster
-from lockstep.ranks.placement import devices_of_rank
+from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 
@@ -62,12 +62,12 @@ LAUNCHER = (
 )
 
 
-class Refused(UserError):
+class BatchRefused(UserError):
     """The refusal of a batch by train.py, with its sentence."""
 
 
 @dataclass
-class Tried:
+class BatchProbes:
     """The batches that were tried.
 
     Args:
@@ -105,27 +105,27 @@ def search(config: Config, cluster: Cluster, smallest: Batch) -> dict[str, Any]:
     """Run train.py with several batches; return the fields of `largest_batch` in the record."""
     parts = cluster.world_size * smallest.accumulate
     unit = _unit(config)
-    tried = Tried()
+    probes = BatchProbes()
     batch: int | None = START
     while batch is not None:
         try:
             record = _train_two_steps(config, cluster, smallest, batch)
-        except Refused:
+        except BatchRefused:
             # BatchNorm refuses a single image, which is tried only where two have not fit.
-            if not tried.peaks or batch > min(tried.peaks):
+            if not probes.peaks or batch > min(probes.peaks):
                 raise
             break
-        tried.add(batch, record, config["trainer"]["memory_limit_gib"], parts)
-        batch = next_batch(tried.peaks, tried.limit, tried.bound, unit)
+        probes.add(batch, record, config["trainer"]["memory_limit_gib"], parts)
+        batch = next_batch(probes.peaks, probes.limit, probes.bound, unit)
 
-    largest = fitting(tried.peaks, tried.limit)
+    largest = fitting(probes.peaks, probes.limit)
     return {
         "per_device": largest,
         "global": largest * parts,
-        "probes": len(tried.peaks),
-        "peak_memory_gib": tried.peaks[largest],
-        "limit_gib": round(tried.limit, 4),
-        "bounded_by": "data set" if largest == tried.bound else "memory",
+        "probes": len(probes.peaks),
+        "peak_memory_gib": probes.peaks[largest],
+        "limit_gib": round(probes.limit, 4),
+        "bounded_by": "data set" if largest == probes.bound else "memory",
     }
 
 
@@ -138,38 +138,38 @@ def _unit(config: Config) -> int:
 
 
 def next_batch(
-    tried: Mapping[int, float | None], limit: float, bound: float, unit: int = 1
+    probes: Mapping[int, float | None], limit: float, bound: float, unit: int = 1
 ) -> int | None:
     """Return the batch per device to try next; None if the search is over.
 
     Args:
-        tried: peak memory by batch; None where it ran out of memory.
+        probes: peak memory by batch; None where it ran out of memory.
         bound: the number of training images per device.
         unit: every batch is a multiple of it.
     """
-    if len(tried) >= MAX_RUNS:
+    if len(probes) >= MAX_RUNS:
         return None
-    fits = {batch for batch, peak in tried.items() if peak and peak <= limit}
-    failed = min(tried.keys() - fits, default=None)
+    fits = {batch for batch, peak in probes.items() if peak and peak <= limit}
+    failed = min(probes.keys() - fits, default=None)
     largest = max(fits, default=0)
-    aim = _aim(tried, limit, largest, failed)
+    aim = _aim(probes, limit, largest, failed)
     if failed is not None:
-        aim = _below_failed(aim, fits, failed, has_failed_once=len(tried) == len(fits) + 1)
+        aim = _below_failed(aim, fits, failed, has_failed_once=len(probes) == len(fits) + 1)
     batch = int(max(min(aim, bound), unit) // unit * unit)
-    if batch in tried or largest >= CLOSE * batch:
+    if batch in probes or largest >= CLOSE * batch:
         return None
     return batch
 
 
 def _aim(
-    tried: Mapping[int, float | None], limit: float, largest: int, failed: int | None
+    probes: Mapping[int, float | None], limit: float, largest: int, failed: int | None
 ) -> float:
     """Return the batch where a line through the last two peaks meets the limit."""
     if not largest:
         assert failed is not None
         return failed / 4
-    points = sorted((batch, peak) for batch, peak in tried.items() if peak and batch <= largest)
-    failed_peak = None if failed is None else tried[failed]
+    points = sorted((batch, peak) for batch, peak in probes.items() if peak and batch <= largest)
+    failed_peak = None if failed is None else probes[failed]
     if failed is not None and failed_peak:
         points.append((failed, failed_peak))
     if len(points) < 2:
@@ -189,14 +189,14 @@ def _below_failed(aim: float, fits: set[int], failed: int, *, has_failed_once: b
     return min(aim, CLOSE * failed)
 
 
-def fitting(tried: Mapping[int, float | None], limit: float) -> int:
+def fitting(probes: Mapping[int, float | None], limit: float) -> int:
     """Return the largest batch within the limit; raise UserError if none is."""
-    fits = [batch for batch, peak in tried.items() if peak and peak <= limit]
+    fits = [batch for batch, peak in probes.items() if peak and peak <= limit]
     if fits:
         return max(fits)
     memory = "the memory of a device" if math.isinf(limit) else f"{limit:.3g} GiB"
     raise UserError(
-        f"Not even {min(tried)} images per device fit into {memory}. Use a smaller model, "
+        f"Not even {min(probes)} images per device fit into {memory}. Use a smaller model, "
         "trainer=fsdp over more devices, or trainer.activation_checkpointing=true."
     )
 
@@ -209,7 +209,7 @@ def _train_two_steps(
     Its peak is None if memory ran out.
 
     Raises:
-        Refused: train.py has ended with a sentence.
+        BatchRefused: train.py has ended with a sentence.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
         folder = Path(name)
@@ -225,7 +225,7 @@ def _train_two_steps(
     if any(sign in text.lower() for sign in OUT_OF_MEMORY):
         return {**record, "peak_memory_gib": None}
     if code == EXIT_USER_ERROR:
-        raise Refused(lines[-1].removeprefix("error: "))
+        raise BatchRefused(lines[-1].removeprefix("error: "))
     raise RuntimeError(
         f"train.py with {batch} images per device ended with exit code {code}:\n{text}"
     )
@@ -238,7 +238,7 @@ def _overrides(
     trainer = config["trainer"]
     accumulate = smallest.accumulate
     changes: dict[str, Any] = {
-        "data.global_batch_size": batch * cluster.devices * accumulate,
+        "data.global_batch_size": batch * cluster.ranks_per_node * accumulate,
         "trainer.accumulate_grad_batches": accumulate,
         "trainer.max_steps": 2,
         "trainer.limit_train_batches": 2 * accumulate,
@@ -254,7 +254,7 @@ def _overrides(
         "paths.log_dir": folder,
     }
     if trainer["launch"] != "one_process":
-        changes["trainer.devices"] = cluster.devices * devices_of_rank(trainer)
+        changes["trainer.devices"] = cluster.ranks_per_node * count_devices_per_rank(trainer)
         changes["trainer.num_nodes"] = 1
     if "pretrained" in config["model"]:
         changes["model.pretrained"] = False

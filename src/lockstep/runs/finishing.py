@@ -20,8 +20,8 @@ from lockstep.ranks.find import Cluster
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
-from lockstep.runs.place import hold_run_lock
 from lockstep.runs.resume import finished_already
+from lockstep.runs.run_lock import hold_run_lock
 from lockstep.storage.uploader import finish_upload, send_files, withdraw
 
 log = logging.getLogger(__name__)

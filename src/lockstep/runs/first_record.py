@@ -17,7 +17,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.files import sha256_of, utc_now, write_atomically
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact, redact_text
-from lockstep.ranks.find import agent_id
+from lockstep.ranks.find import restart_id
 from lockstep.records import provenance
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config, data_name, flatten, model_name
@@ -131,7 +131,7 @@ def _code_and_host(run: Run) -> dict[str, Any]:
         "versions": provenance.versions(),
         "hosts": [provenance.host(run.cluster.node_rank)],
         "launcher": run.cluster.launcher,
-        "agent": agent_id(environment()),
+        "agent": restart_id(environment()),
         "cost": {"price_per_hour": hardware.get("price_per_hour_usd")},
     }
 
@@ -193,8 +193,8 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
         return []
 
     values = flatten(redact(run.effective_config()))
-    changed = differences([default, values], keys.is_told_of_a_run)
-    of_options = differences([before, values], keys.is_told_of_a_run)
+    changed = differences([default, values], keys.is_shown_as_changed)
+    of_options = differences([before, values], keys.is_shown_as_changed)
     changed |= {name: pair for name, pair in of_options.items() if _names_option(name)}
     return _rows_of_changes(overrides, changed, values)
 

@@ -25,15 +25,15 @@ from lockstep.process.environment import (
     environment,
     keep_freed_memory,
 )
-from lockstep.process.errors import UserError
+from lockstep.process.errors import Interrupted, UserError
 from lockstep.ranks import heartbeat
 from lockstep.ranks.collectives import gather_objects
-from lockstep.ranks.failures import with_culprit
+from lockstep.ranks.failures import explain_failure
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.gpus import check_gpus
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.meeting import last_meeting
-from lockstep.ranks.placement import devices_of_rank
+from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.ranks.process_group import create_process_group
 from lockstep.records import provenance
 from lockstep.records.config import Config
@@ -179,12 +179,12 @@ def _several_ranks(run: Run) -> Iterator[None]:
 
     names = [str(host["host"]) for host in hosts]
 
-    def explained(error: BaseException) -> BaseException:
-        return with_culprit(error, errors, cluster, names, beats.epochs_of_all)
+    def explain(error: BaseException) -> BaseException:
+        return explain_failure(error, errors, cluster, names, beats.epochs_of_all)
 
-    run.hosts = hosts[:: cluster.devices]
+    run.hosts = hosts[:: cluster.ranks_per_node]
     run.interruption = Interruption(timeout_s)
-    run.hang_dump = RankWatch(run.folder.path, timeout_s, explained, beats)
+    run.hang_dump = RankWatch(run.folder.path, timeout_s, explain, beats)
     run.heartbeat = beats
     meeting = last_meeting()
     if meeting is not None:
@@ -193,15 +193,14 @@ def _several_ranks(run: Run) -> Iterator[None]:
         yield
         dist.barrier()
     except BaseException as error:
-        reason: Any = error
-        if getattr(error, "agreed", False):
-            reason = _leave_together(error, beats)
-        if reason is error and getattr(error, "agreed", False):
-            raise
-        reason = explained(reason)
-        culprit = getattr(reason, "culprit", None) or {"kind": ""}
-        if culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
-            reason.hung_pid = pids[culprit["rank"]]
+        cause = error
+        if isinstance(error, Interrupted) and error.agreed:
+            failure = _wait_to_leave(beats)
+            if failure is None:
+                raise
+            cause = failure
+        reason: Any = explain(cause)
+        reason.hung_pid = _pid_of_hung_rank(reason, names, pids, cluster.rank)
         raise reason  # noqa: B904 it names its cause itself
     finally:
         beats.end()
@@ -211,14 +210,14 @@ def _several_ranks(run: Run) -> Iterator[None]:
 def _create_group(run: Run) -> dist.Store:
     """Create the process group of all ranks; return the store of this start."""
     timeout_s = run.trainer_config["timeout_s"]
-    several_devices = devices_of_rank(run.trainer_config) > 1
+    several_devices = count_devices_per_rank(run.trainer_config) > 1
     return create_process_group(
         run.cluster, device_of(run), timeout_s, several_devices=several_devices
     )
 
 
-def _leave_together(stop: BaseException, beats: Heartbeat) -> BaseException:
-    """Wait for all ranks after a stop on which they agreed; return the stop, or what came instead.
+def _wait_to_leave(beats: Heartbeat) -> RuntimeError | None:
+    """Wait for all ranks after a stop on which they agreed; return what failed meanwhile.
 
     The first rank to end leaves the others 30 s, too few for a large checkpoint.
     """
@@ -226,7 +225,18 @@ def _leave_together(stop: BaseException, beats: Heartbeat) -> BaseException:
         beats.wait_for_all()
     except RuntimeError as error:
         return error
-    return stop
+    return None
+
+
+def _pid_of_hung_rank(
+    reason: BaseException, hosts: list[str], pids: list[int], rank: int
+) -> int | None:
+    """Return the process of the rank that hangs, if it is on the host of this rank."""
+    culprit = getattr(reason, "culprit", None)
+    if culprit is None or culprit["kind"] != "hangs":
+        return None
+    hung_rank = culprit["rank"]
+    return pids[hung_rank] if hosts[hung_rank] == hosts[rank] else None
 
 
 def device_of(run: Run) -> torch.device:
@@ -236,7 +246,7 @@ def device_of(run: Run) -> torch.device:
         name = str(process_devices[0])
         return torch.device("cuda:0" if name == "cuda" else name)
     if run.cluster.accelerator == "gpu":
-        first = (run.cluster.local_rank or 0) * devices_of_rank(run.trainer_config)
+        first = (run.cluster.local_rank or 0) * count_devices_per_rank(run.trainer_config)
         return torch.device("cuda", first)
     return torch.device("cpu")
 
@@ -304,7 +314,7 @@ def ignore_expected_warnings() -> None:
 def _prepare_gpu(run: Run) -> None:
     """Check that torch can use the GPU, and set the precision of its products."""
     first = device_of(run).index or 0
-    check_gpus(range(first, first + devices_of_rank(run.trainer_config)))
+    check_gpus(range(first, first + count_devices_per_rank(run.trainer_config)))
     cores = cores_of_rank()
     if cores < MIN_CORES and run.cluster.is_rank_zero:
         log.warning(

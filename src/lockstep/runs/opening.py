@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from lockstep.process.errors import (
     UserError,
 )
 from lockstep.ranks import failures
-from lockstep.ranks.find import Cluster, agent_id, named_run, set_rank_environment
+from lockstep.ranks.find import Cluster, requested_run_id, restart_id, set_rank_environment
 from lockstep.records import provenance
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
@@ -34,9 +34,9 @@ from lockstep.runs.batch_search import search
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.finishing import code_of_stop, finish_run
 from lockstep.runs.first_record import begin_record, headlines, write_config
-from lockstep.runs.place import hold_run_lock, run_folder
 from lockstep.runs.resume import check_bucket, check_resumable, config_before
 from lockstep.runs.run import Run, with_ranks
+from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
 
 if TYPE_CHECKING:
     from lockstep.ranks.meeting import Meeting
@@ -44,6 +44,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]  # what rank 0 decides for all ranks, as JSON
+
+
+@dataclass(frozen=True)
+class RunDecision:
+    """The decision of rank 0: the folder, below the logs, the batch and where the run begins."""
+
+    folder: str
+    global_batch_size: int
+    accumulate: int
+    resume_step: int | None
+    checkpoint: str | None
 
 
 @contextmanager
@@ -102,8 +113,8 @@ def _code_of_failure(error: BaseException, opening: "Opening") -> int:
     if opening.meeting is not None and not getattr(error, "elsewhere", False):
         # A rank may end before it has joined: let none of the others wait for it.
         meeting = opening.meeting
-        error = failures.with_culprit(error, meeting.errors, cluster, meeting.hosts)
-    code = failures.end_of(error, cluster, opening.folder)
+        error = failures.explain_failure(error, meeting.errors, cluster, meeting.hosts)
+    code = failures.report_failure(error, cluster, opening.folder)
     if (
         getattr(error, "elsewhere", False)
         and cluster.launcher == "torchrun"
@@ -174,7 +185,8 @@ class Opening:
         """Return the run's folder, locked, and the record of its earlier starts."""
         config = self.config
         environ = environment()
-        folder, is_new = run_folder(config, named_run(config, environ) or agent_id(environ))
+        run_id = requested_run_id(config, environ) or restart_id(environ)
+        folder, is_new = choose_run_folder(config, run_id)
         if not self.cluster.has_agent:
             self.exit_stack.enter_context(hold_run_lock(folder))
             # Another process may have trained it while this one waited for the lock.
@@ -212,11 +224,19 @@ class Opening:
         """Take over what rank 0 has decided; on rank 0 itself there is nothing to do."""
         if self.run is not None:
             return
+        decision = RunDecision(**answer["run"])
         logs = Path(self.config["paths"]["log_dir"])
-        self.folder = RunFolder((logs / answer["folder"]).resolve())
-        size, accumulate = answer["batch"]
-        batch = Batch.cut(size, self.cluster.world_size, accumulate)
-        self.run = Run(self.config, self.cluster, self.folder, batch, *answer["begins_at"])
+        self.folder = RunFolder((logs / decision.folder).resolve())
+        world_size = self.cluster.world_size
+        batch = Batch.cut(decision.global_batch_size, world_size, decision.accumulate)
+        self.run = Run(
+            self.config,
+            self.cluster,
+            self.folder,
+            batch,
+            decision.resume_step,
+            decision.checkpoint,
+        )
 
     def _prepare_folder(self, run: Run) -> None:
         """Make the run's folder on this node, which may have a disk of its own."""
@@ -238,8 +258,11 @@ class Opening:
 def _answer(run: Run) -> Answer:
     """Return what rank 0 has decided, for the others."""
     logs = Path(run.config["paths"]["log_dir"])
-    return {
-        "folder": os.path.relpath(run.folder.path, logs),
-        "batch": [run.batch.global_size, run.batch.accumulate],
-        "begins_at": [run.resume_step, run.checkpoint],
-    }
+    decision = RunDecision(
+        folder=os.path.relpath(run.folder.path, logs),
+        global_batch_size=run.batch.global_size,
+        accumulate=run.batch.accumulate,
+        resume_step=run.resume_step,
+        checkpoint=run.checkpoint,
+    )
+    return {"run": asdict(decision)}

@@ -38,7 +38,7 @@ FIXED = {
 StartScript = Callable[[str, list[str], Path], int]
 
 
-class Failed(Exception):
+class RunFailed(Exception):
     """A run that should have trained has failed; the message is its last line."""
 
 
@@ -156,17 +156,17 @@ class Proof:
         """Return the recording of a run that was stopped by `stop` and resumed.
 
         Raises:
-            Failed: the stop or the resume did not work.
+            RunFailed: the stop or the resume did not work.
         """
         options: dict[str, Any] = {f"+{DIGEST}.{stop}": at}
         code, line = self.train(name, **options)
         if code not in expected:
-            raise Failed(f"the stop ended with exit code {code}: {line}")
+            raise RunFailed(f"the stop ended with exit code {code}: {line}")
         code, line = self.start(
             "train", f"{name}-resumed", [f"resume={name}", f"++{DIGEST}.{stop}=null"]
         )
         if code != EXIT_OK:
-            raise Failed(line)
+            raise RunFailed(line)
         return read_recording(self.run_folder(name))
 
     def record_in_parts(self, name: str, trainer: str = "", micro_batches: int = 1) -> Recording:

@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.records.proof_table import CheckResult
 
@@ -169,30 +169,49 @@ def _first_other(items: list[Any], expected: list[Any]) -> int | None:
     return min(len(items), len(expected))
 
 
+class Digest(NamedTuple):
+    """A tensor as a recording has it: the hash of its bytes, its norm and a projection of it."""
+
+    code: str
+    norm: float
+    projection: float
+
+
 def _largest(
     digests: dict[str, list[Any]], expected: dict[str, list[Any]], tolerance: float
 ) -> tuple[str, float | None]:
     """Return the name and the amount of the largest difference above the tolerance; "" if none."""
-    norms: dict[str, float] = {}
-    for name, (_, norm, _) in expected.items():
-        kind = name.rpartition("/")[2] if "/" in name else ""
-        norms[kind] = max(norms.get(kind, 0.0), norm)
+    norms = _largest_norms(expected)
     worst_name = ""
     worst = tolerance
-    for name, (code, norm, projection) in expected.items():
+    for name, values in expected.items():
         if name not in digests:
             return f"{name} (is missing)", None
-        if digests[name][0] == code:
+        digest = Digest(*digests[name])
+        other = Digest(*values)
+        if digest.code == other.code:
             continue
-        kind = name.rpartition("/")[2] if "/" in name else ""
-        _, other_norm, other_projection = digests[name]
-        change = max(abs(other_norm - norm), abs(other_projection - projection))
-        amount = change / (norms[kind] or 1.0)
+        change = max(abs(digest.norm - other.norm), abs(digest.projection - other.projection))
+        amount = change / (norms[_moment_of(name)] or 1.0)
         # A difference that neither number shows is still one to the bit.
         if amount > worst or (tolerance == 0 and not worst_name) or amount != amount:
             worst_name = name
             worst = amount
     return worst_name, worst if worst_name else None
+
+
+def _largest_norms(digests: dict[str, list[Any]]) -> dict[str, float]:
+    """Return the largest norm of each moment of an optimizer; of weights that of ""."""
+    norms: dict[str, float] = {}
+    for name, values in digests.items():
+        moment = _moment_of(name)
+        norms[moment] = max(norms.get(moment, 0.0), Digest(*values).norm)
+    return norms
+
+
+def _moment_of(name: str) -> str:
+    """Return `exp_avg` for net.weight/exp_avg, and "" for the name of a weight."""
+    return name.rpartition("/")[2] if "/" in name else ""
 
 
 def relative_difference(value: float | None, expected: float | None) -> float:

@@ -10,16 +10,16 @@ from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.config import keys
 from lockstep.config.changes import Change, changes_of
 from lockstep.config.compose import compose, defaults_of, plain
-from lockstep.config.foreign import OF_RUN, accepted
+from lockstep.config.foreign import OF_RUN, accept_config
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
-from lockstep.ranks.find import is_first_on_node, launcher_of, named_run
+from lockstep.ranks.find import is_first_on_node, launcher_of, requested_run_id
 from lockstep.records.config import ABSENT, Config, lookup, seconds_of
 from lockstep.records.folder import RunFolder, find_run, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
-from lockstep.runs.place import folder_of
+from lockstep.runs.run_lock import folder_of_run_id
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import read_pointers, refuse_other_run
 from lockstep.storage.s3 import Bucket
@@ -74,8 +74,8 @@ def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder |
     try:
         if config["resume"] != "auto":
             return find_run(Path(config["paths"]["log_dir"]), config["resume"])
-        run_id = named_run(config, environ)
-        return folder_of(config, run_id) if run_id else None
+        run_id = requested_run_id(config, environ)
+        return folder_of_run_id(config, run_id) if run_id else None
     except UserError:
         # Another node may have it. Opening the run names what is wrong with it.
         return None
@@ -107,7 +107,7 @@ def _taken_from_bucket(
     typed = {key_of(override) for override in overrides}
     roots = tuple(root for root in OF_RUN if f"{root}._target_" not in typed)
     whose = f"The config of the run {folder.run_id} in its bucket"
-    values, rejected = accepted(before, roots, whose)
+    values, rejected = accept_config(before, roots, whose)
     left = [key for key in rejected if key not in typed]
     if left and is_first_on_node(environ):
         log.info(
@@ -118,12 +118,12 @@ def _taken_from_bucket(
 
 def fetch_newer_checkpoints(config: Config) -> None:
     """Fetch the checkpoints of resume=auto that the bucket has and this node has not."""
-    run_id = named_run(config, environment())
+    run_id = requested_run_id(config, environment())
     if config.get("resume") != "auto" or not run_id or not has_bucket(config):
         return
     from lockstep.storage.fetch import fetch_checkpoints
 
-    folder = folder_of(config, run_id)
+    folder = folder_of_run_id(config, run_id)
     with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
         fetch_checkpoints(Bucket.of(config["s3"]).at(folder.run_id), folder)
 
@@ -151,10 +151,10 @@ def finished_already(config: Config) -> RunFolder | None:
 
     A job script may start it again and again.
     """
-    run_id = named_run(config, environment())
+    run_id = requested_run_id(config, environment())
     if config.get("resume") != "auto" or not run_id or config["task_name"] != "train":
         return None
-    folder = folder_of(config, run_id)
+    folder = folder_of_run_id(config, run_id)
     if not folder.record.exists():
         return None
     before = config_before(folder)

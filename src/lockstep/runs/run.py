@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.keys import is_rate
 from lockstep.process.errors import EXIT_OK, UserError
 from lockstep.ranks.find import Cluster
-from lockstep.ranks.placement import devices_of_rank
+from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
@@ -132,7 +132,7 @@ def with_ranks(config: Config, cluster: Cluster) -> dict[str, Any]:
     copied = copy.deepcopy(dict(config))
     copied["trainer"].update(
         accelerator=cluster.accelerator,
-        devices=cluster.devices * devices_of_rank(config["trainer"]),
+        devices=cluster.ranks_per_node * count_devices_per_rank(config["trainer"]),
         num_nodes=cluster.num_nodes,
     )
     return copied

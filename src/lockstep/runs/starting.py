@@ -11,22 +11,22 @@ from lockstep.process import signals
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_INTERRUPTED
 from lockstep.ranks import failures
-from lockstep.ranks.find import Cluster, named_run
+from lockstep.ranks.find import Cluster, requested_run_id
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.runs.finishing import code_of_stop, finish_run
-from lockstep.runs.place import hold_run_lock, run_folder
+from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
 
 log = logging.getLogger(__name__)
 
 
 def start_ranks(config: Config, cluster: Cluster) -> int:
     """Start this node's ranks with torch's agent; return the exit code when they have ended."""
-    run_id = named_run(config, environment())
+    run_id = requested_run_id(config, environment())
     is_first_node = cluster.node_rank == 0
     with ExitStack() as held:
         if is_first_node:
-            folder, _ = run_folder(config, run_id)
+            folder, _ = choose_run_folder(config, run_id)
             run_id = folder.run_id
             held.enter_context(hold_run_lock(folder))
         else:
@@ -36,25 +36,26 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
             folder = RunFolder(Path(output))
         signals.before_the_end(partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE))
 
-        code, failure, callstack = _run_agent(config, cluster, run_id, folder)
+        end = _run_agent(config, cluster, run_id, folder)
 
+        failure = end.failure
         if failure:
-            failure["phase"] = failure["phase"] or failures.phase_of(folder)
+            failure["phase"] = failure["phase"] or failures.recorded_phase(folder)
         if is_first_node:
-            if code:
-                failures.record_end(folder, code, failure)
-            code = finish_run(config, cluster, folder, code)
+            if end.exit_code:
+                failures.record_end(folder, end.exit_code, failure)
+            code = finish_run(config, cluster, folder, end.exit_code)
         else:
-            code = code_of_stop(config, cluster, folder, code)
+            code = code_of_stop(config, cluster, folder, end.exit_code)
         if failure:
-            failures.log_failure(failure, callstack)
+            failures.log_failure(failure, end.callstack)
         return code
 
 
 def _run_agent(
     config: Config, cluster: Cluster, run_id: str | None, folder: RunFolder
-) -> tuple[int, failures.RankError | None, str]:
-    """Run torch's agent until all ranks have ended; return exit code, failure and its traceback."""
+) -> failures.RanksEnd:
+    """Run torch's agent until all ranks have ended."""
     arguments = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
     try:
         signals.on_stop(signals.interrupt)
@@ -68,7 +69,7 @@ def _run_agent(
         # A signal during the import of torch can raise any exception.
         if not signals.received:
             raise
-        return EXIT_INTERRUPTED, None, ""
+        return failures.RanksEnd(EXIT_INTERRUPTED)
     finally:
         # What is left is short: a signal is noted, and no longer interrupts.
         signals.on_stop(signals.note)

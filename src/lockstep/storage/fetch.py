@@ -28,7 +28,7 @@ from lockstep.storage.pointers import (
     read_pointers,
     refuse_other_run,
 )
-from lockstep.storage.s3 import Bucket, Progress, is_s3
+from lockstep.storage.s3 import Bucket, TransferProgress, is_s3
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -
         if is_same and files.fault_of(path) is None:
             return path
         log.info(f"Fetching {address} ({sidecar.bytes / 1e6:,.0f} MB) …")
-        bucket.download(key, part, Progress(f"fetching {name}", sidecar.bytes))
+        bucket.download(key, part, TransferProgress(f"fetching {name}", sidecar.bytes))
         sha256 = sha256_of(part)
         if part.stat().st_size != sidecar.bytes or sidecar.sha256 not in ("", sha256):
             part.unlink()

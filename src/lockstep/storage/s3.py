@@ -169,7 +169,7 @@ class Bucket:
         return str(self.client.generate_presigned_url("get_object", place)).partition("?")[0]
 
 
-class Progress:
+class TransferProgress:
     """Count transferred bytes, and log every ten seconds how long the rest takes."""
 
     def __init__(self, what: str, total: int) -> None:

@@ -15,7 +15,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
 from lockstep.records.config import Config
 from lockstep.storage.errors import S3Error, translated
-from lockstep.storage.s3 import Bucket, Progress
+from lockstep.storage.s3 import Bucket, TransferProgress
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _copy(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
             f"{len(missing):,} files, {missing_bytes / 1e6:,.0f} MB …"
         )
 
-    progress = Progress(f"copying {bucket.uri}", missing_bytes)
+    progress = TransferProgress(f"copying {bucket.uri}", missing_bytes)
     # Reading the results raises the first error. Fetches that have not begun are cancelled then.
     with ThreadPoolExecutor(THREADS, "sync") as pool:
         list(pool.map(lambda file: _fetch(bucket, file, folder / file.key, progress), missing))
@@ -152,7 +152,7 @@ def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
         )
 
 
-def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: Progress) -> None:
+def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: TransferProgress) -> None:
     """Fetch one object, and try again after a pause if the connection breaks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.{socket.gethostname()}.part")
@@ -168,7 +168,7 @@ def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: Progress) -> 
     part.replace(path)
 
 
-def _fetch_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: Progress) -> None:
+def _fetch_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: TransferProgress) -> None:
     """Append what an earlier try did not fetch; boto3 checks the number of bytes."""
     with part.open("ab") as output, translated(bucket):
         done = output.tell()

@@ -46,7 +46,7 @@ from lockstep.storage.pointers import (
     refuse_other_run,
     uuid_of,
 )
-from lockstep.storage.s3 import Bucket, Progress
+from lockstep.storage.s3 import Bucket, TransferProgress
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ class Uploader:
                     self._uploaded[path] = state
 
     def _upload(self, key: str, path: Path, sha256: str = "") -> None:
-        progress = Progress(f"uploading {key}", path.stat().st_size)
+        progress = TransferProgress(f"uploading {key}", path.stat().st_size)
 
         def count(num_bytes: int) -> None:
             if self._stopped:

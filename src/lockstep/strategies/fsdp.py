@@ -27,7 +27,7 @@ from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 log = logging.getLogger(__name__)
 
-State = dict[str, Any]
+StateDict = dict[str, Any]
 LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -163,18 +163,18 @@ class FSDP(Ranks):
     # gathers, rank 0 saves. torch's get_optimizer_state_dict is not used, because it runs an
     # optimizer step if the state is empty.
 
-    def lightning_module_state_dict(self) -> State:
+    def lightning_module_state_dict(self) -> StateDict:
         return self._gather(self.lightning_module.state_dict())
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         state = optimizer.state_dict()
         return {**state, "state": self._gather(state["state"])}
 
-    def _gather(self, state: Mapping[Any, Any]) -> State:
+    def _gather(self, state: Mapping[Any, Any]) -> StateDict:
         """Return the whole state on rank 0, an empty one elsewhere; every rank must call it."""
-        whole: State = gathered(state, self.is_global_zero)
+        whole: StateDict = gathered(state, self.is_global_zero)
         if torch.cuda.is_initialized():
             # The copies from the GPU are only queued.
             torch.cuda.current_stream().synchronize()
@@ -205,7 +205,7 @@ class FSDP(Ranks):
             optimizer.load_state_dict({**whole, "state": sharded})
 
 
-def _sharded_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> State:
+def _sharded_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> StateDict:
     return {name: sharded_like(value, parameter) for name, value in moments.items()}
 
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.config.keys import REPEATS, is_of_arm
+from lockstep.config.keys import REPEATS, is_omitted_by_baseline
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 
@@ -66,7 +66,9 @@ def overrides_of_arm(overrides: Sequence[str]) -> list[str]:
     """
     position = max(at for at, word in enumerate(overrides) if key_of(word) == AGAINST)
     of_arm = [
-        word for word in overrides if is_of_arm(key_of(word)) and not word.startswith("hydra")
+        word
+        for word in overrides
+        if is_omitted_by_baseline(key_of(word)) and not word.startswith("hydra")
     ]
     following = [word for word in overrides[position:] if word in of_arm]
     return following or of_arm

@@ -18,7 +18,7 @@ from lockstep.sweeps.against import AGAINST
 LOCAL_LAUNCHER = "hydra_plugins.lockstep_sweeps.LocalJobs"
 
 
-def parsed(overrides: list[str]) -> list[Any]:
+def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
     """Return Hydra's objects for overrides.
 
     Raises:
@@ -36,7 +36,7 @@ def parsed(overrides: list[str]) -> list[Any]:
 
 def first_values(overrides: list[str]) -> list[str]:
     """Return the overrides of a sweep's first job."""
-    return list(map(_first_value, overrides, parsed(overrides)))
+    return list(map(_first_value, overrides, parse_sweep_overrides(overrides)))
 
 
 def _first_value(text: str, override: Any) -> str:
@@ -60,7 +60,7 @@ def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
     model=small_cnn,nosuch.
     """
     folders = CommandLine.parse(config_name, first_values(overrides), CONFIGS).folders
-    for text, override in zip(overrides, parsed(overrides), strict=True):
+    for text, override in zip(overrides, parse_sweep_overrides(overrides), strict=True):
         if not override.is_discrete_sweep() or not is_choice(text, folders):
             continue
         for name in override.sweep_string_iterator():
@@ -88,7 +88,9 @@ def refuse_impossible_jobs(config_name: str, overrides: list[str], first: Any) -
 def _jobs_of_other_values(overrides: list[str]) -> Iterator[list[str]]:
     """Yield the overrides of the first job with another value of one key."""
     first = first_values(overrides)
-    for position, (text, override) in enumerate(zip(overrides, parsed(overrides), strict=True)):
+    for position, (text, override) in enumerate(
+        zip(overrides, parse_sweep_overrides(overrides), strict=True)
+    ):
         if not override.is_discrete_sweep() or key_of(text).startswith("hydra"):
             continue
         values = list(override.sweep_string_iterator())[1:]

@@ -34,12 +34,12 @@ from lockstep.records.record import read_record
 from lockstep.sweeps.against import paired_sweep
 from lockstep.sweeps.checks import (
     first_values,
-    parsed,
+    parse_sweep_overrides,
     refuse_impossible_jobs,
     refuse_missing_options,
     refuse_used_folder,
 )
-from lockstep.sweeps.ranking import Job, is_minimized, ranking, trials_of
+from lockstep.sweeps.ranking import Job, group_into_arms, is_minimized, ranking
 from lockstep.sweeps.record import write_sweep
 from lockstep.sweeps.stopping import forward_stop_signals, running_jobs, stop_signals
 
@@ -57,7 +57,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     cfg = compose(config_name, first_values(overrides))
     refuse_missing_options(config_name, overrides)
     sweeper = str(cfg.hydra.runtime.choices.get("hydra/sweeper"))
-    overrides = paired_sweep(overrides, parsed(overrides), sweeper)
+    overrides = paired_sweep(overrides, parse_sweep_overrides(overrides), sweeper)
     is_minimized(cfg)
     refuse_impossible_jobs(config_name, overrides, cfg)
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
@@ -89,8 +89,8 @@ def _report(jobs: list[Job], sweep_dir: Path, cfg: Any, command: str) -> None:
     metric = str(cfg.optimized_metric)
     minimize = is_minimized(cfg)
     log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=minimize)))
-    trials = trials_of(jobs, sweep_dir.name, metric, minimize=minimize)
-    log.info(f"page: {write_sweep(sweep_dir, command, jobs, trials)}")
+    arms = group_into_arms(jobs, sweep_dir.name, metric, minimize=minimize)
+    log.info(f"page: {write_sweep(sweep_dir, command, jobs, arms)}")
 
 
 def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> None:
@@ -216,7 +216,7 @@ def run_child(
     )
     running_jobs.add(process)
     if stop_signals:
-        # The signal came between the start of the process and its entry in `running`.
+        # The signal came between the start of the process and its entry in `running_jobs`.
         process.send_signal(signal.SIGTERM)
     try:
         return process.wait()

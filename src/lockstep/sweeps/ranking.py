@@ -77,9 +77,9 @@ def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool
     The line of a job has the overrides that are not common to all jobs. Failed jobs are the last.
     Of seeds or folds alone none is the best: their mean comes first, and they stay in order.
     """
-    trials = trials_of(jobs, sweep_name, metric, minimize=minimize)
-    if trials.repeats_alone:
-        return [*trials.lines(), *_job_lines(jobs, sweep_name, metric, f"{len(jobs)} jobs:")]
+    arms = group_into_arms(jobs, sweep_name, metric, minimize=minimize)
+    if arms.repeats_alone:
+        return [*arms.lines(), *_job_lines(jobs, sweep_name, metric, f"{len(jobs)} jobs:")]
 
     finished = [job for job in jobs if not job.has_failed]
     finished.sort(key=lambda job: job.value, reverse=not minimize)
@@ -89,9 +89,9 @@ def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool
     if not finished and any(job.code == 0 for job in jobs):
         title = f"{len(jobs)} jobs, of which none logs {metric}:"
     lines = _job_lines(ranked, sweep_name, metric, title)
-    if trials.has_repeats:
-        lines += trials.lines()
-    return [*lines, *trials.winner_lines()]
+    if arms.has_repeats:
+        lines += arms.lines()
+    return [*lines, *arms.winner_lines()]
 
 
 def _job_lines(jobs: Sequence[Job], sweep_name: str, metric: str, title: str) -> list[str]:
@@ -122,7 +122,7 @@ def _common_overrides(jobs: Sequence[Job]) -> set[str]:
     return set.intersection(*(set(job.overrides) for job in jobs))
 
 
-def trials_of(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> Arms:
+def group_into_arms(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> Arms:
     """Return the jobs as arms: jobs of one arm differ in fold or seed alone."""
     common = _common_overrides(jobs)
     runs = []

@@ -16,22 +16,22 @@ from lockstep.records.record import RunRecord, read_record, status_of
 from lockstep.sweeps.ranking import Job
 
 
-def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], trials: Arms) -> str:
+def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], arms: Arms) -> str:
     """Write sweep.json and page.md; return the page's path from here.
 
     Args:
-        trials: the arms of the jobs, in the same order.
+        arms: the arms of the jobs, in the same order.
     """
     record = {
         "schema_version": SCHEMA_VERSION,
         "sweep_id": sweep_dir.name,
         "command": redact_text(command),
         "finished_at": utc_now(),
-        "metric": trials.metric,
-        "test_metric": tested_name(trials.metric),
-        "minimize": trials.minimize,
-        "jobs": [_job(sweep_dir, job, run) for job, run in zip(jobs, trials.runs, strict=True)],
-        **as_record(trials),
+        "metric": arms.metric,
+        "test_metric": tested_name(arms.metric),
+        "minimize": arms.minimize,
+        "jobs": [_job(sweep_dir, job, run) for job, run in zip(jobs, arms.runs, strict=True)],
+        **as_record(arms),
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     write_atomically(sweep_dir / SWEEP_FILE, lambda file: file.write(text))

@@ -15,7 +15,7 @@ from lockstep.process.errors import UserError
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record
 from lockstep.records.trial import build_pruner, journal_storage
-from lockstep.runs.place import is_alive
+from lockstep.runs.run_lock import is_alive
 from lockstep.sweeps.local import StartJob
 from lockstep.sweeps.ranking import is_minimized
 from lockstep.sweeps.stopping import stop_signals

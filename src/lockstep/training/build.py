@@ -22,7 +22,7 @@ from lockstep.callbacks.run_recorder import RunRecorder, parameter_counts
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.config.instantiate import build as build_node
-from lockstep.config.instantiate import options_of
+from lockstep.config.instantiate import parameters_of
 from lockstep.data.report import settings_of
 from lockstep.loggers.experiment import SkippingLogger, skip_other_methods
 from lockstep.process.errors import UserError
@@ -334,7 +334,7 @@ def facts_of_parts(run: Run, parts: Parts) -> dict[str, Any]:
     They are the model's name, the precision that `auto` came to, the numbers of parameters and
     images, the hash of the images and how they are preprocessed.
     """
-    constructor, _ = options_of(type(parts.module))
+    constructor, _ = parameters_of(type(parts.module))
     takes_model = "net" in constructor and "net" not in run.config["task"]
     facts = {
         "model": model_name(run.config) if takes_model else type(parts.module).__name__,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 
-from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.config.instantiate import build, parameters_of, resolve_target
 from lockstep.config.keys import names_images
 from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
@@ -185,7 +185,7 @@ def prepared_data(config: Config, data_config: Config, stage: str = "fit") -> An
 def _settings_of_model(config: Config) -> Config:
     """Return what the pretrained weights of model= say of their images, if the task takes it."""
     task = config["task"]
-    parameters, _ = options_of(resolve_target(task["_target_"], "task._target_"))
+    parameters, _ = parameters_of(resolve_target(task["_target_"], "task._target_"))
     options = dict(config["model"])
     model = resolve_target(options.pop("_target_"), "model._target_")
     if "net" not in parameters or "net" in task or not hasattr(model, "wanted_images"):

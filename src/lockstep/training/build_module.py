@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.config.instantiate import build, options_of, positional, resolve_target
+from lockstep.config.instantiate import build, parameters_of, positional, resolve_target
 from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
@@ -102,7 +102,7 @@ def build_module(
     torch.manual_seed(config["seed"])
     task = config["task"]
     target = task["_target_"]
-    parameters, _ = options_of(resolve_target(target, "task._target_"))
+    parameters, _ = parameters_of(resolve_target(target, "task._target_"))
     check_target(target, facts)
     if trainable and not has_checkpoint:
         _refuse_unused_parts(config, parameters)
@@ -290,7 +290,9 @@ def without_defaults(node: Config, defaults: Config, group: str) -> Config:
     Args:
         defaults: options of the default class.
     """
-    parameters, takes_any_name = options_of(resolve_target(node["_target_"], f"{group}._target_"))
+    parameters, takes_any_name = parameters_of(
+        resolve_target(node["_target_"], f"{group}._target_")
+    )
     options = {}
     for key, value in node.items():
         is_default = key in defaults and value == defaults[key] and key not in parameters

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.checkpoints.load import Checkpoint, read_checkpoint
 from lockstep.checkpoints.random_state import random_state, set_random_state
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
-from lockstep.config.instantiate import options_of, resolve_target
+from lockstep.config.instantiate import parameters_of, resolve_target
 from lockstep.data.framing import Framing
 from lockstep.data.reading import Reading
 from lockstep.process.errors import UserError
@@ -168,7 +168,7 @@ def load_data(
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
     data_config = {**config["data"], **options}
     data_class = resolve_target(config["data"].get("_target_"), "data._target_")
-    if "range" in options_of(data_class)[0] and "range" not in options:
+    if "range" in parameters_of(data_class)[0] and "range" not in options:
         # Checkpoints without a range are of versions that read 8 bits.
         data_config["range"] = checkpoint["lockstep"]["data"].get("range")
     if hasattr(data_class, "attach_to_ranks"):

@@ -69,13 +69,11 @@ def start_ranks(trainer: Config, cluster: Cluster) -> int:
 
     arguments = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
     with tempfile.TemporaryDirectory(prefix="lockstep-predict-") as folder:
-        code, failure, callstack = agent.start_ranks(
-            cluster, None, Path(folder), arguments, trainer["timeout_s"]
-        )
+        end = agent.start_ranks(cluster, None, Path(folder), arguments, trainer["timeout_s"])
     # Rank 0 itself has said that images are damaged.
-    if failure and failure["message"] != f"ended with exit code {EXIT_FAILED}":
-        log_failure(failure, callstack)
-    return code
+    if end.failure and end.failure["message"] != f"ended with exit code {EXIT_FAILED}":
+        log_failure(end.failure, end.callstack)
+    return end.exit_code
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.config.instantiate import options_of
+from lockstep.config.instantiate import parameters_of
 from lockstep.process.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
@@ -179,7 +179,7 @@ class Task(pl.LightningModule):
             return optimizer
 
         lengths = self._training_lengths()
-        names, takes_any_name = options_of(self.scheduler_factory.func)
+        names, takes_any_name = parameters_of(self.scheduler_factory.func)
         arguments = {key: value for key, value in lengths.items() if takes_any_name or key in names}
         schedule = self.scheduler_factory(optimizer, **arguments)
         # torch's own schedules take no lengths, and count epochs.

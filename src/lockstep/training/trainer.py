@@ -93,7 +93,7 @@ def build_trainer(
     try:
         return pl.Trainer(
             accelerator=run.cluster.accelerator,
-            devices=run.cluster.devices,
+            devices=run.cluster.ranks_per_node,
             num_nodes=run.cluster.num_nodes,
             strategy=strategy,
             precision=precision,

@@ -77,7 +77,7 @@ def test_a_resumed_run_knows_the_best_of_its_monitor(tmp_path, options, value, i
         on_checkpoint_complete=lambda path, sidecar, kind: told.append((path, kind))
     )
     trainer = SimpleNamespace(
-        is_global_zero=True, ckpt_path="last.ckpt", callbacks=[recorder],
+        is_global_zero=True, ckpt_path="last.ckpt", callbacks=[recorder], lr_scheduler_configs=[],
         strategy=SimpleNamespace(broadcast=lambda value, src: value), sanity_checking=False,
         callback_metrics={callback.monitor: torch.tensor(value)},
     )  # fmt: skip

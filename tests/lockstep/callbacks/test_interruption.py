@@ -98,7 +98,7 @@ class Evaluated(Small):
     def validation_step(self, batch, batch_idx):
         self.batches += 1
         if self.global_rank == 1 and self.batches == self.ask_at:
-            self.interruption.ask("SIGTERM")
+            self.interruption.request_stop("SIGTERM")
 
     test_step = validation_step
 
@@ -146,7 +146,7 @@ def test_one_process_stops_in_a_stream_of_unknown_length():
         def validation_step(self, batch, batch_idx):
             assert batch_idx < 2
             if batch_idx == 1:
-                stop.ask("SIGTERM")
+                stop.request_stop("SIGTERM")
 
     stop = Interruption()
     with pytest.raises(Interrupted):
@@ -180,7 +180,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     interruption = Interruption()
     interruption._on_signal(signal.SIGTERM, None)
     interruption._on_signal(signal.SIGINT, None)
-    interruption.ask("spot notice")
+    interruption.request_stop("spot notice")
     assert interruption.reason == "SIGTERM" and not ended
     interruption._on_signal(signal.SIGINT, None)
     assert ended == [130]
@@ -229,7 +229,7 @@ def test_a_stop_saves_changes_of_the_modules_hook(tmp_path):
 
         def training_step(self, batch, index):
             if self.trainer.global_step == 2:
-                interruption.ask("spot notice")
+                interruption.request_stop("spot notice")
             return super().training_step(batch, index)
 
     with pytest.raises(Interrupted):
@@ -363,7 +363,7 @@ def test_a_stop_is_heard_where_an_epoch_is_one_step(tmp_path):
     class Asking(Small):
         def on_train_batch_start(self, *_):
             if self.trainer.global_step == 3:
-                stop.ask("SIGTERM")
+                stop.request_stop("SIGTERM")
 
     with pytest.raises(Interrupted):
         fit(Asking(), Checkpoints(tmp_path), stop, max_epochs=20, limit_train_batches=1,

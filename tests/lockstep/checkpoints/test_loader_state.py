@@ -282,7 +282,7 @@ def stopped(folder, loader, hook, at, **options):
 
     def ask(*now):
         if now == at:
-            interruption.ask("SIGTERM")
+            interruption.request_stop("SIGTERM")
 
     with pytest.raises(Interrupted):
         start(folder, loader, interruption, asks={hook: ask}, **options)

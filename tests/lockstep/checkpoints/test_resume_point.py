@@ -68,7 +68,7 @@ def test_a_stop_after_a_remainder_trains_no_batch_twice(tmp_path):
             return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch, batch_idx):
-            interruption.ask("test") if len(seen) == 5 else None
+            interruption.request_stop("test") if len(seen) == 5 else None
 
     options = {
         "batches": 5,

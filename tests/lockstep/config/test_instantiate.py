@@ -12,7 +12,7 @@ import torch
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.config import locate
 from lockstep.config.compose import CONFIGS, compose, plain
-from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.config.instantiate import build, parameters_of, resolve_target
 from lockstep.process.errors import UserError
 from lockstep.training.parameter_groups import RULES
 
@@ -109,6 +109,6 @@ def test_every_node_of_an_experiment_fits_what_it_builds(experiment):
     found = list(nodes(config))
     assert len(found) >= 5
     for node in found:
-        parameters, any_name = options_of(resolve_target(node["_target_"], "x"))
+        parameters, any_name = parameters_of(resolve_target(node["_target_"], "x"))
         if not any_name:
             assert node.keys() - OWN_KEYS <= parameters.keys(), node["_target_"]

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data.digits import DigitsDataModule
 from data.synthetic import SyntheticDataModule
-from lockstep.checkpoints.resume_point import TRAINING, VALIDATION, loop_state
+from lockstep.checkpoints.resume_point import TRAINING, VALIDATION, ResumePoint, loop_state
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
@@ -107,8 +107,8 @@ class Recorder(LightningModule):
         loops = checkpoint["loops"]
         loader = loops["fit_loop"]["state_dict"]["combined_loader"][0]
         phase = VALIDATION if loader["global_batches"] == loader["steps_per_epoch"] else TRAINING
-        point = {"epoch": loader["epoch"], "batches_done": loader["global_batches"],
-                 "is_last": phase == VALIDATION, "phase": phase}  # fmt: skip
+        is_last = phase == VALIDATION
+        point = ResumePoint(loader["epoch"], loader["global_batches"], phase, is_last=is_last)
         loops["fit_loop"] = loop_state(
             loops["fit_loop"], point, self.trainer.accumulate_grad_batches
         )

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.ranks import agent
 from lockstep.ranks.agent import start_ranks
-from lockstep.ranks.find import Cluster, describe
+from lockstep.ranks.find import Cluster, read_cluster
 from lockstep.ranks.placement import RequestedDevices
 from ranks import SRC
 
@@ -72,7 +72,7 @@ def test_ranks_get_torchruns_variables(run, tmp_path):
     assert (second["LOCAL_RANK"], second["RUN_ID"]) == ("1", "r")
     own = second["LOCKSTEP_AGENT"].split(maxsplit=6)
     assert (own[0], own[-1]) == (str(os.getpid()), str(tmp_path))
-    cluster = describe(second, RequestedDevices())
+    cluster = read_cluster(second, RequestedDevices())
     assert (cluster.launcher, cluster.rank, cluster.world_size, cluster.has_agent) == (
         "none",
         1,

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from local_ranks import local_cluster
 from lockstep.ranks import failures
-from lockstep.ranks.failures import log_failure, rank_error, unequal_epochs, with_culprit
+from lockstep.ranks.failures import describe_error, explain_failure, log_failure, unequal_epochs
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from lockstep.ranks.failures import log_failure, rank_error, unequal_epochs, wit
     ],
 )
 def test_out_of_memory_and_failed_compilation_say_what_helps(kind, mend, capsys):
-    log_failure(rank_error(1, kind.__new__(kind, "no"), host="node-b", phase="training"), "")
+    log_failure(describe_error(1, kind.__new__(kind, "no"), host="node-b", phase="training"), "")
     place, hint = capsys.readouterr().err.splitlines()
     assert f"rank 1 on node-b, in training: {kind.__name__}" in place and mend in hint
 
@@ -39,7 +39,7 @@ def test_out_of_memory_and_failed_compilation_say_what_helps(kind, mend, capsys)
 def test_only_a_network_error_blames_a_silent_rank(text, rank, kind, monkeypatch):
     monkeypatch.setattr(failures, "PEER_TIMEOUT_S", 0.1)
     cluster = local_cluster(0, 2, 0)
-    error = with_culprit(RuntimeError(text), HashStore(), cluster, ["node-a", "node-b"])
+    error = explain_failure(RuntimeError(text), HashStore(), cluster, ["node-a", "node-b"])
     assert (error.culprit["rank"], error.culprit["kind"]) == (rank, kind)
 
 
@@ -74,5 +74,5 @@ def test_an_error_file_that_finds_no_room_is_removed(tmp_path, monkeypatch, caps
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ErrorHandler, "record_exception", full)
-    failures._tell_agent(OSError(), rank_error(0, OSError("no room on /x")))
+    failures._tell_agent(OSError(), describe_error(0, OSError("no room on /x")))
     assert not file.exists() and "no room on /x" in capsys.readouterr().err

@@ -10,10 +10,10 @@ from lockstep.process.errors import UserError
 from lockstep.ranks.find import (
     AGENT,
     Cluster,
-    agent_id,
-    describe,
     find_ranks,
-    named_run,
+    read_cluster,
+    requested_run_id,
+    restart_id,
     set_rank_environment,
 )
 from lockstep.ranks.placement import RequestedDevices
@@ -36,21 +36,27 @@ MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORL
        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
 
 
-def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
-    return describe(environ, RequestedDevices(devices, num_nodes, several, machine))
+def ask(environ, ranks_per_node=None, num_nodes=None, several=True, default_ranks=1):
+    return read_cluster(
+        environ, RequestedDevices(ranks_per_node, num_nodes, several, default_ranks)
+    )
 
 
 @pytest.mark.parametrize(
     ("environ", "options", "wanted"),
     [
         ({}, {"several": False}, ("none", 0, 0, 1, 1)),
-        ({}, {"devices": 2}, ("none", 0, None, 2, 1)),  # it starts two
+        ({}, {"ranks_per_node": 2}, ("none", 0, None, 2, 1)),  # it starts two
         (
             NODES,
-            {"devices": 1, "num_nodes": 2},
+            {"ranks_per_node": 1, "num_nodes": 2},
             ("nodes", 1, 0, 1, 2),
         ),  # it is the only rank of its node
-        ({**NODES, "WORLD_SIZE": "4"}, {"devices": 2, "num_nodes": 2}, ("nodes", 2, None, 2, 2)),
+        (
+            {**NODES, "WORLD_SIZE": "4"},
+            {"ranks_per_node": 2, "num_nodes": 2},
+            ("nodes", 2, None, 2, 2),
+        ),
         (TORCHRUN, {}, ("torchrun", 5, 1, 4, 2)),
         (SLURM, {}, ("slurm", 3, 1, 2, 2)),
         (
@@ -67,7 +73,7 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         ),  # PyTorchJob: one pod, one process
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS},
-            {"devices": 2},
+            {"ranks_per_node": 2},
             ("env", 3, 1, 2, 2),
         ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"several": False}, ("env", 0, 0, 1, 1)),
@@ -75,7 +81,7 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         # srun with PMI-2, in a step of one task
         (
             {"SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
-            {"machine": 4},
+            {"default_ranks": 4},
             ("none", 0, None, 4, 1),
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, {}, ("mpiexec", 0, 0, 1, 1)),
@@ -90,7 +96,13 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
 )
 def test_every_launcher_says_which_rank_this_process_is(environ, options, wanted):
     found = ask(environ, **options)
-    assert (found.launcher, found.rank, found.local_rank, found.devices, found.num_nodes) == wanted
+    assert (
+        found.launcher,
+        found.rank,
+        found.local_rank,
+        found.ranks_per_node,
+        found.num_nodes,
+    ) == wanted
     assert found.agent_store == (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
@@ -113,23 +125,31 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
 @pytest.mark.parametrize(
     ("environ", "options", "said"),
     [
-        ({}, {"devices": 1, "num_nodes": 2}, "MASTER_ADDR=unset MASTER_PORT=unset NODE_RANK=unset"),
-        (NODES, {"devices": 1}, "trainer.num_nodes=unset"),
+        (
+            {},
+            {"ranks_per_node": 1, "num_nodes": 2},
+            "MASTER_ADDR=unset MASTER_PORT=unset NODE_RANK=unset",
+        ),
+        (NODES, {"ranks_per_node": 1}, "trainer.num_nodes=unset"),
         (
             {**NODES, "NODE_RANK": "2"},
-            {"devices": 1, "num_nodes": 2},
+            {"ranks_per_node": 1, "num_nodes": 2},
             "NODE_RANK=2 .* do not fit .* trainer.num_nodes=2",
         ),
-        ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
-        ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "not a whole number"),
+        ({**NODES, "WORLD_SIZE": "3"}, {"ranks_per_node": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
+        (
+            {**NODES, "MASTER_PORT": "x"},
+            {"ranks_per_node": 1, "num_nodes": 2},
+            "not a whole number",
+        ),
         (
             TORCHRUN,
-            {"devices": 2},
+            {"ranks_per_node": 2},
             "torchrun started rank 5 of 8, number 1 of 4 on its node, but trainer.devices=2",
         ),
         (
             {**RANKS, **ADDRESS},
-            {"devices": 4},
+            {"ranks_per_node": 4},
             "rank 0 of 2, number 0 of 4 on its node.* unset RANK and WORLD_SIZE",
         ),
         ({**RANKS, **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
@@ -152,7 +172,7 @@ def test_contradictions_end_in_one_sentence(environ, options, said):
 def test_torchrun_says_how_many_ranks_ddp_sim_has():
     config = plain(compose("train", ["trainer=ddp_sim"]))
     cluster = find_ranks(config, TORCHRUN)
-    assert (cluster.devices, cluster.num_nodes, cluster.accelerator) == (4, 2, "cpu")
+    assert (cluster.ranks_per_node, cluster.num_nodes, cluster.accelerator) == (4, 2, "cpu")
 
 
 @pytest.mark.parametrize("environ", [NODES, TORCHRUN])
@@ -163,22 +183,27 @@ def test_an_ipv6_master_may_stand_in_brackets(environ):
 
 def test_run_id_from_outside():
     assert (
-        named_run({}, {}) is named_run({}, TORCHRUN) is named_run({}, {"SLURM_JOB_ID": "7"}) is None
+        requested_run_id({}, {})
+        is requested_run_id({}, TORCHRUN)
+        is requested_run_id({}, {"SLURM_JOB_ID": "7"})
+        is None
     )
     assert (
-        named_run({"run_id": "r"}, SLURM) == "r"
-        and named_run({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
+        requested_run_id({"run_id": "r"}, SLURM) == "r"
+        and requested_run_id({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
     )
-    assert named_run({}, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
-    assert named_run({}, SLURM) == "slurm-7-0" == named_run({}, {**TORCHRUN, **SLURM})
-    assert named_run({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
+    assert requested_run_id({}, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
+    assert requested_run_id({}, SLURM) == "slurm-7-0" == requested_run_id({}, {**TORCHRUN, **SLURM})
+    assert requested_run_id({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
 
 
 def test_who_would_start_this_process_again():
-    assert agent_id({}) is None and agent_id(SLURM) == "slurm-7-0"
-    mine = agent_id(TORCHRUN)
+    assert restart_id({}) is None and restart_id(SLURM) == "slurm-7-0"
+    mine = restart_id(TORCHRUN)
     assert mine.endswith(f"_torchrun-{os.getppid()}")
-    assert mine == agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}) == checked_run_id(mine)
+    assert (
+        mine == restart_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}) == checked_run_id(mine)
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from faults import stopped_while_a_checkpoint_is_saved, stopped_while_it_prepares
-from lockstep.ranks.failures import with_culprit
+from lockstep.ranks.failures import explain_failure
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat, LostRank
 from ranks import free_port
@@ -107,13 +107,15 @@ def test_an_error_of_another_rank_ends_the_wait(three):
     error = {"rank": 1, "host": "b", "phase": "start", "message": "no disk", "kind": "UserError"}
     three.store("errors").set("first", json.dumps(error))
     end = three.join()[2]
-    culprit = with_culprit(end, three.store("errors"), cluster, ["a", "b", "c"]).culprit
+    culprit = explain_failure(end, three.store("errors"), cluster, ["a", "b", "c"]).culprit
     assert culprit == error
 
 
 def test_the_lost_rank_is_the_culprit_with_its_host(three):
     cluster = Cluster("torchrun", 3, 1, 0, 0, "127.0.0.1", None)
-    culprit = with_culprit(LostRank(2, 40), three.store("errors"), cluster, ["a", "b", "c"]).culprit
+    culprit = explain_failure(
+        LostRank(2, 40), three.store("errors"), cluster, ["a", "b", "c"]
+    ).culprit
     assert (culprit["rank"], culprit["host"], culprit["kind"]) == (2, "c", "hangs")
     assert "no sign of life for 40 s" in culprit["message"]
 

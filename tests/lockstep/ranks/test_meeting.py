@@ -39,14 +39,14 @@ class Ranks:
         )
         self.answers, self.threads, self.agent_store = {}, [], port is not None
 
-    def start(self, rank, *, mine=SAME, decide=dict):
+    def start(self, rank, *, fingerprint=SAME, decide=dict):
         cluster = Cluster(
             "nodes", self.world_size, 1, rank, 0, self.address, self.port, self.agent_store
         )
 
         def run():
             try:
-                self.answers[rank] = meet(cluster, self.timeout_s, mine, decide)
+                self.answers[rank] = meet(cluster, self.timeout_s, fingerprint, decide)
             except UserError as error:
                 self.answers[rank] = str(error)
 
@@ -87,9 +87,9 @@ def refuse():
 @pytest.mark.parametrize(
     ("first", "second", "sentence"),
     [
-        ({}, {"mine": {**SAME, "code": {"code": "x"}}}, "has code=x, rank 0 on"),
-        ({}, {"mine": {**SAME, "options": {"seed": "2"}}}, "has seed=2, rank 0 on"),
-        ({}, {"mine": {**SAME, "packages": {"torch": "3"}}}, "has torch=3, rank 0 on"),
+        ({}, {"fingerprint": {**SAME, "code": {"code": "x"}}}, "has code=x, rank 0 on"),
+        ({}, {"fingerprint": {**SAME, "options": {"seed": "2"}}}, "has seed=2, rank 0 on"),
+        ({}, {"fingerprint": {**SAME, "packages": {"torch": "3"}}}, "has torch=3, rank 0 on"),
         ({"decide": refuse}, {}, "this run is finished."),
     ],
 )

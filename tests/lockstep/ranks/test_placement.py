@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.config.compose import compose, plain
 from lockstep.process.errors import UserError
-from lockstep.ranks.placement import RequestedDevices, place
+from lockstep.ranks.placement import RequestedDevices, resolve_devices
 from lockstep.strategies.recompute import recompute_activations
 from strategy_runs import one, worst
 
@@ -55,7 +55,7 @@ def options(*words):
     ],
 )
 def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
-    assert place(options(*words), "some", gpus) == (accelerator, wanted)
+    assert resolve_devices(options(*words), "some", gpus) == (accelerator, wanted)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
 )
 def test_what_cannot_be_is_refused_with_what_works(words, name, gpus, said):
     with pytest.raises(UserError) as refused:
-        place(options(*words), name, gpus)
+        resolve_devices(options(*words), name, gpus)
     assert said in str(refused.value)
 
 
@@ -123,9 +123,9 @@ def test_a_new_trainer_states_the_devices_of_its_process(process_devices, gpus, 
     trainer = {**options("trainer=gpu"), "process_devices": process_devices}
     if refused:
         with pytest.raises(UserError, match="trainer=mine asks for 2 GPUs .* trainer=cpu works"):
-            place(trainer, "mine", gpus)
+            resolve_devices(trainer, "mine", gpus)
     else:
-        accelerator, _ = place(trainer, "mine", gpus)
+        accelerator, _ = resolve_devices(trainer, "mine", gpus)
         assert accelerator == ("gpu" if process_devices == 2 else "cpu")
 
 

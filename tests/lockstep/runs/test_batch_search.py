@@ -72,7 +72,7 @@ def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
     def train(*arguments):
         batch = arguments[-1]
         if batch == 1:
-            raise search.Refused("BatchNorm cannot normalise one image at a time")
+            raise search.BatchRefused("BatchNorm cannot normalise one image at a time")
         return {"peak_memory_gib": peak, "usable_memory_gib": 1.0, "num_train": 100}
 
     monkeypatch.setattr(search, "_train_two_steps", train)

@@ -21,9 +21,9 @@ from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.checks import check_before_start
 from lockstep.runs.first_record import changes_of_recipe, headlines
 from lockstep.runs.opening import Ended, open_run
-from lockstep.runs.place import hold_run_lock
 from lockstep.runs.resume import config_before, what_is_over
 from lockstep.runs.run import Run
+from lockstep.runs.run_lock import hold_run_lock
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
 SCALED = ["optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"]

@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.config.keys import is_of_arm
+from lockstep.config.keys import is_omitted_by_baseline
 from lockstep.process.errors import UserError
 from lockstep.sweeps.against import jobs_of_arms, overrides_of_arm, paired_sweep
 
@@ -68,7 +68,7 @@ def test_the_baseline_omits_what_follows_or_else_what_stands_before(overrides, b
     ],
 )
 def test_the_baseline_omits_the_recipe_alone(key, expected):
-    assert is_of_arm(key) is expected
+    assert is_omitted_by_baseline(key) is expected
 
 
 @pytest.mark.parametrize(

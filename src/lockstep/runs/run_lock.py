@@ -7,7 +7,7 @@ from typing import IO
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError, is_full
 from lockstep.process.files import lock, locked_file
-from lockstep.ranks.find import agent_id
+from lockstep.ranks.find import restart_id
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder, checked_run_id, find_run, new_run_id
 from lockstep.records.record import has_trained, read_record
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 330.0
 
 
-def folder_of(config: Config, run_id: str) -> RunFolder:
+def folder_of_run_id(config: Config, run_id: str) -> RunFolder:
     """Return the folder of a run of this id, which need not exist."""
     if config.get("sweep_dir"):
         runs = Path(config["sweep_dir"])
@@ -28,7 +28,7 @@ def folder_of(config: Config, run_id: str) -> RunFolder:
     return RunFolder(runs / checked_run_id(run_id))
 
 
-def run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
+def choose_run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
     """Return the folder of this run, not yet made, and whether the run is new.
 
     Args:
@@ -40,13 +40,13 @@ def run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
     if resume and resume != "auto":
         folder = find_run(Path(config["paths"]["log_dir"]), resume)
     else:
-        folder = folder_of(config, run_id or new_run_id())
+        folder = folder_of_run_id(config, run_id or new_run_id())
 
     is_new = not has_trained(folder)
     if is_new or resume:
         return folder, is_new
     # torchrun may have started its ranks again, or SLURM requeued the job.
-    agent = agent_id(environment())
+    agent = restart_id(environment())
     if agent is not None and read_record(folder.record).agent == agent:
         return folder, is_new
     raise UserError(
