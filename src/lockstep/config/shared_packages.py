@@ -37,6 +37,9 @@ def _is_of_user(folder: str) -> bool:
     path = Path(folder).resolve()
     if not folder or path == COMPONENTS.resolve() or not path.is_dir():
         return False
+    # The repository of a snapshot is on the path, too, by its installed package.
+    if (path / "lockstep").is_dir():
+        return False
     return not any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
 
 

@@ -72,3 +72,9 @@ def test_a_folder_without_python_files_is_no_package(project):
         project, "locate('models.Base', 'model')\nimport losses\nprint(losses.__path__)"
     )
     assert output.splitlines()[-1] == str([str(SRC / "losses")])
+
+
+def test_another_copy_of_this_project_is_not_joined(project):
+    (project / "lockstep").mkdir()
+    output = output_of(project, "import models\nlocate('logging.INFO', '')\nprint(models.__path__)")
+    assert output.splitlines()[-1] == str([str(SRC / "models")])
