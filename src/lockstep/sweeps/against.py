@@ -34,18 +34,30 @@ def paired_sweep(overrides: list[str], parsed: Sequence[Any], sweeper: str = "")
                 "example."
             )
         return overrides
-    if asked[-1].partition("=")[2] != "baseline":
-        raise UserError(f"{asked[-1]}: against=baseline is the only one. {EXAMPLE} is an example.")
+    of_arm = overrides_of_arm(overrides)
+    _check_arms(asked[-1], of_arm)
+    _check_pairs(parsed)
     others = [word for word in overrides if key_of(word) == SWEEPER]
     if any(word.partition("=")[2] != PAIRED for word in others):
         raise UserError("against=baseline runs given values: leave hydra/sweeper= out.")
 
-    of_arm = overrides_of_arm(overrides)
+    log.info(f"the baseline omits {' '.join(of_arm)}; both arms have the other overrides")
+    return [*(word for word in overrides if word not in others), f"{SWEEPER}={PAIRED}"]
+
+
+def _check_arms(asked: str, of_arm: Sequence[str]) -> None:
+    """Refuse another baseline, and arms that are equal."""
+    if asked.partition("=")[2] != "baseline":
+        raise UserError(f"{asked}: against=baseline is the only one. {EXAMPLE} is an example.")
     if not of_arm:
         raise UserError(
             f"against=baseline needs an override that the baseline omits, as in {EXAMPLE}. Data, "
             "task, trainer, seeds and places are the same in both arms."
         )
+
+
+def _check_pairs(parsed: Sequence[Any]) -> None:
+    """Refuse a sweep that repeats nothing, and ranges of values."""
     repeats = [word for word in parsed if key_of(word.input_line) in REPEATS]
     if not any(word.is_sweep_override() for word in repeats):
         raise UserError(
@@ -55,8 +67,6 @@ def paired_sweep(overrides: list[str], parsed: Sequence[Any], sweeper: str = "")
     for word in parsed:
         if word.is_sweep_override() and not word.is_discrete_sweep():
             raise UserError(f"{word.input_line} is a range: give values, as KEY=1,2.")
-    log.info(f"the baseline omits {' '.join(of_arm)}; both arms have the other overrides")
-    return [*(word for word in overrides if word not in others), f"{SWEEPER}={PAIRED}"]
 
 
 def overrides_of_arm(overrides: Sequence[str]) -> list[str]:
