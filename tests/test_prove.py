@@ -61,6 +61,7 @@ CAUSES = {
     ("Summed", "Points"): (("accumulate", "ddp", "fsdp"), (), ("a sum",)),
     ("Unused", "Points"): (("ddp",), (), ("find_unused_parameters=true", line_of("UNUSED"))),
     ("CountsEpochs", "Points"): (("resume_step", "resume_epoch"), (), ("self.epochs_seen",)),
+    ("CountsLosses", "Points"): (("resume_step",), (), ("persistent(True)",)),
     ("ForgetsMoments", "Points"): (("resume_step", "resume_epoch"), (), ("optimizer net.0",)),
     ("KnowsItsRank", "Points"): (("ddp", "fsdp"), (), ("rank",)),
     ("CountsTests", "Points"): (("eval",), (), ("self.seen",)),
@@ -110,6 +111,13 @@ def test_a_compiled_net_that_computes_something_else_is_found(task, tmp_path):
     assert result.equal is (task == "Sound"), result
     if task != "Sound":
         assert "trainer.compile=false" in str(result.cause) and result.first_step == 1
+
+
+@pytest.mark.slow
+def test_a_persistent_metric_of_the_epoch_is_resumed(tmp_path):
+    overrides = plain_overrides("KeepsLosses")
+    (result,) = results_of(*overrides, folder=tmp_path, checks="resume_step", steps=8)
+    assert result.equal is True, result
 
 
 def test_nets_are_compiled_where_a_gpu_is_chosen():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MeanMetric
 
 ROWS = 192
 HELD_OUT = 38
@@ -120,6 +121,28 @@ class HalvesWhenCompiled(Sound):
     def __init__(self) -> None:
         super().__init__()
         self.net.append(Halving())
+
+
+class CountsLosses(Sound):
+    """A metric of the training epoch that a checkpoint within the epoch omits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_loss = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean_loss(loss)
+        self.log("mean_loss", self.mean_loss, on_step=False, on_epoch=True)
+        return loss
+
+
+class KeepsLosses(CountsLosses):
+    """The same, of which checkpoints keep the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_loss.persistent(True)
 
 
 class Unused(Sound):

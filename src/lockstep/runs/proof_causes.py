@@ -37,6 +37,11 @@ def cause_of_resume(run: Recording, reference: Recording, difference: Difference
             "on_load_checkpoint and state_dict"
         )
     attributes = ", ".join(f"self.{name}" for name in other_attributes(start, before))
+    if difference.kind == "metric" and not attributes:
+        return (
+            "what the epoch had counted before the stop (torchmetrics, self.log with on_epoch) is "
+            "not in the checkpoint; the weights are equal: metric.persistent(True) keeps it"
+        )
     return (
         f"state that is not in the checkpoint: {attributes or 'of the module'}; use "
         "register_buffer, or on_save_checkpoint and on_load_checkpoint"
