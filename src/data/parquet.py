@@ -143,10 +143,10 @@ class ParquetDataModule(ListedDataModule):
     def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
         """Return the label of a row; None if its class is missing."""
         if self._label_columns:
-            return [row[column] for column in columns.labels]
+            return [_plain(row[column]) for column in columns.labels]
         value = row[columns.labels[0]]
         if self.target != "class":
-            return value
+            return _plain(value)
         if value in (None, -1):
             return None
         return _class_of(value, f"{where}: {columns.labels[0]}", columns.class_names)

@@ -70,10 +70,12 @@ class MultiLabel(Task):
         losses = losses_of_labels(logits, targets)
         present = targets > 0.5
         self.count(loss=losses[is_known], acc=((logits > 0) == present)[is_known])
-        self.average_precision.update(logits, present.long().where(is_known, UNKNOWN))
+        # torchmetrics takes a batch of logits that all lie in [0, 1] for probabilities.
+        probabilities = logits.sigmoid()
+        self.average_precision.update(probabilities, present.long().where(is_known, UNKNOWN))
         self.present += present.sum(0)
         num_known = is_known.sum(1).clamp(min=1)
-        return {"losses": losses.sum(1) / num_known, "predictions": logits.sigmoid()}
+        return {"losses": losses.sum(1) / num_known, "predictions": probabilities}
 
     test_step = validation_step
 

@@ -290,6 +290,19 @@ def test_a_label_that_never_occurs_has_no_precision(monkeypatch):
         task.validation_step((logits, torch.tensor([[-1.0, 0, 1]] * 3)), 0)
 
 
+def test_precision_ranks_batches_of_small_logits_with_others(monkeypatch):
+    task = MultiLabel(torch.nn.Identity(), num_classes=2)
+    task._trainer = SimpleNamespace(
+        strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts)
+    )
+    monkeypatch.setattr(Task, "count", lambda *_, **__: None)
+    monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
+    # 0.1 stands before the sigmoid below that of 0, and after it above.
+    for logits, labels in (([[0.1, 0.1]], [[1.0, 1]]), ([[0.0, -1]], [[0.0, 0]])):
+        task.validation_step((torch.tensor(logits), torch.tensor(labels)), 0)
+    assert task.evaluation_values("val") == {"val/map": 1.0}
+
+
 @pytest.mark.filterwarnings("ignore:No positive samples")
 def test_labels_that_are_not_known_have_no_part(monkeypatch):
     task = MultiLabel(torch.nn.Identity(), num_classes=2)

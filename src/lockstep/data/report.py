@@ -224,7 +224,9 @@ def log_findings(findings: Iterable[Finding]) -> None:
     """Log the images that are listed, but for those left out, which `log_remarks` counts."""
     for finding in findings:
         if finding.kind is not FindingKind.LEFT_OUT:
-            log.warning(f"{finding.reason} ({LISTS}).")
+            # `write_findings` writes no file for a finding without names.
+            file = f" ({LISTS})" if finding.names else ""
+            log.warning(f"{finding.reason}{file}.")
 
 
 def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
