@@ -153,7 +153,7 @@ class ParquetDataModule(ListedDataModule):
     def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
         """Return the label of a row; None if its class is missing."""
         if self._label_columns:
-            return [_plain(row[column]) for column in columns.labels]
+            return _plain([row[column] for column in columns.labels])
         value = row[columns.labels[0]]
         if self.target != "class":
             return _plain(value)
@@ -254,6 +254,8 @@ def _group_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None
 
 def _plain(value: Any) -> Any:
     """Return a number as it is, and text of anything else, such as a decimal, for JSON."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return value if isinstance(value, int | float) else str(value)
 
 

@@ -266,7 +266,7 @@ def test_a_resumed_run_keeps_the_images_of_a_device(tmp_path, fields, words, wan
 
 def test_loaders_of_the_user_do_not_divide_over_ranks():
     config = config_of("data=none", "trainer=ddp_sim")
-    three_ranks = replace(ALONE, world_size=3)
+    three_ranks = replace(ALONE, ranks_per_node=3)
     record = RunRecord(world_size=4, accumulate_grad_batches=1, per_device_batch_size=1)
     with pytest.raises(UserError, match="4 batches of your own loaders, .* 3 ranks") as refused:
         decide_batch(config, three_ranks, record, {}, pytest.fail)
