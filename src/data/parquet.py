@@ -44,13 +44,13 @@ class CopiedRows:
 
     Args:
         items: of the images, as of ReadShard.
-        parts: names of their splits, where a column tells them.
+        split_names: names of their splits, where a column tells them.
         files: for each image the file that its row names, as of identity_of, or None.
         unlabelled: the names of rows without a label.
     """
 
     items: list[list[Any]] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
+    split_names: list[str] = field(default_factory=list)
     files: list[list[Any] | None] = field(default_factory=list)
     unlabelled: list[str] = field(default_factory=list)
 
@@ -75,12 +75,18 @@ class ParquetDataModule(ListedDataModule):
         self._image_column = image_column
         self._label_column = label_column
         self._label_columns = list(label_columns or [])
-        columns = [image_column, label_column, self._label_columns, self.target, self.group]
+        cache_key_options = [
+            image_column,
+            label_column,
+            self._label_columns,
+            self.target,
+            self.group,
+        ]
         if self.splits_option is False:
-            columns.append("splits=false")
+            cache_key_options.append("splits=false")
         if self.column_options:
-            columns.append(list(self.column_options))
-        self._shards = Shards(self, root, ".parquet", self._read_shard, columns)
+            cache_key_options.append(list(self.column_options))
+        self._shards = Shards(self, root, ".parquet", self._read_shard, cache_key_options)
 
     def list_images(self) -> ImageList:
         return self._shards.list_images(self._label_columns)
@@ -102,7 +108,7 @@ class ParquetDataModule(ListedDataModule):
         splits = []
         if self.splits_option is not False:
             where = [f"{path}, {item[0]}" for item in copied.items]
-            splits = splits_of(copied.parts, columns.split, where.__getitem__)
+            splits = splits_of(copied.split_names, columns.split, where.__getitem__)
         left_out = {"rows without a label": copied.unlabelled} if copied.unlabelled else {}
         return {
             "items": copied.items,
@@ -113,13 +119,17 @@ class ParquetDataModule(ListedDataModule):
         }
 
     def _copy_rows(
-        self, path: Path, rows: Iterable[Mapping[str, Any]], columns: ParquetColumns, copy: Path
+        self,
+        path: Path,
+        rows: Iterable[Mapping[str, Any]],
+        columns: ParquetColumns,
+        destination: Path,
     ) -> CopiedRows:
-        """Write the encoded images one after the other into the file `copy`."""
+        """Write the encoded images one after the other into the file `destination`."""
         copied = CopiedRows()
-        with copy.open("wb") as out:
-            for number, row in enumerate(rows):
-                name = f"row {number}"
+        with destination.open("wb") as out:
+            for row_number, row in enumerate(rows):
+                name = f"row {row_number}"
                 label = self._label(row, columns, f"{path}, {name}")
                 if label is None and self.target == "class":
                     copied.unlabelled.append(name)
@@ -137,70 +147,72 @@ class ParquetDataModule(ListedDataModule):
                 copied.items.append([name, label, start, size, group, numbers])
                 copied.files.append(file)
                 if columns.split:
-                    copied.parts.append(str(row[columns.split]))
+                    copied.split_names.append(str(row[columns.split]))
         return copied
 
     def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
         """Return the label of a row; None if its class is missing."""
         if self._label_columns:
-            return [row[column] for column in columns.labels]
+            return _plain([row[column] for column in columns.labels])
         value = row[columns.labels[0]]
         if self.target != "class":
-            return value
+            return _plain(value)
         if value in (None, -1):
             return None
         return _class_of(value, f"{where}: {columns.labels[0]}", columns.class_names)
 
     def _columns(self, path: Path, schema: Any) -> ParquetColumns:
         """Return the columns, as stated or declared."""
-        kinds = {column.name: str(column.type) for column in schema}
-        declared = _declared(schema, kinds)
-        image = self._image_of(path, kinds, declared)
-        group = find_column(list(kinds), str(self.group)) if self.group else ""
-        split = find_column(list(kinds), "split")
-        numbers = columns_of_numbers(self, path, list(kinds))
+        types = {column.name: str(column.type) for column in schema}
+        declared = _hugging_face_features(schema, types)
+        image = self._image_of(path, types, declared)
+        group = find_column(list(types), str(self.group)) if self.group else ""
+        split = find_column(list(types), "split")
+        numbers = columns_of_numbers(self, path, list(types))
         if self._label_columns:
             labels = [
-                column_of(path, list(kinds), name, "label_columns") for name in self._label_columns
+                column_of(path, list(types), name, "label_columns") for name in self._label_columns
             ]
             return ParquetColumns(image, labels, [], group, split, numbers)
         classes = _declared_as(declared, "ClassLabel")
         column = self._label_column or (classes[0] if len(classes) == 1 else "label")
-        label = column_of(path, list(kinds), column, "label_column")
+        label = column_of(path, list(types), column, "label_column")
         class_names = []
         if label in classes:
             class_names = [str(name) for name in declared[label].get("names") or ()]
         return ParquetColumns(image, [label], class_names, group, split, numbers)
 
     def _image_of(
-        self, path: Path, kinds: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]
+        self, path: Path, types: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]
     ) -> str:
-        able = [name for name, kind in kinds.items() if "binary" in kind or "path: string" in kind]
-        candidates = _declared_as(declared, "Image") or able
+        image_columns = [
+            name for name, kind in types.items() if "binary" in kind or "path: string" in kind
+        ]
+        candidates = _declared_as(declared, "Image") or image_columns
         if self._image_column:
             candidates = [self._image_column]
         if len(candidates) != 1:
-            listed = ", ".join(candidates or list(kinds)[:20])
+            listed = ", ".join(candidates or list(types)[:20])
             raise UserError(
                 f"{path}: the column of the images is not clear. Give data.image_column= one of "
                 f"{listed}."
             )
-        image = column_of(path, list(kinds), candidates[0], "image_column")
-        if image not in able and "string" not in kinds[image]:
+        image = column_of(path, list(types), candidates[0], "image_column")
+        if image not in image_columns and "string" not in types[image]:
             raise UserError(
-                f"{path}: the column {image} holds no encoded images, but {kinds[image]}."
+                f"{path}: the column {image} holds no encoded images, but {types[image]}."
             )
         return image
 
 
-def _declared(schema: Any, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _hugging_face_features(schema: Any, types: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return what Hugging Face's datasets write about the columns, {} where they did not."""
     with suppress(KeyError, TypeError, ValueError):
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return {
             name: feature
             for name, feature in features.items()
-            if isinstance(feature, dict) and name in kinds
+            if isinstance(feature, dict) and name in types
         }
     return {}
 
@@ -242,6 +254,8 @@ def _group_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None
 
 def _plain(value: Any) -> Any:
     """Return a number as it is, and text of anything else, such as a decimal, for JSON."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return value if isinstance(value, int | float) else str(value)
 
 

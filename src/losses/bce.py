@@ -36,10 +36,10 @@ class BinaryCrossEntropy(CrossEntropy):
             )
         self.target_threshold = target_threshold
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.training and self.target_threshold is not None and targets.ndim == 2:
-            targets = (targets > self.target_threshold).to(targets.dtype)
-        return super().forward(logits, targets)
+    def training_targets(self, shares: Tensor) -> Tensor:
+        if self.target_threshold is None:
+            return shares
+        return (shares > self.target_threshold).to(shares.dtype)
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits, shares, reduction="none").mean(1)

@@ -91,8 +91,9 @@ class CrossEntropy(nn.Module):
             return self.of_each(logits, shares)
 
         smoothing = self.label_smoothing
-        smooth_shares = shares * (1 - smoothing) + smoothing / self.num_classes
-        loss = self.of_each(logits, smooth_shares)
+        targets = self.training_targets(shares)
+        smooth_targets = targets * (1 - smoothing) + smoothing / self.num_classes
+        loss = self.of_each(logits, smooth_targets)
         if self.is_weighted:
             loss = loss * (shares @ self.weights.to(logits.dtype))
         return loss
@@ -103,6 +104,10 @@ class CrossEntropy(nn.Module):
             return targets
         classes = torch.arange(self.num_classes, device=targets.device)
         return targets[:, None] == classes
+
+    def training_targets(self, shares: Tensor) -> Tensor:
+        """Return what the loss of a training compares with; class weights go by the shares."""
+        return shares
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
         """Return (B,), the loss of each image, from logits and shares (B, classes)."""

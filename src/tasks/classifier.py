@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lockstep.process.errors import UserError
-from lockstep.training.metrics import compute_metrics, prepare_metrics
+from lockstep.training.metrics import compute_metrics, prepare_metrics, update_metrics
 from lockstep.training.parameter_groups import GroupRules
 from lockstep.training.task import Task
 
@@ -149,8 +149,7 @@ class ImageClassifier(Task):
         if self.num_classes >= TOP5_FROM_CLASSES:
             self.count(acc_top5=hits.any(1))
         self.counts.add(best[:, 0], labels, probabilities)
-        for metric in self.metrics.values():
-            metric.update(logits, labels)
+        update_metrics(self.metrics, logits, labels)
         return {"losses": losses, "predictions": probabilities}
 
     test_step = validation_step

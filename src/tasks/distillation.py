@@ -46,62 +46,49 @@ class Distillation(ImageClassifier):
     ) -> None:
         super().__init__(net, num_classes=num_classes, **parts)
         self.channels = channels
-        self.address = teacher
+        self.teacher_source = teacher
         self.log_dir = Path(log_dir)
         self.temperature = temperature
         self.teacher_share = teacher_share
 
         # The list hides the teacher from Lightning: a child module would be saved in checkpoints.
-        self.teacher: list[nn.Module] = []
-        # Scale and shift lead from the student's normalisation to the teacher's.
+        self._unregistered_teacher: list[nn.Module] = []
         self.rescale: tuple[Any, Any] = (1.0, 0.0)
 
     def setup(self, stage: str) -> None:
-        if stage != "fit" or self.teacher:
+        if stage != "fit" or self._unregistered_teacher:
             return
 
         device = self.trainer.strategy.root_device
+        data = getattr(self.trainer, "datamodule", None)
         teacher, facts = self._load_teacher()
-        self.teacher = [teacher.to(device).eval().requires_grad_(False)]
-        self._adapt_images(facts, getattr(self.trainer, "datamodule", None), device)
+        self._check_teacher(facts, data)
+        self._unregistered_teacher = [teacher.to(device).eval().requires_grad_(False)]
+        self.rescale = rescaling(facts, data, device)
 
-    def _adapt_images(self, facts: dict[str, Any], data: Any, device: torch.device) -> None:
-        """Compare the teacher's classes and channels with the data's, and set `rescale`.
-
+    def _check_teacher(self, facts: dict[str, Any], data: Any) -> None:
+        """
         Raises:
-            UserError: the teacher has other classes or channels than the data.
+            UserError: the teacher has other classes or channels than the data, or deep images had
+                another black and white.
         """
         for key, noun in (("class_names", "classes"), ("channels", "channels")):
             of_teacher = facts.get(key)
             of_data = getattr(data, key, None)
             if None not in (of_teacher, of_data) and of_teacher != of_data:
                 raise UserError(
-                    f"task.teacher={self.address} has other {noun} than the data: "
+                    f"task.teacher={self.teacher_source} has other {noun} than the data: "
                     f"{of_teacher}, not {of_data}."
                 )
 
-        self._check_range(facts, data)
-
-        if "mean" not in facts or not hasattr(data, "std"):
-            return
-        mean = _per_channel(data.mean)
-        std = _per_channel(data.std)
-        scale = std / _per_channel(facts["std"])
-        shift = (mean - _per_channel(facts["mean"])) / _per_channel(facts["std"])
-        self.rescale = (scale.to(device), shift.to(device))
-
-    def _check_range(self, facts: dict[str, Any], data: Any) -> None:
-        """
-        Raises:
-            UserError: black and white of deep images are others than those of the teacher.
-        """
         reading = getattr(getattr(data, "source", None), "reading", None)
         if reading is None or "range" not in facts:
             return
         if facts["range"] != reading.facts["range"]:
             raise UserError(
-                f"task.teacher={self.address} was trained with data.range={facts['range']}, not "
-                f"{reading.facts['range']}: give data.range={facts['range'] or 'null'}."
+                f"task.teacher={self.teacher_source} was trained with "
+                f"data.range={facts['range']}, not {reading.facts['range']}: "
+                f"give data.range={facts['range'] or 'null'}."
             )
 
     def _load_teacher(self) -> tuple[nn.Module, dict[str, Any]]:
@@ -110,21 +97,21 @@ class Distillation(ImageClassifier):
 
         from lockstep.training.inference import load_finished
 
-        if not self.address:
+        if not self.teacher_source:
             raise UserError(
                 "task=distillation learns from a teacher: "
                 "add task.teacher=<run_id>, or a model of timm."
             )
-        if not timm.is_model(self.address.partition(".")[0]):
-            finished = load_finished(self.address, self.log_dir)
+        if not timm.is_model(self.teacher_source.partition(".")[0]):
+            finished = load_finished(self.teacher_source, self.log_dir)
             return finished.net, finished.facts
 
         teacher: nn.Module = timm.create_model(
-            self.address, pretrained=True, in_chans=self.channels
+            self.teacher_source, pretrained=True, in_chans=self.channels
         )
         if teacher.num_classes != self.num_classes:
             raise UserError(
-                f"task.teacher={self.address} knows {teacher.num_classes} classes, "
+                f"task.teacher={self.teacher_source} knows {teacher.num_classes} classes, "
                 f"the data {self.num_classes}."
             )
         data_config = timm.data.resolve_data_config({}, model=teacher)
@@ -148,7 +135,7 @@ class Distillation(ImageClassifier):
     def _teacher_logits(self, images: Tensor) -> Tensor:
         scale, shift = self.rescale
         rescaled = (images * scale + shift).to(images.dtype)
-        return self.teacher[0].to(images.dtype)(rescaled)
+        return self._unregistered_teacher[0].to(images.dtype)(rescaled)
 
     def _distance_to_teacher(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Return the Kullback-Leibler divergence at `temperature`, the mean over the images.
@@ -160,6 +147,19 @@ class Distillation(ImageClassifier):
         teacher = (teacher_logits.to(dtype) / self.temperature).log_softmax(1)
         divergence = F.kl_div(student, teacher, log_target=True, reduction="batchmean")
         return divergence * self.temperature**2
+
+
+def rescaling(facts: dict[str, Any], data: Any, device: torch.device) -> tuple[Any, Any]:
+    """Return scale and shift from the student's normalisation to the teacher's.
+
+    They are 1 and 0 where one of the two is not known.
+    """
+    if "mean" not in facts or not hasattr(data, "std"):
+        return 1.0, 0.0
+    std_of_teacher = _per_channel(facts["std"])
+    scale = _per_channel(data.std) / std_of_teacher
+    shift = (_per_channel(data.mean) - _per_channel(facts["mean"])) / std_of_teacher
+    return scale.to(device), shift.to(device)
 
 
 def _per_channel(values: Sequence[float]) -> Tensor:

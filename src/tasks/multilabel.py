@@ -37,12 +37,12 @@ class MultiLabel(Task):
             raise UserError(
                 "task=multilabel needs two labels or more: for one of them take task=classifier."
             )
-        self.register_buffer("weight", torch.tensor(positive_weight), persistent=False)
+        self.register_buffer("pos_weight", torch.tensor(positive_weight), persistent=False)
         self.average_precision = MultilabelAveragePrecision(
             num_classes, average=None, ignore_index=UNKNOWN
         )
         # The number of images with each label.
-        self.register_buffer("present", torch.zeros(num_classes), persistent=False)
+        self.register_buffer("label_counts", torch.zeros(num_classes), persistent=False)
 
     def setup(self, stage: str) -> None:
         data = getattr(self.trainer, "datamodule", None)
@@ -51,7 +51,7 @@ class MultiLabel(Task):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
-        losses = losses_of_labels(self.net(images), targets, self.weight)
+        losses = losses_of_labels(self.net(images), targets, self.pos_weight)
         # The mean of an image is over its known labels, so that it does not depend on the other
         # images of its rank. An image may have none: its loss is 0 then, not nan.
         num_known = (~targets.isnan()).sum(1).clamp(min=1)
@@ -68,21 +68,23 @@ class MultiLabel(Task):
         logits = self.net(images)
         is_known = ~targets.isnan()
         losses = losses_of_labels(logits, targets)
-        present = targets > 0.5
-        self.count(loss=losses[is_known], acc=((logits > 0) == present)[is_known])
-        self.average_precision.update(logits, present.long().where(is_known, UNKNOWN))
-        self.present += present.sum(0)
+        is_present = targets > 0.5
+        self.count(loss=losses[is_known], acc=((logits > 0) == is_present)[is_known])
+        # torchmetrics takes a batch of logits that all lie in [0, 1] for probabilities.
+        probabilities = logits.sigmoid()
+        self.average_precision.update(probabilities, is_present.long().where(is_known, UNKNOWN))
+        self.label_counts += is_present.sum(0)
         num_known = is_known.sum(1).clamp(min=1)
-        return {"losses": losses.sum(1) / num_known, "predictions": logits.sigmoid()}
+        return {"losses": losses.sum(1) / num_known, "predictions": probabilities}
 
     test_step = validation_step
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
         """Add the mean average precision over the labels that occur; the others have none."""
-        occurs = self.trainer.strategy.reduce(self.present.clone(), reduce_op="sum") > 0
+        occurs = self.trainer.strategy.reduce(self.label_counts.clone(), reduce_op="sum") > 0
         precision = self.average_precision.compute()[occurs].mean()
         self.average_precision.reset()
-        self.present.zero_()
+        self.label_counts.zero_()
         return {**super().evaluation_values(stage), f"{stage}/map": float(precision)}
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -90,15 +92,15 @@ class MultiLabel(Task):
         return self.net(batch if isinstance(batch, Tensor) else batch[0]).sigmoid()
 
 
-def losses_of_labels(logits: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+def losses_of_labels(logits: Tensor, labels: Tensor, pos_weight: Tensor | None = None) -> Tensor:
     """Return (B, C), the loss of each label; 0 where the label is nan, that is not known.
 
     Args:
         logits, labels: (B, C).
-        weight: of a present label relative to an absent one.
+        pos_weight: of a present label relative to an absent one.
     """
     targets = labels.nan_to_num(0.0)
     losses = F.binary_cross_entropy_with_logits(
-        logits, targets, reduction="none", pos_weight=weight
+        logits, targets, reduction="none", pos_weight=pos_weight
     )
     return losses.where(~labels.isnan(), 0.0)

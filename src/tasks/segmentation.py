@@ -59,8 +59,8 @@ class Segmentation(Task):
         self.count(loss=losses[is_labelled])
 
         predicted = logits.argmax(1)
-        cells = masks[is_labelled] * self.num_classes + predicted[is_labelled]
-        self.confusion.view(-1).index_add_(0, cells, torch.ones_like(cells))
+        cell_indices = masks[is_labelled] * self.num_classes + predicted[is_labelled]
+        self.confusion.view(-1).index_add_(0, cell_indices, torch.ones_like(cell_indices))
 
         num_labelled = is_labelled.sum((1, 2)).clamp(min=1)
         return {"losses": losses.sum((1, 2)) / num_labelled, "predictions": predicted}
@@ -69,15 +69,15 @@ class Segmentation(Task):
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
         confusion = self.trainer.strategy.reduce(self.confusion.clone(), reduce_op="sum").double()
-        right = confusion.diag()
-        union = confusion.sum(0) + confusion.sum(1) - right
+        correct = confusion.diag()
+        union = confusion.sum(0) + confusion.sum(1) - correct
 
         # Classes that neither occur nor are predicted have no overlap to average.
-        overlap = (right / union)[union > 0].mean()
+        mean_iou = (correct / union)[union > 0].mean()
         return {
             **super().evaluation_values(stage),
-            f"{stage}/miou": float(overlap),
-            f"{stage}/acc": float(right.sum() / confusion.sum()),
+            f"{stage}/miou": float(mean_iou),
+            f"{stage}/acc": float(correct.sum() / confusion.sum()),
         }
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -121,6 +122,16 @@ def test_images_in_files_beside_the_table(tmp_path):
         root = write(tmp_path / "z.parquet", flat=True, pictures=pictures)
         with pytest.raises(UserError, match=f"z.parquet, {said}"):
             parquet_module(root, tmp_path).prepare()
+
+
+def test_labels_may_be_decimals(tmp_path):
+    prices = [Decimal(i) / 4 for i in range(24)]
+    columns = arrow().append_column("price", pa.array(prices, pa.decimal128(10, 2)))
+    parquet.write_table(columns, tmp_path / "x.parquet")
+    for options in ({"target": "number", "label_column": "price"}, {"label_columns": ["price"]}):
+        dm = parquet_module(tmp_path / "x.parquet", tmp_path, **options)
+        dm.prepare()
+        assert sorted(dm.source.targets[""].flatten().tolist()) == [i / 4 for i in range(24)]
 
 
 def test_a_replaced_file_beside_the_table_is_read_anew(tmp_path):

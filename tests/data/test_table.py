@@ -205,6 +205,7 @@ def test_files_that_are_missing_are_counted(pictures, tmp_path):
 def test_lines_that_repeat_others_name_what_weighs_classes(pictures, tmp_path):
     dm = csv_module(table(pictures / "a.csv", [*rows(), *rows()[:3]]), tmp_path)
     dm.prepare()
+    assert "data.sampling=balanced" in dm.warnings[0]
     assert "loss.class_weights=auto" in dm.warnings[0]
 
 

@@ -63,6 +63,15 @@ def test_bce_counts_mixed_classes_whole_from_a_share_on(threshold):
     assert torch.equal(own.eval()(LOGITS, MIXED), plain(LOGITS, MIXED))
 
 
+@pytest.mark.parametrize("threshold", [0.2, 0.5, 0.8])
+def test_a_threshold_leaves_the_weight_of_a_mixed_image(threshold):
+    options = {"target_threshold": threshold, "label_smoothing": 0.1}
+    plain = BinaryCrossEntropy(3, COUNTS, **options)
+    weighted = BinaryCrossEntropy(3, COUNTS, class_weights=[1, 2, 0.5], **options)
+    weights = MIXED @ torch.tensor([1, 2, 0.5]).double()
+    torch.testing.assert_close(weighted(LOGITS, MIXED), plain(LOGITS, MIXED) * weights)
+
+
 @pytest.mark.parametrize("cls", [CrossEntropy, BinaryCrossEntropy, Focal])
 def test_weights_of_classes_count_in_training_alone(cls):
     plain, auto = cls(3, COUNTS), cls(3, COUNTS, class_weights="auto")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torchmetrics.classification import MulticlassAUROC
 
 from lockstep.process.errors import UserError
 from optimizers.airbench import AirbenchMuon
@@ -128,6 +129,20 @@ def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
     step(first, one)
     step(second, other)
     torch.testing.assert_close(first.net[1].weight, second.net[1].weight, rtol=1e-13, atol=1e-13)
+
+
+def test_metrics_rank_batches_of_small_logits_with_others():
+    torch.manual_seed(0)
+    metric = MulticlassAUROC(num_classes=3)
+    classifier = ImageClassifier(nn.Flatten(), num_classes=3, metrics={"auroc": metric}).eval()
+    classifier._trainer = SimpleNamespace(testing=False)
+    classifier.on_validation_epoch_start()
+    labels = torch.arange(12) % 3
+    logits = torch.cat([torch.rand(6, 3), 4 * torch.randn(6, 3)])
+    for rows in (slice(6), slice(6, 12)):
+        classifier.validation_step((logits[rows].view(6, 1, 1, 3), labels[rows]), 0)
+    expected = MulticlassAUROC(num_classes=3, average="none")(logits.softmax(1), labels)
+    torch.testing.assert_close(metric.compute(), expected)
 
 
 def test_hits_before_a_checkpoint_count_after_it():

@@ -30,7 +30,7 @@ from plain_task import fit
 from predict import main as predict
 from predict import rows_of
 from runs import run_script, succeed
-from tasks.distillation import Distillation
+from tasks.distillation import Distillation, rescaling
 from tasks.manual_optimization import SharpnessAware
 from tasks.multilabel import MultiLabel
 from tasks.regression import Regression
@@ -237,7 +237,7 @@ def test_a_student_trains_on_images_as_they_are(monkeypatch):
         student = Distillation(
             net, num_classes=2, channels=1, teacher=None, log_dir="", test_time_flip=flips
         )
-        student.teacher = [teacher]
+        student._unregistered_teacher = [teacher]
         losses.append(student.training_step((images, targets), 0))
     assert losses[0] == losses[1]
 
@@ -248,16 +248,19 @@ def test_a_teacher_sees_images_in_its_own_normalisation(
     facts = {"class_names": ["cat", "dog"], "channels": 1, "mean": [0.25], "std": [0.5]}
     data = SimpleNamespace(class_names=["cat", "dog"], channels=1, mean=[0.5], std=[0.25])
     student = Distillation(torch.nn.Flatten(), num_classes=2, channels=1, teacher="t", log_dir="")
-    student._adapt_images(facts, data, torch.device("cpu"))
+    student._check_teacher(facts, data)
+    student.rescale = rescaling(facts, data, torch.device("cpu"))
     pixels, seen = torch.rand(3, 1, 1, 2), []
-    student.teacher = [torch.nn.Flatten()]
-    student.teacher[0].register_forward_hook(lambda _, images, __: seen.append(images[0]))
+    student._unregistered_teacher = [torch.nn.Flatten()]
+    student._unregistered_teacher[0].register_forward_hook(
+        lambda _, images, __: seen.append(images[0])
+    )
     monkeypatch.setattr(Distillation, "count", lambda *_, **__: None)
     student.training_step(((pixels - 0.5) / 0.25, torch.tensor([0, 1, 1])), 0)
     torch.testing.assert_close(seen[0], (pixels - 0.25) / 0.5)
     for other in ({"class_names": ["dog", "cat"]}, {"channels": 3}):
         with pytest.raises(UserError, match="task.teacher=t has other c[lh]"):
-            student._adapt_images({**facts, **other}, data, torch.device("cpu"))
+            student._check_teacher({**facts, **other}, data)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +271,7 @@ def test_a_teacher_of_another_range_is_refused(limits, said):
     data = SimpleNamespace(source=SimpleNamespace(reading=Reading(1, limits)))
     message = ""
     try:
-        student._adapt_images({"range": [0, 9]}, data, torch.device("cpu"))
+        student._check_teacher({"range": [0, 9]}, data)
     except UserError as error:
         message = str(error)
     assert bool(re.search(said, message)) and bool(message) == bool(said)
@@ -288,6 +291,19 @@ def test_a_label_that_never_occurs_has_no_precision(monkeypatch):
         assert task.evaluation_values("val") == {"val/map": 1.0}
     with pytest.raises(UserError, match="labels from 0 to 1, and one is -1.0 or 1.0"):
         task.validation_step((logits, torch.tensor([[-1.0, 0, 1]] * 3)), 0)
+
+
+def test_precision_ranks_batches_of_small_logits_with_others(monkeypatch):
+    task = MultiLabel(torch.nn.Identity(), num_classes=2)
+    task._trainer = SimpleNamespace(
+        strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts)
+    )
+    monkeypatch.setattr(Task, "count", lambda *_, **__: None)
+    monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
+    # 0.1 stands before the sigmoid below that of 0, and after it above.
+    for logits, labels in (([[0.1, 0.1]], [[1.0, 1]]), ([[0.0, -1]], [[0.0, 0]])):
+        task.validation_step((torch.tensor(logits), torch.tensor(labels)), 0)
+    assert task.evaluation_values("val") == {"val/map": 1.0}
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples")

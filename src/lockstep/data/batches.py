@@ -4,8 +4,8 @@ Everything follows from (seed, epoch, step), so that one process and N ranks see
 Order and augmentation are drawn for a whole epoch at once, as a generator for each step would cost
 more than a batch of crops.
 
-Global batch s takes images [s·G, (s+1)·G) of the epoch. Micro-batch j of k covers its positions
-[j·G/k, (j+1)·G/k), and rank r of W takes the r-th of W equal contiguous parts of that.
+Global batch s takes images [s·G, (s+1)·G) of the epoch. `rank_slices` says how ranks and
+micro-batches share them.
 """
 
 import math
@@ -54,6 +54,22 @@ def random_stream(seed: int, *purpose: int) -> np.random.Generator:
     return np.random.default_rng([seed, *purpose])
 
 
+def rank_slices(
+    global_batch_size: int, rank: int, world_size: int, accumulate_grad_batches: int
+) -> list[slice]:
+    """Return the part of each micro-batch that a rank takes of a global batch.
+
+    Micro-batch j of k covers the positions [j·G/k, (j+1)·G/k) of a global batch of G images, and
+    rank r of W takes the r-th of W equal contiguous parts of that.
+    """
+    size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
+    slices = []
+    for micro_batch in range(accumulate_grad_batches):
+        first = (micro_batch * world_size + rank) * size
+        slices.append(slice(first, first + size))
+    return slices
+
+
 class TrainBatches:
     """This rank's micro-batches of an epoch's complete global batches; the remainder is dropped.
 
@@ -68,7 +84,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        deliver: MakeBatches,
+        make_batches: MakeBatches,
         indices: np.ndarray,
         draw: DrawEpoch,
         *,
@@ -83,19 +99,13 @@ class TrainBatches:
         self.seed = seed
         epoch_size = sampling.epoch_size if sampling else len(indices)
         self.steps_per_epoch = epoch_size // global_batch_size
-        self._deliver = deliver
+        self._make_batches = make_batches
         self._indices = indices
         self._draw = draw
         self._sampling = sampling
         self._global_batch_size = global_batch_size
         self._accumulate = accumulate_grad_batches
-
-        # The bounds of this rank's part of each micro-batch within a global batch.
-        size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
-        self._parts = []
-        for micro_batch in range(accumulate_grad_batches):
-            first = (micro_batch * world_size + rank) * size
-            self._parts.append((first, first + size))
+        self._slices = rank_slices(global_batch_size, rank, world_size, accumulate_grad_batches)
 
         self._epoch = 0
         # The next iteration starts at this step: 0 but after load_state_dict.
@@ -146,7 +156,7 @@ class TrainBatches:
         first_step = self._first_step
         self._first_step = 0
         self._micro_batches_done = first_step * self._accumulate
-        for batch in self._deliver(self._selections(first_step)):
+        for batch in self._make_batches(self._selections(first_step)):
             self._micro_batches_done += 1
             yield batch
 
@@ -157,9 +167,9 @@ class TrainBatches:
         draws, mixing = self._draw(self.seed, self._epoch, count)
 
         for start in range(first_step * size, count, size):
-            for part_first, part_end in self._parts:
-                first = start + part_first
-                end = start + part_end
+            for part in self._slices:
+                first = start + part.start
+                end = start + part.stop
                 pairs = None
                 if mixing is not None:
                     pairs = mixing[:, first // 2 : end // 2]
@@ -185,7 +195,7 @@ class EvalBatches:
 
     def __init__(
         self,
-        deliver: MakeBatches,
+        make_batches: MakeBatches,
         indices: np.ndarray,
         draws: np.ndarray,
         *,
@@ -195,16 +205,17 @@ class EvalBatches:
     ) -> None:
         num_batches = math.ceil(len(indices) / (batch_size * world_size))
         parts = np.array_split(indices, max(num_batches * world_size, 1))
-        of_rank = parts[rank::world_size][:num_batches]
-        self._deliver = deliver
+        rank_parts = parts[rank::world_size][:num_batches]
+        self._make_batches = make_batches
         self._selections = [
-            Selection(positions, draws[:, None].repeat(len(positions), 1)) for positions in of_rank
+            Selection(positions, draws[:, None].repeat(len(positions), 1))
+            for positions in rank_parts
         ]
 
     def __len__(self) -> int:
         return len(self._selections)
 
-    def of_rank(self, rank: int, world_size: int) -> "EvalBatches":
+    def shard(self, rank: int, world_size: int) -> "EvalBatches":
         """Return every world_size-th batch of one rank's, from the number `rank` on."""
         batches = copy(self)
         batches._selections = self._selections[rank::world_size]
@@ -215,4 +226,4 @@ class EvalBatches:
         return torch.from_numpy(self._selections[batch_idx].positions)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._deliver(self._selections)
+        return self._make_batches(self._selections)

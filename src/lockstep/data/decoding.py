@@ -231,19 +231,17 @@ def to_8_bits(image: Image.Image, channels: int) -> Image.Image:
     return image.convert("L" if channels == 1 else "RGB")
 
 
-def open_mask(path: Path) -> np.ndarray:
+def open_mask(path: Path, max_megapixels: float | None = None) -> np.ndarray:
     """Return the class of each pixel, (height, width) uint8.
 
+    Args:
+        max_megapixels: as of `open_image`.
     Raises:
         CorruptImage: it cannot be read, or has several channels.
     """
-    # A damaged file makes Pillow raise nearly anything.
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image)
-            is_lossy = image.format in ("JPEG", "MPO")
-    except Exception as error:
-        raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
+    with decoding_errors(f"the mask {path}", max_megapixels), open_header(path) as image:
+        pixels = np.asarray(image)
+        is_lossy = image.format in ("JPEG", "MPO")
 
     if is_lossy:
         raise CorruptImage(

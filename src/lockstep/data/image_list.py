@@ -157,7 +157,7 @@ class ImageList(Source):
 
     def read_mask(self, i: int) -> np.ndarray:
         """Return the grey level of each pixel, (height, width) uint8."""
-        return open_mask(self.mask_path(i))
+        return open_mask(self.mask_path(i), self.reading.max_megapixels)
 
     def open(self, i: int) -> tuple[Any, ...]:
         name = self.path(i)

@@ -45,7 +45,7 @@ class FindingKind(Enum):
 
 
 # The predicate for one image and for several.
-IDENTICAL = {
+IDENTICAL_PHRASES = {
     FindingKind.TEST_IN_TRAIN: (
         "test image is identical to a training image",
         "test images are identical to training images",
@@ -126,9 +126,9 @@ def _counts_per_class(data: Any) -> dict[str, dict[str, int]]:
 def _sampled_sizes(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
     index = np.flatnonzero(data.splits.split_ids >= 0)
-    places = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
+    sampled = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
     sizes = []
-    for position in index[places].tolist():
+    for position in index[sampled].tolist():
         # The loader names an image that is damaged. An image of five channels is a TypeError.
         with suppress(CorruptImage, TypeError):
             sizes.append(size_of(data.source.open(position)[0]))
@@ -179,14 +179,14 @@ def log_classes(data: Any) -> None:
     if data.target_scale:
         mean, std = data.target_scale.values()
         targets = f"numbers, mean {mean:.6g} and deviation {std:.6g} of the training images"
-    log.info(f"data: {targets} · {_counts(data)}")
+    log.info(f"data: {targets} · {_split_sizes_text(data)}")
     if data.inputs:
         log.info(f"inputs: images and numbers beside them · {' · '.join(_scales(data))}")
     if data.sampling_note:
         log.info(f"sampling: {data.sampling_note}")
 
 
-def _counts(data: Any) -> str:
+def _split_sizes_text(data: Any) -> str:
     if data.stage == "test":
         others = data.num_train or data.num_val
         return f"testing on {'' if others else 'all '}{data.num_test} images"
@@ -224,7 +224,9 @@ def log_findings(findings: Iterable[Finding]) -> None:
     """Log the images that are listed, but for those left out, which `log_remarks` counts."""
     for finding in findings:
         if finding.kind is not FindingKind.LEFT_OUT:
-            log.warning(f"{finding.reason} ({LISTS}).")
+            # `write_findings` writes no file for a finding without names.
+            file = f" ({LISTS})" if finding.names else ""
+            log.warning(f"{finding.reason}{file}.")
 
 
 def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
@@ -237,7 +239,7 @@ def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
 
 
 def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
-    """Return the pairs of equal images, "a = b", that are in two splits or under two labels.
+    """Return the findings on equal images that are in two splits or under two labels.
 
     Args:
         limit: the most files of equal size that are compared; None: all.
@@ -246,8 +248,8 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
     if not source.is_comparable:
         return []
     index = np.flatnonzero(data.splits.split_ids >= 0)
-    _, of_size, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
-    index = index[counts[of_size] > 1]
+    _, size_group, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
+    index = index[counts[size_group] > 1]
     if source.reads_files and limit is not None and len(index) > limit:
         too_many = (
             "not checked for identical images (too many files of equal size): run "
@@ -255,14 +257,14 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
         )
         return [Finding(FindingKind.NOT_COMPARED, too_many, [])]
 
-    pairs: dict[FindingKind, list[str]] = {kind: [] for kind in IDENTICAL}
+    pairs: dict[FindingKind, list[str]] = {kind: [] for kind in IDENTICAL_PHRASES}
     for group in _equal_images(source, index):
         _add_pairs(data, group, pairs)
-    return [_counted(kind, names) for kind, names in pairs.items() if names]
+    return [_finding_of(kind, names) for kind, names in pairs.items() if names]
 
 
-def _counted(kind: FindingKind, names: list[str]) -> Finding:
-    one, several = IDENTICAL[kind]
+def _finding_of(kind: FindingKind, names: list[str]) -> Finding:
+    one, several = IDENTICAL_PHRASES[kind]
     count = len(names)
     return Finding(kind, f"{count} {several if count > 1 else one}", names)
 

@@ -102,7 +102,8 @@ class Source:
             return ""
         target = self.targets[""][position]
         if self.target_kind == "number":
-            return f"{target:g}"
+            # As many digits as tell it from every other number of its type.
+            return np.format_float_positional(target, trim="-")
         numbers = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
         return ", ".join(self.class_names[number] for number in numbers)
 

@@ -20,20 +20,20 @@ from lockstep.data.source import Source
 from lockstep.data.split import Splits
 
 
-class ImageFiles(Source):
+class FilesOrBlanks(Source):
     """Files of images, of which a damaged one is blank.
 
     Args:
-        side: of a blank image.
+        blank_side: width and height of a blank image.
 
     Attributes:
         is_damaged: (n,) uint8, set by the process that has opened the image, whichever it is.
     """
 
-    def __init__(self, files: Sequence[Path], reading: Reading, side: int) -> None:
+    def __init__(self, files: Sequence[Path], reading: Reading, blank_side: int) -> None:
         self.files = list(files)
         self.reading = reading
-        self.side = side
+        self.blank_side = blank_side
         self.class_names = []
         self.targets = {}
         self.left_out = {}
@@ -55,8 +55,8 @@ class ImageFiles(Source):
     def _blank(self) -> Any:
         channels = self.reading.channels
         if self.reading.is_deep:
-            return TensorImage(torch.zeros(channels, self.side, self.side))
-        return Image.new("L" if channels == 1 else "RGB", (self.side, self.side))
+            return TensorImage(torch.zeros(channels, self.blank_side, self.blank_side))
+        return Image.new("L" if channels == 1 else "RGB", (self.blank_side, self.blank_side))
 
     def error_of(self, position: int) -> str:
         """Return why a damaged image cannot be decoded."""
@@ -84,7 +84,7 @@ class UnlabelledImages(ImageDataModule):
     """
 
     stage = "test"
-    source: ImageFiles
+    source: FilesOrBlanks
 
     def __init__(
         self,
@@ -119,13 +119,13 @@ class UnlabelledImages(ImageDataModule):
 
     def prepare(self) -> None:
         if not hasattr(self, "splits"):
-            self.source = ImageFiles(self.files, self.reading, self.framing.resize)
+            self.source = FilesOrBlanks(self.files, self.reading, self.framing.resize)
             self.source.columns = self.columns
             self._set_splits(Splits(self.source.splits))
 
     def predict_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.test).of_rank(**self._ranks)
+        return self._eval_batches(self.splits.test).shard(**self._ranks)
 
     def on_after_batch_transfer(  # type: ignore[override]
         self, batch: LoadedBatch, dataloader_idx: int

@@ -60,16 +60,24 @@ class Batch:
         size = _checked(global_size)
         share, rest = divmod(size, world_size)
         if rest:
-            fewer = [ranks for ranks in range(1, min(world_size, size + 1)) if size % ranks == 0]
-            more = [ranks for ranks in range(world_size + 1, size + 1) if size % ranks == 0]
+            divisors = [ranks for ranks in range(1, size + 1) if size % ranks == 0]
+            fewer = [ranks for ranks in divisors if ranks < world_size]
+            more = [ranks for ranks in divisors if ranks > world_size]
             near = " and ".join(map(str, [*fewer[-1:], *more[:1]]))
             raise UserError(
                 f"data.global_batch_size={size} does not divide over {world_size} ranks: the "
                 f"nearest numbers of ranks over which it does are {near}."
             )
-        divisors = (number for number in range(1, share + 1) if share % number == 0)
-        accumulate = next(number for number in divisors if share // number <= limit)
+        accumulate = _fewest_micro_batches(share, limit)
         return cls(size, share // accumulate, accumulate)
+
+
+def _fewest_micro_batches(share: int, limit: float) -> int:
+    """Return in how few equal parts of at most `limit` images a rank's share divides."""
+    for number in range(1, share):
+        if share % number == 0 and share // number <= limit:
+            return number
+    return share
 
 
 def _checked(global_size: int | str | None) -> int:

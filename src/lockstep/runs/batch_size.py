@@ -48,6 +48,7 @@ def resolve_batch(
         # The user's loaders decide the images: what counts is their batches, one for each rank and
         # micro-batch.
         size = size or cluster.world_size * max(accumulate, 1)
+        _refuse_other_loaders(size, cluster.world_size)
         limit = None if limit is None else 1
 
     size_or_max: Any = size or config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
@@ -56,6 +57,19 @@ def resolve_batch(
     if limit is None or states_accumulation(config.get("overrides", ())):
         return Batch.cut(size_or_max, cluster.world_size, accumulate)
     return Batch.within(size_or_max, cluster.world_size, limit)
+
+
+def _refuse_other_loaders(batches: int, world_size: int) -> None:
+    """
+    Raises:
+        UserError: the batches of a step of the user's own loaders do not divide over the ranks.
+    """
+    if batches % world_size:
+        raise UserError(
+            f"A step of this run has {batches} batches of your own loaders, which do not divide "
+            f"over {world_size} ranks. Resume it on a number of ranks that divides {batches}, or "
+            f"give {ACCUMULATION}=NUMBER, the batches of each rank in a step."
+        )
 
 
 def decide_batch(

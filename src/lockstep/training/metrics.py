@@ -8,7 +8,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
+from torchmetrics.classification import (
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassCalibrationError,
+    MulticlassHingeLoss,
+    MulticlassPrecisionRecallCurve,
+)
 
 from lockstep.process.errors import UserError
 
@@ -17,6 +23,13 @@ log_once = cache(log.info)
 
 # The macro average of these takes an absent class as 0.
 OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)
+# These take a batch of logits that all lie in [0, 1] for probabilities. AUROC and average precision
+# are subclasses of the curve.
+PROBABILITY_METRICS = (
+    MulticlassPrecisionRecallCurve,
+    MulticlassCalibrationError,
+    MulticlassHingeLoss,
+)
 # torchmetrics warns of classes without images, which are left out below.
 ABSENT_CLASSES = ".*(No positive samples|No negative samples|was `nan`).*"
 
@@ -49,6 +62,13 @@ def _try_metric(name: str, metric: Metric, num_classes: int) -> None:
             f"({type(error).__name__}: {reason}): take a multiclass metric of "
             "torchmetrics with an average."
         ) from error
+
+
+def update_metrics(metrics: nn.ModuleDict, logits: Tensor, labels: Tensor) -> None:
+    """Add a batch of logits (B, classes) and classes (B,) to each metric."""
+    for metric in metrics.values():
+        scores = logits.softmax(1) if isinstance(metric, PROBABILITY_METRICS) else logits
+        metric.update(scores, labels)
 
 
 def compute_metrics(

@@ -15,8 +15,18 @@ from augmentations.policies import (
     TrivialAugment,
 )
 from lockstep.data.augmentation import CropFlip, Mixing, mix
-from lockstep.data.decoding import SUFFIXES, CorruptImage, open_image, pixels_of
+from lockstep.data.decoding import (
+    SUFFIXES,
+    CorruptImage,
+    TooLargeImage,
+    open_image,
+    open_mask,
+    pixels_of,
+)
 from lockstep.data.framing import Framing
+from lockstep.data.image_list import ImageList
+from lockstep.data.listing import Item
+from lockstep.data.reading import Reading
 
 
 def decode(path, framing):
@@ -81,6 +91,21 @@ def test_a_text_named_jpg_is_named(tmp_path):
         CorruptImage, match=r"a.jpg cannot be decoded \(it is no image of a known format\)"
     ):
         open_image((tmp_path / "a.jpg").read_bytes(), 3, name=tmp_path / "a.jpg")
+
+
+def test_a_mask_is_opened_by_no_other_program(tmp_path):
+    Image.new("L", (9, 9)).save(tmp_path / "a.png", "EPS")
+    with pytest.raises(CorruptImage, match="mask .*a.png .* no image of a known format"):
+        open_mask(tmp_path / "a.png")
+
+
+def test_a_mask_has_the_largest_size_of_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    Image.new("L", (9, 9)).save(tmp_path / "a.png")
+    images = ImageList(tmp_path, [Item("a.png", "a.png")], target="mask")
+    images.reading = Reading(max_megapixels=60e-6)
+    with pytest.raises(TooLargeImage, match="the mask .*a.png has more than"):
+        images.read_mask(0)
 
 
 def test_thirty_two_bits_are_refused(tmp_path):

@@ -15,7 +15,13 @@ from lockstep.checkpoints.resume_point import TRAINING, VALIDATION, ResumePoint,
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.data.report import Finding, FindingKind, identical_images
+from lockstep.data.report import (
+    Finding,
+    FindingKind,
+    identical_images,
+    log_findings,
+    write_findings,
+)
 from lockstep.process.errors import UserError
 
 OPTIONS = {
@@ -231,6 +237,19 @@ def test_an_unreadable_image_hides_no_equal_ones(tmp_path, monkeypatch):
     pairs = ["image 0 = image 1", "image 3 = image 4"]
     finding = Finding(FindingKind.TWO_LABELS, "2 images occur under two labels", pairs)
     assert finding in identical_images(dm)
+
+
+def test_numbers_of_equal_images_differ_in_their_seventh_digit():
+    numbers = np.float32([123456.1, 123456.4, 5])
+    source = ImageSet(np.zeros((3, 4, 4, 1), np.uint8), numbers, [], num_test=1)
+    assert [source.target_name(i) for i in range(3)] == ["123456.1", "123456.4", "5"]
+
+
+def test_without_names_no_file_is_named(tmp_path, caplog):
+    finding = Finding(FindingKind.NOT_COMPARED, "not compared", [])
+    write_findings(tmp_path, [finding])
+    log_findings([finding])
+    assert caplog.messages == ["not compared."] and not list(tmp_path.iterdir())
 
 
 def test_labels_follow_the_classes_of_a_checkpoint(make):

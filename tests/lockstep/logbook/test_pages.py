@@ -54,6 +54,7 @@ def test_a_page_has_the_error_the_diff_and_the_data(folders):
     report = {
         "duplicates": 12,
         "skipped": ["a.gif", "b.txt"],
+        "groups": "patient_id: 30 groups, 24 to train, 3 to validate, 3 to test",
         "images_per_class": {"cat": {"train": 5, "test": 2}},
     }
     record = json.loads((folders[2] / "run.json").read_text())
@@ -63,6 +64,7 @@ def test_a_page_has_the_error_the_diff_and_the_data(folders):
     assert "-lr = 1\n+lr = 2" in text and "code.diff" in text
     assert "| 2026-11-20T22:45:00Z | 100 | 12 | 31\N{NO-BREAK SPACE}s |" in text
     assert "| Hash | `17ca19f1db5a` |\n| duplicates | 12 |\n| skipped | a.gif, b.txt |" in text
+    assert f"| groups | {report['groups']} |" in text
     assert "|  | train | test |\n|---|--:|--:|\n| cat | 5 | 2 |\n" in text
 
 

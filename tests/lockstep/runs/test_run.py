@@ -14,7 +14,7 @@ from lockstep.config.compose import compose, whole_config
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.ranks.find import Cluster, find_ranks
-from lockstep.records.batch import Batch
+from lockstep.records.batch import ACCUMULATION, Batch
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
@@ -262,6 +262,15 @@ def test_a_resumed_run_keeps_the_images_of_a_device(tmp_path, fields, words, wan
     write_record(RunFolder(tmp_path).record, RunRecord(**fields))
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
     assert run_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
+
+
+def test_loaders_of_the_user_do_not_divide_over_ranks():
+    config = config_of("data=none", "trainer=ddp_sim")
+    three_ranks = replace(ALONE, ranks_per_node=3)
+    record = RunRecord(world_size=4, accumulate_grad_batches=1, per_device_batch_size=1)
+    with pytest.raises(UserError, match="4 batches of your own loaders, .* 3 ranks") as refused:
+        decide_batch(config, three_ranks, record, {}, pytest.fail)
+    assert ACCUMULATION in str(refused.value) and "global_batch_size" not in str(refused.value)
 
 
 def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
