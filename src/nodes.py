@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from lockstep.process.output import printable, set_up
+from lockstep.process.output import configure_logging, printable
 from lockstep.process.project import REPOSITORY
 from lockstep.records.folder import new_run_id
 
@@ -190,7 +190,7 @@ def _exit_code(hosts: list[Host], first_failed: Host | None) -> int:
 
 
 def main(argv: list[str]) -> int:
-    set_up()
+    configure_logging()
     at = argv.index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:at])
     overrides = argv[at + 1 :]

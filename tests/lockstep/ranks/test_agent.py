@@ -110,7 +110,7 @@ def test_exit_codes_are_kept_and_the_others_end(run, body, code, message):
         ),
         (
             signal.SIGHUP,
-            'lambda *_: fail("no room", "NoRoom") if rank else sys.exit(75)',
+            'lambda *_: fail("no room", "DiskFullError") if rank else sys.exit(75)',
             (1, "no room"),
         ),
     ],
