@@ -271,7 +271,7 @@ def is_run_locator(key: str) -> bool:
 
 def is_not_inherited(key: str) -> bool:
     """Return whether a value is of one run alone, so that an evaluation does not inherit it."""
-    return kind_of(root_of(key)) in (START, PLACE) or root_of(key) in LABELS
+    return is_run_locator(key) or root_of(key) in LABELS
 
 
 def is_carried_over(key: str) -> bool:

@@ -35,7 +35,10 @@ def split_stage(name: str) -> tuple[str, str]:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether a metric's name is that of a loss or an error: val/loss, val_rmse, nll."""
+    """Return whether any word of a metric's name is that of a loss or an error: val_top1_err.
+
+    It decides where nothing states the mode. `direction` judges a mode that is stated.
+    """
     name = metric.lower()
     if "loss" in name or "error" in name:
         return True
