@@ -1,4 +1,4 @@
-"""What the name of a metric tells: its stage, which direction is better, and how it is shown."""
+"""Read the name of a metric: its stage, the better direction, and how its values are shown."""
 
 import re
 from collections.abc import Iterable

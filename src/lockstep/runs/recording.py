@@ -41,7 +41,7 @@ def difference_result(check: str, difference: Difference, cause: str) -> CheckRe
 
 @dataclass(frozen=True)
 class State:
-    """What a training has computed after an optimizer step.
+    """The state of a training after an optimizer step.
 
     Args:
         weights: the digest of each weight and buffer.
@@ -79,7 +79,7 @@ class Step(State):
 
 @dataclass(frozen=True)
 class Facts:
-    """What `StepDigest` has seen of the loaders and the module when the training started.
+    """The facts about loaders and module that `StepDigest` records when the training starts.
 
     Args:
         loaders: number of training loaders.
