@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_kills_the_rest(monkeypatch):
 
     children = [Child(number) for number in range(3)]
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: children)
-    monkeypatch.setattr(agent.signals, "note", lambda number: None)
+    monkeypatch.setattr(agent.signals, "record_signal", lambda number: None)
     monkeypatch.setattr(agent.signals, "received", [signal.SIGINT])
     stop = agent._Stop()
     stop.at = time.monotonic()
