@@ -27,7 +27,7 @@ from lockstep.commands.command_line import read_command, take_flag
 from lockstep.config.keys import is_equal_on_all_ranks
 from lockstep.process.environment import available_cores, environment, network_interface
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.process.output import say
+from lockstep.process.output import print_result
 from lockstep.process.script import script
 from lockstep.ranks.find import INFINIBAND, Cluster, find_ranks, set_rank_environment
 from lockstep.ranks.placement import count_devices_per_rank
@@ -302,7 +302,7 @@ def main(argv: list[str]) -> int:
 
 def _print_json(findings: list[Finding]) -> None:
     items = [{"ok": finding.is_fine, "finding": finding.sentence} for finding in findings]
-    say(json.dumps(items, indent=1, ensure_ascii=False))
+    print_result(json.dumps(items, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

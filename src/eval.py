@@ -120,7 +120,7 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
     Raises:
         UserError: no checkpoint is named, it cannot be found or read, or it has no config.
     """
-    finders = [override for override in overrides if keys.finds_run(key_of(override))]
+    finders = [override for override in overrides if keys.is_run_locator(key_of(override))]
     composed = plain(compose("train", finders))
     if not composed["ckpt_path"]:
         raise UserError(

@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.config.keys import root_of
 from lockstep.config.schema import key_of
-from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError, no_room
+from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError, as_disk_full_error
 from lockstep.process.files import sha256_of
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
@@ -442,7 +442,7 @@ def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dic
     try:
         net_of_weights = write_weights(model, out)
     except Exception as error:
-        raise no_room(error, out) or error from None
+        raise as_disk_full_error(error, out) or error from None
 
     compared: dict[str, float] = {}
     for name in formats:

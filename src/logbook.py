@@ -43,7 +43,7 @@ from lockstep.logbook.report import report_html
 from lockstep.logbook.sweep_page import find_sweep, keep_sweep
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
-from lockstep.process.output import say, set_up
+from lockstep.process.output import configure_logging, print_result
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import exit_code_of
 from lockstep.records.folder import checked_run_id, run_folders
@@ -83,9 +83,9 @@ def keep(options: argparse.Namespace) -> None:
                 runs[name] = find_run(name, options.logs)
         for name, folder in runs.items():
             address = name.rstrip("/") if is_s3(name) else ""
-            say(build.keep_run(folder, options.logbook, address))
+            print_result(build.keep_run(folder, options.logbook, address))
         for folder in sweeps.values():
-            say(keep_sweep(folder, options.logbook))
+            print_result(keep_sweep(folder, options.logbook))
     # The page of a sweep links the pages of its jobs that are kept.
     build.write_sweep_pages(options.logbook)
     write_index(options.logbook)
@@ -105,7 +105,7 @@ def remove(options: argparse.Namespace) -> None:
     folders = [_kept(name, options.logbook) for name in options.runs]
     for folder in folders:
         shutil.rmtree(folder)
-        say(f"{folder} removed")
+        print_result(f"{folder} removed")
     build.write_sweep_pages(options.logbook)
     write_index(options.logbook)
 
@@ -122,8 +122,8 @@ def _kept(name: str, logbook: Path) -> Path:
 
 def build_pages(options: argparse.Namespace) -> None:
     for error in build.build(options.logbook):
-        say(f"skipped: {error}")
-    say(f"{options.logbook}: {len(run_folders(options.logbook))} runs")
+        print_result(f"skipped: {error}")
+    print_result(f"{options.logbook}: {len(run_folders(options.logbook))} runs")
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -134,7 +134,7 @@ def compare(options: argparse.Namespace) -> None:
     if len(runs) < 2 and not options.html:
         raise UserError("A comparison needs at least two runs: logbook.py compare RUN RUN.")
     title = options.title or title_of(runs, options.md)
-    say(as_text(runs))
+    print_result(as_text(runs))
     if options.md:
         write_comparison(options.md, runs, title, caution=not_held_fixed(runs))
     write_report_and_index(options, runs, title)
@@ -152,7 +152,7 @@ def compare_groups(options: argparse.Namespace) -> None:
     arms = arms_of_groups(groups)
     caution = differs_between(groups, arms)
     lines = [*arms.lines(), *arms.winner_lines(), caution]
-    say("\n".join(filter(None, lines)))
+    print_result("\n".join(filter(None, lines)))
     title = options.title or (options.md and heading_of(read_text(options.md)))
     title = title or " beside ".join(groups)
     runs = members_of(groups)
@@ -178,11 +178,11 @@ def write_report_and_index(
 ) -> None:
     """Write the report that the command line asks for, and list the new pages in the logbook."""
     if options.md:
-        say(options.md)
+        print_result(options.md)
     if options.html:
         address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))
         link_from_pages(runs, options.logbook, title, address)
-        say(address)
+        print_result(address)
     if options.logbook.is_dir() and (options.md or options.html):
         write_index(options.logbook)
 
@@ -205,7 +205,7 @@ def link_from_pages(runs: list[RecordedRun], logbook: Path, title: str, address:
         if run.folder == kept.resolve():
             continue
         if run.status == "running":
-            say(f"{run.run_id} is running: its page gets no link to the report.")
+            print_result(f"{run.run_id} is running: its page gets no link to the report.")
             continue
         with locked_record(run.folder / "run.json"):
             build.add_report(run.folder, title, address)
@@ -245,11 +245,11 @@ def table(options: argparse.Namespace) -> None:
     if options.csv:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)
-        say(text.getvalue().rstrip("\n"))
+        print_result(text.getvalue().rstrip("\n"))
         return
-    say(aligned(rows))
+    print_result(aligned(rows))
     only_kept = len(runs) - len(in_logs)
-    say(f"\n{len(in_logs)} runs of {options.logs}, {only_kept} only of {options.logbook}")
+    print_result(f"\n{len(in_logs)} runs of {options.logs}, {only_kept} only of {options.logbook}")
 
 
 def _folders_by_id(root: Path) -> dict[str, Path]:
@@ -269,7 +269,7 @@ def _cell(value: Any) -> str:
 
 
 def main(argv: list[str]) -> int:
-    set_up()
+    configure_logging()
     top = argparse.ArgumentParser(
         "logbook.py",
         description=__doc__,

@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from lockstep.process.output import printable, set_up
+from lockstep.process.output import configure_logging, printable
 from lockstep.process.project import REPOSITORY
 from lockstep.records.folder import new_run_id
 
@@ -45,16 +45,28 @@ SSH = [
     "-o",
     "ServerAliveCountMax=6",
 ]
-# Standard input controls the trainer: `stop` asks it to save and end, `kill` and a lost connection
-# end it. The reader's own output is closed, because sshd waits for every process that has the
-# session's open.
-REMOTE = (
-    "{{ cd {folder} || exit 1; {train} </dev/null & pid=$!; "
-    'control() {{ while read -r word; do case "$word" in '
-    "stop) kill -TERM $pid;; kill) kill -KILL $pid;; esac; done; "
-    "kill -TERM $pid; }}; control <&3 >/dev/null 2>&1 & control=$!; "
-    "wait $pid; code=$?; kill $control 2>/dev/null; exit $code; }} 3<&0"
-)
+# Run the arguments of the shell. Standard input controls the trainer: `stop` asks it to save and
+# end, `kill` and a lost connection end it. The reader's own output is closed, because sshd waits
+# for every process that has the session's open.
+REMOTE = """{
+    "$@" </dev/null &
+    pid=$!
+    control() {
+        while read -r word; do
+            case "$word" in
+                stop) kill -TERM $pid ;;
+                kill) kill -KILL $pid ;;
+            esac
+        done
+        kill -TERM $pid
+    }
+    control <&3 >/dev/null 2>&1 &
+    control=$!
+    wait $pid
+    code=$?
+    kill $control 2>/dev/null
+    exit $code
+} 3<&0"""
 
 
 def run_id_for(overrides: list[str], environ: dict[str, str]) -> str | None:
@@ -130,6 +142,7 @@ def _wait(hosts: list[Host], signals: list[int]) -> Host | None:
         The host that failed first, if one has failed while others ran.
     """
     first_failed = None
+    is_stopping = False
     kill_at = math.inf
     while True:
         running = [host for host in hosts if host.process.poll() is None]
@@ -138,22 +151,18 @@ def _wait(hosts: list[Host], signals: list[int]) -> Host | None:
 
         first_failed = first_failed or _first_failed(hosts)
         now = time.monotonic()
-        if kill_at == math.inf:
-            kill_at = now + _grace_s(running, signals, first_failed)
+        if signals and not is_stopping:
+            is_stopping = True
+            for host in running:
+                host.tell("stop")
+            kill_at = min(kill_at, now + GRACE_AFTER_STOP_S)
+        elif first_failed and kill_at == math.inf:
+            kill_at = now + GRACE_AFTER_FAILURE_S
         if len(signals) > 1:
             kill_at = min(kill_at, now)
         if now >= kill_at:
             _kill(running, is_late=now > kill_at + GRACE_AFTER_KILL_S)
         time.sleep(POLL_S)
-
-
-def _grace_s(running: list[Host], signals: list[int], first_failed: Host | None) -> float:
-    """Return after how long hosts are to be killed; tell them to stop after a signal."""
-    if signals:
-        for host in running:
-            host.tell("stop")
-        return GRACE_AFTER_STOP_S
-    return GRACE_AFTER_FAILURE_S if first_failed else math.inf
 
 
 def _first_failed(hosts: list[Host]) -> Host | None:
@@ -181,7 +190,7 @@ def _exit_code(hosts: list[Host], first_failed: Host | None) -> int:
 
 
 def main(argv: list[str]) -> int:
-    set_up()
+    configure_logging()
     at = argv.index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:at])
     overrides = argv[at + 1 :]
@@ -229,7 +238,7 @@ def _remote_command(options: Any, rank: int, run_id: str | None, overrides: list
     num_nodes = f"trainer.num_nodes={len(options.hosts)}"
     train = ["env", *variables, ".venv/bin/python", "src/train.py", num_nodes, *overrides]
     folder = options.dir[min(rank, len(options.dir) - 1)]
-    return REMOTE.format(folder=shlex.quote(folder), train=shlex.join(train))
+    return f"cd {shlex.quote(folder)} || exit 1\nset -- {shlex.join(train)}\n{REMOTE}"
 
 
 if __name__ == "__main__":

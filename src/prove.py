@@ -57,7 +57,7 @@ TOLERANCE = 1e-9
 
 
 def check_repeat(proof: Proof) -> CheckResult:
-    difference = proof.repeated()
+    difference = proof.compare_repeat()
     if difference is None:
         return CheckResult("repeat", True)
     cause = "the order of the sums on this device differs: trainer.deterministic=true"
@@ -83,20 +83,20 @@ def check_resumed(
 ) -> CheckResult:
     reference = proof.reference
     try:
-        run = proof.resumed(check, stop, expected, at)
+        run = proof.run_and_resume(check, stop, expected, at)
     except RunFailed as error:
         return CheckResult(check, False, difference="the run fails", cause=str(error))
     difference = first_difference(run, reference, 0.0)
     if difference is None:
         return CheckResult(check, True)
-    if proof.repeated():
+    if proof.compare_repeat():
         return skipped_check(check, "two runs of the same command differ already")
     return difference_result(check, difference, cause_of_resume(run, reference, difference))
 
 
 def check_accumulate(proof: Proof) -> CheckResult:
     reason = proof.why_not_in_parts()
-    norms = proof.reference.facts.get("batch_norms")
+    norms = proof.reference.facts.batch_norms
     if norms:
         reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
     if reason:
@@ -117,7 +117,7 @@ def check_ranks(proof: Proof, check: str) -> CheckResult:
     reason = proof.why_not_in_parts() or why_not_two_ranks(proof)
     if reason:
         return skipped_check(check, reason)
-    return result_of_parts(proof, check, proof.two_ranks(check))
+    return result_of_parts(proof, check, proof.run_on_two_ranks(check))
 
 
 def result_of_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
@@ -139,12 +139,12 @@ def result_of_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
 
 
 def check_workers(proof: Proof) -> CheckResult:
-    options: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
+    changes: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
     if proof.is_lockstep:
-        options = {"data.num_workers": 2}
+        changes = {"data.num_workers": 2}
         if "path" in proof.config["data"]:
-            options["data.path"] = "loader"
-    run = proof.recording("workers", **options)
+            changes["data.path"] = "loader"
+    run = proof.recording("workers", changes)
     if "workers" in proof.failures:
         return CheckResult("workers", False, None, "the run fails", proof.failures["workers"])
     reference = proof.reference
@@ -161,16 +161,16 @@ def check_workers(proof: Proof) -> CheckResult:
 
 def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
     """Tell streams and copied generators from transforms that PyTorch seeds for each worker."""
-    if proof.repeated():
+    if proof.compare_repeat():
         return skipped_check("workers", "two runs of the same command differ already")
     facts = proof.reference.facts
-    if facts.get("streams"):
+    if facts.streams:
         cause = (
-            f"{facts['streams'][0]} is read by every worker as a whole: take a share by "
+            f"{facts.streams[0]} is read by every worker as a whole: take a share by "
             "torch.utils.data.get_worker_info()"
         )
         return difference_result("workers", difference, cause)
-    if facts.get("generators"):
+    if facts.generators:
         cause = (
             f"a generator of the dataset ({first_call(proof.reference)}) is copied into each "
             "worker: draw from torch.rand, which each worker seeds"
@@ -191,7 +191,7 @@ def check_metric(proof: Proof) -> CheckResult:
     if reason:
         return skipped_check("metric", reason)
     reference = proof.reference
-    run = proof.two_ranks("ddp")
+    run = proof.run_on_two_ranks("ddp")
     if any(len(ranks) < RANKS for ranks in run.metrics.values()) or not run.metrics:
         return skipped_check("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
 
@@ -252,8 +252,7 @@ def check_compile(proof: Proof) -> CheckResult:
         return skipped_check(
             "compile", "the step draws random numbers, and compiled kernels draw others"
         )
-    options: dict[str, Any] = {"trainer.compile": True}
-    run = proof.recording("compile", **options)
+    run = proof.recording("compile", {"trainer.compile": True})
     if "compile" in proof.failures:
         return CheckResult("compile", False, None, "the run fails", proof.failures["compile"])
     difference = first_difference(run, proof.reference, proof.tolerance, compares_metrics=False)

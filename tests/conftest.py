@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.process import signals
-from lockstep.process.output import set_up
+from lockstep.process.output import configure_logging
 
 # What users rely on, through the command line and public functions (CONTRIBUTING.md): make
 # test-contract
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def console():
-    set_up()
+    configure_logging()
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ LIMITS = {
         lambda: 1000 * source().tuple_assignments / source().code_lines,
         1,
     ),
-    "modules that src/train.py reaches": (lambda: len(reached_from("train")), 122),
+    "modules that src/train.py reaches": (lambda: len(reached_from("train")), 123),
     "lines in README.md": (lambda: len((ROOT / "README.md").read_text().splitlines()), 80),
 }
 

@@ -36,9 +36,9 @@ def place(tmp_path):
     return tmp_path
 
 
-def start(place, *words):
+def start(place, *words, grace_after_failure_s=2.0):
     """Start nodes.py; with "long" among the words, once both nodes run."""
-    own = f"import sys; sys.path.insert(0, {str(SRC)!r}); import nodes\nnodes.GRACE_AFTER_FAILURE_S = 2.0\n"
+    own = f"import sys; sys.path.insert(0, {str(SRC)!r}); import nodes\nnodes.GRACE_AFTER_FAILURE_S = {grace_after_failure_s}\n"
     argv = ["a", "user@b", "--dir", str(place), "--ssh", f"sh {place}/ssh", "--", *words]
     process = subprocess.Popen(
         [sys.executable, "-c", own + f"sys.exit(nodes.main({argv!r}))"],
@@ -96,6 +96,14 @@ def test_a_second_ctrl_c_does_not_wait_for_a_checkpoint(place, words, times, wan
         time.sleep(0.5)
     code, output = end(process, place)
     assert code == wanted and time.monotonic() - began < 12, output
+
+
+def test_ctrl_c_after_a_failure_stops_the_other_hosts(place):
+    process = start(place, "fail=0", "long", grace_after_failure_s=60.0)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    code, output = end(process, place)
+    assert code == 3, output
 
 
 def test_losing_nodes_py_ends_the_hosts(place):

@@ -191,7 +191,7 @@ def test_it_finds_the_largest_batch_quietly(project, tmp_path):
         sys.executable, "src/find_batch_size.py", *words, cwd=project, **environment(project)
     )
     assert re.search(r"largest batch.* \d+", said), said
-    code = "from lockstep.process.output import set_up; import logging; set_up(); print(*(logging.getLogger(name)"
+    code = "from lockstep.process.output import configure_logging; import logging; configure_logging(); print(*(logging.getLogger(name)"
     code += ".getEffectiveLevel() for name in ('optuna', 'lockstep.data', 'tasks')))"
     (project.parent / "installed/optuna").mkdir()
     assert run(sys.executable, "-c", code, cwd=project, **environment(project)) == "30 20 20\n"

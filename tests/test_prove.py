@@ -97,7 +97,7 @@ def test_a_run_without_a_validation_has_no_metric(tmp_path):
         reference=Recording(metrics=values),
         is_lockstep=True,
         one_process="cpu",
-        two_ranks=lambda name: Recording(metrics={("sanity", 0): [{"val_loss": 0.5}]}),
+        run_on_two_ranks=lambda name: Recording(metrics={("sanity", 0): [{"val_loss": 0.5}]}),
         failures={"ddp": "rank 0 is lost"},
     )
     result = prove.check_metric(proof)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep.process.output import set_up
+from lockstep.process.output import configure_logging
 
 
 @pytest.fixture(autouse=True)
 def console():
-    set_up()
+    configure_logging()

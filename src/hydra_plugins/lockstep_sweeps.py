@@ -95,7 +95,8 @@ class OptunaSearch(Sweeper):
             another study.
         num_trials: number of finished and pruned trials at the end, over all starts.
         pruner: hyperband or median, which end hopeless trials after a validation; None: no trial.
-        direction: maximize or minimize optimized_metric; auto: the mode of the checkpoints.
+        direction: maximize or minimize optimized_metric; auto: the mode of the checkpoints. Hydra
+            passes it as every option of its yaml, and `ranking.is_minimized` reads it there.
         folder: of the journal.
         seed: of Optuna's sampler.
     """

@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.process.output import set_up
+from lockstep.process.output import configure_logging
 from lockstep.ranks.find import Cluster, set_rank_environment
 from ranks import free_port, new_process
 
@@ -92,7 +92,7 @@ def _rank(
 ) -> None:
     sys.path[:] = paths
     set_rank_environment(place)
-    set_up()
+    configure_logging()
     import torch
 
     torch.set_num_threads(1)

@@ -15,12 +15,12 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
     import torch
 
     from data.digits import DigitsDataModule
-    from lockstep.process.output import set_up
+    from lockstep.process.output import configure_logging
     from models.small_cnn import SmallCNN
     from strategies.hivemind import Hivemind
     from tasks.classifier import ImageClassifier
 
-    set_up()  # the addresses are logged
+    configure_logging()  # the addresses are logged
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)

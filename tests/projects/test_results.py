@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lockstep.checkpoints.files import complete_checkpoints
-from lockstep.process import output
+from lockstep.records import metric_names
 from runs import succeed
 
 SHORT = ("trainer=cpu", "trainer.num_threads=1", "trainer.max_epochs=1", "run_id=r")
@@ -53,13 +53,13 @@ PROJECTS = partial(make_importable, TESTS)
     ],
 )
 def test_names_of_one_metric_have_one_stem(name, split):
-    assert output.split_stage(name) == split
+    assert metric_names.split_stage(name) == split
 
 
 def test_the_tested_metric_is_of_the_monitored_stem():
-    assert output.tested_name("valid_loss", ["test_acc", "test/loss"]) == "test/loss"
-    assert output.tested_name("validation_accuracy") == "test_accuracy"
-    assert output.tested_name("val/mae") == "test/mae"
+    assert metric_names.tested_name("valid_loss", ["test_acc", "test/loss"]) == "test/loss"
+    assert metric_names.tested_name("validation_accuracy") == "test_accuracy"
+    assert metric_names.tested_name("val/mae") == "test/mae"
 
 
 def test_a_page_pairs_validated_and_tested_metrics(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.config.compose import CONFIGS, compose, plain
-from lockstep.process.output import set_up
+from lockstep.process.output import configure_logging
 from lockstep.training.build_module import build_module
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -30,7 +30,7 @@ MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
 @pytest.fixture(autouse=True)
 def console():
-    set_up()
+    configure_logging()
 
 
 @pytest.mark.parametrize("options", [*RECIPES, *ROUNDS], ids=" ".join)

@@ -32,10 +32,10 @@ from lockstep.checkpoints.schedule_length import refuse_other_lengths, schedule_
 from lockstep.checkpoints.writer import CheckpointWriter, Paths
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
-from lockstep.process.output import mode_of
 from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.process_group import all_or_none, has_heartbeat, wait_for_all
 from lockstep.records.config import Config
+from lockstep.records.metric_names import direction
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +86,11 @@ class Checkpoints(pl.Callback):
         option = "callbacks.checkpoints"
         if mode not in ("max", "min"):
             raise UserError(f"{option}.mode={mode!r}: max or min.")
-        if mode_of(monitor) not in (mode, None):
+        if direction(monitor) not in (mode, None):
             best = "largest" if mode == "min" else "smallest"
             raise UserError(
                 f"{option}.monitor={monitor}: the best is the {best}, give task.mode="
-                f"{mode_of(monitor)} (in a script mode=)."
+                f"{direction(monitor)} (in a script mode=)."
             )
         if every_n_epochs < 1:
             raise UserError(f"{option}.every_n_epochs={every_n_epochs}: 1 or more.")

@@ -8,7 +8,7 @@ from lightning.pytorch import callbacks
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.resume_point import is_ended_by_callback
 from lockstep.process.errors import UserError
-from lockstep.process.output import is_lower_better
+from lockstep.records.metric_names import is_lower_better
 
 
 class EarlyStopping(callbacks.EarlyStopping):

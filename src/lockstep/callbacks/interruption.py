@@ -101,7 +101,7 @@ class Interruption(pl.Callback):
         self.reason = self.reason or reason
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        signals.note(number)
+        signals.record_signal(number)
         self.request_stop(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -115,7 +115,7 @@ class Interruption(pl.Callback):
             with all_or_none():
                 group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         if not self._previous:
-            self._previous = signals.on_stop(self._on_signal)
+            self._previous = signals.install_stop_handler(self._on_signal)
         if signals.received:
             # A signal has come in the middle of an import.
             self.request_stop(signals.first_name())

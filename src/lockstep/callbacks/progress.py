@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.checkpoints.resume_point import batches_done, ends_epoch, epoch_of
-from lockstep.process.output import as_read
+from lockstep.records.metric_names import format_metric
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def shown_metrics(trainer: pl.Trainer) -> list[str]:
         parts.append(f"loss {values['train/loss']:.4f}")
     for name in dict.fromkeys(monitored or ["val/acc"]):
         if name in values:
-            parts.append(f"{name.replace('/', ' ')} {as_read(name, values[name])}")
+            parts.append(f"{name.replace('/', ' ')} {format_metric(name, values[name])}")
     if "images_per_s" in values:
         parts.append(f"{values['images_per_s']:,.0f} images/s")
     return parts

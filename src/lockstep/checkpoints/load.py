@@ -1,9 +1,9 @@
 """Load checkpoint files: tensors and plain values, nothing that could run code."""
 
-import contextlib
 import io
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -134,8 +134,12 @@ def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint
         raise UserError(f"There is no checkpoint {path}.")
 
     content = io.BytesIO()
-    with file.open("rb") if is_reader else contextlib.nullcontext(content) as source:
+    reader: AbstractContextManager[IO[bytes] | None] = nullcontext()
+    if is_reader:
+        reader = file.open("rb")
+    with reader as source:
         for _ in range(0, size, CHUNK_BYTES):
-            content.write(broadcast_object(source.read(CHUNK_BYTES)))
+            chunk = source.read(CHUNK_BYTES) if source else None
+            content.write(broadcast_object(chunk))
     content.seek(0)
     return read_checkpoint(path, map_location, content)

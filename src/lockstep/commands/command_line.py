@@ -17,7 +17,7 @@ from lockstep.config.overrides import quoted
 from lockstep.config.schema import dotted, help_text
 from lockstep.config.suggestions import nearest_key
 from lockstep.process.errors import Ended, UserError
-from lockstep.process.output import say, set_up
+from lockstep.process.output import configure_logging, print_result
 from lockstep.process.redact import refuse_secrets
 from lockstep.records.config import Config
 
@@ -55,7 +55,7 @@ class Command:
             raise Ended
 
         config = whole_config(cfg)
-        set_up(verbose=config["verbose"], quiet=config["quiet"])
+        configure_logging(verbose=config["verbose"], quiet=config["quiet"])
         refuse_secrets(config)
         return config
 
@@ -79,7 +79,7 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
     command = _parse(config_name, argv)
     options = command.options
     if options.help:
-        say(help_text(CONFIGS, config_name, description))
+        print_result(help_text(CONFIGS, config_name, description))
         raise Ended
     if options.multirun and (options.cfg or options.info):
         raise UserError("-m runs the jobs of a sweep, --cfg and --info run none: give one of them.")
@@ -147,4 +147,4 @@ def _print_config(cfg: Any, options: argparse.Namespace) -> None:
     from omegaconf import OmegaConf
 
     node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
-    say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
+    print_result(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())

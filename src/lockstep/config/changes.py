@@ -66,7 +66,7 @@ def _counts(key: str) -> bool:
     The names of options and the switch that scales the rates do not: values and rates do.
     """
     is_trained = keys.kind_of(key) in (keys.RECIPE, keys.EXECUTION)
-    return is_trained and keys.root_of(key) != "choices" and key != keys.SCALES_RATES
+    return is_trained and keys.root_of(key) != "choices" and key != keys.LR_SCALING_KEY
 
 
 def _or_none(value: Any) -> Any:

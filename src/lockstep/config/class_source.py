@@ -10,12 +10,16 @@ SOURCE = Path(__file__).resolve().parents[2]
 LIBRARIES = ("lightning", "pytorch_lightning", "torch")
 
 
-def has_method(target: str, method: str) -> bool:
+def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
     """Return whether a class, or a base of it that no library brings, defines a method.
 
     Args:
         target: dotted name of the class. The answer is False if its file cannot be found.
+        seen: names that have led to this one. Files may import a name from each other in a circle.
     """
+    if target in seen:
+        return False
+    seen = (*seen, target)
     module, _, name = target.rpartition(".")
     file = _file_of(module)
     if file is None:
@@ -29,10 +33,8 @@ def has_method(target: str, method: str) -> bool:
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if name in origins:
-        return has_method(origins[name], method)
     if name not in classes:
-        return False
+        return name in origins and has_method(origins[name], method, seen)
 
     methods = [getattr(node, "name", None) for node in classes[name].body]
     if method in methods:
@@ -40,7 +42,7 @@ def has_method(target: str, method: str) -> bool:
     for base in classes[name].bases:
         first, _, rest = ast.unparse(base).partition(".")
         origin = origins.get(first, f"{module}.{first}")
-        if has_method(f"{origin}.{rest}".rstrip("."), method):
+        if has_method(f"{origin}.{rest}".rstrip("."), method, seen):
             return True
     return False
 

@@ -78,7 +78,7 @@ OUTPUT = Kind(
     is_compared=False,
 )
 
-TABLE = {
+KIND_BY_PATTERN = {
     "against": START,
     "callbacks": OUTPUT,
     "ckpt_path": START,
@@ -138,7 +138,7 @@ TABLE = {
     "verbose": START,
 }
 
-SCALES_RATES = "optimizer.scale_lr_with_batch"
+LR_SCALING_KEY = "optimizer.scale_lr_with_batch"
 WEIGHTS_AT_START = "ckpt_path"
 WEIGHTS_OF_NET = "model.weights"
 # A launcher that starts the ranks says how many there are.
@@ -180,7 +180,7 @@ SHARED_BY_ARMS = (
     "trainer.overfit_batches",
 )
 # What versions did that had no such key. A run of theirs that is resumed does it still.
-OF_EARLIER_VERSIONS = {"data.range": None}
+LEGACY_DEFAULTS = {"data.range": None}
 # Keys whose value is a name: `run_id=2025_11_25` is not a number.
 TEXTS = (
     "ckpt_path",
@@ -224,8 +224,8 @@ LENGTHS = ("trainer.max_epochs", "trainer.max_steps")
 @cache
 def kind_of(key: str) -> Kind:
     """Return the kind of a dotted key, of the longest pattern that matches it."""
-    patterns = [pattern for pattern in TABLE if is_below(key, pattern)]
-    return TABLE[max(patterns, key=len)] if patterns else RECIPE
+    patterns = [pattern for pattern in KIND_BY_PATTERN if is_below(key, pattern)]
+    return KIND_BY_PATTERN[max(patterns, key=len)] if patterns else RECIPE
 
 
 def is_below(key: str, pattern: str) -> bool:
@@ -264,14 +264,14 @@ def is_compared(key: str) -> bool:
     return kind_of(key).is_compared
 
 
-def finds_run(key: str) -> bool:
+def is_run_locator(key: str) -> bool:
     """Return whether an override says where a run or a checkpoint is."""
     return kind_of(root_of(key)) in (START, PLACE)
 
 
 def is_not_inherited(key: str) -> bool:
     """Return whether a value is of one run alone, so that an evaluation does not inherit it."""
-    return kind_of(root_of(key)) in (START, PLACE) or root_of(key) in LABELS
+    return is_run_locator(key) or root_of(key) in LABELS
 
 
 def is_carried_over(key: str) -> bool:

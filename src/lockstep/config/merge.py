@@ -110,7 +110,7 @@ def _set_what_is_missing(values: dict[str, Any], fresh: Config) -> None:
     for group in FREE_GROUPS:
         if isinstance(values.get(group), Mapping):
             values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
-    for dotted, value in keys.OF_EARLIER_VERSIONS.items():
+    for dotted, value in keys.LEGACY_DEFAULTS.items():
         group, _, key = dotted.partition(".")
         node = values.get(group)
         if isinstance(node, Mapping) and key not in node and key in fresh.get(group, {}):
@@ -183,7 +183,7 @@ def _with_rates_scaled_once(
     optimizer: Config, stored: Config, overrides: Sequence[str]
 ) -> dict[str, Any]:
     """Return the optimizer's values of a config whose rates are scaled already."""
-    is_scaled_now = any(key_of(override) == keys.SCALES_RATES for override in overrides)
+    is_scaled_now = any(key_of(override) == keys.LR_SCALING_KEY for override in overrides)
     if is_scaled_now and "overrides" not in stored:
         # A config from a bucket does not say which rates were typed. The command line does.
         return {key: value for key, value in optimizer.items() if not keys.is_rate(key)}
@@ -199,7 +199,7 @@ def _scaling_repeated(overrides: Sequence[str], before: Sequence[str]) -> list[s
     """
     options = [override for override in overrides if key_of(override).startswith("optimizer.")]
     repeated = [override for override in options if override in before]
-    is_scaled = any(key_of(override) == keys.SCALES_RATES for override in repeated)
+    is_scaled = any(key_of(override) == keys.LR_SCALING_KEY for override in repeated)
     return repeated if is_scaled else []
 
 

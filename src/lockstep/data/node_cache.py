@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.process.errors import UserError, no_room
+from lockstep.process.errors import UserError, as_disk_full_error
 from lockstep.process.files import locked_file, sync_folder
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def load_or_build(folder: Path, build: Callable[[Path], Content]) -> Content:
         build: writes files into an empty folder and returns its metadata.
 
     Raises:
-        NoRoom: the disk is full; nothing is left behind.
+        DiskFullError: the disk is full; nothing is left behind.
     """
     meta = folder / META
     if meta.exists():
@@ -92,7 +92,7 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
             content = json.loads((folder / META).read_text())
     except Exception as error:
         advice = "give data.cache_dir=FOLDER on a larger disk"
-        raise no_room(error, folder.parent, advice) or error from None
+        raise as_disk_full_error(error, folder.parent, advice) or error from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     sync_folder(folder.parent)

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.logbook.paired import Sample, describe_difference
 from lockstep.logbook.render import is_share
 from lockstep.process.errors import UserError
-from lockstep.process.output import as_read, tested_name
+from lockstep.records.metric_names import format_metric, tested_name
 
 PERCENT = 100
 DIGITS = 10
@@ -160,7 +160,7 @@ class Arms:
         """Yield what the line of an arm has."""
         yield f"{mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
         if len(arm.runs) > 1:
-            yield f"deviation {as_read(self.metric, arm.values.deviation)}"
+            yield f"deviation {format_metric(self.metric, arm.values.deviation)}"
         if len(self.settings) == 1:
             yield self.tested_text(arm)
         yield arm.name
@@ -193,10 +193,10 @@ def count_of_runs(arm: Arm) -> str:
 
 def mean_and_error(metric: str, sample: Sample) -> str:
     """Return "95.10% ± 0.40%", the mean with its standard error, or the only value."""
-    mean = as_read(metric, sample.mean)
+    mean = format_metric(metric, sample.mean)
     if len(sample.values) == 1:
         return mean
-    return f"{mean} ± {as_read(metric, sample.error)}"
+    return f"{mean} ± {format_metric(metric, sample.error)}"
 
 
 def unit_of(metric: str) -> str:

@@ -18,8 +18,8 @@ from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
-from lockstep.process.output import split_stage
 from lockstep.process.redact import redact, redact_text
+from lockstep.records.metric_names import split_stage
 from lockstep.records.proof_table import proof_of_run
 from lockstep.records.record import RunRecord, as_json, locked_record, save_record
 

@@ -29,7 +29,7 @@ from lockstep.logbook.render import (
     render,
 )
 from lockstep.process.files import write_atomically
-from lockstep.process.output import split_stage
+from lockstep.records.metric_names import split_stage
 
 SHA256_DIGITS = 16
 PLUS_MINUS = "±"

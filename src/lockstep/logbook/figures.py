@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.logbook.arms import Arm, Arms
 from lockstep.logbook.folders import NO_METRIC, Curve, RecordedRun, labels_of
 from lockstep.logbook.render import is_share
-from lockstep.process.output import split_stage
+from lockstep.records.metric_names import split_stage
 
 STYLE = Path(__file__).parent / "static" / "figures.mplstyle"
 MAX_POINTS = 120  # of a line

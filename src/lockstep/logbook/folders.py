@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.process.errors import UserError
-from lockstep.process.output import split_stage
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import flatten
 from lockstep.records.folder import no_such_run, read_config, run_folders
+from lockstep.records.metric_names import split_stage
 from lockstep.records.record import RunRecord, read_record, status_of
 
 STAGES = ("val", "test")

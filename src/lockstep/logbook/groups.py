@@ -11,7 +11,7 @@ from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import not_held_fixed
 from lockstep.logbook.folders import RecordedRun
 from lockstep.process.errors import UserError
-from lockstep.process.output import is_lower_better, tested_name
+from lockstep.records.metric_names import is_lower_better, tested_name
 
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 

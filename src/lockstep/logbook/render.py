@@ -15,6 +15,7 @@ from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
 from lockstep.process import output
+from lockstep.records import metric_names
 
 # Characters that markdown or HTML understands, at places where it does.
 SPECIAL = re.compile(
@@ -107,7 +108,7 @@ def metric(value: Any, name: str) -> str:
 
 
 def is_share(name: str) -> bool:
-    return output.split_stage(name)[1] in SHARES
+    return metric_names.split_stage(name)[1] in SHARES
 
 
 def percent(share: float | None, digits: int = 2) -> str:

@@ -51,7 +51,7 @@ class Diverged(Exception):
     """The loss or a weight became nan or inf; raised on every rank at the same step."""
 
 
-class NoRoom(OSError):
+class DiskFullError(OSError):
     """The disk of a folder is full, or the user's quota of it; the message names the folder."""
 
     def __str__(self) -> str:
@@ -66,16 +66,16 @@ def is_full(error: BaseException | None) -> bool:
     return "(os error 28)" in str(error)
 
 
-def no_room(
+def as_disk_full_error(
     error: BaseException, folder: Path, mend: str = "free space there, then start again"
-) -> NoRoom | None:
-    """Return NoRoom if the error, or its cause, says that a disk is full; None for any other error.
+) -> DiskFullError | None:
+    """Return DiskFullError if the error, or its cause, says that a disk is full; else None.
 
     Args:
         folder: named where the error names no file.
     """
     cause = _full_disk_error(error)
-    if cause is None or isinstance(cause, NoRoom):
+    if cause is None or isinstance(cause, DiskFullError):
         return cause
 
     file_name = getattr(cause, "filename2", None) or getattr(cause, "filename", None)
@@ -86,7 +86,7 @@ def no_room(
         free_mib = usage.free / 2**20
         total_mib = usage.total / 2**20
         room = f" ({free_mib:.0f} of {total_mib:.0f} MiB free on {socket.gethostname()})"
-    return NoRoom(errno.ENOSPC, f"no room on {place}{room}: {mend}")
+    return DiskFullError(errno.ENOSPC, f"no room on {place}{room}: {mend}")
 
 
 def _full_disk_error(error: BaseException) -> BaseException | None:

@@ -25,12 +25,12 @@ class Build(NamedTuple):
     """A build of PyTorch 2.14 for CUDA.
 
     Attributes:
-        device: the word of DEVICE=.
+        wheel_tag: the word of DEVICE=.
         driver: the lowest major version of NVIDIA's driver.
         architectures: what it has kernels for.
     """
 
-    device: str
+    wheel_tag: str
     driver: int
     architectures: tuple[str, ...]
 
@@ -117,7 +117,7 @@ def _capability(text: str) -> Capability:
     return int(major), int(minor or 0)
 
 
-def device_for(machine: Machine) -> str:
+def choose_wheel_tag(machine: Machine) -> str:
     """Return the word of DEVICE= whose build runs on all GPUs of a machine.
 
     Raises:
@@ -132,7 +132,7 @@ def device_for(machine: Machine) -> str:
     driver = int(machine.driver.partition(".")[0])
     for build in fitting:
         if driver >= build.driver:
-            return build.device
+            return build.wheel_tag
     raise UserError(
         f"The driver {machine.driver} is too old for {cards}: install {fitting[-1].driver} or "
         "later, or train without GPUs, by DEVICE=cpu."
@@ -147,15 +147,15 @@ def main() -> int:
     """Print the word of DEVICE= that fits this machine, and on stderr what it was chosen by."""
     try:
         machine = read_machine()
-        device = "cpu" if machine is None else device_for(machine)
+        wheel_tag = "cpu" if machine is None else choose_wheel_tag(machine)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     reason = "no NVIDIA driver"
     if machine is not None:
         reason = f"driver {machine.driver}, {_names_of(machine.cards)}"
-    print(f"DEVICE=auto chose {device}: {reason}.", file=sys.stderr)
-    print(device)
+    print(f"DEVICE=auto chose {wheel_tag}: {reason}.", file=sys.stderr)
+    print(wheel_tag)
     return EXIT_OK
 
 

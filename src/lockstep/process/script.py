@@ -18,9 +18,9 @@ from lockstep.process.errors import (
     Ended,
     Interrupted,
     UserError,
-    no_room,
+    as_disk_full_error,
 )
-from lockstep.process.output import set_up
+from lockstep.process.output import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def script(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
-        set_up()
+        configure_logging()
         return exit_code_of(lambda: main(argv))
 
     return run
@@ -80,7 +80,7 @@ def _code_of_system_error(error: Exception) -> int:
 
     Any other error is raised again.
     """
-    no_space = no_room(error, Path.cwd())
+    no_space = as_disk_full_error(error, Path.cwd())
     if no_space:
         log.error(f"{no_space}")
         return EXIT_FAILED
@@ -101,7 +101,7 @@ def run_with_options(
     Args:
         defaults: the default of each option; None marks one that must be given.
     """
-    set_up()
+    configure_logging()
     if not argv or "--help" in argv or "-h" in argv:
         print(description)
         return EXIT_OK

@@ -16,10 +16,10 @@ INTERRUPTED_AT_ONCE = 128 + signal.SIGINT
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 received: list[int] = []  # the signals that came since the run began
-_before_the_end: list[Callable[[], None]] = []
+_force_exit_action: list[Callable[[], None]] = []
 
 
-def on_stop(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, Any]:
+def install_stop_handler(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, Any]:
     """Install a handler for the signals that are not ignored, and return those before.
 
     nohup ignores SIGHUP, and `&` in a script ignores Ctrl-C.
@@ -31,11 +31,11 @@ def on_stop(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, A
     return previous
 
 
-def note(number: int, _frame: Any = None) -> None:
-    """Remember a signal; the second Ctrl-C ends this process here."""
+def record_signal(number: int, _frame: Any = None) -> None:
+    """Record a signal; the second Ctrl-C ends this process here."""
     if number == signal.SIGINT and signal.SIGINT in received:
         try:
-            for action in _before_the_end:
+            for action in _force_exit_action:
                 action()
         finally:
             os._exit(INTERRUPTED_AT_ONCE)
@@ -47,7 +47,7 @@ def interrupt(number: int, _frame: Any = None) -> None:
 
     In the middle of an import it may be lost: see `check`.
     """
-    note(number)
+    record_signal(number)
     if len(received) == 1:
         check()
 
@@ -64,12 +64,12 @@ def first_name() -> str:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Only note the signals that come within the block; raise Interrupted after it if one came.
+def defer_signals() -> Iterator[None]:
+    """Only record the signals that come within the block; raise Interrupted after it if one came.
 
     A second Ctrl-C ends this process at once all the same.
     """
-    previous = on_stop(note)
+    previous = install_stop_handler(record_signal)
     try:
         yield
     finally:
@@ -78,6 +78,6 @@ def held_back() -> Iterator[None]:
     check()
 
 
-def before_the_end(action: Callable[[], None]) -> None:
+def set_force_exit_action(action: Callable[[], None]) -> None:
     """Let a second Ctrl-C call this before it ends the process: to complete the record."""
-    _before_the_end[:] = [action]
+    _force_exit_action[:] = [action]

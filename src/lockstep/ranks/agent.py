@@ -73,7 +73,7 @@ def start_ranks(
         )
         previous: dict[int, Any] = {}
         try:
-            previous = signals.on_stop(stop)
+            previous = signals.install_stop_handler(stop)
             launch_agent(config, sys.executable, arguments)
             return RanksEnd(EXIT_OK)
         except ChildFailedError as error:
@@ -138,7 +138,7 @@ class _Stop:
     def __call__(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and signal.SIGINT in signals.received:
             _kill_children()
-        signals.note(number)
+        signals.record_signal(number)
         if self.at is None:
             self.at = time.monotonic()
             raise SignalException(signal.Signals(number).name, signal.SIGTERM)

@@ -27,7 +27,7 @@ from lockstep.process.errors import (
     EXIT_USER_ERROR,
     Interrupted,
     UserError,
-    no_room,
+    as_disk_full_error,
 )
 from lockstep.process.files import utc_now
 from lockstep.process.redact import redact_text
@@ -60,7 +60,7 @@ HINTS = {
     "InternalTorchDynamoError": UNCOMPILED,
 }
 # Exceptions whose message is a sentence
-PLAIN = ("UserError", "Diverged", "NoRoom")
+PLAIN = ("UserError", "Diverged", "DiskFullError")
 # For the other ranks to publish their error, or that they have lost a peer
 PEER_TIMEOUT_S = 6.0
 POLL_INTERVAL_S = 0.05
@@ -276,7 +276,7 @@ def report_failure(error: BaseException, cluster: Cluster, folder: RunFolder | N
         _end_interrupted(error, cluster, folder)
         return EXIT_INTERRUPTED
 
-    error = no_room(error, folder.path if folder else Path()) or error
+    error = as_disk_full_error(error, folder.path if folder else Path()) or error
     phase = getattr(error, "phase", None) or recorded_phase(folder)
     mine = describe_error(cluster.rank, error, phase=phase)
     first: RankError = getattr(error, "culprit", mine)
@@ -340,7 +340,7 @@ def log_failure(failure: RankError, callstack: str) -> None:
     if kind not in PLAIN:
         # It may quote a request with credentials.
         sys.stderr.write(redact_text(callstack))
-    if kind not in ("UserError", "NoRoom"):
+    if kind not in ("UserError", "DiskFullError"):
         place = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}"
         text = f"{place}: {text}".rstrip()
     if kind in HINTS:

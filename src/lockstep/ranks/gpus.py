@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from lockstep.process.errors import UserError
-from lockstep.process.gpu_builds import Card, Machine, device_for, has_kernels, read_machine
+from lockstep.process.gpu_builds import Card, Machine, choose_wheel_tag, has_kernels, read_machine
 
 
 def check_gpus(indices: Iterable[int]) -> None:
@@ -49,11 +49,9 @@ def _build_to_install(card: Card | None = None) -> str:
             return "Mend the driver, or pass trainer=cpu."
         if card is not None:
             machine = Machine(machine.driver, [card])
-        device = device_for(machine)
+        tag = choose_wheel_tag(machine)
     except UserError as error:
         return str(error)
-    if f"+{device}" in torch.__version__:
+    if f"+{tag}" in torch.__version__:
         return f"The driver is {machine.driver}: mend it, or pass trainer=cpu."
-    return (
-        f"Type make install DEVICE={device} (the driver is {machine.driver}), or pass trainer=cpu."
-    )
+    return f"Type make install DEVICE={tag} (the driver is {machine.driver}), or pass trainer=cpu."

@@ -102,7 +102,7 @@ def all_or_none() -> Iterator[None]:
     if meeting is None:
         yield
         return
-    with signals.held_back():
+    with signals.defer_signals():
         _agree_to_go_on(meeting)
         yield
 

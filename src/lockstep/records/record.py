@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file, utc_now, write_atomically
-from lockstep.process.output import split_stage
 from lockstep.records.batch import states_accumulation
 from lockstep.records.folder import RunFolder
+from lockstep.records.metric_names import split_stage
 
 # Version 1 can still be read.
 SCHEMA_VERSION = 2

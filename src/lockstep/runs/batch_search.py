@@ -274,12 +274,12 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
     """
     variables = without_launcher(environ)
     # While the child starts, a signal is only noted: a child that nobody knows would go on.
-    previous = signals.on_stop(signals.note)
+    previous = signals.install_stop_handler(signals.record_signal)
     command = [sys.executable, str(TRAIN), *overrides]
     with output.open("w") as file:
         child = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
     try:
-        signals.on_stop(signals.interrupt)
+        signals.install_stop_handler(signals.interrupt)
         signals.check()
         return child.wait()
     finally:

@@ -15,10 +15,10 @@ from lockstep.process.errors import (
     EXIT_OK,
     EXIT_USER_ERROR,
 )
-from lockstep.process.output import as_read, tested_name
 from lockstep.ranks.find import Cluster
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
+from lockstep.records.metric_names import format_metric, tested_name
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.resume import finished_already
 from lockstep.runs.run_lock import hold_run_lock
@@ -177,4 +177,4 @@ def _shown_metrics(record: RunRecord) -> list[str]:
     if not names:
         in_training = [name for name in (record.monitor, "train/loss") if name in metrics]
         names = in_training[:1]
-    return [f"{name} {as_read(name, float(metrics[name]))}" for name in names]
+    return [f"{name} {format_metric(name, float(metrics[name]))}" for name in names]

@@ -40,10 +40,10 @@ def run_forked(script: Path, overrides: list[str], environ: Mapping[str, str], o
     context.set_forkserver_preload(IMPORTED_ONCE)
     child = context.Process(target=run_script, args=(script, overrides, environ, output))
     # While the child starts, a signal is only noted: a child that nobody knows would go on.
-    previous = signals.on_stop(signals.note)
+    previous = signals.install_stop_handler(signals.record_signal)
     child.start()
     try:
-        signals.on_stop(signals.interrupt)
+        signals.install_stop_handler(signals.interrupt)
         signals.check()
         child.join()
         return int(child.exitcode or 0)

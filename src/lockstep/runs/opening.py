@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Answer = dict[str, Any]  # what rank 0 decides for all ranks, as JSON
+# A RunDecision under "run", as it is sent to the other ranks.
+RunDecisionJson = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
     is_open = False
     with opening.exit_stack:
         try:
-            signals.on_stop(signals.interrupt)
+            signals.install_stop_handler(signals.interrupt)
             try:
                 run = opening.open()
 
@@ -83,7 +84,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
                     yield run
             finally:
                 # What is left is short: a signal is noted, and no longer interrupts.
-                signals.on_stop(signals.note)
+                signals.install_stop_handler(signals.record_signal)
             code = EXIT_OK
         except Exception as error:
             code = _code_of_failure(error, opening)
@@ -153,17 +154,17 @@ class Opening:
 
             config = with_ranks(self.config, self.cluster)
             fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
-            answer = meet(
+            decision_json = meet(
                 self.cluster, self.config["trainer"]["timeout_s"], fingerprint, self._decide
             )
             self.meeting = last_meeting()
-            self._follow(answer)
+            self._apply_decision(decision_json)
         assert self.run is not None
 
         self._prepare_folder(self.run)
         return self.run
 
-    def _decide(self) -> Answer:
+    def _decide(self) -> RunDecisionJson:
         """Decide on rank 0 which run it is, where it begins, and its batch; begin its record."""
         folder, previous = self._open_folder()
         before = (config_before(folder) or {}) if previous else {}
@@ -179,7 +180,7 @@ class Opening:
         for line in headlines(run):
             log.info(line)
         self.run = run
-        return _answer(run)
+        return _decision_json(run)
 
     def _open_folder(self) -> tuple[RunFolder, RunRecord | None]:
         """Return the run's folder, locked, and the record of its earlier starts."""
@@ -220,11 +221,11 @@ class Opening:
                 locate_checkpoint(str(address), logs, run.config.get("s3")).resolve()
             )
 
-    def _follow(self, answer: Answer) -> None:
-        """Take over what rank 0 has decided; on rank 0 itself there is nothing to do."""
+    def _apply_decision(self, decision_json: RunDecisionJson) -> None:
+        """Apply what rank 0 has decided; on rank 0 itself there is nothing to do."""
         if self.run is not None:
             return
-        decision = RunDecision(**answer["run"])
+        decision = RunDecision(**decision_json["run"])
         logs = Path(self.config["paths"]["log_dir"])
         self.folder = RunFolder((logs / decision.folder).resolve())
         world_size = self.cluster.world_size
@@ -243,7 +244,7 @@ class Opening:
         run.folder.path.mkdir(parents=True, exist_ok=True)
         if run.cluster.is_rank_zero:
             record_end = partial(failures.record_end, run.folder, signals.INTERRUPTED_AT_ONCE)
-            signals.before_the_end(record_end)
+            signals.set_force_exit_action(record_end)
         elif run.cluster.local_rank == 0:
             # A later resume on this node reads the options.
             if not run.folder.config.exists():
@@ -255,7 +256,7 @@ class Opening:
         )
 
 
-def _answer(run: Run) -> Answer:
+def _decision_json(run: Run) -> RunDecisionJson:
     """Return what rank 0 has decided, for the others."""
     logs = Path(run.config["paths"]["log_dir"])
     decision = RunDecision(

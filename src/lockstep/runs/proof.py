@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ class Proof:
         text = output.read_text().strip()
         return code, text.rpartition("\n")[2].removeprefix("error: ")
 
-    def train(self, name: str, trainer: str = "", **options: Any) -> tuple[int, str]:
-        """Run train.py as the user does, with the changes that every run of a proof has."""
+    def train(self, name: str, changes: Mapping[str, Any], trainer: str = "") -> tuple[int, str]:
+        """Run train.py as the user does, with changes beside those of every run of a proof."""
         trainer = trainer or self.one_process
-        changes = {**FIXED, **self._sizes(), "trainer": trainer, "run_id": name, **options}
+        changes = {**FIXED, **self._sizes(), "trainer": trainer, "run_id": name, **changes}
         kept = [text for text in self.overrides if _is_kept(key_of(text), trainer)]
         return self.start("train", name, overrides_of_trial(kept, changes))
 
@@ -128,8 +128,8 @@ class Proof:
 
     def _train_as_reference(self) -> tuple[int, str]:
         shutil.rmtree(self.run_folder("reference"), ignore_errors=True)
-        options: dict[str, Any] = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
-        return self.train("reference", **options)
+        changes = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
+        return self.train("reference", changes)
 
     def _read_reference(self, code: int, line: str) -> None:
         if code != EXIT_OK:
@@ -140,26 +140,26 @@ class Proof:
         """Remove the batches of the reference, which may be large."""
         shutil.rmtree(self.run_folder("reference") / "batches", ignore_errors=True)
 
-    def recording(self, name: str, trainer: str = "", **options: Any) -> Recording:
+    def recording(self, name: str, changes: Mapping[str, Any], trainer: str = "") -> Recording:
         """Return the recording of a run, which may have failed on its way; its failure is kept."""
         folder = self.run_folder(name)
         if not folder.exists() and name not in self.failures:
-            code, line = self.train(name, trainer, **options)
+            code, line = self.train(name, changes, trainer)
             if code != EXIT_OK:
                 self.failures[name] = line
         return read_recording(folder)
 
-    def repeated(self) -> Difference | None:
-        return first_difference(self.recording("repeat"), self.reference, 0.0)
+    def compare_repeat(self) -> Difference | None:
+        """Train once more without a change; return where the run differs from the reference."""
+        return first_difference(self.recording("repeat", {}), self.reference, 0.0)
 
-    def resumed(self, name: str, stop: str, expected: tuple[int, ...], at: int) -> Recording:
-        """Return the recording of a run that was stopped by `stop` and resumed.
+    def run_and_resume(self, name: str, stop: str, expected: tuple[int, ...], at: int) -> Recording:
+        """Run until `stop` ends the run, resume it, and return its recording.
 
         Raises:
             RunFailed: the stop or the resume did not work.
         """
-        options: dict[str, Any] = {f"+{DIGEST}.{stop}": at}
-        code, line = self.train(name, **options)
+        code, line = self.train(name, {f"+{DIGEST}.{stop}": at})
         if code not in expected:
             raise RunFailed(f"the stop ended with exit code {code}: {line}")
         code, line = self.start(
@@ -171,26 +171,26 @@ class Proof:
 
     def record_in_parts(self, name: str, trainer: str = "", micro_batches: int = 1) -> Recording:
         """Return the recording of a run that computes the reference's batches in parts."""
-        options: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if micro_batches > 1:
-            options["trainer.accumulate_grad_batches"] = micro_batches
-            options["trainer.limit_train_batches"] = self.epoch_steps * micro_batches
+            changes["trainer.accumulate_grad_batches"] = micro_batches
+            changes["trainer.limit_train_batches"] = self.epoch_steps * micro_batches
         if trainer:
-            options["trainer.devices"] = RANKS
+            changes["trainer.devices"] = RANKS
         if not self.is_lockstep:
-            options[f"+{DIGEST}.replay"] = self.run_folder("reference")
-        return self.recording(name, trainer, **options)
+            changes[f"+{DIGEST}.replay"] = self.run_folder("reference")
+        return self.recording(name, changes, trainer)
 
-    def two_ranks(self, name: str) -> Recording:
+    def run_on_two_ranks(self, name: str) -> Recording:
         return self.record_in_parts(name, f"{name}_sim")
 
     def why_not_in_parts(self) -> str:
         """Return why batches in parts cannot give the same, or ""."""
         reference = self.reference
-        images = len(next(iter(reference.steps.values()))["images"])
+        images = len(next(iter(reference.steps.values())).images)
         if reference.draws:
             return "the step draws random numbers, which differ between ranks and micro-batches"
-        if not self.is_lockstep and reference.facts.get("loaders", 1) > 1:
+        if not self.is_lockstep and reference.facts.loaders > 1:
             return "there are several training loaders"
         if images == 0:
             return "the batch holds no tensors, and cannot be cut in two"

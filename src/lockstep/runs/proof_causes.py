@@ -14,20 +14,20 @@ def unseeded(reference: Recording) -> str:
 
 
 def first_call(reference: Recording) -> str:
-    calls = reference.facts.get("random_calls") or ["in the data"]
-    return str(calls[0])
+    calls = reference.facts.random_calls or ["in the data"]
+    return calls[0]
 
 
 def cause_of_resume(run: Recording, reference: Recording, difference: Difference) -> str:
     """Return why a resumed run goes on in another way."""
     if difference.kind == "images":
-        loaders = ", ".join(reference.facts.get("without_state", [])) or "the training loader"
+        loaders = ", ".join(reference.facts.without_state) or "the training loader"
         return (
             f"{loaders} keeps its place without a state: give the loader state_dict and "
             "load_state_dict, as torchdata's StatefulDataLoader has them"
         )
     start = run.starts[-1]
-    before = reference.steps.get(start["step"])
+    before = reference.steps.get(start.step)
     if before is None:
         return "state that is not in the checkpoint"
     restored = state_difference(start, before, 0.0)
@@ -52,7 +52,7 @@ def cause_of_parts(difference: Difference, reference: Recording, run: Recording)
     """Return why a batch in parts gives another training."""
     if difference.kind == "loss" and difference.ratio and abs(difference.ratio - RANKS) < 1e-3:
         return "a loss that is a sum over the batch: take its mean"
-    norms = reference.facts.get("batch_norms")
+    norms = reference.facts.batch_norms
     if norms:
         return f"BatchNorm ({norms[0]}) over a part of the batch: trainer.sync_batchnorm=true"
     if run.unused:
@@ -72,7 +72,7 @@ def cause_of_unused(unused: Mapping[str, str]) -> str:
 
 def has_same_targets(run: Recording, reference: Recording, step: int) -> bool:
     """Return whether some tensor of every image of a step is the same, as its class is."""
-    pairs = zip(run.steps[step]["images"], reference.steps[step]["images"], strict=False)
+    pairs = zip(run.steps[step].images, reference.steps[step].images, strict=False)
     return all(set(hashes) & set(others) for hashes, others in pairs)
 
 

@@ -39,37 +39,96 @@ def difference_result(check: str, difference: Difference, cause: str) -> CheckRe
     return CheckResult(check, False, difference.step, str(difference), cause)
 
 
+@dataclass(frozen=True)
+class State:
+    """The state of a training after an optimizer step.
+
+    Args:
+        weights: the digest of each weight and buffer.
+        optimizer: the digest of each tensor of the optimizer's state.
+        attributes: numbers and tensors that the module holds beside its state.
+    """
+
+    step: int
+    weights: dict[str, list[Any]]
+    optimizer: dict[str, list[Any]]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step(State):
+    """An optimizer step, and the state after it.
+
+    Args:
+        images: the hashes of each image, of all ranks.
+        draws: the step draws random numbers.
+        losses: of each micro-batch of each rank.
+    """
+
+    epoch: int
+    images: list[list[str]]
+    draws: bool
+    losses: list[float]
+    learning_rates: list[float]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the losses; None without any."""
+        return math.fsum(self.losses) / len(self.losses) if self.losses else None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about loaders and module that `StepDigest` records when the training starts.
+
+    Args:
+        loaders: number of training loaders.
+        without_state: classes of the loaders that cannot be resumed by a state.
+        streams: of the loaders whose data set is a stream.
+        generators: random generators that data sets hold.
+        random_calls: lines of the user's code that draw random numbers.
+        batch_norms: names of the layers that normalise a rank's share of the batch.
+    """
+
+    loaders: int = 1
+    without_state: list[str] = field(default_factory=list)
+    streams: list[str] = field(default_factory=list)
+    generators: list[str] = field(default_factory=list)
+    random_calls: list[str] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
+
+
 @dataclass
 class Recording:
     """The recordings of all ranks of a run.
 
     Attributes:
-        steps: by optimizer step; `images` of all ranks, `loss` their mean.
+        steps: by optimizer step.
         metrics: by stage and step, of each rank.
         facts: of rank 0.
         unused: parameters without a gradient in the first step, with the line that makes them.
-        starts: the state at each start, with its step.
+        starts: the state at each start.
     """
 
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
     metrics: dict[tuple[str, int], list[dict[str, float]]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     unused: dict[str, str] = field(default_factory=dict)
-    starts: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[State] = field(default_factory=list)
 
     @property
     def draws(self) -> bool:
         """True if the step draws random numbers."""
-        return any(step["draws"] for step in self.steps.values())
+        return any(step.draws for step in self.steps.values())
 
     @property
-    def losses(self) -> list[float]:
-        return [step["loss"] for step in self.steps.values()]
+    def losses(self) -> list[float | None]:
+        return [step.loss for step in self.steps.values()]
 
     @property
     def whole_batches(self) -> int:
         """The steps of an epoch before its first smaller batch; 0 if all are equally large."""
-        sizes = [len(step["images"]) for step in self.steps.values() if step["epoch"] == 0]
+        sizes = [len(step.images) for step in self.steps.values() if step.epoch == 0]
         smaller = [number for number, size in enumerate(sizes) if size < sizes[0]]
         return smaller[0] if smaller else 0
 
@@ -80,14 +139,11 @@ def read_recording(folder: Path) -> Recording:
     for rank, path in enumerate(sorted(folder.glob("steps-rank*.jsonl"))):
         for line in path.read_text().splitlines():
             _add(recording, json.loads(line), rank)
-    for step in recording.steps.values():
-        losses = step["loss"]
-        step["loss"] = math.fsum(losses) / len(losses) if losses else None
     return recording
 
 
 def _add(recording: Recording, row: dict[str, Any], rank: int) -> None:
-    kind = row["kind"]
+    kind = row.pop("kind")
     if kind == "unused":
         recording.unused[row["name"]] = row["line"]
     elif kind == "metrics":
@@ -98,14 +154,14 @@ def _add(recording: Recording, row: dict[str, Any], rank: int) -> None:
     elif kind == "step" and rank > 0:
         step = recording.steps.get(row["step"])
         if step is not None:
-            step["images"] += row["images"]
-            step["loss"] += row["loss"]
+            step.images.extend(row["images"])
+            step.losses.extend(row["loss"])
     elif kind == "step":
-        recording.steps[row["step"]] = row
+        recording.steps[row["step"]] = Step(losses=row.pop("loss"), **row)
     elif kind == "facts" and rank == 0:
-        recording.facts = row
+        recording.facts = Facts(**row)
     elif kind == "start" and rank == 0:
-        recording.starts.append(row)
+        recording.starts.append(State(**row))
 
 
 def first_difference(
@@ -128,34 +184,30 @@ def first_difference(
     return None
 
 
-def step_difference(
-    row: dict[str, Any], expected: dict[str, Any], tolerance: float
-) -> Difference | None:
+def step_difference(run: Step, expected: Step, tolerance: float) -> Difference | None:
     """Return the first difference of a step: what it read, then its loss, then what it changed."""
-    step = expected["step"]
-    number = _first_other(row["images"], expected["images"])
+    step = expected.step
+    number = _first_other(run.images, expected.images)
     if number is not None:
         return Difference("images", step, f"number {number} of the batch")
-    rates = zip(row["learning_rates"], expected["learning_rates"], strict=False)
+    rates = zip(run.learning_rates, expected.learning_rates, strict=False)
     for number, (value, expected_rate) in enumerate(rates):
         if relative_difference(value, expected_rate) > tolerance:
             amount = relative_difference(value, expected_rate)
             return Difference("learning rate", step, f"of group {number}", amount)
-    amount = relative_difference(row["loss"], expected["loss"])
+    amount = relative_difference(run.loss, expected.loss)
     if amount > tolerance:
-        ratio = expected["loss"] / row["loss"] if row["loss"] and expected["loss"] else None
+        ratio = expected.loss / run.loss if run.loss and expected.loss else None
         return Difference("loss", step, "", amount, ratio)
-    return state_difference(row, expected, tolerance)
+    return state_difference(run, expected, tolerance)
 
 
-def state_difference(
-    row: dict[str, Any], expected: dict[str, Any], tolerance: float
-) -> Difference | None:
+def state_difference(run: State, expected: State, tolerance: float) -> Difference | None:
     """Return the tensor that differs most among the weights, else in the optimizer's state."""
     for kind in DIGESTS:
-        name, amount = _largest(row[kind], expected[kind], tolerance)
+        name, amount = _largest(getattr(run, kind), getattr(expected, kind), tolerance)
         if name:
-            return Difference(kind, expected["step"], name, amount)
+            return Difference(kind, expected.step, name, amount)
     return None
 
 
@@ -248,7 +300,7 @@ def metric_difference(
     return None
 
 
-def other_attributes(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def other_attributes(run: State, expected: State) -> list[str]:
     """Return the plain attributes of the module that differ between two states."""
-    attributes = row["attributes"]
-    return [name for name, value in expected["attributes"].items() if attributes.get(name) != value]
+    attributes = run.attributes
+    return [name for name, value in expected.attributes.items() if attributes.get(name) != value]

@@ -38,7 +38,7 @@ def find_stored(overrides: list[str]) -> Config | None:
     """
     if "resume" not in map(key_of, overrides):
         return None
-    finders = [override for override in overrides if keys.finds_run(key_of(override))]
+    finders = [override for override in overrides if keys.is_run_locator(key_of(override))]
     config = plain(compose("train", finders))
     environ = environment()
     folder = _folder_to_resume(config, environ)

@@ -34,7 +34,8 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
             # folder of its own.
             output = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))
             folder = RunFolder(Path(output))
-        signals.before_the_end(partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE))
+        record_end = partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE)
+        signals.set_force_exit_action(record_end)
 
         end = _run_agent(config, cluster, run_id, folder)
 
@@ -58,7 +59,7 @@ def _run_agent(
     """Run torch's agent until all ranks have ended."""
     arguments = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
     try:
-        signals.on_stop(signals.interrupt)
+        signals.install_stop_handler(signals.interrupt)
         from lockstep.ranks import agent
 
         signals.check()
@@ -72,4 +73,4 @@ def _run_agent(
         return failures.RanksEnd(EXIT_INTERRUPTED)
     finally:
         # What is left is short: a signal is noted, and no longer interrupts.
-        signals.on_stop(signals.note)
+        signals.install_stop_handler(signals.record_signal)

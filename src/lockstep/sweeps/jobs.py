@@ -28,8 +28,8 @@ from lockstep.config.overrides import as_typed, quoted, search_paths
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
-from lockstep.process.output import tested_name
 from lockstep.records.folder import RunFolder
+from lockstep.records.metric_names import tested_name
 from lockstep.records.record import read_record
 from lockstep.sweeps.against import paired_sweep
 from lockstep.sweeps.checks import (

@@ -12,8 +12,8 @@ from lockstep.config.keys import REPEATS
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import BASELINE, ArmRun, Arms
 from lockstep.process.errors import UserError
-from lockstep.process.output import as_read, is_lower_better
 from lockstep.records.folder import RunFolder
+from lockstep.records.metric_names import format_metric, is_lower_better
 
 # Of a search. Checkpoints have the short words.
 DIRECTIONS = ("auto", "maximize", "minimize", "max", "min")
@@ -108,7 +108,7 @@ def _job_lines(jobs: Sequence[Job], sweep_name: str, metric: str, title: str) ->
 def _result(job: Job, metric: str) -> str:
     """Return a job's value of the metric, or else how it ended."""
     if not job.has_failed:
-        return f"{as_read(metric, job.value):<12}"
+        return f"{format_metric(metric, job.value):<12}"
     if job.pruned:
         return f"{'pruned':<12}"
     if job.code == 0:

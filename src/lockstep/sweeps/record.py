@@ -10,8 +10,8 @@ from typing import Any
 from lockstep.logbook.arms import ArmRun, Arms, as_record
 from lockstep.logbook.sweep_page import SCHEMA_VERSION, SWEEP_FILE, write_sweep_page
 from lockstep.process.files import utc_now, write_atomically
-from lockstep.process.output import tested_name
 from lockstep.process.redact import redact_text
+from lockstep.records.metric_names import tested_name
 from lockstep.records.record import RunRecord, read_record, status_of
 from lockstep.sweeps.ranking import Job
 

@@ -24,7 +24,7 @@ def forward_stop_signals() -> Iterator[None]:
     runs has a result to hand in all the same.
     """
     stop_signals.clear()
-    previous = signals.on_stop(_stop_jobs)
+    previous = signals.install_stop_handler(_stop_jobs)
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from lockstep.config.instantiate import build, parameters_of, positional, resolv
 from lockstep.config.locate import foreign_import
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
-from lockstep.process.output import is_lower_better
 from lockstep.records.config import Config
+from lockstep.records.metric_names import is_lower_better
 from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 from lockstep.training.task import Task
@@ -107,23 +107,22 @@ def build_module(
     if trainable and not has_checkpoint:
         _refuse_unused_parts(config, parameters)
 
-    node = _task_options(task, parameters)
-    asked = parameters.keys() - node.keys() - positional(node, parameters)
-    asked -= _options_of_the_user(parameters)
+    options = _task_options(task, parameters)
+    requested = _requested_names(options, parameters)
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
     outputs = task.get("outputs") or facts.get("num_classes")
     # The net comes first: what draws random numbers after it does not change its initial weights.
-    if "net" in asked:
+    if "net" in requested:
         shape = net_shape(facts, outputs, target)
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
     if trainable:
-        parts |= _parts_of_training(config, asked, learning_rates or {})
-        if "loss" in asked:
+        parts |= _parts_of_training(config, requested, learning_rates or {})
+        if "loss" in requested:
             _refuse_unknown_counts(config, facts)
     else:
-        parts |= _parts_of_evaluation(parameters, asked)
-    parts |= _further_parts(config, asked, facts, outputs)
-    return _finished(build(node, parts), config, trainable=trainable)
+        parts |= _parts_of_evaluation(parameters, requested)
+    parts |= _build_rules_loss_metrics(config, requested, facts, outputs)
+    return _check_and_prepare(build(options, parts), config, trainable=trainable)
 
 
 def _task_options(task: Config, parameters: Mapping[str, inspect.Parameter]) -> Config:
@@ -137,50 +136,55 @@ def _task_options(task: Config, parameters: Mapping[str, inspect.Parameter]) -> 
     return options
 
 
-def _options_of_the_user(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
-    """Return the parameters with the name of a part whose default is a text or a number."""
-    names = set()
-    for name in PARTS & parameters.keys():
+def _requested_names(options: Config, parameters: Mapping[str, inspect.Parameter]) -> set[str]:
+    """Return the parameters that the yaml leaves open, for parts and facts about the data."""
+    names = parameters.keys() - options.keys() - positional(options, parameters)
+    for name in PARTS & names:
+        # A text or a number is an option of the user's that has the name of a part.
         if isinstance(parameters[name].default, str | bool | int | float):
-            names.add(name)
+            names.discard(name)
     return names
 
 
-def _parts_of_training(config: Config, asked: Set[str], learning_rates: Config) -> Config:
+def _parts_of_training(config: Config, requested: Set[str], learning_rates: Config) -> Config:
     """Return optimizer and scheduler as far as the task takes them."""
     parts = {}
-    if "optimizer" in asked:
+    if "optimizer" in requested:
         parts["optimizer"] = _optimizer(config["optimizer"], learning_rates)
-    if "scheduler" in asked:
+    if "scheduler" in requested:
         parts["scheduler"] = _scheduler(config)
     return parts
 
 
-def _parts_of_evaluation(parameters: Mapping[str, inspect.Parameter], asked: Set[str]) -> Config:
+def _parts_of_evaluation(
+    parameters: Mapping[str, inspect.Parameter], requested: Set[str]
+) -> Config:
     """Return None for each part of a training that the constructor needs, and an evaluation not."""
     parts: Config = {}
-    for name in asked & {"optimizer", "scheduler"}:
+    for name in requested & {"optimizer", "scheduler"}:
         if parameters[name].default is inspect.Parameter.empty:
             parts[name] = None
     return parts
 
 
-def _further_parts(config: Config, asked: Set[str], facts: DataFacts, outputs: Any) -> Config:
+def _build_rules_loss_metrics(
+    config: Config, requested: Set[str], facts: DataFacts, outputs: Any
+) -> Config:
     """Return rules, loss and metrics as far as the task takes them."""
     parts: dict[str, Any] = {}
-    if "rules" in asked:
+    if "rules" in requested:
         options = config["optimizer"]
         parts["rules"] = GroupRules(**{key: options[key] for key in RULES if key in options})
-    if "loss" in asked and "num_classes" in facts:
+    if "loss" in requested and "num_classes" in facts:
         parts["loss"] = build_loss(config, facts)
-    if "metrics" in asked:
+    if "metrics" in requested:
         # The outputs of the net are features where the task makes classes of them.
-        classes = facts.get("num_classes", outputs) if "num_classes" in asked else outputs
+        classes = facts.get("num_classes", outputs) if "num_classes" in requested else outputs
         parts["metrics"] = _metrics(config, classes)
     return parts
 
 
-def _finished(module: Any, config: Config, *, trainable: bool) -> Any:
+def _check_and_prepare(module: Any, config: Config, *, trainable: bool) -> Any:
     """Check a module, and give it what no constructor takes."""
     check_module(module, config["task"]["_target_"])
     if isinstance(module, Task):

@@ -105,7 +105,7 @@ def test_every_pattern_of_the_table_matches_an_option():
         "trainer.reload_dataloaders_every_n_epochs": "an argument of Lightning's Trainer",
         "trainer.use_distributed_sampler": "an argument of Lightning's Trainer",
     }
-    unused = [p for p in keys.TABLE if not any(keys.is_below(name, p) for name in NAMES)]
+    unused = [p for p in keys.KIND_BY_PATTERN if not any(keys.is_below(name, p) for name in NAMES)]
     assert set(unused) <= others.keys()
 
 

@@ -22,7 +22,7 @@ from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
 from lockstep.data.node_cache import META, load_or_build
 from lockstep.process import environment
-from lockstep.process.errors import NoRoom, UserError
+from lockstep.process.errors import DiskFullError, UserError
 
 PROGRAM = """
 import multiprocessing, os, signal, time, numpy as np
@@ -150,7 +150,9 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
         (part / "data.bin").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "full")
 
-    with pytest.raises(NoRoom, match="no room on .*: give data.cache_dir=FOLDER on a larger disk"):
+    with pytest.raises(
+        DiskFullError, match="no room on .*: give data.cache_dir=FOLDER on a larger disk"
+    ):
         load_or_build(tmp_path / "entry", build)
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
 

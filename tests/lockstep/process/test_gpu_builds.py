@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.process import gpu_builds
 from lockstep.process.errors import UserError
-from lockstep.process.gpu_builds import Card, Machine, device_for, has_kernels, read_machine
+from lockstep.process.gpu_builds import Card, Machine, choose_wheel_tag, has_kernels, read_machine
 
 # torch.cuda.get_arch_list() of torch 2.14.1+cu130
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -46,7 +46,7 @@ def test_a_build_runs_on_a_gpu_with_its_kernels(architectures, capability, runs)
 )
 def test_auto_takes_the_newest_build_that_driver_and_gpus_allow(driver, capabilities, device):
     cards = [Card("card", capability) for capability in capabilities]
-    assert device_for(Machine(driver, cards)) == device
+    assert choose_wheel_tag(Machine(driver, cards)) == device
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_auto_takes_the_newest_build_that_driver_and_gpus_allow(driver, capabili
 )
 def test_a_machine_without_a_build_is_told_what_to_do(driver, capability, said):
     with pytest.raises(UserError, match=said):
-        device_for(Machine(driver, [Card("card", capability)]))
+        choose_wheel_tag(Machine(driver, [Card("card", capability)]))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from lockstep.process.errors import Interrupted, UserError
-from lockstep.process.output import Console, say, set_up
+from lockstep.process.output import Console, configure_logging, print_result
 from lockstep.process.script import exit_code_of
 from ranks import SRC
 
@@ -58,7 +58,7 @@ def test_a_name_cannot_steer_the_terminal(capsys):
     text = "\x1b[2J\x1b]0;t\x07 100 %\rdone\x08 \u202egnp.exe \x9b31m two\nlines\tand a tab · ü →"
     shown = "\\x1b[2J\\x1b]0;t\\x07 100 %\\rdone\\x08 \\u202egnp.exe \\x9b31m two\nlines\tand a tab · ü →"
     log.warning(f"left out {text}")
-    say(text)
+    print_result(text)
     said = capsys.readouterr()
     assert said.err == f"warning: left out {shown}\n" and said.out == f"{shown}\n"
 
@@ -67,7 +67,7 @@ def test_what_the_stream_cannot_write_does_not_silence_it(monkeypatch):
     """An ASCII terminal, and a file name that is no UTF-8: print() and the log go on."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict", newline="")
     monkeypatch.setattr(sys, "stdout", stream)
-    set_up()
+    configure_logging()
     log.info("café \udce9 →")
     print("afterwards")
     stream.flush()
@@ -89,9 +89,9 @@ def test_a_wrong_log_call_ends_nothing(capsys):
 
 def test_a_result_that_finds_no_room_is_no_success():
     code = (
-        "import sys\nfrom lockstep.process.output import say\n"
+        "import sys\nfrom lockstep.process.output import print_result\n"
         "from lockstep.process.script import exit_code_of\n"
-        "sys.exit(exit_code_of(lambda: say('table')))"
+        "sys.exit(exit_code_of(lambda: print_result('table')))"
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -101,7 +101,7 @@ def test_a_result_that_finds_no_room_is_no_success():
 
 
 def test_a_reader_that_has_enough_ends_nothing():
-    code = "from lockstep.process.output import say\nfor _ in range(2000): say('x' * 1000)"
+    code = "from lockstep.process.output import print_result\nfor _ in range(2000): print_result('x' * 1000)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -112,18 +112,18 @@ def test_a_reader_that_has_enough_ends_nothing():
 
 SIGNALS = {
     "the first interrupts and the next is remembered": (
-        "signals.on_stop(signals.interrupt)\nfor name in ('SIGTERM', 'SIGINT', 'SIGUSR1', 'SIGHUP'):\n"
+        "signals.install_stop_handler(signals.interrupt)\nfor name in ('SIGTERM', 'SIGINT', 'SIGUSR1', 'SIGHUP'):\n"
         "    signals.received.clear()\n    try:\n        kill(signal.Signals[name])\n    except Interrupted as error:\n"
         "        print(error)\n    kill(signal.SIGTERM)\n    print(len(signals.received))",
         (0, "SIGTERM 2 SIGINT 2 SIGUSR1 2 SIGHUP 2"),
     ),
     "a second Ctrl-C ends the process at once": (
-        "signals.on_stop(signals.note); signals.before_the_end(lambda: print('last', flush=True)); kill(2)\n"
+        "signals.install_stop_handler(signals.record_signal); signals.set_force_exit_action(lambda: print('last', flush=True)); kill(2)\n"
         "print('first', flush=True); kill(2); print('never')",
         (130, "first last"),
     ),
     "what nohup ignores stays ignored": (
-        "signal.signal(1, signal.SIG_IGN); signals.on_stop(signals.interrupt); kill(1); print(signals.received)",
+        "signal.signal(1, signal.SIG_IGN); signals.install_stop_handler(signals.interrupt); kill(1); print(signals.received)",
         (0, "[]"),
     ),
 }

@@ -110,7 +110,7 @@ def test_exit_codes_are_kept_and_the_others_end(run, body, code, message):
         ),
         (
             signal.SIGHUP,
-            'lambda *_: fail("no room", "NoRoom") if rank else sys.exit(75)',
+            'lambda *_: fail("no room", "DiskFullError") if rank else sys.exit(75)',
             (1, "no room"),
         ),
     ],
@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_kills_the_rest(monkeypatch):
 
     children = [Child(number) for number in range(3)]
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: children)
-    monkeypatch.setattr(agent.signals, "note", lambda number: None)
+    monkeypatch.setattr(agent.signals, "record_signal", lambda number: None)
     monkeypatch.setattr(agent.signals, "received", [signal.SIGINT])
     stop = agent._Stop()
     stop.at = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.process.errors import NoRoom, UserError, no_room
+from lockstep.process.errors import DiskFullError, UserError, as_disk_full_error
 from lockstep.process.files import lock, locked_file, write_atomically
 from lockstep.process.output import duration
 from lockstep.records.batch import Batch, states_accumulation
@@ -72,22 +72,24 @@ def test_a_full_disk_is_named_by_a_folder(
     tmp_path,
 ):
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a" / "x.ckpt"))
-    assert str(no_room(full, tmp_path)).startswith(f"no room on {tmp_path / 'a'}: free")
+    assert str(as_disk_full_error(full, tmp_path)).startswith(f"no room on {tmp_path / 'a'}: free")
     (tmp_path / "a").mkdir()
-    assert str(no_room(full, tmp_path)).startswith(f"no room on {tmp_path / 'a'} (")
+    assert str(as_disk_full_error(full, tmp_path)).startswith(f"no room on {tmp_path / 'a'} (")
     wrapped = RuntimeError("unexpected pos 64 vs 128")  # as torch.save raises for it
     wrapped.__context__ = OSError(errno.ENOSPC, "No space left on device")
     rust = ValueError(
         "Error while serializing: I/O error: No space left on device (os error 28)"
     )  # as of safetensors
     for error in (wrapped, OSError(errno.EDQUOT, "Disk quota exceeded"), rust):
-        sentence = str(no_room(error, tmp_path))
+        sentence = str(as_disk_full_error(error, tmp_path))
         assert sentence.startswith(f"no room on {tmp_path} (") and " MiB free on " in sentence
-    known = no_room(wrapped, tmp_path)
-    assert isinstance(known, NoRoom) and no_room(known, Path("/elsewhere")) is known
+    known = as_disk_full_error(wrapped, tmp_path)
     assert (
-        no_room(PermissionError(errno.EACCES, "no"), tmp_path) is None
-        and no_room(ValueError("x"), tmp_path) is None
+        isinstance(known, DiskFullError) and as_disk_full_error(known, Path("/elsewhere")) is known
+    )
+    assert (
+        as_disk_full_error(PermissionError(errno.EACCES, "no"), tmp_path) is None
+        and as_disk_full_error(ValueError("x"), tmp_path) is None
     )
 
 

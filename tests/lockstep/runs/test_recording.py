@@ -139,5 +139,5 @@ def test_an_attribute_that_a_resume_lost_is_named(reference, tmp_path):
     start = {"kind": "start", "step": 1, **STATE, "attributes": {"seen": 0}}
     run = recording_of(tmp_path / "run", step(1), start, step(2, loss=[9.0]))
     difference = first_difference(run, reference, 0.0)
-    assert other_attributes(start, reference.steps[1]) == ["seen"]
+    assert other_attributes(run.starts[0], reference.steps[1]) == ["seen"]
     assert "self.seen" in cause_of_resume(run, reference, difference)

@@ -1,8 +1,8 @@
-"""What output knows of the names of metrics."""
+"""The direction of a metric, as its name tells it."""
 
 import pytest
 
-from lockstep.process.output import is_lower_better
+from lockstep.records.metric_names import is_lower_better
 
 
 @pytest.mark.parametrize(
