@@ -21,19 +21,19 @@ from lockstep.data.split import Splits
 
 
 class ImageFiles(Source):
-    """Files of images, of which a damaged one is blank.
+    """Files of images. A damaged one is read as a blank image.
 
     Args:
-        side: of a blank image.
+        blank_side: width and height of a blank image.
 
     Attributes:
-        is_damaged: (n,) uint8, set by the process that has opened the image, whichever it is.
+        is_damaged: (n,) uint8, shared with the workers of a loader, which open the images.
     """
 
-    def __init__(self, files: Sequence[Path], reading: Reading, side: int) -> None:
+    def __init__(self, files: Sequence[Path], reading: Reading, blank_side: int) -> None:
         self.files = list(files)
         self.reading = reading
-        self.side = side
+        self.blank_side = blank_side
         self.class_names = []
         self.targets = {}
         self.left_out = {}
@@ -54,9 +54,11 @@ class ImageFiles(Source):
 
     def _blank(self) -> Any:
         channels = self.reading.channels
+        size = (self.blank_side, self.blank_side)
         if self.reading.is_deep:
-            return TensorImage(torch.zeros(channels, self.side, self.side))
-        return Image.new("L" if channels == 1 else "RGB", (self.side, self.side))
+            # A script may have set another default dtype, which NumPy may lack.
+            return TensorImage(torch.zeros(channels, *size, dtype=torch.float32))
+        return Image.new("L" if channels == 1 else "RGB", size)
 
     def error_of(self, position: int) -> str:
         """Return why a damaged image cannot be decoded."""
