@@ -68,7 +68,7 @@ class Beat(NamedTuple):
         """Return the beat that a rank has put into the store as JSON."""
         beat = cls(*json.loads(text))
         epochs = [EpochCount(*each) for each in beat.epochs]
-        return beat._replace(epochs=epochs)
+        return cls(beat.number, beat.reached, beat.all_reached, epochs)
 
 
 class LostRank(RuntimeError):

@@ -1,4 +1,4 @@
-"""What strategies share: the facts that a run asks for, and the base of one process per device."""
+"""Parts that strategies share: facts that a run asks for, the base of one process per device."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
