@@ -97,9 +97,9 @@ def device_of_check(overrides: list[str]) -> Any:
     import torch
 
     from lockstep.ranks.find import find_ranks
-    from lockstep.training.prediction import trainer_config
+    from lockstep.training.prediction import prediction_config
 
-    cluster = find_ranks(trainer_config(overrides))
+    cluster = find_ranks(prediction_config(overrides))
     if cluster.world_size > 1:
         raise UserError("An export is checked in one process: give trainer=gpu or trainer=cpu.")
     return torch.device("cuda", 0) if cluster.accelerator == "gpu" else torch.device("cpu")

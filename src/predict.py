@@ -87,23 +87,27 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     Args:
         overrides: of trainer=, as everywhere; without a trainer this is one process.
     """
-    from lockstep.training.prediction import joined_ranks, start_ranks, trainer_config
+    from lockstep.training.prediction import (
+        prediction_config,
+        prediction_ranks,
+        start_prediction_ranks,
+    )
 
     positive_number("top", options["top"])
     positive_number("batch", options["batch"] or "1")
     files = {} if is_table(options) else image_files(options["images"])
     check_out(options)
 
-    config = trainer_config(overrides)
+    config = prediction_config(overrides)
     cluster = find_ranks(config)
     if cluster.world_size > 1 and not options["images"]:
         raise UserError(
             "images= is missing: several ranks predict images, and one process the run's own data."
         )
     if cluster.starts_ranks:
-        return start_ranks(config["trainer"], cluster)
+        return start_prediction_ranks(config["trainer"], cluster)
     try:
-        with joined_ranks(config["trainer"], cluster) as device:
+        with prediction_ranks(config["trainer"], cluster) as device:
             return predict_on(device, cluster, config, options, files)
     except Exception as error:
         if not cluster.has_agent:
@@ -320,7 +324,7 @@ def predict_files(
     names = list(files)
     loader = data.predict_dataloader()
     rows: dict[str, Row] = {}
-    for number, outputs in enumerate(predictor.results(loader, data)):
+    for number, outputs in enumerate(predictor.predictions(loader, data)):
         positions = loader.positions(number).tolist()
         is_damaged = data.source.is_damaged[positions].bool()
         if is_damaged.any() and hasattr(outputs, "shape"):
@@ -495,7 +499,8 @@ def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
     import torch
 
     from lockstep.training.inference import load_data
-    from lockstep.training.prediction import predict_own_batches, set_device
+    from lockstep.training.own_loaders import predict_own_batches
+    from lockstep.training.prediction import set_device
 
     out = Path(options["out"] or default_out(predictor.model, ".pt"))
     if out.suffix != ".pt":

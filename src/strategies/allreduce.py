@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from lockstep.strategies.base import Ranks, broadcast_from_rank_zero
+from lockstep.strategies.base import ProcessPerDevice, broadcast_from_rank_zero
 
 
-class AllReduce(Ranks):
+class AllReduce(ProcessPerDevice):
     is_last_micro_batch = True
 
     def model_to_device(self) -> None:

@@ -130,7 +130,7 @@ class ImageClassifier(Task):
         self._start_counts(has_confusion=False)
 
     def on_test_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
+        super().on_test_epoch_start()
         self._start_counts(has_confusion=self.num_classes <= MOST_CONFUSED)
 
     def _start_counts(self, *, has_confusion: bool) -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAUROC
 
 from lockstep.process.errors import UserError
 from optimizers.airbench import AirbenchMuon
 from schedulers.cosine import linear
 from tasks.classifier import ImageClassifier, check_logits
+from tasks.segmentation import Segmentation
 
 
 def module(optimizer, precision="32-true"):
@@ -216,16 +218,45 @@ class Sure(nn.Module):
         return self.scale * images.flatten(1)
 
 
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class CutShort(pl.Callback):
+    def on_test_batch_end(self, *_, **__):
+        raise RuntimeError("cut short")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("task", "net", "shape"),
+    [(ImageClassifier, nn.Flatten(), (4,)), (Segmentation, nn.Identity(), (4, 1, 1))],
+)
+def test_a_test_counts_nothing_of_one_cut_short(task, net, shape):
+    images = torch.eye(3)[[0, 1, 2, 0]][..., None, None]
+    labels = torch.tensor([0, 1, 0, 1]).reshape(shape)
+    loader = DataLoader(list(zip(images, labels, strict=True)), batch_size=2)
+    module = task(net, num_classes=3)
+    with pytest.raises(RuntimeError, match="cut short"):
+        pl.Trainer(**QUIET, callbacks=[CutShort()]).test(module, loader)
+    trainer = pl.Trainer(**QUIET)
+    trainer.test(module, loader, verbose=False)
+    expected = nn.functional.cross_entropy(images[..., 0, 0], labels.flatten())
+    assert trainer.callback_metrics["test/loss"].item() == pytest.approx(expected.item())
+
+
 @pytest.mark.parametrize(("classes", "warns"), [(3, True), (2, False)])
 def test_a_perfect_first_epoch_is_reported(classes, warns, caplog):
     labels = torch.arange(30) % classes
     images = nn.functional.one_hot(labels).float()[..., None, None]
-    loader = torch.utils.data.DataLoader(list(zip(images, labels, strict=True)), batch_size=10)
+    loader = DataLoader(list(zip(images, labels, strict=True)), batch_size=10)
     classifier = ImageClassifier(Sure(), partial(torch.optim.SGD, lr=0.1), num_classes=classes)
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = pl.Trainer(**QUIET, max_epochs=2)
     with caplog.at_level(logging.WARNING, "tasks.classifier"):
         trainer.fit(classifier, loader, loader)
     said = [record.message for record in caplog.records if record.name == "tasks.classifier"]

@@ -21,13 +21,13 @@ from lockstep.data.split import Splits
 
 
 class FilesOrBlanks(Source):
-    """Files of images, of which a damaged one is blank.
+    """Files of images. A damaged one is read as a blank image.
 
     Args:
         blank_side: width and height of a blank image.
 
     Attributes:
-        is_damaged: (n,) uint8, set by the process that has opened the image, whichever it is.
+        is_damaged: (n,) uint8, shared with the workers of a loader, which open the images.
     """
 
     def __init__(self, files: Sequence[Path], reading: Reading, blank_side: int) -> None:
@@ -54,9 +54,11 @@ class FilesOrBlanks(Source):
 
     def _blank(self) -> Any:
         channels = self.reading.channels
+        size = (self.blank_side, self.blank_side)
         if self.reading.is_deep:
-            return TensorImage(torch.zeros(channels, self.blank_side, self.blank_side))
-        return Image.new("L" if channels == 1 else "RGB", (self.blank_side, self.blank_side))
+            # A script may have set another default dtype, which NumPy may lack.
+            return TensorImage(torch.zeros(channels, *size, dtype=torch.float32))
+        return Image.new("L" if channels == 1 else "RGB", size)
 
     def error_of(self, position: int) -> str:
         """Return why a damaged image cannot be decoded."""

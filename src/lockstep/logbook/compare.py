@@ -26,6 +26,7 @@ from lockstep.logbook.render import (
     metric,
     number,
     percent,
+    plain,
     render,
 )
 from lockstep.process.files import write_atomically
@@ -45,7 +46,9 @@ GIB = partial(number, unit="GiB")
 
 
 def milliseconds(seconds: float | None) -> str:
-    return number(seconds and seconds * 1000, "ms")
+    if seconds is None:
+        return number(None)
+    return number(seconds * 1000, "ms")
 
 
 class Measurement(NamedTuple):
@@ -87,7 +90,7 @@ MEASURED = (
     Measurement("Lost steps", "lost_steps", number),
     Measurement("Cost", "cost.usd", dollars, has_ratio=True),
 )
-TEXTS = {
+TEXT_FIELDS = {
     "Status": "status",
     "Model": "model",
     "Data": "data",
@@ -102,7 +105,7 @@ def _hardware(run: RecordedRun) -> list[tuple[Any, ...]]:
     return [(node.get("cpu"), node.get("cores"), str(node.get("gpus"))) for node in nodes]
 
 
-HELD_FIXED: dict[str, Callable[[RecordedRun], Any]] = {
+SHOULD_MATCH: dict[str, Callable[[RecordedRun], Any]] = {
     "the data": lambda run: run.record.data_hash or run.record.data,
     "the number of test images": lambda run: run.record.metrics.get(
         "test/images", run.record.num_test
@@ -120,7 +123,7 @@ HELD_FIXED: dict[str, Callable[[RecordedRun], Any]] = {
 def not_held_fixed(runs: Sequence[RecordedRun]) -> str:
     """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
     differing = []
-    for name, read in HELD_FIXED.items():
+    for name, read in SHOULD_MATCH.items():
         values = [read(run) for run in runs]
         if any(value != values[0] for value in values):
             differing.append(name)
@@ -131,10 +134,10 @@ def not_held_fixed(runs: Sequence[RecordedRun]) -> str:
     return f"Not held fixed between these runs: {', '.join(differing)}."
 
 
-def number_rows(runs: Sequence[RecordedRun]) -> list[Row]:
-    """Return (name, one cell for each run), for what at least one run has."""
+def result_rows(runs: Sequence[RecordedRun]) -> list[Row]:
+    """Return (name, one cell for each run): the texts, and the values that at least one run has."""
     rows = []
-    for title, field in TEXTS.items():
+    for title, field in TEXT_FIELDS.items():
         rows.append((title, [str(run.value(field) or "") for run in runs]))
     return [*rows, *_best_rows(runs), *_test_rows(runs), *_measured_rows(runs)]
 
@@ -257,7 +260,7 @@ def as_text(runs: Sequence[RecordedRun]) -> str:
     """Return the comparison as aligned columns for a terminal."""
     head = ("", labels_of(runs))
     empty = ("", [""] * len(runs))
-    rows = [head, *number_rows(runs), empty, *setting_rows(runs)]
+    rows = [head, *result_rows(runs), empty, *setting_rows(runs)]
     table = aligned([[name, *cells] for name, cells in rows])
     return "\n\n".join(filter(None, [table, meaning_of_error(rows), not_held_fixed(runs)]))
 
@@ -269,16 +272,20 @@ def meaning_of_error(rows: Sequence[Row]) -> str:
 
 
 def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
-    """Return the title of a comparison: the user's on a page of before, or the runs' titles."""
+    """Return the title of a comparison: what the user wrote on its page, or the runs' titles.
+
+    Args:
+        page: of an earlier comparison, if there is one.
+    """
     automatic = _automatic_title(labels_of(runs))
     text = read_text(page) if page else ""
     heading = heading_of(text)
     head_of_table = re.search(r"^\|  \| (.+) \|$", text, re.MULTILINE)
     if not heading or not head_of_table:
         return heading or automatic
-    # The heading names the runs of then, as the head of the table does, if nobody has changed it.
-    compared_before = html.unescape(head_of_table[1]).split(" | ")
-    return automatic if heading == _automatic_title(compared_before) else heading
+    # A heading that nobody has changed names the runs in the head of the table, and is cut if long.
+    before = html.unescape(_automatic_title(head_of_table[1].split(" | ")))
+    return automatic if heading == html.unescape(plain(before)) else heading
 
 
 def _automatic_title(titles: Sequence[str]) -> str:
@@ -305,7 +312,7 @@ def write_comparison(
     picture = path.with_suffix(".svg")
     panels = compare_panels(runs)
     has_picture = write_figure(picture, panels, has_one_legend=True)
-    numbers = number_rows(runs)
+    results = result_rows(runs)
     text = render(
         "compare.md.j2",
         title=title,
@@ -314,8 +321,8 @@ def write_comparison(
         about_several=ABOUT_SEVERAL,
         runs=runs,
         labels=labels_of(runs),
-        numbers=numbers,
-        meaning_of_error=meaning_of_error(numbers),
+        results=results,
+        meaning_of_error=meaning_of_error(results),
         settings=setting_rows(runs),
         picture=picture.name if has_picture else "",
         missing_curves=missing_curves(runs, panels),

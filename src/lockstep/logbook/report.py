@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.compare import Row, not_held_fixed, number_rows, setting_rows
+from lockstep.logbook.compare import Row, not_held_fixed, result_rows, setting_rows
 from lockstep.logbook.figures import thin
 from lockstep.logbook.folders import RecordedRun, labels_of
 from lockstep.logbook.render import metric
@@ -75,7 +75,7 @@ def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         "cautions": [caution] if caution else [],
         "runs": [_run_data(run, label) for run, label in zip(runs, labels, strict=True)],
         "panels": [_panel(name) for name in _drawn_metrics(runs)],
-        "numbers": _table(["", *labels], [run_ids, *number_rows(runs)]),
+        "numbers": _table(["", *labels], [run_ids, *result_rows(runs)]),
         "settings": _table(["option", *labels], setting_rows(runs)),
     }
 

@@ -188,10 +188,15 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> Ran
         return reports[local_rank]
     if is_stopped:
         return RanksEnd(EXIT_INTERRUPTED)
-    text = f"ended with exit code {code}"
+    message = message_of_end(code)
+    return RanksEnd(EXIT_FAILED, describe_error(cluster.rank + local_rank, message, "killed"))
+
+
+def message_of_end(code: int) -> str:
+    """Return the message about a rank that has reported no error."""
     if code < 0:
-        text = f"killed by {signal.Signals(-code).name}"
-    return RanksEnd(EXIT_FAILED, describe_error(cluster.rank + local_rank, text, "killed"))
+        return f"killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _first_to_fail(failures: dict[int, ProcessFailure], reporting: set[int]) -> int:

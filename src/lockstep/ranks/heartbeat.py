@@ -4,6 +4,17 @@ The slowest rank may download and decode its images for hours, so that a wait ha
 thread of each rank counts up a key of the store, its beat. Rank 0's thread reads all beats in one
 call and publishes one state: which rank has been silent, and how many waits all ranks have reached.
 So each rank makes the same few calls however many ranks there are. Imports no torch.
+
+This happens in the third wait of the ranks:
+
+    what a rank does             what it writes to the store
+    rank 1 reaches the wait      beat/1: reached 3
+    rank 0 reads all beats       state:  all_reached 3, if all of them say reached 3
+    rank 1 reads the state       beat/1: all_reached 3, and rank 1 leaves
+    rank 0 reads all beats       nothing; it leaves last, if all of them say all_reached 3
+
+A beat also takes the number of training batches to the other ranks: failures.py tells from them
+whether a rank waits for one that has fewer batches.
 """
 
 import json
@@ -39,15 +50,17 @@ Epochs = Sequence[EpochCount]
 
 
 class Beat(NamedTuple):
-    """A sign of life of a rank: its number, and the waits that the rank has reached.
+    """A sign of life of a rank.
 
     Args:
-        passed: the waits of which this rank knows that all ranks have reached them.
+        number: how many beats the rank has sent.
+        reached: how many waits the rank has reached.
+        all_reached: how many waits all ranks have reached, as far as this rank knows.
     """
 
     number: int
     reached: int
-    passed: int
+    all_reached: int
     epochs: Epochs = ()
 
     @classmethod
@@ -55,7 +68,7 @@ class Beat(NamedTuple):
         """Return the beat that a rank has put into the store as JSON."""
         beat = cls(*json.loads(text))
         epochs = [EpochCount(*each) for each in beat.epochs]
-        return cls(beat.number, beat.reached, beat.passed, epochs)
+        return cls(beat.number, beat.reached, beat.all_reached, epochs)
 
 
 class LostRank(RuntimeError):
@@ -105,42 +118,45 @@ class Heartbeat:
         self._keys = [f"beat/{number}" for number in range(world_size)]
 
         self._epochs: Epochs = []
-        self._count = 0
-        self._reached = 0  # waits that this rank has begun
-        self._passed = 0  # waits that all ranks have begun, as far as this rank knows
-        # Waits of which rank 0 can read that this rank has passed them.
-        self._confirmed = 0
-        self._all_passed = 0  # the same of all ranks, on rank 0
+        self._beat_number = 0
+        # Numbers of waits: those that this rank has reached, and, as far as it knows, all ranks
+        self._reached = 0
+        self._all_reached = 0
+        # What the last beat of this rank says of all ranks
+        self._sent_all_reached = 0
+        # On rank 0: the smallest number that a beat says of all ranks
+        self._known_to_all = 0
         self._waits_since: float | None = None
 
-        self._silent: int | None = None
+        self._silent: int | None = None  # a rank without a beat for too long
         self._late: list[int] = []  # ranks that have not reached this wait, on rank 0
         self._has_failed = False  # some rank has published an error
         self._is_cut_off = False  # the store is gone
-        # Seconds without those in which this process itself stood still (Ctrl-Z, SLURM's suspend):
-        # the thread's since its start, and those of a wait since the thread's last round.
-        self._awake_s = 0.0
-        self._without_round_s = 0.0
-        self._heard: dict[int, tuple[int, float]] = {}  # last count of a rank, and when it came
+        # Neither clock runs while this process itself stands still (Ctrl-Z, SLURM's suspend).
+        self._awake_s = 0.0  # since the start of the thread
+        self._without_round_s = 0.0  # since the thread's last round, in a wait
+        # The last beat of a rank, and when it came
+        self._heard: dict[int, tuple[int, float]] = {}
 
         self._wake = threading.Event()
         self._is_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._set_beat()
+        self._send_beat()
         if rank == 0:
-            self._set_state([Beat(0, 0, 0)] * world_size, None)
+            self._publish_state(0, None)
 
     def start(self) -> None:
         self._thread.start()
 
-    def note(self, epoch: int, batches: int, *, is_over: bool) -> None:
+    def note_epoch(self, epoch: int, batches: int, *, is_over: bool) -> None:
         """Tell the others, with the next beat, how many training batches an epoch has at least."""
         before = [each for each in self._epochs if each.epoch < epoch]
         self._epochs = [*before[-1:], EpochCount(epoch, batches, is_over)]
 
     def epochs_of_all(self) -> list[Epochs]:
         """Return the last epochs of each rank, as of its last beat."""
-        self._set_beat()
+        # Every key exists since the start, so that this does not wait and hold up the thread.
+        self._send_beat()
         return [Beat.of(text).epochs for text in self.store.multi_get(self._keys)]
 
     def end(self) -> None:
@@ -166,10 +182,10 @@ class Heartbeat:
         self._waits_since = began
         self._without_round_s = 0.0
         self._wake.set()
-        while not self._is_over():
+        while not self._wait_is_over():
             self._without_round_s += self._awake_since(looked_at)
             looked_at = time.monotonic()
-            self._check()
+            self._raise_if_lost()
             if self.rank == 0 and self._late and time.monotonic() > speak_at:
                 minutes = (time.monotonic() - began) / 60
                 log.info(f"Waiting for rank {self._late[0]} since {minutes:.0f} min …")
@@ -177,12 +193,12 @@ class Heartbeat:
             time.sleep(POLL_INTERVAL_S)
         self._waits_since = None
 
-    def _is_over(self) -> bool:
+    def _wait_is_over(self) -> bool:
         if self.rank == 0:
-            return self._all_passed >= self._reached
-        return self._confirmed >= self._reached
+            return self._known_to_all >= self._reached
+        return self._sent_all_reached >= self._reached
 
-    def _check(self) -> None:
+    def _raise_if_lost(self) -> None:
         if self._has_failed:
             raise RuntimeError("connection closed: another rank has failed")
         if self._is_cut_off:
@@ -190,11 +206,12 @@ class Heartbeat:
         # The thread hangs in a call where the process that holds the store is stopped.
         if self._without_round_s > self.lost_after_s:
             raise LostRank(0, self.lost_after_s)
+        # This rank may be named itself, if it stood still and has gone on since.
         if self._silent is not None and self._silent != self.rank:
             raise LostRank(self._silent, self.lost_after_s)
 
     def _awake_since(self, then: float) -> float:
-        """Return the seconds since then. Of a long gap, in which this process stood still, few."""
+        """Return the seconds since then, or two intervals if this process slept for longer."""
         return min(time.monotonic() - then, 2 * self.interval_s)
 
     def _run(self) -> None:
@@ -204,7 +221,7 @@ class Heartbeat:
                 self._awake_s += self._awake_since(round_at)
                 round_at = time.monotonic()
                 self._wake.clear()
-                self._beat()
+                self._do_round()
                 self._without_round_s = 0.0
                 self._wake.wait(self._pause_s())
         except RuntimeError:
@@ -217,46 +234,48 @@ class Heartbeat:
         waited_s = time.monotonic() - waits_since
         return min(self.interval_s, MOST_WAITING_INTERVAL_S, 0.02 + 0.05 * waited_s)
 
-    def _beat(self) -> None:
+    def _do_round(self) -> None:
         """Send this rank's beat, on rank 0 look at all of them, and read the state."""
-        self._count += 1
-        self._set_beat()
+        self._beat_number += 1
+        self._send_beat()
         if self.rank == 0:
-            self._watch()
+            self._judge_all_ranks()
         state: dict[str, Any] = json.loads(self.store.get("state"))
         self._has_failed = self.errors.check(["first"])
-        if self._is_silent(0, state["count"]):
-            self._silent = 0
-        else:
-            self._silent = state["silent"]
-        if state["passed"] > self._passed:
-            self._passed = state["passed"]
+        self._listen(0, state["beat_number"])
+        self._silent = 0 if self._is_silent(0) else state["silent"]
+        if state["all_reached"] > self._all_reached:
+            self._all_reached = state["all_reached"]
+            # The next beat says so at once, and the wait ends.
             self._wake.set()
 
-    def _set_beat(self) -> None:
-        passed = self._passed
-        beat = Beat(self._count, self._reached, passed, self._epochs)
+    def _send_beat(self) -> None:
+        all_reached = self._all_reached
+        beat = Beat(self._beat_number, self._reached, all_reached, self._epochs)
         self.store.set(self._keys[self.rank], json.dumps(beat))
-        self._confirmed = passed
+        # Only now: this ends the wait, after which the process of this rank may end.
+        self._sent_all_reached = all_reached
 
-    def _watch(self) -> None:
-        """Read the beats of all ranks, and publish what follows from them."""
+    def _judge_all_ranks(self) -> None:
+        """Read the beats of all ranks, as rank 0, and publish what follows from them."""
         beats = [Beat.of(text) for text in self.store.multi_get(self._keys)]
-        others = [
-            rank for rank in range(1, len(beats)) if self._is_silent(rank, beats[rank].number)
-        ]
+        for rank, beat in enumerate(beats):
+            self._listen(rank, beat.number)
+        others = [rank for rank in range(1, len(beats)) if self._is_silent(rank)]
         self._late = [rank for rank, beat in enumerate(beats) if beat.reached < self._reached]
-        self._all_passed = min(beat.passed for beat in beats)
-        self._set_state(beats, min(others, default=None))
+        self._known_to_all = min(beat.all_reached for beat in beats)
+        self._publish_state(min(beat.reached for beat in beats), min(others, default=None))
 
-    def _set_state(self, beats: Sequence[Beat], silent: int | None) -> None:
-        passed = min(beat.reached for beat in beats)
-        state = {"count": self._count, "passed": passed, "silent": silent}
+    def _publish_state(self, all_reached: int, silent: int | None) -> None:
+        state = {"beat_number": self._beat_number, "all_reached": all_reached, "silent": silent}
         self.store.set("state", json.dumps(state))
 
-    def _is_silent(self, rank: int, count: int) -> bool:
-        last_count, heard_at = self._heard.get(rank, (-1, 0.0))
-        if count != last_count:
-            self._heard[rank] = (count, self._awake_s)
-            return False
+    def _listen(self, rank: int, beat_number: int) -> None:
+        """Note when a rank has last sent a new beat."""
+        last_number, _ = self._heard.get(rank, (-1, 0.0))
+        if beat_number != last_number:
+            self._heard[rank] = (beat_number, self._awake_s)
+
+    def _is_silent(self, rank: int) -> bool:
+        _, heard_at = self._heard[rank]
         return self._awake_s - heard_at > self.lost_after_s

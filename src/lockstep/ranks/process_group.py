@@ -23,9 +23,12 @@ from lockstep.ranks.meeting import (
     meet,
 )
 
-# NCCL's timeout aborts the process, gloo's raises an exception: let gloo's come first.
-NCCL_LATER_S = 15.0
+# NCCL's timeout aborts the process, gloo's raises an exception. The default group has so much more
+# time than the gloo groups of votes, which therefore time out first.
+NCCL_GRACE_S = 15.0
+# The decisions of ranks that meet in all_or_none. A third one is the number of a node.
 GO = "go"
+TOO_LATE = "too late"
 
 
 def create_process_group(
@@ -36,7 +39,8 @@ def create_process_group(
     One rank is a group too.
 
     Args:
-        device: of this rank, the first one if it has several.
+        device: of this rank.
+        several_devices: this rank has further devices, and `device` is the first one.
 
     Returns:
         The store of this start alone, as torchrun keeps its store over restarts.
@@ -46,7 +50,7 @@ def create_process_group(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        timeout_s += NCCL_LATER_S
+        timeout_s += NCCL_GRACE_S
     # NCCL refuses tensors of another device than the one that it is bound to.
     bound_device = None
     if device.type == "cuda" and not several_devices:
@@ -137,23 +141,25 @@ def _agree_to_go_on(meeting: Meeting) -> None:
         raise RuntimeError("connection closed: the store of rank 0 is gone") from None
     if decision == GO:
         return
+    if decision == TOO_LATE:
+        raise RuntimeError("timed out: another rank does not begin")
 
     let_others_read(cluster)
-    name = "another rank was asked to stop"
+    reason = "another rank was asked to stop"
     if signals.received:
-        name = signals.first_name()
-    stop = Interrupted(name)
+        reason = signals.first_name()
+    stop = Interrupted(reason)
     stop.agreed = True
     stop.elsewhere = int(decision) != cluster.node_rank and not signals.received
     raise stop
 
 
 def _decision(meeting: Meeting, store: dist.Store) -> str:
-    """Return what the ranks do: GO, or the number of the node that was asked to stop."""
+    """Return what all ranks do: GO, TOO_LATE, or the number of the node that was asked to stop."""
     cluster = meeting.cluster
     deadline = time.monotonic() + meeting.timeout_s
-    # The first proposal is the decision.
     store.add("arrived", 1)
+    # The first proposal is the decision: compare_set does not replace it, as "" means no value yet.
     while not store.check(["decision"]):
         if signals.received:
             store.compare_set("decision", "", str(cluster.node_rank))
@@ -163,7 +169,7 @@ def _decision(meeting: Meeting, store: dist.Store) -> str:
         elif store.add("arrived", 0) == cluster.world_size:
             store.compare_set("decision", "", GO)
         elif time.monotonic() > deadline:
-            raise RuntimeError("timed out: another rank does not begin")
+            store.compare_set("decision", "", TOO_LATE)
         else:
             time.sleep(POLL_INTERVAL_S)
     return store.get("decision").decode()

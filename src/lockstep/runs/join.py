@@ -107,7 +107,7 @@ class RankWatch(HangDump):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._arm()
-        self.beats.note(trainer.current_epoch, batch_idx + 1, is_over=False)
+        self.beats.note_epoch(trainer.current_epoch, batch_idx + 1, is_over=False)
 
     def on_train_batch_end(
         self,
@@ -121,7 +121,7 @@ class RankWatch(HangDump):
         is_over = ends_epoch(trainer)
         # Lightning fetches a batch ahead, so that one more is certain here.
         batches = batch_idx + 1 if is_over else batch_idx + 2
-        self.beats.note(trainer.current_epoch, batches, is_over=is_over)
+        self.beats.note_epoch(trainer.current_epoch, batches, is_over=is_over)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from lockstep.records.record import has_trained
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import (
     Pointers,
-    belongs_to,
+    is_free_or_own,
     keep_uuid,
     read_pointer,
     read_pointers,
@@ -209,7 +209,7 @@ def fetch_for_page(bucket: Bucket, folder: Path) -> None:
 
 def _make_way(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
     """Let the run in the bucket take the place of a local start that trained nothing."""
-    if belongs_to(bucket, pointers, folder):
+    if is_free_or_own(bucket, pointers, folder):
         return
     if has_trained(folder):
         refuse_other_run(bucket, pointers, folder)

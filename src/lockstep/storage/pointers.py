@@ -22,9 +22,10 @@ from lockstep.storage.errors import OtherRunError
 from lockstep.storage.s3 import Bucket
 
 KINDS = ("best", "last")
-KEY = re.compile(r"checkpoints/[A-Za-z0-9_-][A-Za-z0-9._-]*")
+# A pointer may name any checkpoint for a download.
+READABLE_KEY = re.compile(r"checkpoints/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 # The names that a run gives its checkpoints: nothing else below checkpoints/ is ever deleted.
-UPLOADED_KEY = re.compile(r"checkpoints/(best|last)-step\d{8,}-[0-9a-f]{8}\.ckpt")
+DELETABLE_KEY = re.compile(r"checkpoints/(best|last)-step\d{8,}-[0-9a-f]{8}\.ckpt")
 UUID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -49,6 +50,7 @@ class Pointer:
     etag: str | None = None
 
     def as_json(self) -> str:
+        # Without a key, nobody reads this sidecar.
         sidecar = asdict(self.checkpoint or Sidecar(0))
         values = {"key": self.key, "start": self.start, "uuid": self.uuid}
         return json.dumps({**sidecar, **values, "leftovers": self.leftovers}, indent=1)
@@ -73,7 +75,7 @@ def read_pointer(bucket: Bucket, kind: str) -> Pointer:
     start = values.get("start")
     uuid = str(values.get("uuid"))
     leftovers = values.get("leftovers")
-    checkpoint = parse_sidecar(values) if KEY.fullmatch(key) else None
+    checkpoint = parse_sidecar(values) if READABLE_KEY.fullmatch(key) else None
     if not isinstance(leftovers, list):
         leftovers = []
     return Pointer(
@@ -81,7 +83,7 @@ def read_pointer(bucket: Bucket, kind: str) -> Pointer:
         key=key if checkpoint else "",
         start=start if isinstance(start, float) else 0.0,
         uuid=uuid if UUID.fullmatch(uuid) else "",
-        leftovers=tuple(name for name in leftovers if UPLOADED_KEY.fullmatch(str(name))),
+        leftovers=tuple(name for name in leftovers if DELETABLE_KEY.fullmatch(str(name))),
         etag=etag,
     )
 
@@ -113,8 +115,8 @@ def _uuid_path(folder: RunFolder) -> Path:
     return folder.path / "upload" / "uuid"
 
 
-def belongs_to(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
-    """Return whether a place in a bucket is free, or holds the run of this folder."""
+def is_free_or_own(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
+    """Return whether a place in a bucket is empty, or holds the run of this folder."""
     if all(pointer.etag is None for pointer in pointers.values()):
         return True
     uuids = {pointer.uuid for pointer in pointers.values() if pointer.uuid}
@@ -126,6 +128,7 @@ def belongs_to(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
 def _is_same_run_of_old_version(bucket: Bucket, folder: RunFolder) -> bool:
     """Compare a place without a uuid by the time at which its run was first started."""
     content, _ = bucket.read(folder.record.name)
+    # Without run.json only the run id tells whose place it is: a folder that has trained goes on.
     if content is None:
         return any(complete_checkpoints(folder.checkpoints))
     record = read_record(folder.record) if folder.record.exists() else RunRecord()
@@ -135,7 +138,7 @@ def _is_same_run_of_old_version(bucket: Bucket, folder: RunFolder) -> bool:
 
 def refuse_other_run(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
     """Raise OtherRunError if a place in a bucket holds another run than this folder."""
-    if belongs_to(bucket, pointers, folder):
+    if is_free_or_own(bucket, pointers, folder):
         return
     name = folder.run_id
     message = f"{bucket.uri} holds another run named {name}, and nothing was written there."

@@ -1,4 +1,4 @@
-"""The common parts of strategies: facts that a run asks for, the base of one process per device."""
+"""Parts that strategies share: facts that a run asks for, the base of one process per device."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,17 +13,11 @@ from lockstep.process.errors import UserError
 from lockstep.ranks.process_group import wait_for_all
 
 
-class SixteenBits(MixedPrecision):
+class ClippingMixedPrecision(MixedPrecision):
     """Autocast that also clips gradients of a fused optimizer in bf16.
 
     Lightning refuses to clip them, because it expects scaled losses. In bf16 nothing is scaled.
     """
-
-    def __init__(self, precision: str, device_type: str) -> None:
-        scaler = None
-        if precision == "16-mixed":
-            scaler = torch.amp.GradScaler(device_type)
-        super().__init__(precision, device_type, scaler)
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         if self.scaler is None:
@@ -42,7 +36,7 @@ class Capabilities:
         compiles_units: the forward of each of shard_units() is compiled, inside the hooks that
             gather its weights.
         scales_losses: fp16 works, whose losses are scaled.
-        spreads_net: the strategy replaces the forward of the module's attribute `net`.
+        spreads_net: the strategy replaces the forward of the module's `net`, which must exist.
         micro_batches: the number of parts in which a batch goes through the net.
         process_devices: the devices of one process if it computes on several; one may occur twice.
     """
@@ -59,7 +53,7 @@ class Capabilities:
     def precision_for(precision: str, device_type: str) -> Precision | None:
         """Return a plugin for the Trainer in place of `precision=`; None if Lightning's works."""
         if precision == "bf16-mixed":
-            return SixteenBits(precision, device_type)
+            return ClippingMixedPrecision(precision, device_type)
         return None
 
 
@@ -70,7 +64,7 @@ def capabilities(strategy: Any) -> Capabilities:
     return Capabilities()
 
 
-class Ranks(Capabilities, DDPStrategy):
+class ProcessPerDevice(Capabilities, DDPStrategy):
     """One process per device, started already: Lightning's DDPStrategy without the wrapper."""
 
     @property
@@ -93,12 +87,12 @@ class Ranks(Capabilities, DDPStrategy):
         """Keep the module as it is."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save on rank 0, and notice a rank that is frozen in the module's on_save_checkpoint.
+        """Save on rank 0, and notice a rank that hangs in the module's on_save_checkpoint.
 
         The barrier that follows in Lightning would wait for it until the timeout.
         """
         super().save_checkpoint(*args, **kwargs)
-        # After an exception a rank may save without the others.
+        # Lightning sets this at any exception, after which a rank may save without the others.
         if not self.lightning_module.trainer.interrupted:
             wait_for_all()
 
@@ -110,6 +104,10 @@ class Ranks(Capabilities, DDPStrategy):
         broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
 
     on_test_start = on_validation_start
+
+
+# Strategies of users have this base under its earlier name.
+Ranks = ProcessPerDevice
 
 
 def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lockstep.process.errors import UserError
-from lockstep.strategies.base import Ranks
+from lockstep.strategies.base import ProcessPerDevice
 
 HOOKS = {
     "float32": None,
@@ -20,7 +20,7 @@ HOOKS = {
 }
 
 
-class DDP(Ranks):
+class DDP(ProcessPerDevice):
     """Lightning's DDPStrategy over a process group that exists already.
 
     Forwards of an evaluation need no collectives.
@@ -40,14 +40,14 @@ class DDP(Ranks):
         defaults = {
             # Gradients are views of the buckets, which saves a second copy of them.
             "gradient_as_bucket_view": True,
-            # Ranks.on_validation_start broadcasts the buffers once for each evaluation.
+            # ProcessPerDevice.on_validation_start broadcasts the buffers once for each evaluation.
             "forward_sync_buffers": False,
         }
         super().__init__(**{**defaults, **options})
         self.hook = HOOKS[gradient_dtype]
         self.finds_unused = bool(options.get("find_unused_parameters"))
-        self.averaged: list[Tensor] = []
-        self.frozen: list[Tensor] = []
+        self.reduced_parameters: list[Tensor] = []
+        self.unreduced_parameters: list[Tensor] = []
 
     def configure_ddp(self) -> None:
         """Wrap the module, and compress the gradients.
@@ -58,11 +58,13 @@ class DDP(Ranks):
         if self.hook:
             self.model.register_comm_hook(None, self.hook)
         # The wrapper averages the gradients of the parameters that are trainable when it is made.
-        self.averaged = []
-        self.frozen = []
+        self.reduced_parameters = []
+        self.unreduced_parameters = []
         for parameter in self.lightning_module.parameters():
-            parameters = self.averaged if parameter.requires_grad else self.frozen
-            parameters.append(parameter)
+            if parameter.requires_grad:
+                self.reduced_parameters.append(parameter)
+            else:
+                self.unreduced_parameters.append(parameter)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Wrap the module anew if a callback has frozen or unfrozen layers."""
@@ -71,7 +73,7 @@ class DDP(Ranks):
             self.configure_ddp()
 
     def _misses_trainable(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.frozen)
+        return any(parameter.requires_grad for parameter in self.unreduced_parameters)
 
     def _waits_for_frozen(self) -> bool:
         """Return whether the wrapper waits for the gradient of a parameter that is frozen now.
@@ -80,7 +82,7 @@ class DDP(Ranks):
         """
         if self.finds_unused or not self.lightning_module.automatic_optimization:
             return False
-        return not all(parameter.requires_grad for parameter in self.averaged)
+        return not all(parameter.requires_grad for parameter in self.reduced_parameters)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """

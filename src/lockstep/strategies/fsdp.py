@@ -22,7 +22,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.process.errors import UserError
 from lockstep.ranks.process_group import all_or_none
-from lockstep.strategies.base import Ranks, SixteenBits, broadcast_from_rank_zero
+from lockstep.strategies.base import (
+    ClippingMixedPrecision,
+    ProcessPerDevice,
+    broadcast_from_rank_zero,
+)
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 log = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ StateDict = dict[str, Any]
 LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ShardedPrecision(SixteenBits):
+class ShardedPrecision(ClippingMixedPrecision):
     """Train in bf16, or in fp16 with loss scaling.
 
     Shards and reduced gradients are float32, gathered weights have 16 bits.
@@ -46,7 +50,7 @@ class ShardedPrecision(SixteenBits):
         return nullcontext()
 
 
-class FSDP(Ranks):
+class FSDP(ProcessPerDevice):
     """Shard each network of the LightningModule by fully_shard: its `shard_units()`, then itself.
 
     Args:

@@ -1,22 +1,19 @@
 """Predict with a trained model on the device of a rank, in the precision of the training."""
 
 import logging
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
@@ -24,9 +21,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
 
 from lockstep.config.compose import compose, whole_config
 from lockstep.config.schema import key_of
@@ -47,11 +42,11 @@ log = logging.getLogger(__name__)
 SHOWN_EVERY_S = 10.0
 
 
-def trainer_config(overrides: list[str]) -> dict[str, Any]:
-    """Return the composed config, in which only the trainer counts.
+def prediction_config(overrides: list[str]) -> dict[str, Any]:
+    """Return a whole config, of which a prediction uses the trainer alone.
 
     Args:
-        overrides: of trainer=; without a trainer it is one process, on a GPU where there is one.
+        overrides: of trainer=. Without one it is one process, on a GPU if the machine has one.
     """
     config = whole_config(compose("train", overrides))
     keys = {key_of(override) for override in overrides}
@@ -63,21 +58,21 @@ def trainer_config(overrides: list[str]) -> dict[str, Any]:
     return {**config, "task_name": "predict"}
 
 
-def start_ranks(trainer: Config, cluster: Cluster) -> int:
+def start_prediction_ranks(trainer: Config, cluster: Cluster) -> int:
     """Start the ranks of this node, each with this command line; return the exit code."""
     from lockstep.ranks import agent
 
     arguments = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
     with tempfile.TemporaryDirectory(prefix="lockstep-predict-") as folder:
         end = agent.start_ranks(cluster, None, Path(folder), arguments, trainer["timeout_s"])
-    # Rank 0 itself has said that images are damaged.
-    if end.failure and end.failure["message"] != f"ended with exit code {EXIT_FAILED}":
+    # predict.py ends with this code for damaged images, which rank 0 has logged already.
+    if end.failure and end.failure["message"] != agent.message_of_end(EXIT_FAILED):
         log_failure(end.failure, end.callstack)
     return end.exit_code
 
 
 @contextmanager
-def joined_ranks(trainer: Config, cluster: Cluster) -> Iterator[torch.device]:
+def prediction_ranks(trainer: Config, cluster: Cluster) -> Iterator[torch.device]:
     """Meet the other ranks, if there are any; yield the device of this rank."""
     device = torch.device("cpu")
     if cluster.accelerator == "gpu":
@@ -109,116 +104,44 @@ class Predictor:
     precision: str = "32-true"
 
     def __post_init__(self) -> None:
-        self.plugin = plugin_of(self.precision, self.device)
-        self.module = self.plugin.convert_module(self.model.module).to(self.device)
+        self.precision_plugin = plugin_of(self.precision, self.device)
+        self.module = self.precision_plugin.convert_module(self.model.module).to(self.device)
 
-    def results(self, batches: Iterable[Any], data: Any) -> Iterator[Any]:
+    def predictions(self, batches: Iterable[Any], data: Any) -> Iterator[Any]:
         """Yield what predict_step returns for each batch, on the CPU.
 
         Args:
             batches: of a loader of `data`.
-            data: the data module, whose hooks finish a batch on the device, as the module's own do
-                where it has none.
+            data: the data module. The module's hooks finish a batch if it does not override them.
         """
-        before = self._owner("on_before_batch_transfer", data)
-        mover = self._owner("transfer_batch_to_device", data)
-        after = self._owner("on_after_batch_transfer", data)
-        with torch.inference_mode(), self.plugin.predict_step_context():
-            for number, loaded in enumerate(batches):
-                ready = before.on_before_batch_transfer(loaded, 0)
-                if hasattr(mover, "transfer_batch_to_device"):
-                    moved = mover.transfer_batch_to_device(ready, self.device, 0)
-                else:
-                    moved = move_data_to_device(ready, self.device)
-                batch = self.plugin.convert_input(after.on_after_batch_transfer(moved, 0))
-                yield move_data_to_device(self.module.predict_step(batch, number), "cpu")
+        # A context around the yield would hold in the caller and in the workers of the loader too.
+        for batch_idx, batch in enumerate(batches):
+            yield self._predict(batch, batch_idx, data)
 
-    def _owner(self, hook: str, data: Any) -> Any:
-        """Return whose hook counts, as in Lightning: the data module's own, else the module's."""
-        if not isinstance(data, pl.LightningDataModule) or is_overridden(hook, data):
+    @torch.inference_mode()
+    def _predict(self, loaded: Any, batch_idx: int, data: Any) -> Any:
+        before = self._hook_owner("on_before_batch_transfer", data)
+        mover = self._hook_owner("transfer_batch_to_device", data)
+        after = self._hook_owner("on_after_batch_transfer", data)
+        ready = before.on_before_batch_transfer(loaded, 0)
+        if hasattr(mover, "transfer_batch_to_device"):
+            moved = mover.transfer_batch_to_device(ready, self.device, 0)
+        else:
+            moved = move_data_to_device(ready, self.device)
+        batch = self.precision_plugin.convert_input(after.on_after_batch_transfer(moved, 0))
+        with self.precision_plugin.predict_step_context():
+            outputs = self.module.predict_step(batch, batch_idx)
+        return move_data_to_device(outputs, "cpu")
+
+    def _hook_owner(self, hook: str, data: Any) -> Any:
+        """Return whose hook Lightning calls: the data module's if it overrides it, or the module's.
+
+        A data module that is not Lightning's has its hooks itself.
+        """
+        is_overriding = not isinstance(data, pl.LightningDataModule) or is_overridden(hook, data)
+        if is_overriding or not hasattr(self.module, hook):
             return data
-        return self.module if hasattr(self.module, hook) else data
-
-
-def predict_own_batches(predictor: Predictor, data: pl.LightningDataModule | None) -> list[Any]:
-    """Return what Lightning's trainer.predict returns for the run's own loaders.
-
-    It is a list of what predict_step returns for each batch, or a list of such lists where there
-    are several loaders. Without a predict_dataloader the test data are predicted.
-
-    Args:
-        data: the data module; None where the module has the loaders.
-
-    Raises:
-        UserError: there is no loader.
-    """
-    _choose_loaders(predictor.module, data)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    is_gpu = predictor.device.type == "cuda"
-    trainer = pl.Trainer(
-        accelerator="gpu" if is_gpu else "cpu",
-        devices=[predictor.device.index or 0] if is_gpu else 1,
-        # In a job of SLURM, too, this is one process.
-        plugins=[predictor.plugin, LightningEnvironment()],
-        callbacks=[_EndsAtSigterm()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    return trainer.predict(predictor.module, datamodule=data) or []
-
-
-def _choose_loaders(module: Any, data: Any) -> None:
-    """Let predict_dataloader of the data or the module give the loaders, or else test_dataloader.
-
-    Lightning would build each DataLoader anew, which fails for some classes and arguments. It gets
-    their batches alone.
-    """
-    owners = [module] if data is None else [data, module]
-    for name in ("predict_dataloader", "test_dataloader"):
-        for owner in owners:
-            if is_overridden(name, owner):
-                make = partial(_loaders_of, owner, name, getattr(owner, name))
-                owner.predict_dataloader = make
-                return
-    raise UserError(
-        f"{type(owners[0]).__name__} has no images to predict: write its predict_dataloader, "
-        "or pass images=DIR."
-    )
-
-
-def _loaders_of(owner: Any, name: str, make: Callable[[], Any]) -> Any:
-    if name == "test_dataloader":
-        owner.setup("test")
-    loaders = make()
-    if isinstance(loaders, CombinedLoader):
-        return loaders
-    combined = CombinedLoader(loaders, "sequential").flattened
-    return [_Batches(loader) if isinstance(loader, DataLoader) else loader for loader in combined]
-
-
-@dataclass
-class _Batches:
-    """The batches of a DataLoader."""
-
-    loader: "DataLoader[Any]"
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-
-class _EndsAtSigterm(pl.Callback):
-    """Restores the handler of SIGTERM: Lightning's only notes the signal, and predicts on."""
-
-    def __init__(self) -> None:
-        self.handler = signal.getsignal(signal.SIGTERM)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signal.signal(signal.SIGTERM, self.handler)
+        return self.module
 
 
 def plugin_of(precision: str, device: torch.device) -> Precision:
@@ -239,7 +162,7 @@ def plugin_of(precision: str, device: torch.device) -> Precision:
 
 
 def patient_group() -> Any:
-    """Return a group whose ranks wait for the slowest, whatever it takes; None for one process."""
+    """Return a group whose ranks wait a week for the slowest; None for one process."""
     if not has_ranks():
         return None
     with all_or_none():
@@ -251,7 +174,7 @@ class Progress:
 
     Args:
         total: the images of all ranks.
-        num_ranks: that predict as fast as this one.
+        num_ranks: ranks that predict. The others are taken to be as fast as this one.
     """
 
     def __init__(self, total: int, num_ranks: int = 1) -> None:

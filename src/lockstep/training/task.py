@@ -138,8 +138,11 @@ class Task(pl.LightningModule):
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
     def on_validation_epoch_start(self) -> None:
-        # An evaluation that was cut short may have left its sums.
-        self.pop_sums("val")
+        # A validation or test that was cut short may have left its sums.
+        for stage in ("val", "test"):
+            self.pop_sums(stage)
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
         """Return what the end of an evaluation logs, "val" or "test".

@@ -10,8 +10,9 @@ from lockstep.logbook.build import keep_run, summarise
 from lockstep.logbook.compare import (
     as_text,
     not_held_fixed,
-    number_rows,
+    result_rows,
     setting_rows,
+    title_of,
     write_comparison,
 )
 from lockstep.logbook.figures import compare_panels, write_figure
@@ -30,7 +31,7 @@ def runs(folders):
 def test_numbers_have_their_ratio_to_the_first_run(
     runs,
 ):
-    numbers = number_rows(runs)
+    numbers = result_rows(runs)
     rows = {
         name: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in values]
         for name, values in numbers
@@ -119,6 +120,18 @@ def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
     assert "\nddp:\n\n```sh\npython src/train.py" in text
     svg = page.with_suffix(".svg").read_text()
     assert all(title in svg for title in ("Training loss", "val/acc", "minutes of training"))
+
+
+@pytest.mark.parametrize("length", [5, 200])
+def test_an_automatic_title_follows_the_runs(runs, tmp_path, length):
+    """A page shows 300 characters of it."""
+    for run in runs:
+        (run.folder / "page.md").write_text(f"# {run.run_id} | {'w' * length}\n")
+    page = tmp_path / "c.md"
+    write_comparison(page, runs[:2], title_of(runs[:2], page))
+    assert title_of(runs[1:], page) == " beside ".join(run.title for run in runs[1:])
+    page.write_text(page.read_text().replace("# ddp", "# Which of ddp", 1))
+    assert title_of(runs[1:], page).startswith("Which of ddp ")
 
 
 def test_a_comparison_links_the_pages_that_are_kept(runs, tmp_path):

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from example_runs import write_run
 from lockstep.logbook import render
 from lockstep.logbook.build import build, keep_run, summarise, write_page
-from lockstep.logbook.compare import number_rows
+from lockstep.logbook.compare import result_rows
 from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import NOTE_MARKS, RecordedRun, read_run
 from lockstep.logbook.report import page_data
@@ -95,7 +95,7 @@ def test_any_metric_may_be_monitored(tmp_path, name, test):
         and "accuracy" in second
     )
     assert f"| 0.25 | {name} 0.75 |" in (tmp_path / "logbook/README.md").read_text()
-    assert dict(number_rows([run, run]))[f"Best {name}"] == ["0.75", "0.75"]
+    assert dict(result_rows([run, run]))[f"Best {name}"] == ["0.75", "0.75"]
     assert page_data([run])["runs"][0]["headline"] == "0.25"
     assert name in run_panels(run)[1][2] and name in (page.parent / "curves.svg").read_text()
 

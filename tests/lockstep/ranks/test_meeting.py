@@ -15,7 +15,8 @@ from lockstep.process import signals
 from lockstep.process.errors import Interrupted, UserError
 from lockstep.ranks import meeting
 from lockstep.ranks.find import Cluster
-from lockstep.ranks.meeting import meet
+from lockstep.ranks.meeting import Meeting, meet
+from lockstep.ranks.process_group import all_or_none
 from ranks import free_port
 
 SAME = {"code": {"code": "t"}, "options": {"seed": "1"}, "packages": {"torch": "2"}}
@@ -158,6 +159,16 @@ def test_the_end_of_rank_zero_ends_a_waiting_rank():
     with pytest.raises(RuntimeError, match="has ended before the run began"):
         meet(Cluster("nodes", 2, 1, 1, 0, "127.0.0.1", ranks.port), 10.0)
     assert time.monotonic() - began < 5
+
+
+def test_no_rank_enters_a_group_that_another_has_given_up():
+    """The last rank comes between the deadline of the others and the error that they publish."""
+    store = dist.HashStore()
+    for rank in (0, 1):
+        cluster = Cluster("nodes", 2, 1, rank, 0, "127.0.0.1", None)
+        meeting._meetings.append(Meeting(cluster, store, ["a", "b"], timeout_s=0.1))
+        with pytest.raises(RuntimeError, match="timed out: another rank"), all_or_none():
+            pytest.fail(f"rank {rank} would wait in torch for the other one")
 
 
 def test_a_rank_zero_that_never_comes_is_named_too(capsys):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import strategy_runs as tiny
 from local_ranks import run_ranks
 from lockstep.process.errors import UserError
-from lockstep.strategies.base import Ranks
+from lockstep.strategies.base import ProcessPerDevice
 from lockstep.strategies.ddp import DDP
 
 WITHIN = {"own": {"shard_within_node": True}}
@@ -187,14 +187,18 @@ def calls_of_a_fit(cluster):
 
     replace(DDP, "configure_ddp")
     replace(DDP, "determine_ddp_device_ids")
-    replace(Ranks, "configure_ddp")
+    replace(ProcessPerDevice, "configure_ddp")
     for name in ("ddp", "allreduce"):
         tiny.fit(cluster, name, steps=1)
     return called
 
 
 def test_lightning_calls_what_the_strategies_replace():
-    expected = ["DDP.configure_ddp", "DDP.determine_ddp_device_ids", "Ranks.configure_ddp"]
+    expected = [
+        "DDP.configure_ddp",
+        "DDP.determine_ddp_device_ids",
+        "ProcessPerDevice.configure_ddp",
+    ]
     assert run_ranks(calls_of_a_fit, 2) == [expected, expected]
 
 

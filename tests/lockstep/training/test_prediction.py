@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.framing import Framing
 from lockstep.data.reading import Reading
-from lockstep.data.unlabelled import UnlabelledImages
+from lockstep.data.unlabelled import ImageFiles, UnlabelledImages
 from lockstep.process.errors import UserError
 from lockstep.training import prediction
-from lockstep.training.prediction import Predictor, Progress, plugin_of, predict_own_batches
+from lockstep.training.own_loaders import predict_own_batches
+from lockstep.training.prediction import Predictor, Progress, plugin_of
 
 CPU = torch.device("cpu")
 
@@ -42,8 +43,27 @@ def test_predictions_have_the_precision_of_the_training(precision, name, dtype):
         on_before_batch_transfer=lambda batch, _: batch,
         on_after_batch_transfer=lambda batch, _: batch,
     )
-    [result] = predictor.results([torch.ones(1, 2)], hooks)
+    [result] = predictor.predictions([torch.ones(1, 2)], hooks)
     assert result.dtype == dtype
+
+
+def test_no_context_of_a_prediction_is_open_at_a_result():
+    """It would hold in the caller, and in the workers that the loader forks for a batch."""
+
+    def state():
+        autocast = torch.is_autocast_enabled("cpu")
+        return torch.get_default_dtype(), torch.is_inference_mode_enabled(), autocast
+
+    def batches():
+        states.append(state())
+        yield torch.ones(1, 2)
+
+    states = []
+    for precision in ("bf16-true", "bf16-mixed"):
+        model = SimpleNamespace(module=Doubling())
+        for _ in Predictor(model, CPU, precision).predictions(batches(), pl.LightningDataModule()):
+            states.append(state())
+    assert states == [(torch.float32, False, False)] * 4
 
 
 @pytest.fixture
@@ -56,6 +76,17 @@ def files(tmp_path):
         paths.append(path)
     paths[3].write_bytes(b"no image")
     return paths
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_damaged_deep_image_is_float32_as_the_others(files, default):
+    source = ImageFiles(files, Reading(limits=(0.0, 255.0)), 6)
+    torch.set_default_dtype(default)
+    try:
+        dtypes = {source.open(position)[0].dtype for position in range(len(files))}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert source.is_damaged.nonzero().flatten().tolist() == [3] and dtypes == {torch.float32}
 
 
 def batches_of(files, rank, world_size):
@@ -106,7 +137,7 @@ def test_hooks_of_the_module_make_its_batches():
 
     predictor = Predictor(SimpleNamespace(module=Net()), torch.device("cpu"))
     for data, value in ((pl.LightningDataModule(), 1.0), (Data(), 5.0)):
-        [result] = predictor.results([torch.full((1, 2), 255.0)], data)
+        [result] = predictor.predictions([torch.full((1, 2), 255.0)], data)
         assert result.tolist() == [[value, value]]
 
 
