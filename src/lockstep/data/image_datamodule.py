@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.data.batches import EvalBatches, TrainBatches
-from lockstep.data.content_hash import METHOD, with_drawn_test
+from lockstep.data.content_hash import HASH_METHOD, with_drawn_test
 from lockstep.data.framing import Framing, resize_of, resolve_normalisation
 from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch
@@ -138,7 +138,7 @@ class ImageDataModule(LightningDataModule):
     channels = 3
     fit = "crop"
     # How data_hash is made. Data of one hash and method are the same.
-    hash_method = METHOD
+    hash_method = HASH_METHOD
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
     # fit, test for an evaluation, which needs no training images, or CHECK. It is set before
