@@ -145,7 +145,7 @@ class ImageDataModule(LightningDataModule):
     # `prepare`.
     stage = "fit"
     # Single images are floats, of more than 8 bits or of other channels than pictures.
-    is_deep = False
+    has_float_pixels = False
     # How many bits the images have, and what black and white are, for the log and the page.
     depth_note = ""
     # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
@@ -200,7 +200,7 @@ class ImageDataModule(LightningDataModule):
         options = self.options
         names = ("mean", "std", "crop_pct", "interpolation")
         of_weights = self._of_weights
-        if self.is_deep:
+        if self.has_float_pixels:
             # Weights say the colours of photographs.
             of_weights = {key: of_weights[key] for key in of_weights if key not in ("mean", "std")}
         self.normalisation = resolve_normalisation(
@@ -220,7 +220,7 @@ class ImageDataModule(LightningDataModule):
             flip=options.flip,
             channels=self.channels,
             mean=tuple(self.mean),
-            is_deep=self.is_deep,
+            has_float_pixels=self.has_float_pixels,
         )
         # Operations on single images; None: the device augments whole batches.
         self._pipeline = None

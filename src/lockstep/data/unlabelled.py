@@ -54,7 +54,7 @@ class ImageFiles(Source):
 
     def _blank(self) -> Any:
         channels = self.reading.channels
-        if self.reading.is_deep:
+        if self.reading.has_float_pixels:
             return TensorImage(torch.zeros(channels, self.side, self.side))
         return Image.new("L" if channels == 1 else "RGB", (self.side, self.side))
 
@@ -99,7 +99,7 @@ class UnlabelledImages(ImageDataModule):
     ) -> None:
         self.files = files
         self.reading = reading
-        self.is_deep = reading.is_deep
+        self.has_float_pixels = reading.has_float_pixels
         self.channels = framing.channels
         self.fit = framing.fit
         super().__init__(

@@ -47,7 +47,7 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
         image = photograph(*RNG.integers(60, 300, 2))
         square = torch.from_numpy(np.array(framing.square(image)))[None]
         moved = transforms.resize_crop_flip(
-            square, torch.from_numpy(transforms.centre())[:, None], "bilinear"
+            square, torch.from_numpy(transforms.centre_draw())[:, None], "bilinear"
         )
         assert torch.allclose(transforms.normalise(moved)[0], theirs(image), atol=1e-5), image.size
 
@@ -159,7 +159,7 @@ def test_pixels_are_torchvisions(case):
     expected = F.center_crop(theirs(draws * 0, Framing(framing.resize, framing.resize, "crop", framing.interpolation)),
                              [framing.image_size])  # fmt: skip
     assert (
-        made(transforms, RAW, transforms.centre()[:, None].repeat(12, 1)) - expected
+        made(transforms, RAW, transforms.centre_draw()[:, None].repeat(12, 1)) - expected
     ).abs().max() < most
 
 
