@@ -74,7 +74,7 @@ def compute_metrics(
             score = metric.compute()
 
         # Metrics with an average give one number, those of `prepare_metrics` one for each class.
-        if score.numel() == 1:
+        if score.ndim == 0:
             values[name] = float(score)
         elif is_present.sum() > 1:
             if absent_classes:

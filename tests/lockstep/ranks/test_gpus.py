@@ -42,7 +42,7 @@ def test_a_stale_choice_of_gpus_is_named(shown, monkeypatch):
     shown((9, 0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setattr(torch.cuda, "init", no_gpu)
-    reason = r"\(No CUDA GPUs are available, with CUDA_VISIBLE_DEVICES=1\)\. The driver|Type"
+    reason = r"\(No CUDA GPUs are available, with CUDA_VISIBLE_DEVICES=1\)\. "
     with pytest.raises(UserError, match=reason):
         refuse_unusable_gpus([0])
 

@@ -16,11 +16,7 @@ import torch
 import yaml
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassAUROC,
-    MulticlassAveragePrecision,
-)
+from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
 
 from local_ranks import local_cluster
 from lockstep.checkpoints.io import write_checkpoint
@@ -127,19 +123,6 @@ def test_a_class_without_images_is_left_out_and_said(metric, capsys):
     assert compute_metrics(metrics, torch.tensor([0, 9, 0, 0, 0]), "val") == {}
     reason = f"val/{metric.__name__} has no value: it needs images of two classes"
     assert reason in capsys.readouterr().out
-
-
-class ScoreInAList(MulticlassAccuracy):
-    """Accuracy as a tensor of one element."""
-
-    def compute(self):
-        return super().compute()[None]
-
-
-def test_a_metric_of_one_element_is_a_number():
-    metrics = prepare_metrics({"acc": ScoreInAList(num_classes=3)}, 3)
-    metrics["acc"].update(torch.eye(3), torch.arange(3))
-    assert compute_metrics(metrics, torch.tensor([1, 1, 1]), "val") == {"val/acc": 1}
 
 
 # A new run that starts from a checkpoint: its head follows the class names.
