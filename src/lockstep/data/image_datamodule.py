@@ -22,10 +22,11 @@ from torch import Tensor
 from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.data.batches import EvalBatches, TrainBatches
 from lockstep.data.content_hash import HASH_METHOD, with_drawn_test
-from lockstep.data.framing import Framing, resize_of, resolve_normalisation
+from lockstep.data.framing import Framing, resize_of
 from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch
 from lockstep.data.making import BatchMaker
+from lockstep.data.normalisation import resolve_normalisation
 from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
 from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, SplitRule, Splits

@@ -14,7 +14,8 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from lockstep.data.framing import BatchTransforms, Framing, resize_of, resolve_normalisation
+from lockstep.data.framing import BatchTransforms, Framing, resize_of
+from lockstep.data.normalisation import resolve_normalisation
 from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(4)
