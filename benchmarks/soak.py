@@ -215,7 +215,7 @@ def record_faults(reference: RunFolder, folder: RunFolder) -> list[str]:
 
 
 def _comparable(folder: RunFolder) -> dict[str, Any]:
-    record = json.loads(folder.record.read_text())
+    record = json.loads(folder.record_path.read_text())
     values = {name: record.get(name) for name in EXACT_FIELDS}
     metrics = record["metrics"]
     values["metrics"] = {name: metrics[name] for name in metrics if not name.startswith("train/")}
@@ -228,7 +228,7 @@ def bucket_faults(store: Store, folder: RunFolder) -> list[str]:
     """Check that the bucket has the page and the record of the disk, and none of another run."""
     faults = pointer_faults(store)
     keys = list(store.objects())
-    for path in (folder.page, folder.record, folder.metrics):
+    for path in (folder.page, folder.record_path, folder.metrics):
         copies = [key for key in keys if Path(key).name == path.name]
         if copies != [f"p/{folder.run_id}/{path.name}"]:
             faults.append(f"the bucket has {len(copies)} copies of {path.name}: {copies}")

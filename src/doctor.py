@@ -187,10 +187,10 @@ def _gpus(devices: int) -> Iterator[Finding]:
     """Check driver, kernels for the first GPUs, and NCCL's plugin where the network is EFA."""
     import torch
 
-    from lockstep.ranks.gpus import check_gpus
+    from lockstep.ranks.gpus import refuse_unusable_gpus
 
     try:
-        check_gpus(range(devices))
+        refuse_unusable_gpus(range(devices))
         build = f"torch {torch.__version__} with CUDA {torch.version.cuda}"
         yield Finding(True, f"{build} uses the driver and has kernels for the GPUs")
     except UserError as error:

@@ -31,10 +31,10 @@ from lockstep.logbook.compare import as_text, not_held_fixed, title_of, write_co
 from lockstep.logbook.folders import RecordedRun, find_run, heading_of, is_url, read_run, read_text
 from lockstep.logbook.groups import (
     arms_of_groups,
-    differs_between,
-    is_group,
+    caution_about_pairs,
     members_of,
-    name_of_group,
+    names_group,
+    names_of_groups,
     runs_of_group,
 )
 from lockstep.logbook.index import write_index
@@ -127,7 +127,7 @@ def build_pages(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    if any(is_group(word) for word in options.runs):
+    if any(names_group(word) for word in options.runs):
         compare_groups(options)
         return
     runs = [_find_run(name, options) for name in options.runs]
@@ -143,14 +143,16 @@ def compare(options: argparse.Namespace) -> None:
 def compare_groups(options: argparse.Namespace) -> None:
     """Compare groups of runs as a sweep compares its arms."""
     folders = _folders_by_id(options.logbook) | _folders_by_id(options.logs)
-    every = [_read_run(folder) for folder in folders.values()]
+    all_runs = [_read_run(folder) for folder in folders.values()]
 
-    def find(name: str) -> RecordedRun:
+    def find_by_id(name: str) -> RecordedRun:
         return _find_run(name, options)
 
-    groups = {name_of_group(word): runs_of_group(word, every, find) for word in options.runs}
+    names = names_of_groups(options.runs)
+    members = [runs_of_group(word, all_runs, find_by_id) for word in options.runs]
+    groups = dict(zip(names, members, strict=True))
     arms = arms_of_groups(groups)
-    caution = differs_between(groups, arms)
+    caution = caution_about_pairs(groups, arms)
     lines = [*arms.lines(), *arms.winner_lines(), caution]
     print_result("\n".join(filter(None, lines)))
     title = options.title or (options.md and heading_of(read_text(options.md)))

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.process.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import run_with_options
-from lockstep.records.folder import RunFolder, find_run, read_config
+from lockstep.records.folder import RunFolder, find_run_folder, read_config
 from lockstep.records.record import read_record, status_of
 from lockstep.storage.errors import S3Error
 from lockstep.storage.s3 import Bucket
@@ -44,20 +44,20 @@ LASTING_FAULTS = (
 
 def upload(options: dict[str, str]) -> int:
     """Upload the rest; return EXIT_NOT_UPLOADED if something is still missing there."""
-    folder = find_run(Path(options["paths.log_dir"]), options["run"])
+    folder = find_run_folder(Path(options["paths.log_dir"]), options["run"])
     s3 = _bucket_config(folder, options)
     if not s3.get("uri"):
         raise UserError(
             f"The run {folder.run_id} was trained without s3.uri. Pass s3.uri=s3://bucket/prefix."
         )
-    if status_of(read_record(folder.record)) == "running":
+    if status_of(read_record(folder.record_path)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
 
     _refuse_unusable(Bucket.of(s3).at(folder.run_id))
     s3["flush_timeout_s"] = FLUSH_TIMEOUT_S
     code = finish_upload(s3, folder, EXIT_OK)
     if code != EXIT_OK:
-        reason = read_record(folder.record).upload.error or "the time was up"
+        reason = read_record(folder.record_path).upload.error or "the time was up"
         log.error(f"The checkpoints of {folder.run_id} are not all in {s3['uri']}: {reason}.")
         return code
     if not send_files(s3, folder):
@@ -79,8 +79,8 @@ def _refuse_unusable(bucket: Bucket) -> None:
 def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]:
     """Return the run's bucket, with what the command line names in its place."""
     s3: dict[str, Any] = {}
-    if folder.config.exists():
-        s3 = dict(read_config(folder.config).get("s3") or {})
+    if folder.config_path.exists():
+        s3 = dict(read_config(folder.config_path).get("s3") or {})
     for key in ("uri", "endpoint_url"):
         if options[f"s3.{key}"] != OF_RUN:
             # An empty endpoint is Amazon's.

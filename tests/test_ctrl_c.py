@@ -48,8 +48,8 @@ def check(code, errors, folder):
         return  # Python's own handler, before the run began
     assert code in (75, 130) and errors == "", (code, errors)
     assert any(folder.checkpoints.glob("last*.json")) == (code == 75)
-    if folder.record.exists():
-        assert read_record(folder.record).status == "interrupted"
+    if folder.record_path.exists():
+        assert read_record(folder.record_path).status == "interrupted"
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_ctrl_c_at_any_moment_and_the_run_goes_on(after_s, words, tmp_path):
     code, errors, folder = interrupt(after_s, tmp_path, *words)
     check(code, errors, folder)
     if code == 75 and not words:
-        steps = read_record(folder.record).steps
+        steps = read_record(folder.record_path).steps
         done = run_script("train", "resume=r", f"trainer.max_steps={steps + 3}", logs=tmp_path)
         assert done.code == 0 and done.record["steps"] == steps + 3, done.output
 

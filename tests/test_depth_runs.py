@@ -102,7 +102,9 @@ def test_other_images_are_evaluated_by_the_trainings_range(trained, images, tmp_
     Image.fromarray(bright).save(tmp_path / "others" / "none" / "0.png")
     address = f"ckpt_path={trained.folder.path}"
     other = succeed("eval", address, f"data.root={tmp_path / 'others'}", logs=tmp_path)
-    assert read_config(other.folder.config)["data"]["range"] == trained.record["images"]["range"]
+    assert (
+        read_config(other.folder.config_path)["data"]["range"] == trained.record["images"]["range"]
+    )
     assert other.record["metrics"]["test/acc"] > 0.9
 
 

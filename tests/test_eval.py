@@ -58,14 +58,14 @@ def test_keys_are_taken_as_typed_and_foreign_callbacks_not(animals, tmp_path):
     more = "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}"
     words = [f"data.root={other}", "data.test_fraction=0.2"]
     done = succeed("eval", "ckpt_path=animals", *words, more, logs=animals.logs)
-    config = read_config(done.folder.config)
+    config = read_config(done.folder.config_path)
     assert config["data"]["root"] == str(other) and config["data"]["name"] == "image_folder"
     assert config["data"]["image_size"] == 8 and done.record["metrics"]["test/images"] == 6
     assert list(config["callbacks"]) == ["early", "device"]
     best = animals.folder.path / animals.record["best_checkpoint"]["path"]
     words.append(f"ckpt_path={shutil.copy(best, tmp_path / 'anothers.ckpt')}")
     done = succeed("eval", *words, "callbacks=spot", logs=tmp_path / "logs")
-    assert list(read_config(done.folder.config)["callbacks"]) == ["spot"], done.output
+    assert list(read_config(done.folder.config_path)["callbacks"]) == ["spot"], done.output
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_an_earlier_version_is_tested(animals, tmp_path):
     write_checkpoint({key: value for key, value in content.items() if key != "lockstep"}, best)
     write_sidecar(best, Sidecar(step=4))
     done = succeed("eval", f"ckpt_path={best}", f"data.root={root}", logs=logs)
-    assert list(read_config(done.folder.config)["callbacks"]) == ["early"], (
+    assert list(read_config(done.folder.config_path)["callbacks"]) == ["early"], (
         "by the run's own config"
     )
     config = content["lockstep"]["config"]
@@ -108,7 +108,7 @@ def confusion(done):
 def test_all_images_of_another_folder_are_tested(animals, tmp_path):
     done = evaluated(animals, photographs(tmp_path / "new", SAME, 30))
     assert done.code == 0 and "testing on all 90 images" in done.output, done.output
-    metrics, data = done.record["metrics"], read_config(done.folder.config)["data"]
+    metrics, data = done.record["metrics"], read_config(done.folder.config_path)["data"]
     assert (metrics["test/images"], metrics["test/acc"], done.record["num_test"]) == (90, 1, 90)
     assert (data["image_size"], data["mean"]) == (8, 0.25)
     done = evaluated(
@@ -167,10 +167,10 @@ def test_a_table_of_test_rows_has_the_checkpoints_classes(animals, tmp_path):
         and "testing on all 20 images" in done.output
         and done.record["metrics"]["test/acc"] == 1
     )
-    data = read_config(done.folder.config)["data"]
+    data = read_config(done.folder.config_path)["data"]
     assert (data["image_size"], data["mean"]) == (8, [0.25] * 3)
     done = evaluated(animals, tmp_path / "list.csv", "data.mean=0.5", "data.fit=squash", data="csv")
-    data = read_config(done.folder.config)["data"]
+    data = read_config(done.folder.config_path)["data"]
     assert (data["image_size"], data["mean"], data["fit"]) == (8, 0.5, "squash"), (
         "the command line wins"
     )

@@ -76,7 +76,7 @@ def test_a_log_folder_without_links_and_rights_resumes(tmp_path):
         logs=tmp_path,
     )
     assert refused.code == 2, "a resumed run whose input is refused keeps its folder"
-    assert any(first.folder.checkpoints.iterdir()) and refused.folder.record.exists(), (
+    assert any(first.folder.checkpoints.iterdir()) and refused.folder.record_path.exists(), (
         refused.output
     )
 
@@ -107,7 +107,7 @@ def test_two_users_share_a_log_folder(tmp_path):
         path: path.stat().st_mtime_ns for path in everything if not path.stat().st_mode & 0o1000
     }
     mine = run_script("train", *words, "run_id=mine", logs=logs, before=without_roots_rights)
-    assert mine.code == 0 and mine.folder.record.stat().st_mode & 0o777 == 0o600, mine.output
+    assert mine.code == 0 and mine.folder.record_path.stat().st_mode & 0o777 == 0o600, mine.output
     refused = run_script(
         "train", "resume=theirs", "trainer.max_steps=4", logs=logs, before=without_roots_rights
     )

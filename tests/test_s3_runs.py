@@ -220,7 +220,7 @@ def test_a_fresh_machine_resumes_from_the_bucket_alone(place, tmp_path):
     )
     assert again.code == EXIT_OK, again.output
     assert place.run.read("page.md")[0] == again.folder.page.read_bytes()
-    assert place.run.read("run.json")[0] == again.folder.record.read_bytes()
+    assert place.run.read("run.json")[0] == again.folder.record_path.read_bytes()
     restart = again.record["restarts"][-1]
     assert (restart["resumed_step"], restart["lost_steps"]) == (last.step, 0)
     assert again.record["steps"] == 2 * (again.record["num_train"] // 64)
@@ -280,13 +280,15 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
             "train", *arguments, logs=tmp_path / "here", environment=place.environment
         )
         folder = RunFolder(tmp_path / "here/train/runs/the-run")
-        run.wait_for(lambda: folder.record.exists() and read_pointer(place.run, "best").checkpoint)
-        server.kill()
-        before = json.loads(folder.record.read_text())["steps"]
-        time.sleep(OUTAGE_S)
-        assert run.process.is_alive() and json.loads(folder.record.read_text())["steps"] > before, (
-            run.text()
+        run.wait_for(
+            lambda: folder.record_path.exists() and read_pointer(place.run, "best").checkpoint
         )
+        server.kill()
+        before = json.loads(folder.record_path.read_text())["steps"]
+        time.sleep(OUTAGE_S)
+        assert (
+            run.process.is_alive() and json.loads(folder.record_path.read_text())["steps"] > before
+        ), run.text()
         server.start()
         done = run.done(250)
         assert done.code == EXIT_OK and "next try in" in done.output, done.output
@@ -331,6 +333,8 @@ def test_torchruns_ranks_go_on_from_the_bucket_alone(place, tmp_path):
     )
     assert record["steps"] == 2 * (record["num_train"] // 64)
     assert (
-        read_config(RunFolder(tmp_path / "second/log/train/runs/the-run").config)["optimizer"]["lr"]
+        read_config(RunFolder(tmp_path / "second/log/train/runs/the-run").config_path)["optimizer"][
+            "lr"
+        ]
         == 0.002
     )

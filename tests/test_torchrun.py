@@ -76,7 +76,7 @@ class Agents:
             return client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def record(self, run_id):
-        path = RunFolder(self.runs / run_id).record
+        path = RunFolder(self.runs / run_id).record_path
         return json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -294,12 +294,14 @@ def test_a_run_that_never_stepped_leaves_its_id_free(tmp_path):
     assert died.code == 1 and died.record["status"] == "failed", died.output
     again = succeed("train", *words, "model=alexnet", "data.image_size=64", logs=tmp_path)
     assert again.record["steps"] == 2 and again.record["restarts"] == [], again.output
-    assert again.record["error"] is None and "lr: 0.003" in again.folder.config.read_text()
+    assert again.record["error"] is None and "lr: 0.003" in again.folder.config_path.read_text()
     assert "exists already" in run_script("train", *words, logs=tmp_path).output
-    before = again.folder.config.read_text()
+    before = again.folder.config_path.read_text()
     longer = ["resume=r", "trainer.max_steps=4", "seed=42"]
     died = run_script("train", *longer, logs=tmp_path, before=breaks_before_the_first_step)
-    assert died.code == 1 and again.folder.config.read_text() == before, "its options do not stick"
+    assert died.code == 1 and again.folder.config_path.read_text() == before, (
+        "its options do not stick"
+    )
 
 
 @pytest.mark.slow

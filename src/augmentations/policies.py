@@ -137,6 +137,6 @@ class ThreeAugment(ResizedCrop):
 
         grey = v2.Grayscale(framing.channels)
         # Deep images are from 0 to 1.
-        solarised = v2.RandomSolarize(128 / 255 if framing.is_deep else 128, p=1)
+        solarised = v2.RandomSolarize(128 / 255 if framing.has_float_pixels else 128, p=1)
         blurred = v2.GaussianBlur(BLUR_KERNEL, SIGMA)
         return [v2.RandomChoice([grey, solarised, blurred])]

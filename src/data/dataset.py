@@ -69,7 +69,7 @@ class DatasetDataModule(ListedDataModule):
             )
         if self.range_option != AUTO:
             self.reading = replace(self.reading, limits=self.range_option)
-            self.is_deep = self.reading.is_deep
+            self.has_float_pixels = self.reading.has_float_pixels
         if not hasattr(dataset, "__getitem__"):
             raise UserError(
                 "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with "
@@ -87,7 +87,7 @@ class DatasetDataModule(ListedDataModule):
     def decode_source(self) -> None:
         """Measure some images where they are deep, and leave them all to the workers."""
         depth = self.source.depth
-        if self.is_deep:
+        if self.has_float_pixels:
             self.depth_note = self._note_on_depth(depth)
             self._measure_colours()
         elif self.range_option == AUTO and depth != EIGHT_BITS:
@@ -158,7 +158,7 @@ class DatasetImages(ImageList):
         dataset, i = self._dataset_items[0]
         with seeded():
             dtype = _array_of(dataset[i][0]).dtype
-        is_picture = dtype.kind == "b" or (dtype.kind == "f" and not self.reading.is_deep)
+        is_picture = dtype.kind == "b" or (dtype.kind == "f" and not self.reading.has_float_pixels)
         if is_picture:
             return EIGHT_BITS
         return Header(dtype).depth
@@ -297,7 +297,7 @@ class DatasetImages(ImageList):
 
     def _pixels(self, image: Any) -> Any:
         reading = self.reading
-        if not reading.is_deep:
+        if not reading.has_float_pixels:
             return to_8_bits(_as_pillow(image), reading.channels)
         if isinstance(image, Image.Image):
             return reading.image_of(FileValues(reading.bands_of(image)))

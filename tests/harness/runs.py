@@ -161,7 +161,7 @@ class Done:
 
     @property
     def record(self) -> dict[str, Any]:
-        return json.loads(self.folder.record.read_text())
+        return json.loads(self.folder.record_path.read_text())
 
 
 class Started:

@@ -114,5 +114,5 @@ def test_ranks_with_values_of_their_own_choose_by_the_mean(tmp_path):
     assert done.output.count("val_loss was logged without sync_dist=True") == 1
     ((_, sidecar),) = complete_checkpoints(done.folder.checkpoints, "best")
     assert (sidecar.epoch, sidecar.metric["val_loss"]) == (1, 1.0)
-    record = json.loads(done.folder.record.read_text())
+    record = json.loads(done.folder.record_path.read_text())
     assert record["metrics"]["val_loss_best"] == 1.0

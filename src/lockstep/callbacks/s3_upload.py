@@ -15,6 +15,8 @@ from lockstep.storage.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
+# The longest that an end waits for uploads. Other ranks wait in a collective meanwhile, and
+# `finish_upload` sends what is left.
 FLUSH_WHEN_INTERRUPTED_S = 60.0
 FLUSH_BESIDE_OTHER_RANKS_S = 30.0
 FLUSH_AFTER_FAILURE_S = 3.0
@@ -46,30 +48,31 @@ class S3Upload(pl.Callback):
         self.uploader: Uploader | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit" or self.uploader is not None:
+        # Each fit starts an upload of its own: the end of one before has stopped its thread.
+        if stage != "fit":
             return
-        refusal = self._start_upload() if trainer.is_global_zero else None
+        refusal = self._start_or_refuse() if trainer.is_global_zero else None
         refusal = trainer.strategy.broadcast(refusal, src=0)
         if refusal:
             raise UserError(refusal)
 
-    def _start_upload(self) -> str | None:
+    def _start_or_refuse(self) -> str | None:
         """Claim the run's place in the bucket and start to upload; return why the run must end."""
         bucket = self.bucket.at(self.folder.run_id)
-        fault: S3Error | None = None
+        s3_error: S3Error | None = None
         try:
             refuse_other_run(bucket, read_pointers(bucket), self.folder)
             bucket.check_writable()
         except OtherRunError as error:
             return str(error)
         except S3Error as error:
-            fault = error
-        message = f"{self.bucket.uri} cannot be used: {fault}"
-        if fault and self.required:
+            s3_error = error
+        message = f"{self.bucket.uri} cannot be used: {s3_error}"
+        if s3_error and self.required:
             return f"{message} (s3.required=false trains without it)."
 
         uploader = Uploader(bucket, self.folder, time.time())
-        if fault:
+        if s3_error:
             log.info(f"s3: {message}; training starts, uploads are tried again.")
         else:
             refusal = self._claim(uploader)
@@ -80,25 +83,28 @@ class S3Upload(pl.Callback):
         return None
 
     def _claim(self, uploader: Uploader) -> str | None:
-        """Claim the place before training: of two new runs of one id the second is refused."""
-        # Another start may have claimed it since its pointers were read.
+        """Claim the place before training: of two new runs of one id the second is refused.
+
+        Other errors are those of the upload thread, which claims again and logs them.
+        """
         for _ in range(2):
             try:
                 uploader.claim()
+                return None
             except OtherRunError as error:
                 return str(error)
             except S3Error as error:
+                # Another start has claimed it since its pointers were read: read them once more.
                 if error.code != "PreconditionFailed":
-                    break
-            else:
-                break
-        return None  # what else went wrong the thread finds again, and says it
+                    return None
+        return None
 
     def expect_end(self, seconds: float) -> None:
         """Upload new checkpoints at once from now on: this machine stops in so many seconds."""
         self.flush_timeout_s = min(self.flush_timeout_s, seconds)
         if self.uploader is not None:
             self.uploader.intervals_s["last"] = 0.0
+            # Wake the thread, and do not wait for it.
             self.uploader.flush(0.0)
 
     def on_exception(
@@ -108,19 +114,19 @@ class S3Upload(pl.Callback):
         exception: BaseException,
     ) -> None:
         if isinstance(exception, Interrupted):
-            self._end(FLUSH_WHEN_INTERRUPTED_S)
+            self._flush_and_stop(FLUSH_WHEN_INTERRUPTED_S)
         elif trainer.world_size > 1:
-            self._end(FLUSH_AFTER_FAILURE_S)
+            self._flush_and_stop(FLUSH_AFTER_FAILURE_S)
         else:
-            self._end(self.flush_timeout_s)
+            self._flush_and_stop(self.flush_timeout_s)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
-            self._end(FLUSH_BESIDE_OTHER_RANKS_S)
+            self._flush_and_stop(FLUSH_BESIDE_OTHER_RANKS_S)
         else:
-            self._end(self.flush_timeout_s)
+            self._flush_and_stop(self.flush_timeout_s)
 
-    def _end(self, timeout_s: float) -> None:
+    def _flush_and_stop(self, timeout_s: float) -> None:
         if self.uploader is not None:
             self.uploader.flush(min(timeout_s, self.flush_timeout_s))
             self.uploader.stop()

@@ -222,8 +222,8 @@ def stored_config(
     """
     folder = RunFolder(path.resolve().parent.parent)
     is_in_run = path.parent.name == folder.checkpoints.name
-    if is_in_run and folder.path.is_relative_to(logs.resolve()) and folder.config.is_file():
-        return read_config(folder.config)
+    if is_in_run and folder.path.is_relative_to(logs.resolve()) and folder.config_path.is_file():
+        return read_config(folder.config_path)
     config, _ = accept_config(stored, roots, f"The checkpoint {path}")
     return config
 

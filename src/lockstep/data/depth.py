@@ -50,13 +50,13 @@ class Survey:
         return cls(images, headers)
 
     @property
-    def is_deep(self) -> bool:
-        return any(header.is_deep for header in self.headers.values())
+    def has_over_8_bits(self) -> bool:
+        return any(header.has_over_8_bits for header in self.headers.values())
 
     @property
     def has_windows(self) -> bool:
         """Return whether each deep image says which of its values are black and white."""
-        deep = [header for header in self.headers.values() if header.is_deep]
+        deep = [header for header in self.headers.values() if header.has_over_8_bits]
         return bool(deep) and all(header.has_window for header in deep)
 
     @property

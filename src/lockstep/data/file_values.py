@@ -63,7 +63,7 @@ class Header:
     has_window: bool = False
 
     @property
-    def is_deep(self) -> bool:
+    def has_over_8_bits(self) -> bool:
         return self.dtype != np.uint8 and not self.is_cut
 
     @property

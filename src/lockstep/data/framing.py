@@ -1,7 +1,7 @@
-"""Normalisation, crop and interpolation of images; the square that the model gets of them."""
+"""Crop and interpolation of images; the square that the model gets of one, and of batches."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,83 +14,12 @@ from torchvision.transforms.v2 import functional as F
 
 from lockstep.process.errors import UserError
 
-AUTO = "auto"
 # The value of a mask's pixel that does not count.
 VOID = 255
 INTERPOLATIONS = ("bilinear", "bicubic")
 # Images with a larger aspect ratio are centre-cropped first: resizing 3000×2 to a short side of 224
 # would take 225 MB.
 MAX_ASPECT = 16
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """The values that images are framed and normalised with.
-
-    Args:
-        mean, std: per channel, for pixels from 0 to 1.
-        crop_pct: share of the short side that is kept.
-        interpolation: bilinear or bicubic.
-        from_weights: the names of those that the pretrained weights gave.
-    """
-
-    mean: list[float]
-    std: list[float]
-    crop_pct: float
-    interpolation: str
-    from_weights: tuple[str, ...]
-
-
-def resolve_normalisation(
-    options: Mapping[str, Any],
-    of_data: Mapping[str, Any],
-    of_weights: Mapping[str, Any],
-    channels: int,
-) -> Normalisation:
-    """Return the values to use: stated ones, those of the pretrained weights, or the data's own.
-
-    Args:
-        options: a value by name; None: the data's own; auto: the weights', else the data's own.
-        of_data: mean and std of the data.
-        of_weights: what the pretrained weights were trained with; {} without.
-
-    Raises:
-        UserError: a value is invalid, or has another number of channels.
-    """
-    settings = {"crop_pct": 1.0, "interpolation": "bilinear", **of_data}
-    for name, value in options.items():
-        if value not in (None, AUTO):
-            settings[name] = value
-
-    from_weights = tuple(name for name in of_weights if options[name] == AUTO)
-    for name in from_weights:
-        settings[name] = _fitting(name, of_weights[name], channels)
-
-    for name in ("mean", "std"):
-        settings[name] = _per_channel(name, settings[name], channels)
-    if min(settings["std"]) <= 0:
-        raise UserError(f"data.std={settings['std']} must be positive.")
-    return Normalisation(**settings, from_weights=from_weights)
-
-
-def _fitting(name: str, value: Any, channels: int) -> Any:
-    """Return a value of the weights as these images can use it."""
-    # The weights may be for colour images, and these are grey.
-    if name in ("mean", "std") and len(value) != channels:
-        return float(np.mean(value))
-    # timm has 1.15 for volo.
-    if name == "crop_pct":
-        return min(value, 1.0)
-    return value
-
-
-def _per_channel(name: str, value: Any, channels: int) -> list[float]:
-    try:
-        return np.broadcast_to(np.asarray(value, float), channels).tolist()
-    except ValueError:
-        raise UserError(
-            f"data.{name}={value} must be auto, a number, or one for each of {channels} channels."
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -107,7 +36,7 @@ class Framing:
         crop_padding: width of the black border that random crops may reach into.
         flip: mirror half of the training images.
         channels: 1: grey.
-        is_deep: single images are floats from 0 to 1, not bytes.
+        has_float_pixels: single images are floats from 0 to 1, not bytes.
         mean: per channel, for pixels from 0 to 1; augmentations fill gaps with it.
 
     Raises:
@@ -122,7 +51,7 @@ class Framing:
     flip: bool = False
     channels: int = 3
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    is_deep: bool = False
+    has_float_pixels: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("fit", ("crop", "squash")), ("interpolation", INTERPOLATIONS)):
@@ -138,7 +67,7 @@ class Framing:
 
     @property
     def crop_pct(self) -> float:
-        """Return image_size / resize, so that timm's rounding gives `resize` again."""
+        """Return image_size / resize for exports, so that timm's rounding gives `resize` again."""
         share = self.image_size / self.resize
         if resize_of(self.image_size, None, share) == self.resize:
             return share
@@ -146,8 +75,8 @@ class Framing:
 
     @property
     def fill(self) -> list[int] | list[float]:
-        """The mean colour, from 0 to 255, or from 0 to 1 of deep images."""
-        if self.is_deep:
+        """The mean colour, from 0 to 255, or from 0 to 1 where images are floats."""
+        if self.has_float_pixels:
             return list(self.mean)
         return [round(255 * value) for value in self.mean]
 
@@ -167,14 +96,17 @@ class Framing:
         return F.resize(self.trimmed(image), [self.resize], mode)
 
     def square(self, image: Any) -> Any:
-        """Return resize × resize pixels whose centre crop is that of the whole resized image."""
+        """Return resize × resize pixels, of which BatchTransforms crop image_size × image_size.
+
+        Their centre crop is that of the whole resized image.
+        """
         image = self.resized(image)
         height, width = F.get_size(image)
 
         # Both centre crops round as torchvision's.
-        inner = round((self.resize - self.image_size) / 2)
-        top = round((height - self.image_size) / 2) - inner
-        left = round((width - self.image_size) / 2) - inner
+        border = round((self.resize - self.image_size) / 2)
+        top = round((height - self.image_size) / 2) - border
+        left = round((width - self.image_size) / 2) - border
         return F.crop(image, top, left, self.resize, self.resize)
 
 
@@ -195,7 +127,8 @@ class BatchTransforms:
     """Resize, pad, crop, flip and normalise a whole batch on its device, as torchvision does.
 
     Args:
-        framing: sizes, interpolation, border and flip of a training; its `fit` is of single images.
+        framing: sizes, interpolation, border and flip of a training. Its `fit` is not used: single
+            images are squares already.
         std: per channel, for pixels from 0 to 1.
         device: where the batches lie.
     """
@@ -204,9 +137,9 @@ class BatchTransforms:
         self, framing: Framing, std: Sequence[float], device: torch.device | str = "cpu"
     ) -> None:
         self.framing = framing
-        # A crop may start at so many positions along each side.
+        # The number of positions along each side at which a crop may start.
         padded_side = framing.resize + 2 * framing.crop_padding
-        self.num_starts = padded_side - framing.image_size + 1
+        self.num_crop_starts = padded_side - framing.image_size + 1
 
         # Repeated for a whole row of pixels: a longer inner loop is several times as fast as one
         # over the channels.
@@ -221,19 +154,19 @@ class BatchTransforms:
         Returns:
             (3, n) int64, the rows dy and dx (crop start) and flip.
         """
-        draws = self.centre()[:, None].repeat(n, 1)
+        draws = self.centre_draw()[:, None].repeat(n, 1)
         # Drawn in any case, so that the flips are the same with and without random crops.
-        starts = generator.integers(0, self.num_starts, (2, n))
+        crop_starts = generator.integers(0, self.num_crop_starts, (2, n))
         if random_crop:
-            draws[:2] = starts
+            draws[:2] = crop_starts
         if self.framing.flip:
             draws[2] = generator.integers(0, 2, n)
         return draws
 
-    def centre(self) -> np.ndarray:
+    def centre_draw(self) -> np.ndarray:
         """Return (3,) int64: torchvision's centre crop, not flipped."""
-        inner = round((self.framing.resize - self.framing.image_size) / 2)
-        start = self.framing.crop_padding + inner
+        border = round((self.framing.resize - self.framing.image_size) / 2)
+        start = self.framing.crop_padding + border
         return np.array([start, start, 0], np.int64)
 
     def resize_crop_flip(self, images: Tensor, draws: Tensor, interpolation: str) -> Tensor:
@@ -247,7 +180,8 @@ class BatchTransforms:
         Returns:
             (n, [views,] image_size, image_size, channels) of the same type.
         """
-        if len(draws) > 3:
+        has_views = len(draws) > 3
+        if has_views:
             views = [
                 self.resize_crop_flip(images, of_view, interpolation) for of_view in draws.split(3)
             ]
@@ -255,15 +189,16 @@ class BatchTransforms:
 
         dy, dx, flip = draws
         if self.framing.flip:
-            # Before the resize, where images are small. The crop then starts at the other end.
+            # Images are mirrored before the resize, where they are small. The crop of a mirrored
+            # image starts as far from the right as that of the image would from the left.
             images = _mirrored(images, flip)
-            dx = dx + flip * (self.num_starts - 1 - 2 * dx)
+            dx = dx + flip * (self.num_crop_starts - 1 - 2 * dx)
         images = self._resized(images, interpolation)
-        if self.num_starts == 1:
+        if self.num_crop_starts == 1:
             return images
 
-        # The name is bound anew, so that the crop is written into the memory of the image before
-        # the padding, which is in the cache of the CPU.
+        # Binding the name anew frees the images before the padding. The crop is then written into
+        # their memory, which is in the cache of the CPU.
         images = self._padded(images, fill=VOID if interpolation == "nearest" else 0)
         return self._cropped(images, dy, dx)
 
@@ -286,8 +221,8 @@ class BatchTransforms:
         padded_side = side + 2 * border
         pixels = images.numpy()
         padded = np.full((n, padded_side, padded_side, channels), fill, pixels.dtype)
-        inner = slice(border, side + border)
-        padded[:, inner, inner] = pixels
+        middle = slice(border, side + border)
+        padded[:, middle, middle] = pixels
         return torch.from_numpy(padded)
 
     def _cropped(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
@@ -296,9 +231,9 @@ class BatchTransforms:
         crop = self.framing.image_size
         row = width * channels
 
-        # Every window of every image as a view, which costs nothing; the index then copies one
-        # window per image.
-        shape = (n, self.num_starts, self.num_starts, crop, crop * channels)
+        # A view of every window of every image costs nothing. The index then copies one window of
+        # each image.
+        shape = (n, self.num_crop_starts, self.num_crop_starts, crop, crop * channels)
         windows = images.as_strided(shape, (row * width, row, channels, row, 1))
         numbers = torch.arange(n, device=images.device)
         return index_rows(windows, numbers, dy, dx).view(n, crop, crop, channels)
@@ -311,7 +246,7 @@ class BatchTransforms:
         """
         out = images.flatten(-2).float()
         if images.is_floating_point():
-            # Bytes were copied above, and floats would be overwritten below.
+            # `float` has copied bytes. It has not copied floats, which would be overwritten below.
             out = out.clone()
         torch.addcmul(self._shift, out, self._scale, out=out)
         return out.view(images.shape).movedim(-1, -3)

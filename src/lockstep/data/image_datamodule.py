@@ -21,11 +21,12 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.data.batches import EvalBatches, TrainBatches
-from lockstep.data.content_hash import METHOD, with_drawn_test
-from lockstep.data.framing import Framing, resize_of, resolve_normalisation
+from lockstep.data.content_hash import HASH_METHOD, with_drawn_test
+from lockstep.data.framing import Framing, resize_of
 from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.loading import LoadedBatch
 from lockstep.data.making import BatchMaker
+from lockstep.data.normalisation import resolve_normalisation
 from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
 from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, SplitRule, Splits
@@ -138,14 +139,14 @@ class ImageDataModule(LightningDataModule):
     channels = 3
     fit = "crop"
     # How data_hash is made. Data of one hash and method are the same.
-    hash_method = METHOD
+    hash_method = HASH_METHOD
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
     # fit, test for an evaluation, which needs no training images, or CHECK. It is set before
     # `prepare`.
     stage = "fit"
     # Single images are floats, of more than 8 bits or of other channels than pictures.
-    is_deep = False
+    has_float_pixels = False
     # How many bits the images have, and what black and white are, for the log and the page.
     depth_note = ""
     # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
@@ -200,7 +201,7 @@ class ImageDataModule(LightningDataModule):
         options = self.options
         names = ("mean", "std", "crop_pct", "interpolation")
         of_weights = self._of_weights
-        if self.is_deep:
+        if self.has_float_pixels:
             # Weights say the colours of photographs.
             of_weights = {key: of_weights[key] for key in of_weights if key not in ("mean", "std")}
         self.normalisation = resolve_normalisation(
@@ -220,7 +221,7 @@ class ImageDataModule(LightningDataModule):
             flip=options.flip,
             channels=self.channels,
             mean=tuple(self.mean),
-            is_deep=self.is_deep,
+            has_float_pixels=self.has_float_pixels,
         )
         # Operations on single images; None: the device augments whole batches.
         self._pipeline = None

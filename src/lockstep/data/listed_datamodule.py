@@ -99,7 +99,7 @@ class ListedDataModule(ImageDataModule):
         self.unknown = unknown
         self.range_option = range_of(range)
         self.reading = Reading(channels, None, page, tuple(bands or ()), max_megapixels)
-        self.is_deep = self.reading.is_deep
+        self.has_float_pixels = self.reading.has_float_pixels
         if channels == 1:
             self.own_mean = (0.449,)
             self.own_std = (0.226,)
@@ -196,19 +196,19 @@ class ListedDataModule(ImageDataModule):
         limits = self.range_option
         if limits == AUTO:
             limits = self._automatic_range(survey)
-        elif limits is not None and not survey.is_deep:
+        elif limits is not None and not survey.has_over_8_bits:
             images.warnings.append(
                 f"data.range={limits} changes nothing: the images have 8 bits, from 0 to 255."
             )
         self.reading = images.reading = replace(self.reading, limits=limits)
-        self.is_deep = self.reading.is_deep
+        self.has_float_pixels = self.reading.has_float_pixels
         self.depth_note = self._note_on_depth(survey.depth)
-        if self.is_deep:
+        if self.has_float_pixels:
             self._measure_colours()
 
     def _automatic_range(self, survey: Survey) -> Range:
         """Return black and white of data.range=auto."""
-        if not survey.is_deep:
+        if not survey.has_over_8_bits:
             return None
         return BY_WINDOW if survey.has_windows else self._measured_range()
 
@@ -234,7 +234,7 @@ class ListedDataModule(ImageDataModule):
 
     def _deep_identity(self) -> list[Any]:
         """Return what deep pixels depend on; nothing of pictures, whose cache is that of before."""
-        if self.is_deep or self.reading.page:
+        if self.has_float_pixels or self.reading.page:
             return [self.reading.facts, self.channels]
         return []
 
@@ -300,7 +300,7 @@ class ListedDataModule(ImageDataModule):
         side = self.framing.resize
         path = folder / ARRAY_FILE
         shape = (n, side, side, self.channels)
-        dtype = np.float32 if self.is_deep else np.uint8
+        dtype = np.float32 if self.has_float_pixels else np.uint8
         out = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         # A disk that is full would otherwise kill the process later.
         with path.open("r+b") as file:
@@ -324,7 +324,7 @@ class ListedDataModule(ImageDataModule):
                 raise UserError(f"data.path=array is not possible: {why}. Set data.path=auto.")
             return "loader", why
         gib = len(self.source) * side**2 * self.channels / 2**30
-        if self.is_deep:
+        if self.has_float_pixels:
             # Floats of four bytes.
             gib *= 4
         if path == "auto" and gib > self.array_limit_gib:

@@ -49,7 +49,7 @@ class BatchMaker:
     @property
     def centre(self) -> np.ndarray:
         """Return the draws of evaluation: the centre crop, not flipped."""
-        return self._transforms.centre()
+        return self._transforms.centre_draw()
 
     def draw(self, seed: int, epoch: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw what decides the pixels of an epoch.

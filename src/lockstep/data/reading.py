@@ -104,7 +104,7 @@ class Reading:
             )
 
     @property
-    def is_deep(self) -> bool:
+    def has_float_pixels(self) -> bool:
         is_picture = self.channels in PICTURE and not self.bands and self.page != ALL
         return self.limits is not None or not is_picture
 
@@ -117,7 +117,7 @@ class Reading:
         Raises:
             CorruptImage: it cannot be decoded, or has other pages or channels.
         """
-        if not self.is_deep:
+        if not self.has_float_pixels:
             return open_image(
                 file,
                 self.channels,

@@ -55,7 +55,7 @@ class FilesOrBlanks(Source):
     def _blank(self) -> Any:
         channels = self.reading.channels
         size = (self.blank_side, self.blank_side)
-        if self.reading.is_deep:
+        if self.reading.has_float_pixels:
             # A script may have set another default dtype, which NumPy may lack.
             return TensorImage(torch.zeros(channels, *size, dtype=torch.float32))
         return Image.new("L" if channels == 1 else "RGB", size)
@@ -101,7 +101,7 @@ class UnlabelledImages(ImageDataModule):
     ) -> None:
         self.files = files
         self.reading = reading
-        self.is_deep = reading.is_deep
+        self.has_float_pixels = reading.has_float_pixels
         self.channels = framing.channels
         self.fit = framing.fit
         super().__init__(

@@ -50,7 +50,7 @@ def summarise(folder: Path) -> RecordedRun:
 
 
 def summary_of(run: RecordedRun) -> dict[str, Any]:
-    """Return what pages print, without empty values."""
+    """Return what pages print, without empty values; False and 0 are values."""
     record = run.record
     summary = {
         "folder": run.relative_folder,
@@ -61,7 +61,7 @@ def summary_of(run: RecordedRun) -> dict[str, Any]:
         "cpu_percent": _mean_of_medians(record, "cpu", "percent"),
         "lost_steps": sum(restart.lost_steps or 0 for restart in record.restarts),
         "changed": record.summary.get("changed"),
-        **_classes(run.folder / "confusion_matrix.csv"),
+        **_scores_and_confusion(run.folder / "confusion_matrix.csv"),
     }
     return {key: value for key, value in summary.items() if value not in (None, {}, [])}
 
@@ -107,7 +107,7 @@ def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
     return round(sum(medians) / len(medians), 1) if medians else None
 
 
-def _classes(path: Path) -> dict[str, Any]:
+def _scores_and_confusion(path: Path) -> dict[str, Any]:
     """Return the scores of each class and, of few classes, the confusion matrix."""
     if not path.is_file():
         return {}
@@ -138,12 +138,12 @@ def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
         right = row[number]
         images = sum(row)
         predicted = sum(column)
-        f1 = _share(2 * right, images + predicted)
-        scores.append((images, _share(right, predicted), _share(right, images), f1))
+        f1 = _ratio(2 * right, images + predicted)
+        scores.append((images, _ratio(right, predicted), _ratio(right, images), f1))
     return scores
 
 
-def _share(part: int, whole: int) -> float | None:
+def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
@@ -158,7 +158,7 @@ def write_page(run: RecordedRun) -> Path:
         no_curves=why_no_curves(run),
         pictures=[name for name in PICTURES if (run.folder / name).is_file()],
     )
-    return _write(run.folder / "page.md", text)
+    return _write_text(run.folder / "page.md", text)
 
 
 def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
@@ -217,19 +217,19 @@ def _add_proof(run: RecordedRun) -> None:
 def _copy_files(run: RecordedRun, target: Path) -> None:
     """Write record, curves, diff, pictures and, for the user's words, the page into the logbook."""
     record = as_json(run.record) | {"config": config_of(run.folder)}
-    _write(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
+    _write_text(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
     if panels_with_lines(run_panels(run)):
         rows = _fewer_rows(run.text("metrics.csv"), run.record.monitor or "")
-        _write(target / "metrics.csv", rows)
+        _write_text(target / "metrics.csv", rows)
     if run.text("code.diff"):
         _copy_diff(run.folder / "code.diff", target / "code.diff")
     for name in PICTURES:
         _copy_picture(run.folder / name, target / name)
 
-    copy = RecordedRun(target, run.record)
-    if copy.title == run.run_id and not copy.note:
+    kept = RecordedRun(target, run.record)
+    if kept.title == run.run_id and not kept.note:
         # Nobody has written on the page of the copy: take the words of the run's own page.
-        _write(target / "page.md", redact_text(run.text("page.md")))
+        _write_text(target / "page.md", redact_text(run.text("page.md")))
 
 
 def _reports_of_copy(run: RecordedRun, target: Path) -> dict[str, str]:
@@ -276,9 +276,10 @@ def _fewer_rows(metrics: str, monitor: str) -> str:
         if stage == "val" or (name == monitor and stage != "train"):
             validated.append(number)
     interval = math.ceil(len(lines) / MAX_ROWS)
-    # The last row is among them.
+    # Counted from the end, so that the last row is among them.
     chosen = set(range(len(lines) - 1, -1, -interval))
     for number, row in enumerate(csv.reader(lines)):
+        # A row that was torn by the end of a process has too few cells.
         if any(row[column : column + 1] > [""] for column in validated):
             chosen.add(number)
     return "\n".join([head, *(lines[number] for number in sorted(chosen))]) + "\n"
@@ -302,6 +303,6 @@ def write_sweep_pages(logbook: Path) -> list[str]:
     return errors
 
 
-def _write(path: Path, text: str) -> Path:
+def _write_text(path: Path, text: str) -> Path:
     write_atomically(path, lambda file: file.write(text))
     return path

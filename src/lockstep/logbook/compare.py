@@ -122,6 +122,11 @@ SHOULD_MATCH: dict[str, Callable[[RecordedRun], Any]] = {
 
 def not_held_fixed(runs: Sequence[RecordedRun]) -> str:
     """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
+    return caution_about(unfair_differences(runs))
+
+
+def unfair_differences(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the names of what differs between these runs but not in a fair comparison."""
     differing = []
     for name, read in SHOULD_MATCH.items():
         values = [read(run) for run in runs]
@@ -129,9 +134,14 @@ def not_held_fixed(runs: Sequence[RecordedRun]) -> str:
             differing.append(name)
     if _have_other_weights(runs):
         differing.append("the initial weights")
+    return differing
+
+
+def caution_about(differing: Sequence[str]) -> str:
+    """Return the sentence that names what differs, each once; empty if nothing does."""
     if not differing:
         return ""
-    return f"Not held fixed between these runs: {', '.join(differing)}."
+    return f"Not held fixed between these runs: {', '.join(dict.fromkeys(differing))}."
 
 
 def result_rows(runs: Sequence[RecordedRun]) -> list[Row]:

@@ -1,14 +1,18 @@
-"""Groups of runs as the command line names them: KEY=VALUE,KEY=VALUE, or run ids with commas."""
+"""Groups of runs as the command line names them: KEY=VALUE,KEY=VALUE, or run ids with commas.
+
+They become the arms of a comparison, whose runs are compared by pairs of one seed and fold.
+"""
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.keys import REPEATS
 from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
-from lockstep.logbook.compare import not_held_fixed
+from lockstep.logbook.compare import caution_about, unfair_differences
 from lockstep.logbook.folders import RecordedRun
 from lockstep.process.errors import UserError
 from lockstep.records.metric_names import is_lower_better, tested_name
@@ -16,13 +20,19 @@ from lockstep.records.metric_names import is_lower_better, tested_name
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 
 
-def is_group(text: str) -> bool:
+def names_group(text: str) -> bool:
     """Return whether a text names several runs, and is no folder of one run."""
     return any(sign in text for sign in "=,") and not (Path(text) / "run.json").exists()
 
 
-def name_of_group(text: str) -> str:
-    """Return the name of a group: its conditions, or its first run and how many more."""
+def names_of_groups(texts: Sequence[str]) -> list[str]:
+    """Return short names of groups, or the texts themselves if two short names are equal."""
+    names = [_short_name(text) for text in texts]
+    return names if len(set(names)) == len(texts) else list(texts)
+
+
+def _short_name(text: str) -> str:
+    """Return the conditions of a group, or its first run and how many more."""
     parts = [part for part in text.split(",") if part]
     if "=" in text or len(parts) == 1:
         return text
@@ -30,23 +40,26 @@ def name_of_group(text: str) -> str:
 
 
 def runs_of_group(
-    text: str, runs: Sequence[RecordedRun], find: Callable[[str], RecordedRun]
+    text: str, runs: Sequence[RecordedRun], find_by_id: Callable[[str], RecordedRun]
 ) -> list[RecordedRun]:
     """Return the runs of a group.
 
     Args:
         text: KEY=VALUE,KEY=VALUE, or run ids with commas.
         runs: all that a condition may choose.
-        find: returns the run of an id.
+        find_by_id: returns the run of an id.
     Raises:
-        UserError: no run is of the group.
+        UserError: no run is of the group, or conditions and run ids are mixed.
     """
     parts = [part for part in text.split(",") if part]
-    if not all("=" in part for part in parts):
-        return [find(part) for part in parts]
+    conditions = [part for part in parts if "=" in part]
+    if not conditions:
+        return [find_by_id(part) for part in parts]
+    if len(conditions) < len(parts):
+        raise UserError(f"{text} mixes conditions and run ids: a group is of one or the other.")
     chosen = list(runs)
-    for part in parts:
-        chosen = [run for run in chosen if _fits(run, part)]
+    for condition in conditions:
+        chosen = [run for run in chosen if _meets(run, condition)]
     if not chosen:
         raise UserError(
             f"No run has {text}. Keys are those of logbook.py table, as optimizer.lr, augmentation "
@@ -55,17 +68,23 @@ def runs_of_group(
     return chosen
 
 
-def _fits(run: RecordedRun, condition: str) -> bool:
+def _meets(run: RecordedRun, condition: str) -> bool:
     """Return whether a run has the value of KEY=VALUE; a list, as tags, has it among others."""
     key, _, text = condition.partition("=")
     value = run.value(key)
+    # An option is none where the run has it. A mistyped one would be none in every run.
+    is_missing = not {key, f"choices.{key}"} & run.config.keys()
+    if value is None and is_missing and not hasattr(run.record, key):
+        return False
     items = value if isinstance(value, list) else [value]
     return any(_equals(item, text) for item in items)
 
 
 def _equals(value: Any, text: str) -> bool:
-    if value is None or isinstance(value, bool):
-        return str(value).lower() == text.lower().replace("null", "none")
+    if value is None:
+        return text.lower() in ("none", "null")
+    if isinstance(value, bool):
+        return str(value).lower() == text.lower()
     try:
         return float(value) == float(text)
     except (TypeError, ValueError):
@@ -76,12 +95,12 @@ def arms_of_groups(groups: dict[str, list[RecordedRun]]) -> Arms:
     """Return groups of runs as arms.
 
     Raises:
-        UserError: there is nothing to compare, or runs of a group could not be told apart.
+        UserError: there is nothing to compare, or runs or groups could not be told apart.
     """
     if len(groups) < 2:
         raise UserError(f"A comparison of groups needs at least two, as in {EXAMPLE}.")
-    every = members_of(groups)
-    monitors = sorted({run.record.monitor for run in every})
+    all_runs = members_of(groups)
+    monitors = sorted({run.record.monitor for run in all_runs})
     if len(monitors) > 1:
         raise UserError(
             f"These runs have several metrics that choose the best: {', '.join(monitors)}. Add a "
@@ -92,10 +111,21 @@ def arms_of_groups(groups: dict[str, list[RecordedRun]]) -> Arms:
     for name, members in groups.items():
         runs += [_arm_run(name, run, metric) for run in members]
     refuse_equal_repeats(runs)
+    _refuse_shared_runs(runs)
     # A plain script has no config.
-    modes = {run.config.get("callbacks.checkpoints.mode") for run in every} - {None}
+    modes = {run.config.get("callbacks.checkpoints.mode") for run in all_runs} - {None}
     minimize = "min" in modes if modes else is_lower_better(metric)
     return Arms(runs, metric, minimize)
+
+
+def _refuse_shared_runs(runs: Sequence[ArmRun]) -> None:
+    """Raise UserError where a run would be counted twice, and be paired with itself."""
+    run_id, count = Counter(run.run_id for run in runs).most_common(1)[0]
+    if count > 1:
+        raise UserError(
+            f"{run_id} is in several groups, or twice in one. Add a condition that tells the "
+            "groups apart, or list each run id once."
+        )
 
 
 def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
@@ -125,16 +155,14 @@ def members_of(groups: dict[str, list[RecordedRun]]) -> list[RecordedRun]:
     return list(itertools.chain.from_iterable(groups.values()))
 
 
-def differs_between(groups: dict[str, list[RecordedRun]], arms: Arms) -> str:
-    """Name what is not held fixed between the runs of a pair; empty if nothing is."""
+def caution_about_pairs(groups: dict[str, list[RecordedRun]], arms: Arms) -> str:
+    """Name what is not held fixed between the runs of any pair; empty if nothing is."""
     runs = {run.run_id: run for run in members_of(groups)}
-    first_of_arm: dict[str, ArmRun] = {}
-    reference = {run.repeat: run for run in arms.runs if run.arm == arms.settings[0]}
-    for run in arms.runs:
+    finished = [run for run in arms.runs if math.isfinite(run.value)]
+    reference = {run.repeat: run for run in finished if run.arm == arms.settings[0]}
+    differing: list[str] = []
+    for run in finished:
         if run.repeat in reference:
-            first_of_arm.setdefault(run.arm, run)
-    for run in first_of_arm.values():
-        sentence = not_held_fixed([runs[reference[run.repeat].run_id], runs[run.run_id]])
-        if sentence:
-            return sentence
-    return ""
+            pair = [runs[reference[run.repeat].run_id], runs[run.run_id]]
+            differing += unfair_differences(pair)
+    return caution_about(differing)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-# Set in the ranks that agent.py starts: its pid, their cluster, and the folder for their output.
+# Set in the ranks that agent.py starts: the agent's pid, the ranks' cluster, and the folder for
+# their output.
 AGENT = "LOCKSTEP_AGENT"
 # Set in the jobs of a sweep: how many of them run side by side on this machine.
 JOBS = "LOCKSTEP_JOBS"
 # The driver's files. On WSL it is the last one.
-DRIVER = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
+DRIVER_FILES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
 PR_SET_PDEATHSIG = 1
 NO_QUOTA = sys.maxsize
 # Parameters of glibc's mallopt, and the bytes that it keeps
@@ -59,12 +60,12 @@ def die_with_parent(parent: int) -> None:
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     """Count the NVIDIA GPUs that a process started now would see, without torch."""
-    chosen = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
+    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
         # CUDA too stops at the first name of no GPU, such as -1 or SLURM's NoDevFiles.
-        names = (name.strip() for name in chosen.split(","))
+        names = (name.strip() for name in listed.split(","))
         return len(list(itertools.takewhile(_names_gpu, names)))
-    if not any(map(os.path.exists, DRIVER)):
+    if not any(map(os.path.exists, DRIVER_FILES)):
         return 0
     try:
         import pynvml
@@ -85,7 +86,7 @@ def _gpus_of_driver() -> int:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        log.info(f"GPUs cannot be counted ({error}); continuing with the CPU.")
+        log.info(f"GPUs cannot be counted ({error}); none is used.")
         return 0
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return 0
@@ -113,7 +114,7 @@ def available_cores(
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             folder = mount / "cpu" / group.strip("/")
         if not controllers or "cpu" in controllers.split(","):
-            quotas = [_quota(parent, names) for parent in (folder, *folder.parents)]
+            quotas = [_quota(level, names) for level in (folder, *folder.parents)]
             cores = max(1, min(cores, *quotas))
     return cores
 

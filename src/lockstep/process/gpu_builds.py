@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from lockstep.process.environment import DRIVER
+from lockstep.process.environment import DRIVER_FILES
 from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 
 Capability = tuple[int, int]
@@ -96,7 +96,7 @@ def read_machine() -> Machine | None:
     try:
         answer = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_WAIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        if not any(map(os.path.exists, DRIVER)):
+        if not any(map(os.path.exists, DRIVER_FILES)):
             return None
         raise UserError(
             f"This machine has an NVIDIA driver, but nvidia-smi does not answer ({error}): "

@@ -293,7 +293,7 @@ def report_failure(error: BaseException, cluster: Cluster, folder: RunFolder | N
 
 def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | None) -> None:
     """Record on rank 0 that the run was interrupted, and say how it goes on."""
-    if not cluster.is_rank_zero or folder is None or not folder.record.exists():
+    if not cluster.is_rank_zero or folder is None or not folder.record_path.exists():
         return
     if not cluster.has_agent:
         record_end(folder, EXIT_INTERRUPTED)
@@ -328,9 +328,9 @@ def exit_code(failure: RankError) -> int:
 
 def recorded_phase(folder: RunFolder | None) -> str:
     """Return the phase of the run record: start, training, validation, test or end."""
-    if folder is None or not folder.record.exists():
+    if folder is None or not folder.record_path.exists():
         return "start"
-    return read_record(folder.record).phase or "start"
+    return read_record(folder.record_path).phase or "start"
 
 
 def log_failure(failure: RankError, callstack: str) -> None:
@@ -350,10 +350,10 @@ def log_failure(failure: RankError, callstack: str) -> None:
 
 def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -> None:
     """Complete the record of a run that failed or, without a failure, was interrupted."""
-    if not folder.record.exists():
+    if not folder.record_path.exists():
         return
-    with locked_record(folder.record):
-        record = read_record(folder.record)
+    with locked_record(folder.record_path):
+        record = read_record(folder.record_path)
         if record.status == "finished" or (failure and record.status == "interrupted"):
             return
         where = {key: value for key, value in (failure or {}).items() if key != "kind"}
@@ -361,4 +361,4 @@ def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -
         record.exit_code = code
         record.finished_at = utc_now()
         record.error = JsonObject(where)
-        write_record(folder.record, record)
+        write_record(folder.record_path, record)

@@ -5,15 +5,16 @@ from collections.abc import Iterable
 
 import torch
 
+from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.gpu_builds import Card, Machine, choose_wheel_tag, has_kernels, read_machine
 
 
-def check_gpus(indices: Iterable[int]) -> None:
+def refuse_unusable_gpus(indices: Iterable[int]) -> None:
     """Refuse a driver that this torch cannot use, and a GPU that it has no kernels for.
 
     Raises:
-        UserError: with the build of torch to install.
+        UserError: with the build of torch to install, or the variable that hides GPUs.
     """
     # torch itself warns of a GPU without kernels, in twelve lines. A filter leaves the hooks of
     # others on warnings as they are, which catch_warnings would undo.
@@ -21,23 +22,34 @@ def check_gpus(indices: Iterable[int]) -> None:
         warnings.filterwarnings("ignore", message, UserWarning)
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError) as error:
         # A build without CUDA raises AssertionError.
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(
-            f"torch {torch.__version__} cannot use the driver's GPUs. {_build_to_install()}"
+            f"torch {torch.__version__} cannot use the driver's GPUs ({reason}{_hidden_by()}). "
+            f"{_advice()}"
         ) from None
 
     architectures = torch.cuda.get_arch_list()
+    count = torch.cuda.device_count()
     for index in indices:
+        if index >= count:
+            raise UserError(f"There is no GPU {index}: CUDA sees {count}{_hidden_by()}.")
         card = Card(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         if not has_kernels(architectures, card.capability):
             raise UserError(
                 f"torch {torch.__version__} has no kernels for {card}, only for "
-                f"{', '.join(architectures)}. {_build_to_install(card)}"
+                f"{', '.join(architectures)}. {_advice(card)}"
             )
 
 
-def _build_to_install(card: Card | None = None) -> str:
+def _hidden_by() -> str:
+    """Return the variable that chooses GPUs, for the end of a reason; empty if it is not set."""
+    chosen = environment().get("CUDA_VISIBLE_DEVICES")
+    return "" if chosen is None else f", with CUDA_VISIBLE_DEVICES={chosen}"
+
+
+def _advice(card: Card | None = None) -> str:
     """Return the sentence that says what to type for a build that this machine can run.
 
     Args:
@@ -52,6 +64,7 @@ def _build_to_install(card: Card | None = None) -> str:
         tag = choose_wheel_tag(machine)
     except UserError as error:
         return str(error)
+    # The build is the right one, so that the driver is at fault.
     if f"+{tag}" in torch.__version__:
         return f"The driver is {machine.driver}: mend it, or pass trainer=cpu."
     return f"Type make install DEVICE={tag} (the driver is {machine.driver}), or pass trainer=cpu."

@@ -62,7 +62,7 @@ def resolve_devices(
     accelerator = _accelerator(trainer, gpus)
     default_ranks = 1
     if accelerator == "gpu":
-        _check_gpus(trainer, name, gpus, devices or 1, is_training)
+        _refuse_missing_gpus(trainer, name, gpus, devices or 1, is_training)
         default_ranks = gpus
     elif trainer["strategy"] and not is_one_process:
         default_ranks = CPU_RANKS * devices_per_rank
@@ -118,7 +118,9 @@ def _accelerator(trainer: Config, gpus: int) -> str:
     return str(trainer["accelerator"])
 
 
-def _check_gpus(trainer: Config, name: str, gpus: int, devices: int, is_training: bool) -> None:
+def _refuse_missing_gpus(
+    trainer: Config, name: str, gpus: int, devices: int, is_training: bool
+) -> None:
     """Refuse a trainer that asks for more GPUs than there are, and say what works here."""
     needed = gpus_needed(trainer, devices)
     if gpus >= needed:

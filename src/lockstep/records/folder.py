@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.process.errors import UserError
 
 # Groups whose node in config.yaml is a mapping.
-GROUPS = (
+MAPPING_GROUPS = (
     "model",
     "task",
     "data",
@@ -29,7 +29,12 @@ GROUPS = (
 )
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Patterns of run folders below logs/ and below logbook/.
-RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")
+RUN_PATTERNS = (
+    "*/run.json",
+    "runs/*/run.json",
+    "*/runs/*/run.json",
+    "train/multiruns/*/*/run.json",
+)
 
 
 @dataclass
@@ -37,7 +42,7 @@ class RunFolder:
     """The paths of the files of one run.
 
     Attributes:
-        bucket_config: untrusted, because others may write to the bucket.
+        bucket_config_path: untrusted, because others may write to the bucket.
         alive: a file that is locked for as long as the run trains.
         code_diff: of src and configs, where they were not committed.
     """
@@ -46,9 +51,9 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         self.run_id = self.path.name
-        self.config = self.path / "config.yaml"
-        self.bucket_config = self.path / "from-bucket" / "config.yaml"
-        self.record = self.path / "run.json"
+        self.config_path = self.path / "config.yaml"
+        self.bucket_config_path = self.path / "from-bucket" / "config.yaml"
+        self.record_path = self.path / "run.json"
         self.alive = self.path / ".alive"
         self.metrics = self.path / "metrics.csv"
         self.tensorboard = self.path / "tensorboard"
@@ -76,21 +81,21 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return a run folder's config.yaml.
 
     Raises:
-        UserError: it is missing or no config, or its tags ask for code.
+        UserError: it is missing or no config, or a tag of yaml in it asks for code.
     """
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        text = path.read_bytes()
+        content = path.read_bytes()
         try:
-            config = yaml.load(text, Loader=loader)
+            config = yaml.load(content, Loader=loader)
         except yaml.YAMLError:
             # libyaml refuses the escapes of a path that is no UTF-8.
-            config = yaml.load(text, Loader=yaml.SafeLoader)
+            config = yaml.load(content, Loader=yaml.SafeLoader)
         if not isinstance(config, dict):
             raise ValueError("it holds no options")
-        for group in GROUPS:
+        for group in MAPPING_GROUPS:
             if not isinstance(config.get(group), dict | None):
                 raise ValueError(f"its {group} is a {type(config[group]).__name__}")
     except (
@@ -109,12 +114,12 @@ def read_config(path: Path) -> dict[str, Any]:
 def run_folders(root: Path) -> list[Path]:
     """Return the folders of all runs and sweep jobs below logs/ or logbook/."""
     folders = set()
-    for pattern in RUNS:
+    for pattern in RUN_PATTERNS:
         folders |= {path.parent for path in root.glob(pattern)}
     return sorted(folders)
 
 
-def find_run(logs: Path, run_id: str) -> RunFolder:
+def find_run_folder(logs: Path, run_id: str) -> RunFolder:
     """Return the folder of a run or a sweep's job under `logs`; raise UserError without one."""
     checked_run_id(run_id)
     for pattern in (f"runs/{run_id}", f"multiruns/*/{run_id}"):

@@ -217,9 +217,9 @@ def has_trained(folder: RunFolder) -> bool:
     """
     if any(folder.checkpoints.glob("*.ckpt")):
         return True
-    if not folder.record.exists():
+    if not folder.record_path.exists():
         return False
-    record = read_record(folder.record)
+    record = read_record(folder.record_path)
     return bool(record.steps) or record.status == "finished"
 
 

@@ -78,10 +78,10 @@ def _has_lost_steps(config: Config, cluster: Cluster, folder: RunFolder) -> bool
     """Return whether a stopped training has made steps and has no callback to save them."""
     if config["task_name"] != "train" or (config.get("callbacks") or {}).get("checkpoints"):
         return False
-    if not folder.record.exists():
+    if not folder.record_path.exists():
         # A node with a disk of its own does not know the steps. The code of rank 0 counts.
         return not cluster.is_rank_zero
-    steps = read_record(folder.record).steps or 0
+    steps = read_record(folder.record_path).steps or 0
     saved = [sidecar.step for _, sidecar in complete_checkpoints(folder.checkpoints)]
     return steps > max(saved, default=0)
 
@@ -119,17 +119,17 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> int:
     Returns:
         The exit code.
     """
-    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    record = read_record(folder.record_path) if folder.record_path.exists() else RunRecord()
     if code == EXIT_USER_ERROR and not record.restarts and not has_trained(folder):
         withdraw(config.get("s3"), folder)
         shutil.rmtree(folder.path, ignore_errors=True)
-    if not folder.record.exists():
+    if not folder.record_path.exists():
         return code
 
     code = finish_upload(config.get("s3"), folder, code)
     pages = _write_pages(config, folder)
     # The page tells where the best checkpoint lies, so it is sent after that one.
-    record = read_record(folder.record)
+    record = read_record(folder.record_path)
     is_short = record.upload.error is not None or code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)
     send_files(config.get("s3"), folder, is_short)
     _log_end(folder, record, pages, code)

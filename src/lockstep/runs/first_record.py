@@ -55,15 +55,15 @@ def begin_record(run: Run, previous: RunRecord | None, largest_batch: dict[str, 
         write_config(run)
         if record.code["dirty"]:
             _write_code_diff(run)
-    with locked_record(run.folder.record):
+    with locked_record(run.folder.record_path):
         if previous is not None:
             # Read it again: a page may have been linked from it since.
             record = merge_restart(
-                read_record(run.folder.record), record, step=run.resume_step or 0
+                read_record(run.folder.record_path), record, step=run.resume_step or 0
             )
         if largest_batch:
             record.update({"largest_batch": largest_batch})
-        write_record(run.folder.record, record)
+        write_record(run.folder.record_path, record)
 
 
 def write_config(run: Run) -> None:
@@ -71,7 +71,9 @@ def write_config(run: Run) -> None:
     import yaml
 
     config = run.effective_config()
-    write_atomically(run.folder.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
+    write_atomically(
+        run.folder.config_path, lambda file: yaml.safe_dump(config, file, sort_keys=False)
+    )
 
 
 def _write_code_diff(run: Run) -> None:

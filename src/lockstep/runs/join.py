@@ -30,7 +30,7 @@ from lockstep.ranks import heartbeat
 from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.failures import explain_failure
 from lockstep.ranks.find import Cluster
-from lockstep.ranks.gpus import check_gpus
+from lockstep.ranks.gpus import refuse_unusable_gpus
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.meeting import last_meeting
 from lockstep.ranks.placement import count_devices_per_rank
@@ -314,7 +314,7 @@ def ignore_expected_warnings() -> None:
 def _prepare_gpu(run: Run) -> None:
     """Check that torch can use the GPU, and set the precision of its products."""
     first = device_of(run).index or 0
-    check_gpus(range(first, first + count_devices_per_rank(run.trainer_config)))
+    refuse_unusable_gpus(range(first, first + count_devices_per_rank(run.trainer_config)))
     cores = cores_of_rank()
     if cores < MIN_CORES and run.cluster.is_rank_zero:
         log.warning(

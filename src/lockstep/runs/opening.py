@@ -195,7 +195,7 @@ class Opening:
         # Before it holds the lock, this process neither records nor removes anything there.
         self.folder = folder
         check_bucket(config, folder)
-        return folder, None if is_new else read_record(folder.record)
+        return folder, None if is_new else read_record(folder.record_path)
 
     def _find_checkpoint(self, run: Run, previous: RunRecord | None) -> None:
         """Set the checkpoint from which a resumed run goes on, or a new one takes its weights."""
@@ -247,7 +247,7 @@ class Opening:
             signals.set_force_exit_action(record_end)
         elif run.cluster.local_rank == 0:
             # A later resume on this node reads the options.
-            if not run.folder.config.exists():
+            if not run.folder.config_path.exists():
                 write_config(run)
             node = f"node {run.cluster.node_rank} of {run.cluster.num_nodes} (counted from 0)"
             log.info(f"{node} joined run {run.folder.run_id}; output is on node 0")

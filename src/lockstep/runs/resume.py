@@ -17,7 +17,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
 from lockstep.ranks.find import is_first_on_node, launcher_of, requested_run_id
 from lockstep.records.config import ABSENT, Config, lookup, seconds_of
-from lockstep.records.folder import RunFolder, find_run, read_config
+from lockstep.records.folder import RunFolder, find_run_folder, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.run_lock import folder_of_run_id
 from lockstep.storage.errors import S3Error
@@ -50,13 +50,13 @@ def find_stored(overrides: list[str]) -> Config | None:
         _fetch(config, folder, environ)
     # A job script gives all options each time: those of a start that trained nothing may have been
     # wrong.
-    if is_auto and folder.config.exists() and not has_trained(folder):
+    if is_auto and folder.config_path.exists() and not has_trained(folder):
         return None
 
     before = config_before(folder)
     if before is None:
         return None
-    if not folder.config.exists():
+    if not folder.config_path.exists():
         before = _taken_from_bucket(before, overrides, folder, environ)
     if launcher_of(environ):
         before["overrides"] = _without_rank_counts(before.get("overrides") or ())
@@ -73,7 +73,7 @@ def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder |
     """Return the folder of the run that resume= names; None if this node has none such."""
     try:
         if config["resume"] != "auto":
-            return find_run(Path(config["paths"]["log_dir"]), config["resume"])
+            return find_run_folder(Path(config["paths"]["log_dir"]), config["resume"])
         run_id = requested_run_id(config, environ)
         return folder_of_run_id(config, run_id) if run_id else None
     except UserError:
@@ -142,7 +142,7 @@ def check_bucket(config: Config, folder: RunFolder) -> None:
 
 def config_before(folder: RunFolder) -> dict[str, Any] | None:
     """Return the config that the run was last started with, from its folder or its bucket."""
-    path = folder.config if folder.config.exists() else folder.bucket_config
+    path = folder.config_path if folder.config_path.exists() else folder.bucket_config_path
     return read_config(path) if path.exists() else None
 
 
@@ -155,10 +155,10 @@ def finished_already(config: Config) -> RunFolder | None:
     if config.get("resume") != "auto" or not run_id or config["task_name"] != "train":
         return None
     folder = folder_of_run_id(config, run_id)
-    if not folder.record.exists():
+    if not folder.record_path.exists():
         return None
     before = config_before(folder)
-    if before is None or what_is_over(config, before, read_record(folder.record)) is None:
+    if before is None or what_is_over(config, before, read_record(folder.record_path)) is None:
         return None
     return folder
 

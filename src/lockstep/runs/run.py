@@ -111,7 +111,7 @@ class Run:
 
     def record(self) -> RunRecord:
         """Return run.json as it is on the disk."""
-        return read_record(self.folder.record)
+        return read_record(self.folder.record_path)
 
     def update(self, trainer: "Trainer | None" = None, **fields: object) -> None:
         """Set fields of run.json, on rank 0.
@@ -123,7 +123,7 @@ class Run:
         if self.recorder is not None:
             self.recorder.write(trainer, **fields)
             return
-        with update_record(self.folder.record) as record:
+        with update_record(self.folder.record_path) as record:
             record.update(fields)
 
 

@@ -9,7 +9,7 @@ from lockstep.process.errors import UserError, is_full
 from lockstep.process.files import lock, locked_file
 from lockstep.ranks.find import restart_id
 from lockstep.records.config import Config
-from lockstep.records.folder import RunFolder, checked_run_id, find_run, new_run_id
+from lockstep.records.folder import RunFolder, checked_run_id, find_run_folder, new_run_id
 from lockstep.records.record import has_trained, read_record
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def choose_run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bo
     """
     resume = config.get("resume")
     if resume and resume != "auto":
-        folder = find_run(Path(config["paths"]["log_dir"]), resume)
+        folder = find_run_folder(Path(config["paths"]["log_dir"]), resume)
     else:
         folder = folder_of_run_id(config, run_id or new_run_id())
 
@@ -47,7 +47,7 @@ def choose_run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bo
         return folder, is_new
     # torchrun may have started its ranks again, or SLURM requeued the job.
     agent = restart_id(environment())
-    if agent is not None and read_record(folder.record).agent == agent:
+    if agent is not None and read_record(folder.record_path).agent == agent:
         return folder, is_new
     raise UserError(
         f"The run {folder.run_id} exists already: resume={folder.run_id} continues it, "

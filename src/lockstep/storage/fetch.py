@@ -17,7 +17,7 @@ from lockstep.checkpoints import files as files
 from lockstep.checkpoints.files import Sidecar, newest_whole, read_sidecar
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file, sha256_of
-from lockstep.records.folder import RUN_ID_PATTERN, RunFolder, find_run
+from lockstep.records.folder import RUN_ID_PATTERN, RunFolder, find_run_folder
 from lockstep.records.record import has_trained
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import (
@@ -62,7 +62,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
         return path
     path = Path(address)
     run = RunFolder(path)
-    if not run.record.exists():
+    if not run.record_path.exists():
         if path.exists():
             fault = files.fault_of(path) if files.read_sidecar(path) else None
             if fault:
@@ -73,7 +73,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
             return path.resolve()
         if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
             raise UserError(f"There is no checkpoint {address}.")
-        run = find_run(logs, address)
+        run = find_run_folder(logs, address)
     best = files.newest_whole(run.checkpoints, "best")
     if best is None:
         raise UserError(f"The run {run.run_id} has no whole best checkpoint.")
@@ -173,7 +173,7 @@ def fetch_record(bucket: Bucket, folder: RunFolder) -> None:
     try:
         pointers = read_pointers(bucket)
         _make_way(bucket, pointers, folder)
-        if folder.record.exists() and not _names_newer(pointers, folder):
+        if folder.record_path.exists() and not _names_newer(pointers, folder):
             return
         for pointer in pointers.values():
             if pointer.uuid:
@@ -213,15 +213,15 @@ def _make_way(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
         return
     if has_trained(folder):
         refuse_other_run(bucket, pointers, folder)
-    folder.record.unlink(missing_ok=True)
+    folder.record_path.unlink(missing_ok=True)
 
 
 def _fetch_file(bucket: Bucket, key: str, folder: RunFolder) -> None:
     path = folder.path / key
     if path == folder.page and path.exists():
         return  # it may have words of the user's
-    if path == folder.config:
-        path = folder.bucket_config  # it is not trusted: others may write to the bucket
+    if path == folder.config_path:
+        path = folder.bucket_config_path  # it is not trusted: others may write to the bucket
     bucket.download(key, path)
 
 

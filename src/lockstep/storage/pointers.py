@@ -98,8 +98,8 @@ def _json_object(content: bytes | None) -> dict[str, Any]:
 
 def uuid_of(folder: RunFolder) -> str:
     """Return the uuid of the run in this folder; empty if it has none."""
-    if folder.record.exists():
-        uuid = str(read_record(folder.record).uuid)
+    if folder.record_path.exists():
+        uuid = str(read_record(folder.record_path).uuid)
         if UUID.fullmatch(uuid):
             return uuid
     path = _uuid_path(folder)
@@ -127,11 +127,11 @@ def is_free_or_own(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> boo
 
 def _is_same_run_of_old_version(bucket: Bucket, folder: RunFolder) -> bool:
     """Compare a place without a uuid by the time at which its run was first started."""
-    content, _ = bucket.read(folder.record.name)
+    content, _ = bucket.read(folder.record_path.name)
     # Without run.json only the run id tells whose place it is: a folder that has trained goes on.
     if content is None:
         return any(complete_checkpoints(folder.checkpoints))
-    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    record = read_record(folder.record_path) if folder.record_path.exists() else RunRecord()
     started_at = _json_object(content).get("started_at")
     return started_at is not None and started_at == record.started_at
 

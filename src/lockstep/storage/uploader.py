@@ -342,7 +342,7 @@ def _last_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader 
     Returns:
         None for a run that has no bucket, or that ended before it reached it.
     """
-    if not s3 or not s3.get("uri") or not folder.record.exists():
+    if not s3 or not s3.get("uri") or not folder.record_path.exists():
         return None
     bucket = Bucket.of(s3).at(folder.run_id)
     if not _start_path(folder).exists() and not any(complete_checkpoints(folder.checkpoints)):
@@ -373,7 +373,7 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
     uploader.stop()
 
     status = uploader.status()
-    with update_record(folder.record) as record:
+    with update_record(folder.record_path) as record:
         record.uuid = uploader.uuid
         record.upload = status if status.sha256 else JsonObject(record.upload, error=status.error)
         if status.sha256 and record.best_checkpoint.step == status.step:

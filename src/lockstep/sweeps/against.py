@@ -17,7 +17,9 @@ SWEEPER = "hydra/sweeper"
 PAIRED = "paired"
 
 
-def paired_sweep(overrides: list[str], parsed: Sequence[Any], sweeper: str = "") -> list[str]:
+def choose_paired_sweeper(
+    overrides: list[str], parsed: Sequence[Any], sweeper: str = ""
+) -> list[str]:
     """Return the overrides of a sweep, with the sweeper of arms where against= asks for it.
 
     Args:
@@ -26,30 +28,30 @@ def paired_sweep(overrides: list[str], parsed: Sequence[Any], sweeper: str = "")
     Raises:
         UserError: against= is missing, or has no arm or no seeds to compare.
     """
-    asked = [word for word in overrides if key_of(word) == AGAINST]
-    if not asked:
+    against_words = [word for word in overrides if key_of(word) == AGAINST]
+    if not against_words:
         if sweeper == PAIRED:
             raise UserError(
                 f"{SWEEPER}={PAIRED} needs against=baseline, which chooses it. {EXAMPLE} is an "
                 "example."
             )
         return overrides
-    of_arm = overrides_of_arm(overrides)
-    _check_arms(asked[-1], of_arm)
+    omitted = overrides_of_arm(overrides)
+    _check_arms(against_words[-1], omitted)
     _check_pairs(parsed)
-    others = [word for word in overrides if key_of(word) == SWEEPER]
-    if any(word.partition("=")[2] != PAIRED for word in others):
+    sweeper_words = [word for word in overrides if key_of(word) == SWEEPER]
+    if any(word.partition("=")[2] != PAIRED for word in sweeper_words):
         raise UserError("against=baseline runs given values: leave hydra/sweeper= out.")
 
-    log.info(f"the baseline omits {' '.join(of_arm)}; both arms have the other overrides")
-    return [*(word for word in overrides if word not in others), f"{SWEEPER}={PAIRED}"]
+    log.info(f"the baseline omits {' '.join(omitted)}; both arms have the other overrides")
+    return [*(word for word in overrides if word not in sweeper_words), f"{SWEEPER}={PAIRED}"]
 
 
-def _check_arms(asked: str, of_arm: Sequence[str]) -> None:
+def _check_arms(against: str, omitted: Sequence[str]) -> None:
     """Refuse another baseline, and arms that are equal."""
-    if asked.partition("=")[2] != "baseline":
-        raise UserError(f"{asked}: against=baseline is the only one. {EXAMPLE} is an example.")
-    if not of_arm:
+    if against.partition("=")[2] != "baseline":
+        raise UserError(f"{against}: against=baseline is the only one. {EXAMPLE} is an example.")
+    if not omitted:
         raise UserError(
             f"against=baseline needs an override that the baseline omits, as in {EXAMPLE}. Data, "
             "task, trainer, seeds and places are the same in both arms."
@@ -75,13 +77,13 @@ def overrides_of_arm(overrides: Sequence[str]) -> list[str]:
     If none follows, those that stand before it.
     """
     position = max(at for at, word in enumerate(overrides) if key_of(word) == AGAINST)
-    of_arm = [
+    omitted = [
         word
         for word in overrides
         if is_omitted_by_baseline(key_of(word)) and not word.startswith("hydra")
     ]
-    following = [word for word in overrides[position:] if word in of_arm]
-    return following or of_arm
+    following = [word for word in overrides[position:] if word in omitted]
+    return following or omitted
 
 
 def jobs_of_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
@@ -90,9 +92,9 @@ def jobs_of_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
     Args:
         overrides: Hydra's objects, of the whole command line.
     """
-    of_arm = overrides_of_arm([word.input_line for word in overrides])
+    omitted = overrides_of_arm([word.input_line for word in overrides])
     everywhere = [word for word in overrides if key_of(word.input_line) != AGAINST]
-    shared = [word for word in everywhere if word.input_line not in of_arm]
+    shared = [word for word in everywhere if word.input_line not in omitted]
     return [*_product(shared), *_product(everywhere)]
 
 

@@ -31,7 +31,7 @@ from lockstep.process.environment import environment
 from lockstep.records.folder import RunFolder
 from lockstep.records.metric_names import tested_name
 from lockstep.records.record import read_record
-from lockstep.sweeps.against import paired_sweep
+from lockstep.sweeps.against import choose_paired_sweeper
 from lockstep.sweeps.checks import (
     first_values,
     parse_sweep_overrides,
@@ -57,7 +57,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     cfg = compose(config_name, first_values(overrides))
     refuse_missing_options(config_name, overrides)
     sweeper = str(cfg.hydra.runtime.choices.get("hydra/sweeper"))
-    overrides = paired_sweep(overrides, parse_sweep_overrides(overrides), sweeper)
+    overrides = choose_paired_sweeper(overrides, parse_sweep_overrides(overrides), sweeper)
     is_minimized(cfg)
     refuse_impossible_jobs(config_name, overrides, cfg)
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
@@ -164,7 +164,7 @@ def run_job(
     start = [f"run_id={folder.run_id}", f"sweep_dir={folder.path.parent}"]
     start += [word for word in hydra.overrides.task if trial and key_of(word) == "trial"]
     is_requeued = int(environment().get("SLURM_RESTART_COUNT") or 0) > 0
-    is_begun = trial and folder.record.exists()
+    is_begun = trial and folder.record_path.exists()
     if (is_requeued or is_begun) and "resume=auto" not in overrides:
         start.append("resume=auto")
     search_path = search_paths(hydra.overrides.hydra)
@@ -185,8 +185,8 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
     metrics: dict[str, Any] = {}
     is_pruned = False
     fold_ratio = 0.0
-    if code == 0 and folder.record.exists():
-        record = read_record(folder.record)
+    if code == 0 and folder.record_path.exists():
+        record = read_record(folder.record_path)
         metrics = record.metrics
         is_pruned = record.ended_by == "pruned"
         if FOLD in map(key_of, overrides):

@@ -40,7 +40,7 @@ def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], arms: Arms) 
 
 def _job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
     """Return what sweep.json says of a job."""
-    path = job.run_folder(sweep_dir).record
+    path = job.run_folder(sweep_dir).record_path
     # A job that was refused has no folder.
     record = read_record(path) if path.exists() else RunRecord()
     status = status_of(record) if path.exists() else "refused"

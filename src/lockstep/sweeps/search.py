@@ -108,7 +108,7 @@ class Search:
                 continue
             folder = _folder_of(trial)
             # Another search may share the study.
-            if folder.record.exists() and not is_alive(folder):
+            if folder.record_path.exists() and not is_alive(folder):
                 return trial
 
         trial = self.study.ask()
@@ -230,7 +230,7 @@ def _folder_of(trial: Any) -> RunFolder:
 
 def _record_of(trial: Any) -> RunRecord:
     """Return the record of a trial's run; an empty one where there is none."""
-    path = _folder_of(trial).record
+    path = _folder_of(trial).record_path
     return read_record(path) if path.exists() else RunRecord()
 
 

@@ -101,7 +101,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     else:
         _load_evaluated(module, checkpoint, run)
 
-    run.recorder = RunRecorder(run.folder.record, owns_run=False)
+    run.recorder = RunRecorder(run.folder.record_path, owns_run=False)
     callbacks = build_callbacks(run, facts, data_report, is_training=is_training)
     if compiled:
         callbacks.append(EagerEvaluation())

@@ -1,4 +1,7 @@
-"""Torchmetrics of the user: tried before training, and averaged without absent classes."""
+"""Torchmetrics of the user, tried before training.
+
+Those that take an absent class as 0 are averaged without it.
+"""
 
 import logging
 import warnings
@@ -22,7 +25,7 @@ log = logging.getLogger(__name__)
 log_once = cache(log.info)
 
 # The macro average of these takes an absent class as 0.
-OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)
+COUNT_ABSENT_AS_ZERO = (MulticlassAUROC, MulticlassAveragePrecision)
 # These take a batch of logits that all lie in [0, 1] for probabilities. AUROC and average precision
 # are subclasses of the curve.
 PROBABILITY_METRICS = (
@@ -31,7 +34,7 @@ PROBABILITY_METRICS = (
     MulticlassHingeLoss,
 )
 # torchmetrics warns of classes without images, which are left out below.
-ABSENT_CLASSES = ".*(No positive samples|No negative samples|was `nan`).*"
+WARNINGS_OF_ABSENT_CLASSES = ".*(No positive samples|No negative samples|was `nan`).*"
 
 
 def prepare_metrics(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleDict:
@@ -44,7 +47,8 @@ def prepare_metrics(metrics: Mapping[str, Metric], num_classes: int) -> nn.Modul
     """
     for name, metric in metrics.items():
         _try_metric(name, metric, num_classes)
-        if isinstance(metric, OVER_PRESENT_CLASSES) and metric.average == "macro":
+        if isinstance(metric, COUNT_ABSENT_AS_ZERO) and metric.average == "macro":
+            # torchmetrics reads it in `compute` alone.
             metric.average = "none"
     return nn.ModuleDict(metrics)
 
@@ -80,21 +84,25 @@ def compute_metrics(
         images_of_class: (classes,) images of all ranks together.
     """
     is_present = images_of_class > 0
-    absent = ", ".join(map(str, (~is_present).nonzero().flatten().tolist()))
+    absent_classes = ", ".join(map(str, (~is_present).nonzero().flatten().tolist()))
 
     values = {}
     for metric_name, metric in metrics.items():
         name = f"{stage}/{metric_name}"
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ABSENT_CLASSES)
-            value = metric.compute()
+            warnings.filterwarnings("ignore", WARNINGS_OF_ABSENT_CLASSES)
+            score = metric.compute()
 
-        if value.ndim == 0:
-            values[name] = float(value)
-            continue
-        if absent:
-            log_once(f"{name} leaves out classes {absent}, which have no image.")
-        # One class alone has no such score.
-        if is_present.sum() > 1:
-            values[name] = float(value[is_present].mean())
+        # Metrics with an average give one number, those of `prepare_metrics` one for each class.
+        if score.ndim == 0:
+            values[name] = float(score)
+        elif is_present.sum() > 1:
+            if absent_classes:
+                log_once(f"{name} leaves out classes {absent_classes}, which have no image.")
+            values[name] = float(score[is_present].mean())
+        else:
+            log_once(
+                f"{name} has no value: it needs images of two classes, and classes "
+                f"{absent_classes} have none."
+            )
     return values

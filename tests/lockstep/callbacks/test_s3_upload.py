@@ -64,6 +64,16 @@ def test_the_record_names_the_uploaded_best_checkpoint(make):
     callback.teardown(trainer(), None, "test")  # a second end is no wait and no error
 
 
+def test_a_second_fit_uploads_too(make):
+    callback = make()
+    for step in (10, 20):
+        callback.setup(trainer(), None, "fit")
+        checkpoint(callback, step)
+        callback.teardown(trainer(), None, "fit")
+    assert step_of(callback) == 20
+    assert callback.record_fields()["upload"]["step"] == 20
+
+
 def test_an_unusable_bucket_ends_every_rank_before_training(make):
     with pytest.raises(
         UserError, match="^s3://no-such-bucket/x cannot be used: the bucket no-such-bucket does not"

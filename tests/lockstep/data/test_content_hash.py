@@ -12,6 +12,8 @@ from PIL import Image, ImageOps
 from data.dataset import DatasetDataModule
 from data.image_folder import ImageFolderDataModule
 from lockstep.data import content_hash
+from lockstep.data.image_list import ImageList
+from lockstep.data.listing import Item
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import is_same_data
 from lockstep.training.weights import check_data_of_run
@@ -70,11 +72,61 @@ def test_inverted_files_of_one_size_have_another_hash(sampled, tmp_path, root, m
     assert hash_of(tmp_path, root, path="loader") != before
 
 
-def test_of_many_images_some_are_read(tmp_path, root, monkeypatch):
-    monkeypatch.setattr(content_hash, "WHOLE_IMAGES", 10)
+def test_of_many_images_some_are_read(monkeypatch):
     monkeypatch.setattr(content_hash, "SAMPLED_IMAGES", 3)
-    positions = content_hash._positions(np.full(24, 1000))
-    assert positions == [0, 11, 23]
+    assert content_hash._sampled_positions(24) == [0, 11, 23]
+
+
+def test_of_few_large_images_the_middle_is_read(tmp_path, root, monkeypatch):
+    """24 images are more than WHOLE_BYTES, and fewer than SAMPLED_IMAGES."""
+    monkeypatch.setattr(content_hash, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(content_hash, "PIECE_BYTES", 100)
+    read = ImageList.read
+    counts = []
+
+    def counted(images, i, first=0, count=None):
+        counts.append(count)
+        return read(images, i, first, count)
+
+    monkeypatch.setattr(ImageList, "read", counted)
+    hash_of(tmp_path, root, path="loader")
+    assert counts == 24 * [100]
+
+
+@pytest.fixture
+def masked(tmp_path, monkeypatch):
+    """Three images with masks of 300 bytes, of which the middle of the first and last is read."""
+    monkeypatch.setattr(content_hash, "WHOLE_IMAGES", 0)
+    monkeypatch.setattr(content_hash, "SAMPLED_IMAGES", 2)
+    monkeypatch.setattr(content_hash, "PIECE_BYTES", 100)
+    items = []
+    for i in range(3):
+        (tmp_path / f"{i}.bmp").write_bytes(bytes(300))
+        (tmp_path / f"mask{i}.png").write_bytes(bytes(300))
+        items.append(Item(f"{i}.bmp", f"mask{i}.png", size=300))
+    return ImageList(tmp_path, items, target="mask")
+
+
+def test_of_large_masks_the_middle_is_read(masked):
+    before = masked.hash()
+    masked.mask_path(0).write_bytes(b"x" * 100 + bytes(200))
+    assert masked.hash() == before
+    masked.mask_path(0).write_bytes(bytes(100) + b"x" * 100 + bytes(100))
+    assert masked.hash() != before
+
+
+def test_the_size_of_every_mask_counts(masked):
+    before = masked.hash()
+    masked.mask_path(1).write_bytes(bytes(299))
+    assert masked.hash() != before
+
+
+def test_large_masks_beside_small_images_are_no_small_data(masked, monkeypatch):
+    monkeypatch.setattr(content_hash, "WHOLE_IMAGES", 3)
+    monkeypatch.setattr(content_hash, "WHOLE_BYTES", 1000)
+    before = masked.hash()
+    masked.mask_path(0).write_bytes(b"x" * 100 + bytes(200))
+    assert masked.hash() == before
 
 
 class Photographs(torch.utils.data.Dataset):

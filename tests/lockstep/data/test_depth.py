@@ -151,7 +151,7 @@ def test_8_bits_stay_pillows_whatever_the_range(tmp_path):
     KINDS["8-bit png"] = (".png", lambda values: (values - LOW).astype(np.uint8), write)
     root = folder(tmp_path / "x", "8-bit png")
     data = module(root, tmp_path)
-    assert not data.is_deep and data_facts(data)["range"] is None and not data.warnings
+    assert not data.has_float_pixels and data_facts(data)["range"] is None and not data.warnings
     assert data.source.pixels[0].dtype == np.uint8
     ranged = module(root, tmp_path, range=[0, 100])
     assert "changes nothing" in ranged.warnings[0]

@@ -48,7 +48,7 @@ def values_in(path, **options):
 def test_values_are_rescaled_to_those_of_the_modality(tmp_path):
     path = write(tmp_path / "x.dcm", GREY, RescaleSlope=2, RescaleIntercept=-1024)
     assert np.array_equal(values_in(path), GREY * 2.0 - 1024)
-    assert header_of(path).is_deep and header_of(path).depth == "16 bits"
+    assert header_of(path).has_over_8_bits and header_of(path).depth == "16 bits"
 
 
 def test_values_without_a_rescale_keep_their_type(tmp_path):
@@ -100,7 +100,7 @@ def test_8_bit_colours_are_a_picture(tmp_path):
     colours = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     path = write(tmp_path / "x.dcm", colours, "RGB")
     assert np.array_equal(np.asarray(open_image(path, 3)), colours)
-    assert not header_of(path).is_deep
+    assert not header_of(path).has_over_8_bits
 
 
 def test_ybr_becomes_rgb(tmp_path):

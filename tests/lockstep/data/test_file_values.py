@@ -71,7 +71,7 @@ def test_colours_of_16_bits_are_read_in_full(write, tmp_path):
     for file in (tmp_path / "x.img", write(VALUES[..., :3])):
         assert np.array_equal(Reading(3).values_of(file), VALUES[..., :3])
         header = header_of(file)
-        assert header.is_deep and not header.is_cut and header.depth == "16 bits"
+        assert header.has_over_8_bits and not header.is_cut and header.depth == "16 bits"
 
 
 def test_a_ppm_of_12_bits_has_the_white_of_16():
@@ -132,13 +132,13 @@ def test_colours_of_8_bits_do_not_become_deep(tmp_path, monkeypatch):
     pixels = (VALUES[..., :3] >> 8).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "x.png")
     monkeypatch.setattr(file_values, "read_deep_colours", None)
-    assert not header_of(tmp_path / "x.png").is_deep
+    assert not header_of(tmp_path / "x.png").has_over_8_bits
     assert np.allclose(pixels_of(Reading(3, (0, 9)).open(tmp_path / "x.png")), pixels, atol=1e-4)
 
 
 def test_colours_that_pillow_cuts_to_8_bits_are_known():
     plain = b"P3 1 1 4095 4095 0 0"
-    assert header_of(plain).is_cut and not header_of(plain).is_deep
+    assert header_of(plain).is_cut and not header_of(plain).has_over_8_bits
 
 
 # 4 by 4 pixels of 10 bits, as avifenc writes them; Pillow writes 8 bits alone.
@@ -164,7 +164,7 @@ def jpeg_2000(bits):
 def test_deep_colours_of_jpeg_2000_are_cut():
     assert header_of(jpeg_2000(8)) == Header(np.dtype(np.uint8))
     header = header_of(jpeg_2000(12))
-    assert header.is_cut and not header.is_deep and header.depth == "12 bits"
+    assert header.is_cut and not header.has_over_8_bits and header.depth == "12 bits"
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
@@ -173,4 +173,4 @@ def test_deep_colours_of_avif_are_cut():
     Image.fromarray((VALUES[..., :3] >> 8).astype(np.uint8)).save(file, "AVIF")
     assert header_of(file.getvalue()) == Header(np.dtype(np.uint8))
     header = header_of(AVIF_OF_10_BITS)
-    assert header.is_cut and not header.is_deep and header.depth == "10 bits"
+    assert header.is_cut and not header.has_over_8_bits and header.depth == "10 bits"

@@ -14,7 +14,8 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from lockstep.data.framing import BatchTransforms, Framing, resize_of, resolve_normalisation
+from lockstep.data.framing import BatchTransforms, Framing, resize_of
+from lockstep.data.normalisation import resolve_normalisation
 from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(4)
@@ -47,7 +48,7 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
         image = photograph(*RNG.integers(60, 300, 2))
         square = torch.from_numpy(np.array(framing.square(image)))[None]
         moved = transforms.resize_crop_flip(
-            square, torch.from_numpy(transforms.centre())[:, None], "bilinear"
+            square, torch.from_numpy(transforms.centre_draw())[:, None], "bilinear"
         )
         assert torch.allclose(transforms.normalise(moved)[0], theirs(image), atol=1e-5), image.size
 
@@ -159,7 +160,7 @@ def test_pixels_are_torchvisions(case):
     expected = F.center_crop(theirs(draws * 0, Framing(framing.resize, framing.resize, "crop", framing.interpolation)),
                              [framing.image_size])  # fmt: skip
     assert (
-        made(transforms, RAW, transforms.centre()[:, None].repeat(12, 1)) - expected
+        made(transforms, RAW, transforms.centre_draw()[:, None].repeat(12, 1)) - expected
     ).abs().max() < most
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from example_runs import write_run
 from lockstep.logbook.folders import read_run
-from lockstep.logbook.groups import arms_of_groups, name_of_group
+from lockstep.logbook.groups import arms_of_groups, names_of_groups, runs_of_group
 from logbook import main
 
 VALUES = {"none": (0.90, 0.91, 0.92), "trivial": (0.93, 0.945, 0.95)}
@@ -40,7 +40,7 @@ def compare(tmp_path):
 )
 def test_groups_are_compared_by_pairs_of_seeds(compare, capsys, groups):
     assert compare(*groups) == 0
-    groups = [name_of_group(group) for group in groups]
+    groups = names_of_groups(groups)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "val/acc, mean ± standard error:",
@@ -61,15 +61,24 @@ def test_the_page_of_groups_has_the_arms(compare, tmp_path):
 
 
 def test_a_list_of_runs_has_a_short_name():
-    assert name_of_group("none-1,none-2,none-3") == "none-1 and 2 more"
-    assert name_of_group("tags=a,seed=1") == "tags=a,seed=1"
+    texts = ["none-1,none-2,none-3", "tags=a,seed=1"]
+    assert names_of_groups(texts) == ["none-1 and 2 more", "tags=a,seed=1"]
+
+
+def test_groups_of_one_short_name_are_all_compared(compare, capsys):
+    assert compare("none-1,none-2", "none-1,trivial-2") == 2
+    assert "none-1 is in several groups" in capsys.readouterr().err
+    assert names_of_groups(["a,b", "a,c", "d,e"]) == ["a,b", "a,c", "d,e"]
 
 
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
         (("augmentation=none", "augmentation=other"), "No run has augmentation=other"),
+        (("augmentation=none", "augmentaton=none"), "No run has augmentaton=none"),
         (("tags=night", "augmentation=none"), "both have seed=1"),
+        (("augmentation=none", "tags=none,optimizer.lr=5e-4"), "none-1 is in several groups"),
+        (("augmentation=none", "tags=trivial,trivial-1"), "mixes conditions and run ids"),
         (("augmentation=none",), "at least two"),
     ],
 )
@@ -81,6 +90,30 @@ def test_what_differs_between_the_runs_of_a_pair_is_named(compare, tmp_path, cap
     write_run(tmp_path / "logs/train/runs", "longer-1", seed=1, epochs=99, tags=["longer"])
     assert compare("none-1,none-2", "tags=longer") == 0
     assert "Not held fixed between these runs: the number of epochs" in capsys.readouterr().out
+
+
+def test_what_differs_in_a_later_pair_is_named_once(compare, tmp_path, capsys):
+    metrics = {"val/acc_best": 0.9}
+    for seed, epochs in ((1, 12), (2, 99), (3, 99)):
+        write_run(
+            tmp_path / "logs/train/runs",
+            f"late-{seed}",
+            seed=seed,
+            epochs=epochs,
+            tags=["late"],
+            metrics=metrics,
+        )
+    assert compare("augmentation=none", "tags=late") == 0
+    assert capsys.readouterr().out.count("the number of epochs") == 1
+
+
+def test_an_option_that_is_none_may_be_a_condition(compare, tmp_path):
+    folder = tmp_path / "logs/train/runs/none-1"
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(f"{config}model: {{weights: null}}\n")
+    run = read_run(folder)
+    assert runs_of_group("model.weights=none", [run], None) == [run]
+    assert runs_of_group("model.weights=NULL", [run], None) == [run]
 
 
 def test_a_lower_loss_is_better_without_a_config(tmp_path):

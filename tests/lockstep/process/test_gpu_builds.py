@@ -91,7 +91,7 @@ def test_a_broken_nvidia_smi_is_quoted(smi):
 @pytest.mark.parametrize("has_driver", [False, True])
 def test_without_nvidia_smi_the_drivers_files_decide(has_driver, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_builds, "SMI", (str(tmp_path / "none"),))
-    monkeypatch.setattr(gpu_builds, "DRIVER", (str(tmp_path),) if has_driver else ())
+    monkeypatch.setattr(gpu_builds, "DRIVER_FILES", (str(tmp_path),) if has_driver else ())
     if has_driver:
         with pytest.raises(UserError, match="nvidia-smi does not answer .* DEVICE=cu130"):
             read_machine()

@@ -14,7 +14,7 @@ from lockstep.process.files import lock, locked_file, write_atomically
 from lockstep.process.output import duration
 from lockstep.records.batch import Batch, states_accumulation
 from lockstep.records.config import seconds_of
-from lockstep.records.folder import checked_run_id, find_run, new_run_id, read_config
+from lockstep.records.folder import checked_run_id, find_run_folder, new_run_id, read_config
 
 
 def test_a_run_id_cannot_leave_its_folder():
@@ -47,13 +47,13 @@ def test_an_unknown_run_is_answered_with_the_nearest_name(tmp_path):
         (tmp_path / "train/runs" / name).mkdir(parents=True)
         (tmp_path / "train/runs" / name / "run.json").write_text("{}")
         os.utime(tmp_path / "train/runs" / name / "run.json", (1000 - age, 1000 - age))
-    assert find_run(tmp_path, "a2").path == tmp_path / "train/runs/a2"
+    assert find_run_folder(tmp_path, "a2").path == tmp_path / "train/runs/a2"
     for word, said in (
         ("c11", r"did you mean c1\? the newest are c1, a2, t1\.$"),
         ("other", "; the newest are c1"),
     ):
         with pytest.raises(UserError, match=said):
-            find_run(tmp_path, word)
+            find_run_folder(tmp_path, word)
 
 
 def test_a_file_is_free_though_a_child_has_its_handle(tmp_path):

@@ -20,7 +20,7 @@ NO_CHECKPOINTS = {"task_name": "train", "callbacks": {"checkpoints": None}}
 def stopped_run(path, steps):
     folder = RunFolder(path)
     path.mkdir()
-    write_record(folder.record, RunRecord(run_id="r", status="interrupted", steps=steps))
+    write_record(folder.record_path, RunRecord(run_id="r", status="interrupted", steps=steps))
     return folder
 
 

@@ -204,8 +204,8 @@ def test_a_buckets_config_gives_nothing_of_this_machine(tmp_path, monkeypatch, c
 
     def fetch_record(bucket, folder):
         fetched.append(bucket.uri)
-        folder.bucket_config.parent.mkdir(parents=True, exist_ok=True)
-        folder.bucket_config.write_text(yaml.safe_dump({**theirs, "task_name": "../../.."}))
+        folder.bucket_config_path.parent.mkdir(parents=True, exist_ok=True)
+        folder.bucket_config_path.write_text(yaml.safe_dump({**theirs, "task_name": "../../.."}))
 
     monkeypatch.setattr("lockstep.storage.fetch.fetch_record", fetch_record)
     words = ["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"]

@@ -44,8 +44,8 @@ def run_of(path, *words) -> Run:
     config = config_of(*WORDS, *words)
     cluster = find_ranks(config, {})
     folder = RunFolder(path)
-    is_new = not folder.record.exists()
-    record = RunRecord() if is_new else read_record(folder.record)
+    is_new = not folder.record_path.exists()
+    record = RunRecord() if is_new else read_record(folder.record_path)
     before = {} if is_new else config_before(folder) or {}
     batch, _ = decide_batch(config, cluster, record, before, pytest.fail)
     return Run(config, cluster, folder, batch)
@@ -259,7 +259,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     ],
 )
 def test_a_resumed_run_keeps_the_images_of_a_device(tmp_path, fields, words, wanted):
-    write_record(RunFolder(tmp_path).record, RunRecord(**fields))
+    write_record(RunFolder(tmp_path).record_path, RunRecord(**fields))
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
     assert run_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
 
@@ -311,7 +311,7 @@ def test_who_waits_in_vain_leaves_the_run_alone(error, tmp_path, monkeypatch):
     config = config_of(*words)
     folder = RunFolder(tmp_path / "train" / "runs" / "r")
     folder.path.mkdir(parents=True)
-    write_record(folder.record, RunRecord(run_id="r", status="running"))
+    write_record(folder.record_path, RunRecord(run_id="r", status="running"))
 
     def wait_in_vain(*_):
         raise error
@@ -320,7 +320,7 @@ def test_who_waits_in_vain_leaves_the_run_alone(error, tmp_path, monkeypatch):
     with pytest.raises(Ended), open_run(config, find_ranks(config, {})):
         pass
     assert [path.name for path in folder.path.iterdir()] == ["run.json"]
-    assert read_record(folder.record).status == "running"
+    assert read_record(folder.record_path).status == "running"
 
 
 @pytest.mark.parametrize(

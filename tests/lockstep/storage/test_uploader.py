@@ -52,8 +52,10 @@ class Setting:
         self.s3, self.folder = s3, RunFolder(logs / "train/runs/the-run")
         self.run, self.client = Bucket.of(s3).at("the-run"), shared_store().client()
         self.folder.checkpoints.mkdir(parents=True)
-        write_record(self.folder.record, RunRecord(run_id="the-run", uuid=uuid, status="failed"))
-        self.folder.config.write_text(json.dumps({"s3": s3}))
+        write_record(
+            self.folder.record_path, RunRecord(run_id="the-run", uuid=uuid, status="failed")
+        )
+        self.folder.config_path.write_text(json.dumps({"s3": s3}))
 
     def checkpoint(self, step: int, kind: str = "best", num_bytes: int = 1000) -> Path:
         path = self.folder.checkpoints / f"{kind}-step{step:08d}.ckpt"
@@ -62,7 +64,7 @@ class Setting:
         )
         write_sidecar(path, Sidecar(step, epoch=step // 10, metric={"val/acc": step / 100}))
         if kind == "best":
-            with update_record(self.folder.record) as record:
+            with update_record(self.folder.record_path) as record:
                 record.best_checkpoint = JsonObject(path=f"checkpoints/{path.name}", step=step)
         return path
 
@@ -140,7 +142,7 @@ def test_the_newest_of_each_kind_replaces_the_one_before(setting):
     assert setting.pointed("last") is None, "the interval has not gone by"
     assert uploader.flush(30) and setting.pointed() == 30 and setting.pointed("last") == 40
     assert [key[12:29] for key in setting.objects()] == ["best-step00000030", "last-step00000040"]
-    assert setting.run.read("run.json")[0] == setting.folder.record.read_bytes()
+    assert setting.run.read("run.json")[0] == setting.folder.record_path.read_bytes()
     status = uploader.status()
     assert (status.step, status.error) == (30, None)
     assert status.uri == f"{setting.run.uri}/{setting.objects()[0]}"
@@ -212,7 +214,7 @@ def test_an_older_start_cannot_move_or_create_a_pointer(setting, caplog):
     assert setting.finish() == EXIT_NOT_UPLOADED
     assert (
         "a newer start of this run has taken over"
-        in read_record(setting.folder.record).upload.error
+        in read_record(setting.folder.record_path).upload.error
     )
     assert setting.pointed() == 40, "what the older start left does not go over it"
     new.stop()
@@ -248,7 +250,7 @@ def test_a_run_of_version_2_gets_its_uuid(setting):
     setting.checkpoint(50)
     assert setting.finish() == EXIT_OK
     without_uuid(setting)
-    with update_record(setting.folder.record) as record:
+    with update_record(setting.folder.record_path) as record:
         record.started_at = "2026-01-01T00:00:00Z"
     setting.checkpoint(60)
     uploader = setting.uploader()
@@ -375,25 +377,27 @@ def test_kills_in_the_midst_of_uploads(setting):
 
 
 def test_the_rest_is_sent_at_the_end_or_by_upload(setting, capsys):
-    before, started = setting.folder.record.read_text(), time.monotonic()
+    before, started = setting.folder.record_path.read_text(), time.monotonic()
     assert setting.finish(2, **AWAY) == 2 and finish_upload({"uri": None}, setting.folder, 0) == 0
-    assert time.monotonic() - started < 1 and setting.folder.record.read_text() == before, (
+    assert time.monotonic() - started < 1 and setting.folder.record_path.read_text() == before, (
         "it has nothing to send"
     )
     setting.checkpoint(10)
     assert setting.finish(**AWAY, flush_timeout_s=2) == EXIT_NOT_UPLOADED
-    assert "cannot be reached" in read_record(setting.folder.record).upload.error
+    assert "cannot be reached" in read_record(setting.folder.record_path).upload.error
     assert setting.finish(75, **AWAY, flush_timeout_s=0.1) == 75
     assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == EXIT_OK
     assert capsys.readouterr().out.endswith(f"the-run is in {setting.s3['uri']}.\n")
-    record = read_record(setting.folder.record)
+    record = read_record(setting.folder.record_path)
     assert setting.pointed() == 10 and record.upload.error is None
     assert (
         record.upload.uri
         == f"{setting.run.uri}/{setting.objects()[0]}"
         == record.best_checkpoint.s3_uri
     )
-    assert setting.run.read("run.json")[0] == setting.folder.record.read_bytes(), "the final record"
+    assert setting.run.read("run.json")[0] == setting.folder.record_path.read_bytes(), (
+        "the final record"
+    )
     assert setting.finish() == EXIT_OK, "nothing is left"
 
 
@@ -403,7 +407,7 @@ def test_the_rest_is_sent_at_the_end_or_by_upload(setting, capsys):
      (["the-run", "s3.uri=x"], "failed", "An S3 address is"), (["the-run"], "running", "still training")],
 )  # fmt: skip
 def test_bad_input_of_upload_py(setting, capsys, argv, status, sentence):
-    write_record(setting.folder.record, RunRecord(status=status))
+    write_record(setting.folder.record_path, RunRecord(status=status))
     assert upload.main([*argv, f"paths.log_dir={setting.folder.path.parents[2]}"]) == 2
     err = capsys.readouterr().err
     assert sentence in err and err.count("\n") == 1
@@ -446,7 +450,7 @@ def test_an_empty_endpoint_of_upload_py_is_amazons(setting):
 
 
 def test_upload_says_which_files_were_not_sent(setting, capsys):
-    write_record(setting.folder.record, RunRecord(status="failed"))
+    write_record(setting.folder.record_path, RunRecord(status="failed"))
     assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 3
     captured = capsys.readouterr()
     assert (
@@ -585,7 +589,7 @@ def test_a_damaged_best_is_passed_over(setting, located, tmp_path, caplog):
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    setting.folder.record.write_text("{}")
+    setting.folder.record_path.write_text("{}")
     found = locate_checkpoint(str(setting.folder.path), tmp_path, None)
     assert found == whole.resolve() and f"Skipped {damaged.name}" in caplog.text
     with pytest.raises(UserError, match="is damaged: its sha256"):

@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.config.keys import is_omitted_by_baseline
 from lockstep.process.errors import UserError
-from lockstep.sweeps.against import jobs_of_arms, overrides_of_arm, paired_sweep
+from lockstep.sweeps.against import choose_paired_sweeper, jobs_of_arms, overrides_of_arm
 
 
 def parsed(*overrides):
@@ -83,18 +83,18 @@ def test_the_baseline_omits_the_recipe_alone(key, expected):
 )
 def test_a_sweep_without_pairs_is_refused(overrides, reason):
     with pytest.raises(UserError, match=reason):
-        paired_sweep(overrides, parsed(*overrides))
+        choose_paired_sweeper(overrides, parsed(*overrides))
 
 
 def test_the_paired_sweeper_alone_says_what_to_type():
     with pytest.raises(UserError, match="needs against=baseline.*seed=1,2,3 against=baseline"):
-        paired_sweep(["seed=1,2"], parsed("seed=1,2"), "paired")
+        choose_paired_sweeper(["seed=1,2"], parsed("seed=1,2"), "paired")
 
 
 def test_the_paired_sweeper_may_be_typed_beside_against():
     overrides = ["hydra/sweeper=paired", "seed=1,2", "loss=bce", "against=baseline"]
     expected = ["seed=1,2", "loss=bce", "against=baseline", "hydra/sweeper=paired"]
-    assert paired_sweep(overrides, parsed(*overrides), "paired") == expected
+    assert choose_paired_sweeper(overrides, parsed(*overrides), "paired") == expected
 
 
 def test_options_of_hydra_are_of_no_arm():
@@ -104,6 +104,6 @@ def test_options_of_hydra_are_of_no_arm():
 
 def test_only_against_changes_the_sweeper():
     overrides = ["seed=1,2", "loss=bce,focal"]
-    assert paired_sweep(overrides, parsed(*overrides)) == overrides
+    assert choose_paired_sweeper(overrides, parsed(*overrides)) == overrides
     compared = ["seed=1,2", "loss=bce", "against=baseline"]
-    assert paired_sweep(compared, parsed(*compared)) == [*compared, "hydra/sweeper=paired"]
+    assert choose_paired_sweeper(compared, parsed(*compared)) == [*compared, "hydra/sweeper=paired"]

@@ -121,6 +121,8 @@ def test_a_class_without_images_is_left_out_and_said(metric, capsys):
     metrics[metric.__name__].reset()
     metrics[metric.__name__].update(logits[labels == 1], labels[labels == 1])
     assert compute_metrics(metrics, torch.tensor([0, 9, 0, 0, 0]), "val") == {}
+    reason = f"val/{metric.__name__} has no value: it needs images of two classes"
+    assert reason in capsys.readouterr().out
 
 
 # A new run that starts from a checkpoint: its head follows the class names.
@@ -258,7 +260,7 @@ def run(monkeypatch):
 
 
 def test_a_gpu_rank_with_few_cores_warns(run, monkeypatch, caplog):
-    monkeypatch.setattr(rank, "check_gpus", lambda indices: None)
+    monkeypatch.setattr(rank, "refuse_unusable_gpus", lambda indices: None)
     prepare_process(run)
     assert torch.backends.cudnn.benchmark and "Each rank has 2 CPU core(s)" in caplog.text
     run.config["trainer"]["deterministic"] = True

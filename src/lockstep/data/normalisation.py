@@ -1,0 +1,81 @@
+"""The values that images are framed and normalised with: stated, of the weights, or of the data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.process.errors import UserError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """The values that images are framed and normalised with.
+
+    Args:
+        mean, std: per channel, for pixels from 0 to 1.
+        crop_pct: share of the short side that is kept.
+        interpolation: bilinear or bicubic.
+        from_weights: the names of those that the pretrained weights gave.
+    """
+
+    mean: list[float]
+    std: list[float]
+    crop_pct: float
+    interpolation: str
+    from_weights: tuple[str, ...]
+
+
+def resolve_normalisation(
+    options: Mapping[str, Any],
+    of_data: Mapping[str, Any],
+    of_weights: Mapping[str, Any],
+    channels: int,
+) -> Normalisation:
+    """Return the values to use: stated ones, those of the pretrained weights, or the data's own.
+
+    Args:
+        options: a value by name; None: the data's own; auto: the weights', else the data's own.
+        of_data: mean and std of the data.
+        of_weights: what the pretrained weights were trained with; {} without.
+
+    Raises:
+        UserError: a value is invalid, or has another number of channels.
+    """
+    settings = {"crop_pct": 1.0, "interpolation": "bilinear", **of_data}
+    for name, value in options.items():
+        if value not in (None, AUTO):
+            settings[name] = value
+
+    from_weights = tuple(name for name in of_weights if options[name] == AUTO)
+    for name in from_weights:
+        settings[name] = _usable(name, of_weights[name], channels)
+
+    for name in ("mean", "std"):
+        settings[name] = _per_channel(name, settings[name], channels)
+    if min(settings["std"]) <= 0:
+        raise UserError(f"data.std={settings['std']} must be positive.")
+    return Normalisation(**settings, from_weights=from_weights)
+
+
+def _usable(name: str, value: Any, channels: int) -> Any:
+    """Return a value of the weights as these images can use it."""
+    # The weights may be for colour images, and these are grey.
+    if name in ("mean", "std") and len(value) != channels:
+        return float(np.mean(value))
+    # timm has 1.15 for volo.
+    if name == "crop_pct":
+        return min(value, 1.0)
+    return value
+
+
+def _per_channel(name: str, value: Any, channels: int) -> list[float]:
+    try:
+        return np.broadcast_to(np.asarray(value, float), channels).tolist()
+    except ValueError:
+        raise UserError(
+            f"data.{name}={value} must be auto, a number, or one for each of {channels} channels."
+        ) from None
