@@ -35,7 +35,7 @@ from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.process_group import all_or_none, has_heartbeat, wait_for_all
 from lockstep.records.config import Config
-from lockstep.records.metric_names import direction
+from lockstep.records.metric_names import direction, is_metric_of
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Checkpoints(pl.Callback):
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write, where they have no heartbeat
-        self._patient: Any = None
+        self._long_timeout_group: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.asynchronous == "auto":
@@ -131,11 +131,12 @@ class Checkpoints(pl.Callback):
         self.loader_state.attach(trainer)
         callbacks = trainer.callbacks
         if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
-            trainer.callbacks = [AfterEpoch(self), *callbacks]
+            trainer.callbacks = [DeferredEpochSave(self), *callbacks]
         has_group = trainer.world_size > 1 and dist.is_initialized()
-        if self._patient is None and has_group and not has_heartbeat():
+        if self._long_timeout_group is None and has_group and not has_heartbeat():
+            timeout = timedelta(hours=2)
             with all_or_none():
-                self._patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+                self._long_timeout_group = dist.new_group(backend="gloo", timeout=timeout)
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
@@ -159,9 +160,9 @@ class Checkpoints(pl.Callback):
             # The old best checkpoint stays until then.
             value = sidecar.metric.get(self.monitor)
         self.best_path, self.best_value = trainer.strategy.broadcast((path, value), src=0)
-        if path:
+        if trainer.is_global_zero and path is not None:
             # A kill may have come before the callbacks were told.
-            self._announce(trainer, {"best": path})
+            self._report_and_prune(trainer, {"best": path})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is not None:
@@ -253,7 +254,7 @@ class Checkpoints(pl.Callback):
 
     def _check_before_training(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Notice a metric that is not logged before training, in the sanity check."""
-        if not self.monitor.startswith("val"):
+        if not is_metric_of("val", self.monitor):
             return
         # A module of the user's may log a metric in whole validations alone.
         if hasattr(module, "log_exactly"):
@@ -264,7 +265,7 @@ class Checkpoints(pl.Callback):
 
     def _check_monitor(self, trainer: pl.Trainer) -> None:
         metrics = trainer.callback_metrics
-        validations = sorted(name for name in metrics if name.startswith("val"))
+        validations = sorted(name for name in metrics if is_metric_of("val", name))
         if validations and self.monitor not in metrics:
             raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
 
@@ -416,7 +417,7 @@ class Checkpoints(pl.Callback):
         metric = {}
         if is_best and trainer.enable_validation:
             for name, value in logged.items():
-                if name == self.monitor or name.startswith("val"):
+                if name == self.monitor or is_metric_of("val", name):
                     metric[name] = float(value)
         if self.monitor in metric and self.is_unsynchronised:
             metric[self.monitor] = self.best_value
@@ -424,14 +425,14 @@ class Checkpoints(pl.Callback):
 
     def finish_writing(self, trainer: pl.Trainer) -> None:
         """Wait for the checkpoint that is being written; raise its error."""
-        self._announce(trainer, self.writer.finish())
+        self._report_and_prune(trainer, self.writer.finish())
 
     def finish_together(self, trainer: pl.Trainer) -> None:
         """Wait on every rank for rank 0's checkpoint, longer than other collectives do."""
         self.finish_writing(trainer)
         wait_for_all()
-        if self._patient is not None:
-            dist.barrier(self._patient)
+        if self._long_timeout_group is not None:
+            dist.barrier(self._long_timeout_group)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -440,7 +441,7 @@ class Checkpoints(pl.Callback):
         with contextlib.suppress(Exception):
             self.finish_writing(trainer)
 
-    def _announce(self, trainer: pl.Trainer, paths: Paths) -> None:
+    def _report_and_prune(self, trainer: pl.Trainer, paths: Paths) -> None:
         """Tell the callbacks that record it, then delete its predecessors."""
         for kind, path in paths.items():
             sidecar = files.read_sidecar(path)
@@ -452,7 +453,7 @@ class Checkpoints(pl.Callback):
                     files.remove(older)
 
 
-class AfterEpoch(pl.Callback):
+class DeferredEpochSave(pl.Callback):
     """The first of all callbacks, which saves an epoch's end before the next one begins.
 
     In on_train_epoch_end EarlyStopping, plateau schedules and the module itself have not yet had

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.checkpoints.resume_point import phase_of_trainer
+from lockstep.checkpoints.resume_point import stage_name
 
 # Arming starts a thread. Once in this time it costs nothing.
 ARMING_INTERVAL_S = 1.0
@@ -60,7 +60,7 @@ class HangDump(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        exception.phase = phase_of_trainer(trainer)  # type: ignore[attr-defined]
+        exception.phase = stage_name(trainer)  # type: ignore[attr-defined]
         if self.on_error is not None:
             self.on_error(exception)
         self.teardown(trainer, pl_module, "")

@@ -10,12 +10,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.process.errors import UserError
+from lockstep.records.metric_names import is_metric_of
 
 
 def check_before_training(trainer: pl.Trainer, module: Any) -> None:
     """Refuse a metric of the validation in a training that has none."""
     for monitor in _monitors(trainer, module):
-        if monitor.startswith("val") and not trainer.enable_validation:
+        if is_metric_of("val", monitor) and not trainer.enable_validation:
             raise UserError(
                 f"scheduler.monitor={monitor} is a metric of the validation, and this training has "
                 "none. Pass scheduler.monitor=train/loss, or another schedule, as scheduler=cosine."
@@ -24,10 +25,10 @@ def check_before_training(trainer: pl.Trainer, module: Any) -> None:
 
 def check_sanity_metrics(trainer: pl.Trainer, module: Any) -> None:
     """Refuse a metric of the validation that the one before training has not given."""
-    validations = [name for name in trainer.callback_metrics if name.startswith("val")]
+    validations = [name for name in trainer.callback_metrics if is_metric_of("val", name)]
     for monitor in _monitors(trainer, module):
         # Of several loaders Lightning has no metrics yet.
-        if validations and monitor.startswith("val") and monitor not in validations:
+        if validations and is_metric_of("val", monitor) and monitor not in validations:
             raise UserError(_sentence(monitor, [*validations, "train/loss"]))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.checkpoints.resume_point import batches_done, ends_epoch, epoch_of
+from lockstep.checkpoints.resume_point import ends_epoch, epoch_of, micro_batches_done
 from lockstep.records.metric_names import format_metric
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def shown_metrics(trainer: pl.Trainer) -> list[str]:
 
 def within(trainer: pl.Trainer) -> str:
     """Return "batch 3/10"; without the number of batches where the data have no length."""
-    done = batches_done(trainer)
+    done = micro_batches_done(trainer)
     if trainer.num_training_batches == math.inf:
         return f"batch {done}"
     return f"batch {done}/{int(trainer.num_training_batches)}"

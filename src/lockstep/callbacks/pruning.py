@@ -5,7 +5,13 @@ import math
 
 import lightning.pytorch as pl
 
-from lockstep.checkpoints.resume_point import batches_done, ends_epoch, epoch_of, steps_are_over
+from lockstep.callbacks.training_log import ValidationInterval
+from lockstep.checkpoints.resume_point import (
+    ends_epoch,
+    epoch_of,
+    micro_batches_done,
+    steps_are_over,
+)
 from lockstep.records.trial import Trial
 
 log = logging.getLogger(__name__)
@@ -70,13 +76,28 @@ def is_last_validation(trainer: pl.Trainer) -> bool:
 
 def number_of_validation(trainer: pl.Trainer) -> int:
     """Return the number of this validation in the run, from 1, whatever was resumed before it."""
+    epochs = trainer.current_epoch // (trainer.check_val_every_n_epoch or 1)
     interval = trainer.val_check_batch
-    if trainer.check_val_every_n_epoch is None:
-        return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready // interval)
-
-    epochs = trainer.current_epoch // trainer.check_val_every_n_epoch
     if not isinstance(interval, int):
         # The data have no length, or the clock says when to validate.
         return epochs + 1
-    in_epoch = math.ceil(batches_done(trainer) / interval)
-    return int(epochs * (trainer.num_training_batches // interval) + in_epoch)
+    if isinstance(trainer.val_check_interval, int):
+        # ValidationInterval changes the other one.
+        interval = trainer.val_check_interval
+
+    if trainer.check_val_every_n_epoch is None or trainer.num_training_batches == math.inf:
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        return scheduled_validations(trainer, interval, batches - 1) + 1
+    of_epoch = scheduled_validations(trainer, interval, int(trainer.num_training_batches))
+    in_epoch = scheduled_validations(trainer, interval, micro_batches_done(trainer) - 1)
+    return epochs * of_epoch + in_epoch + 1
+
+
+def scheduled_validations(trainer: pl.Trainer, interval: int, batches: int) -> int:
+    """Return how many validations the interval schedules within the first micro-batches."""
+    count = batches // interval
+    # ValidationInterval validates at the end of an epoch, too.
+    if any(isinstance(callback, ValidationInterval) for callback in trainer.callbacks):
+        epoch = int(trainer.num_training_batches)
+        count += batches // epoch - batches // math.lcm(interval, epoch)
+    return count

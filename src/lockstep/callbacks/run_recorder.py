@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.callbacks.early_stopping import reason_of_early_stop
 from lockstep.checkpoints.files import Sidecar, read_sidecar
-from lockstep.checkpoints.resume_point import phase_of_trainer
+from lockstep.checkpoints.resume_point import stage_name
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, Interrupted
 from lockstep.process.files import utc_now, write_atomically
 from lockstep.process.redact import redact_text
@@ -158,8 +158,8 @@ class RunRecorder(pl.Callback):
     def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write when the phase changes, and every few seconds."""
         is_due = time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S
-        if is_due or phase_of_trainer(trainer) != self.phase:
-            self.phase = phase_of_trainer(trainer)
+        if is_due or stage_name(trainer) != self.phase:
+            self.phase = stage_name(trainer)
             self.write(trainer, phase=self.phase)
 
     on_train_batch_start = _beat

@@ -21,6 +21,7 @@ from lockstep.checkpoints.resume_point import ends_epoch, ends_step, steps_are_o
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import gather_for_checkpoint
+from lockstep.records.metric_names import is_metric_of
 
 Metrics = dict[str, float]
 
@@ -130,11 +131,11 @@ class TrainingLog(pl.Callback):
         if is_step_end:
             self.step += 1
 
-        is_regular = is_step_end and self.step % trainer.log_every_n_steps == 0
-        is_regular = is_regular or ends_epoch(trainer)
-        is_stop = steps_are_over(trainer) or trainer.should_stop
+        is_interval_end = is_step_end and self.step % trainer.log_every_n_steps == 0
+        is_regular = is_interval_end or ends_epoch(trainer)
+        is_final_batch = steps_are_over(trainer) or trainer.should_stop
         # All ranks reach a log point at the same batch: it is a collective.
-        if (is_regular or is_stop) and self.step > self.speed.began_step:
+        if (is_regular or is_final_batch) and self.step > self.speed.began_step:
             self._log(trainer, module, is_regular)
         elif is_step_end and self.step == self.first_step + 1:
             self.speed.begin_interval(self.step)
@@ -153,7 +154,9 @@ class TrainingLog(pl.Callback):
 
     def _log(self, trainer: pl.Trainer, module: Any, is_regular: bool) -> None:
         """Write a row, and begin the next interval."""
-        self.latest = self._mean_loss(trainer, is_regular)
+        total, number = self._reduce_losses(trainer)
+        self.latest = {"train/loss": total / number} if number else {}
+        self._end_loss_interval(trainer, total, number, is_regular)
         if ends_epoch(trainer):
             self.latest |= self._end_epoch(module)
         if self.speed.began_step > self.first_step:
@@ -175,11 +178,10 @@ class TrainingLog(pl.Callback):
         self.epoch_means |= counted
         return counted
 
-    def _mean_loss(self, trainer: pl.Trainer, is_regular: bool) -> Metrics:
-        """Return the mean loss of all ranks since the last regular log point; a collective.
+    def _reduce_losses(self, trainer: pl.Trainer) -> tuple[float, int]:
+        """Return sum and number of all ranks' losses since the last regular log point.
 
-        A stop within an epoch is no regular one. After it the losses stay, because the next row of
-        a resumed run is the mean over the whole interval, as in a run that was not stopped.
+        A collective.
         """
         device = trainer.strategy.root_device
         pair = torch.zeros(2, dtype=torch.float64, device=device)
@@ -188,14 +190,23 @@ class TrainingLog(pl.Callback):
         pair = trainer.strategy.reduce(pair, reduce_op="sum")
         # This line waits for the device.
         total, number = pair.tolist()
+        return total, int(number)
+
+    def _end_loss_interval(
+        self, trainer: pl.Trainer, total: float, number: int, is_regular: bool
+    ) -> None:
+        """Add the losses of all ranks to those of the epoch, and begin the next interval.
+
+        A stop within an epoch is no regular log point. After it the losses stay, because the next
+        row of a resumed run is the mean over the whole interval, as in a run that was not stopped.
+        """
         self.loss_sum = 0.0
         self.loss_number = 0
         if is_regular:
-            self.epoch_losses = (self.epoch_losses[0] + total, self.epoch_losses[1] + int(number))
+            self.epoch_losses = (self.epoch_losses[0] + total, self.epoch_losses[1] + number)
         elif trainer.is_global_zero:
             self.loss_sum = total
-            self.loss_number = int(number)
-        return {"train/loss": total / number} if number else {}
+            self.loss_number = number
 
     def _refuse_non_finite(self) -> None:
         loss = self.latest.get("train/loss", 0.0)
@@ -264,8 +275,7 @@ def metrics_of(trainer: pl.Trainer, stage: str) -> Metrics:
     """Return the metrics of an evaluation, whose names begin with val or test."""
     metrics = {}
     for name, value in trainer.callback_metrics.items():
-        # A value_loss, as in reinforcement learning, is no metric of the validation.
-        if name.startswith(stage) and not name.startswith("value"):
+        if is_metric_of(stage, name):
             metrics[name] = float(value)
     return metrics
 

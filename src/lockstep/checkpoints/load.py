@@ -1,9 +1,9 @@
 """Load checkpoint files: tensors and plain values, nothing that could run code."""
 
 import io
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,6 @@ def read_checkpoint(
         UserError: the file does not exist, is damaged, or holds objects that are neither tensors
             nor plain values.
     """
-    if content is None and not Path(path).is_file():
-        raise UserError(f"There is no checkpoint {path}.")
-
     # A damaged file makes zipfile, pickle and torch raise nearly anything.
     try:
         checkpoint = torch.load(content or path, map_location=map_location, weights_only=True)
@@ -57,6 +54,12 @@ def read_checkpoint(
 
     # A new dict is without the versions that torch attaches to the state.
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
+
+
+def _unreadable(path: str | Path, error: OSError) -> UserError:
+    if isinstance(error, FileNotFoundError | IsADirectoryError):
+        return UserError(f"There is no checkpoint {path}.")
+    return UserError(f"{path} cannot be read: {error.strerror or error}.")
 
 
 def _reason(error: Exception) -> str:
@@ -71,12 +74,19 @@ def _reason(error: Exception) -> str:
 
 
 def _fault_of_file(source: str | Path | io.BytesIO) -> str:
-    """Return a sentence if a file does not begin as torch.save writes: as a zip, or as a pickle."""
+    """Return a sentence if a file does not begin as torch.save writes: as a zip, or as a pickle.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     if isinstance(source, io.BytesIO):
         start = source.getvalue()[:2]
     else:
-        with open(source, "rb") as file:
-            start = file.read(2)
+        try:
+            with open(source, "rb") as file:
+                start = file.read(2)
+        except OSError as error:
+            raise _unreadable(source, error) from None
     if not start:
         return "the file is empty."
     if start == b"PK" or start.startswith(b"\x80"):
@@ -124,22 +134,21 @@ def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint
     if not has_ranks():
         return read_checkpoint(path, map_location)
 
-    file = Path(path)
-    is_reader = dist.get_rank() == 0
-    size = 0
-    if is_reader and file.is_file():
-        size = file.stat().st_size
-    size = broadcast_object(size)
-    if not size:
-        raise UserError(f"There is no checkpoint {path}.")
-
+    chunks = _read_chunks(Path(path)) if dist.get_rank() == 0 else None
     content = io.BytesIO()
-    reader: AbstractContextManager[IO[bytes] | None] = nullcontext()
-    if is_reader:
-        reader = file.open("rb")
-    with reader as source:
-        for _ in range(0, size, CHUNK_BYTES):
-            chunk = source.read(CHUNK_BYTES) if source else None
-            content.write(broadcast_object(chunk))
+    while chunk := broadcast_object(next(chunks) if chunks else None):
+        if isinstance(chunk, UserError):
+            raise chunk
+        content.write(chunk)
     content.seek(0)
     return read_checkpoint(path, map_location, content)
+
+
+def _read_chunks(path: Path) -> Iterator[bytes | UserError]:
+    """Yield the bytes of a file and b"" at its end, or the error that every rank raises."""
+    try:
+        with path.open("rb") as file:
+            while True:
+                yield file.read(CHUNK_BYTES)
+    except OSError as error:
+        yield _unreadable(path, error)

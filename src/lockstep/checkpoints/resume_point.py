@@ -7,7 +7,7 @@ whether a validation is skipped or repeated. Checkpoints of this project store t
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 TRAINING = "training"
 VALIDATION = "validation"
 EPOCH_END = "epoch_end"
-STAGES = {
+STAGE_NAMES = {
     "train": TRAINING,
     "validate": VALIDATION,
     "sanity_check": VALIDATION,
@@ -53,25 +53,22 @@ class ResumePoint:
         return cls(**{name: value for name, value in stored.items() if name in names})
 
 
-def phase_of_trainer(trainer: pl.Trainer) -> str:
-    """Return what the trainer does now: training, validation or test, else start.
-
-    It is not the phase of a resume point.
-    """
+def stage_name(trainer: pl.Trainer) -> str:
+    """Return what the trainer does now: training, validation or test, else start."""
     stage = trainer.state.stage
     if stage is None:
         return "start"
-    return STAGES.get(str(stage.value), "start")
+    return STAGE_NAMES.get(str(stage.value), "start")
 
 
-def batches_done(trainer: pl.Trainer) -> int:
+def micro_batches_done(trainer: pl.Trainer) -> int:
     """Return the micro-batches of this epoch so far, with the one that has just ended."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def ends_step(trainer: pl.Trainer) -> bool:
     """Return whether the batch that has just ended was the last one of an optimizer step."""
-    if batches_done(trainer) % trainer.accumulate_grad_batches == 0:
+    if micro_batches_done(trainer) % trainer.accumulate_grad_batches == 0:
         return True
     return ends_epoch(trainer)
 
@@ -81,7 +78,7 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
     if trainer.num_training_batches == math.inf:
         # The data have no length.
         return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    return batches_done(trainer) >= trainer.num_training_batches
+    return micro_batches_done(trainer) >= trainer.num_training_batches
 
 
 def epoch_of(trainer: pl.Trainer) -> str:
@@ -115,7 +112,7 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
         return False
     if trainer.check_val_every_n_epoch is None:
         return trainer.fit_loop.epoch_loop.batch_progress.total.ready % every == 0
-    return batches_done(trainer) % every == 0
+    return micro_batches_done(trainer) % every == 0
 
 
 def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> ResumePoint:
@@ -124,20 +121,21 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> ResumePoint:
     Args:
         validated_step: the optimizer step of the latest validation.
     """
-    batches = batches_done(trainer)
+    batches = micro_batches_done(trainer)
     accumulate = trainer.accumulate_grad_batches
     is_last = ends_epoch(trainer)
-    phase = EPOCH_END if is_last else TRAINING
+    steps = batches // accumulate
+    lacking = 0
+    phase = TRAINING
+    if is_last:
+        steps = math.ceil(batches / accumulate)
+        lacking = -batches % accumulate
+        phase = EPOCH_END
     if is_validation_due(trainer) and validated_step != trainer.global_step:
         phase = VALIDATION
-    return ResumePoint(
-        trainer.current_epoch,
-        math.ceil(batches / accumulate) if is_last else batches // accumulate,
-        phase,
-        is_last=is_last,
-        lacking=-batches % accumulate if is_last else 0,
-        **(end_of_training(trainer) if is_left(trainer) else {}),
-    )
+
+    point = ResumePoint(trainer.current_epoch, steps, phase, is_last=is_last, lacking=lacking)
+    return with_end(point, trainer) if is_left(trainer) else point
 
 
 def is_left(trainer: pl.Trainer) -> bool:
@@ -147,7 +145,7 @@ def is_left(trainer: pl.Trainer) -> bool:
 
 def point_after_epoch(trainer: pl.Trainer, epoch: int) -> ResumePoint:
     """Return the point after an epoch."""
-    return ResumePoint(epoch, 0, EPOCH_END, **end_of_training(trainer))
+    return with_end(ResumePoint(epoch, 0, EPOCH_END), trainer)
 
 
 def is_ended_by_callback(trainer: pl.Trainer) -> bool:
@@ -168,13 +166,13 @@ def max_time_of(trainer: pl.Trainer) -> Any:
     return clocks[0] if clocks else None
 
 
-def end_of_training(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what the point of a training's end holds beside its position: ended or over_at."""
+def with_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
+    """Return the point with what has ended the training, if a callback or its time has."""
     if is_ended_by_callback(trainer):
-        return {"ended": [trainer.max_epochs, trainer.max_steps]}
+        return replace(point, ended=[trainer.max_epochs, trainer.max_steps])
     if is_out_of_time(trainer):
-        return {"over_at": max_time_of(trainer).seconds}
-    return {}
+        return replace(point, over_at=max_time_of(trainer).seconds)
+    return point
 
 
 def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
@@ -189,18 +187,9 @@ def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
 def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) -> dict[str, Any]:
     """Return the state of Lightning's `loops.fit_loop` that resumes at `point`."""
     started = point.epoch + 1
-    ended = point.epoch
-    micro = point.batches_done * accumulate
-    is_last = False
-    if point.phase == EPOCH_END:
-        ended = started
-        micro = completed = 0
-    elif point.phase == TRAINING:
-        # This is how Lightning recognises a checkpoint saved in on_train_batch_end.
-        completed = micro - 1
-    else:
-        micro = completed = micro - point.lacking
-        is_last = point.is_last
+    ended = started if point.phase == EPOCH_END else point.epoch
+    ready, completed = micro_batch_counts(point, accumulate)
+    is_validation = point.phase == VALIDATION
 
     # Add the batches of earlier epochs, which check_val_every_n_epoch=null needs.
     before = fit_loop["epoch_loop.batch_progress"]
@@ -208,15 +197,28 @@ def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) ->
     if point.phase != EPOCH_END:
         earlier -= before["current"]["ready"]
 
-    validations = int(point.phase == VALIDATION)
-    batch_progress = progress(micro, micro, completed, earlier)
-    val_progress = progress(validations, 0, 0)
+    batch_progress = progress(ready, ready, completed, earlier)
+    is_last = is_validation and point.is_last
+    val_progress = progress(int(is_validation), 0, 0)
     return {
         **fit_loop,
         "epoch_progress": progress(started, ended, ended),
         "epoch_loop.batch_progress": {**batch_progress, "is_last_batch": is_last},
         "epoch_loop.val_loop.batch_progress": {**val_progress, "is_last_batch": False},
     }
+
+
+def micro_batch_counts(point: ResumePoint, accumulate: int) -> tuple[int, int]:
+    """Return how many micro-batches of the current epoch are ready, and how many completed."""
+    if point.phase == EPOCH_END:
+        # The next epoch is the current one.
+        return 0, 0
+    ready = point.batches_done * accumulate
+    if point.phase == TRAINING:
+        # This is how Lightning recognises a checkpoint saved in on_train_batch_end.
+        return ready, ready - 1
+    ready -= point.lacking
+    return ready, ready
 
 
 def progress(ready: int, processed: int, completed: int, earlier: int = 0) -> dict[str, Any]:

@@ -34,6 +34,12 @@ def split_stage(name: str) -> tuple[str, str]:
     return stage, name[match.end() :]
 
 
+def is_metric_of(stage: str, name: str) -> bool:
+    """Return whether a name is that of a metric of an evaluation, val or test."""
+    # A value_loss, as in reinforcement learning, is no metric of the validation.
+    return name.startswith(stage) and not name.startswith("value")
+
+
 def is_lower_better(metric: str) -> bool:
     """Return whether any word of a metric's name is that of a loss or an error: val_top1_err.
 

@@ -70,36 +70,47 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
         Ended: the run could not be opened; the reason has been logged.
     """
     opening = Opening(config, cluster)
-    is_open = False
+    run = None
     with opening.exit_stack:
         try:
-            signals.install_stop_handler(signals.interrupt)
-            try:
-                run = opening.open()
-
-                from lockstep.runs.join import joined_ranks
-
-                with joined_ranks(run):
-                    is_open = True
-                    yield run
-            finally:
-                # What is left is short: a signal is noted, and no longer interrupts.
-                signals.install_stop_handler(signals.record_signal)
+            with _joined_run(opening) as run:
+                yield run
             code = EXIT_OK
-        except Exception as error:
+        # A callback or a library may call sys.exit.
+        except (Exception, SystemExit) as error:
             code = _code_of_failure(error, opening)
 
         # Of several ranks that Lockstep's agent has started, the agent's process finishes the run.
-        finishes_here = not cluster.has_agent and not cluster.local_rank
-        if finishes_here and opening.folder is not None:
-            code = finish_run(config, cluster, opening.folder, code)
-        elif not cluster.has_agent:
-            # As the first rank of the node.
-            code = code_of_stop(config, cluster, opening.folder, code)
+        if not cluster.has_agent:
+            code = _finish(opening, code)
 
-    if not is_open:
+    if run is None:
         raise Ended(code)
     run.exit_code = code
+
+
+@contextmanager
+def _joined_run(opening: "Opening") -> Iterator[Run]:
+    """Open the run and join its ranks; a signal interrupts until the block ends."""
+    signals.install_stop_handler(signals.interrupt)
+    try:
+        run = opening.open()
+
+        from lockstep.runs.join import joined_ranks
+
+        with joined_ranks(run):
+            yield run
+    finally:
+        # What is left is short: a signal is noted, and no longer interrupts.
+        signals.install_stop_handler(signals.record_signal)
+
+
+def _finish(opening: "Opening", code: int) -> int:
+    """Finish the run on the first process of a node; return the exit code of this process."""
+    folder = opening.folder
+    if folder is None or opening.cluster.local_rank:
+        return code_of_stop(opening.config, opening.cluster, folder, code)
+    return finish_run(opening.config, opening.cluster, folder, code)
 
 
 def _code_of_failure(error: BaseException, opening: "Opening") -> int:
@@ -199,27 +210,14 @@ class Opening:
 
     def _find_checkpoint(self, run: Run, previous: RunRecord | None) -> None:
         """Set the checkpoint from which a resumed run goes on, or a new one takes its weights."""
+        checkpoint = None
         if previous or run.config.get("resume") == "auto":
             checkpoint = newest_whole(run.folder.checkpoints)
-            if previous or checkpoint:
-                start = checkpoint.name if checkpoint else "its start: no whole checkpoint"
-                # Steps without a checkpoint are lost.
-                is_lost = previous is not None and bool(previous.steps) and not checkpoint
-                level = logging.WARNING if is_lost else logging.INFO
-                log.log(level, f"Resuming {run.folder.run_id} from {start}.")
-            run.resume_step = 0
-            if checkpoint:
-                run.resume_step = read_sidecar(checkpoint).step
-                run.checkpoint = str(checkpoint.resolve())
-
-        address = run.config.get("ckpt_path")
-        if address and not run.checkpoint:
-            from lockstep.storage.fetch import locate_checkpoint
-
-            logs = Path(run.config["paths"]["log_dir"])
-            run.checkpoint = str(
-                locate_checkpoint(str(address), logs, run.config.get("s3")).resolve()
-            )
+            run.resume_step = read_sidecar(checkpoint).step if checkpoint else 0
+            _log_resume(run, previous, checkpoint)
+        checkpoint = checkpoint or _initial_weights(run.config)
+        if checkpoint:
+            run.checkpoint = str(checkpoint.resolve())
 
     def _apply_decision(self, decision_json: RunDecisionJson) -> None:
         """Apply what rank 0 has decided; on rank 0 itself there is nothing to do."""
@@ -254,6 +252,28 @@ class Opening:
         set_variables(
             {"TORCH_FR_DUMP_TEMP_FILE": str(run.folder.path / "nccl-trace-rank")}, unless_set=True
         )
+
+
+def _log_resume(run: Run, previous: RunRecord | None, checkpoint: Path | None) -> None:
+    """Log where a resumed run goes on; nothing of a new one."""
+    if checkpoint:
+        log.info(f"Resuming {run.folder.run_id} from {checkpoint.name}.")
+    elif previous:
+        # Steps without a checkpoint are lost.
+        level = logging.WARNING if previous.steps else logging.INFO
+        log.log(level, f"Resuming {run.folder.run_id} from its start: no whole checkpoint.")
+
+
+def _initial_weights(config: Config) -> Path | None:
+    """Return the checkpoint of ckpt_path, downloaded if it lies in a bucket."""
+    address = config.get("ckpt_path")
+    if not address:
+        return None
+
+    from lockstep.storage.fetch import locate_checkpoint
+
+    logs = Path(config["paths"]["log_dir"])
+    return locate_checkpoint(str(address), logs, config.get("s3"))
 
 
 def _decision_json(run: Run) -> RunDecisionJson:

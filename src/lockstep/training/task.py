@@ -158,12 +158,15 @@ class Task(pl.LightningModule):
         self.log_exactly(self.evaluation_values("test"))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what all ranks have counted in this epoch; a collective."""
-        reduce = self.trainer.strategy.reduce
-        checkpoint["train_sums"] = {
-            name: reduce(self.sums[name].clone(), reduce_op="sum").tolist()
-            for name in self._counted_names("train")
-        }
+        """Keep what all ranks have counted in this epoch; a collective unless fit has failed."""
+        sums = {}
+        for name in self._counted_names("train"):
+            pair = self.sums[name].clone()
+            # After an exception a rank may save without the others.
+            if not self.trainer.interrupted:
+                pair = self.trainer.strategy.reduce(pair, reduce_op="sum")
+            sums[name] = pair.tolist()
+        checkpoint["train_sums"] = sums
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Give rank 0 what all ranks had counted; the others begin at zero."""

@@ -112,6 +112,20 @@ def test_a_monitor_that_nothing_logs_is_named(tmp_path, caplog):
     )
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_value_loss_does_not_refuse_the_monitor(tmp_path, caplog):
+    class Actor(Small):
+        def training_step(self, batch, batch_idx):
+            self.log("value_loss", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    fit(Actor(), Checkpoints(tmp_path), val_loader=DataLoader(torch.ones(1, 2)))
+    assert "No best checkpoint: task.monitor=val/acc is not logged" in caplog.text
+
+
 def test_an_error_of_the_writing_thread_ends_training(tmp_path):
     callback = Checkpoints(tmp_path, asynchronous=True)
     callback.writer.job = Future()
@@ -232,7 +246,7 @@ def loaded(cluster, folder):
     """Each rank has a folder of its own; only rank 0's holds the file."""
     meet(cluster)
     found, refused = load_on_all_ranks(Path(folder) / f"{cluster.rank}" / "x.ckpt"), []
-    for name in ("torn.ckpt", "none.ckpt"):
+    for name in ("torn.ckpt", "none.ckpt", "unreadable.ckpt"):
         try:
             load_on_all_ranks(Path(folder) / f"{cluster.rank}" / name)
         except UserError as error:
@@ -244,12 +258,13 @@ def test_rank_zero_reads_a_checkpoint_for_all_ranks(tmp_path):
     state = {"w": torch.ones(20_000_000)}  # more than one message
     write_checkpoint({"state_dict": state}, tmp_path / "0" / "x.ckpt")
     (tmp_path / "0" / "torn.ckpt").write_bytes((tmp_path / "0" / "x.ckpt").read_bytes()[:-1000])
+    (tmp_path / "0" / "unreadable.ckpt").symlink_to("/proc/self/mem")
     results = run_ranks(loaded, 2, str(tmp_path))
     assert [total for total, _ in results] == [2e7, 2e7]
-    for _, (torn, none) in results:
-        assert "torn.ckpt is not a checkpoint that can be loaded" in torn and none.startswith(
-            "There is no checkp"
-        )
+    for _, (torn, none, unreadable) in results:
+        assert "torn.ckpt is not a checkpoint that can be loaded" in torn
+        assert none.startswith("There is no checkp")
+        assert "unreadable.ckpt cannot be read: " in unreadable
 
 
 def test_the_copy_does_not_change_with_the_weights():

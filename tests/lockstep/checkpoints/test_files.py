@@ -183,6 +183,13 @@ def test_a_picture_is_told_to_be_no_checkpoint(picture, tmp_path):
         read_checkpoint(path)
 
 
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path):
+    path = tmp_path / "x.ckpt"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"x.ckpt cannot be read: Input/output error\."):
+        read_checkpoint(path)
+
+
 def test_a_damaged_file_is_one_sentence(tmp_path):
     path = tmp_path / "x.ckpt"
     with pytest.raises(UserError, match=r"There is no checkpoint .*x\.ckpt\."):

@@ -4,12 +4,14 @@ Lightning's own loop trains, in one process; a run that is killed raises where i
 """
 
 import random
+from functools import partial
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,6 +31,8 @@ from lockstep.checkpoints.load import read_checkpoint
 from lockstep.checkpoints.resume_point import EPOCH_END, TRAINING, VALIDATION
 from lockstep.process.errors import Interrupted, UserError
 from lockstep.ranks import collectives
+from lockstep.training.task import Task
+from plain_task import fit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -404,11 +408,12 @@ def test_what_an_exact_resume_needs_is_said_at_the_start(tmp_path, caplog):
     assert "at an epoch's end only" in said(lambda: [Resumable(), plain])
 
 
+def refuse(*_, **__):
+    raise AssertionError("a collective")
+
+
 def test_a_rank_that_fails_saves_without_the_others(tmp_path, monkeypatch):
     """Lightning's OnExceptionCheckpoint on one rank: no collective may wait for the other ranks."""
-
-    def refuse(*_):
-        raise AssertionError("a collective")
 
     def fail(*now):
         monkeypatch.setattr(collectives, "gather_objects", refuse)
@@ -420,6 +425,27 @@ def test_a_rank_that_fails_saves_without_the_others(tmp_path, monkeypatch):
         start(tmp_path, LOADERS["shuffle"], *callbacks, **options)
     content = read_checkpoint(tmp_path / "failed" / "on_exception.ckpt")
     assert content["lockstep"]["point"]["batches_done"] == 1
+
+
+class Counting(Task):
+    """Its second batch fails, and the other ranks are in another collective."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1))
+
+    def training_step(self, batch, batch_idx):
+        self.count(hits=batch[:, 0])
+        if batch_idx == 1:
+            self.trainer.strategy.reduce = refuse
+            raise Killed
+        return self.net(batch).sum()
+
+
+def test_a_rank_that_fails_saves_its_counts_alone(tmp_path):
+    with pytest.raises(Killed):
+        fit(Counting(), OnExceptionCheckpoint(tmp_path), enable_checkpointing=True)
+    content = read_checkpoint(tmp_path / "on_exception.ckpt")
+    assert content["train_sums"] == {"train/hits": [2, 2]}
 
 
 def test_a_stop_within_a_step_repeats_its_batches(tmp_path):

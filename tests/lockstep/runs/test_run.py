@@ -323,6 +323,22 @@ def test_who_waits_in_vain_leaves_the_run_alone(error, tmp_path, monkeypatch):
     assert read_record(folder.record_path).status == "running"
 
 
+def test_a_library_that_calls_exit_fails_the_run(tmp_path, monkeypatch):
+    words = ["experiment=quickstart", "trainer=cpu", "run_id=r", f"paths.log_dir={tmp_path}"]
+    config = config_of(*words)
+
+    def leave(_):
+        sys.exit(0)
+
+    monkeypatch.setattr("lockstep.runs.opening.headlines", leave)
+    with pytest.raises(Ended) as ended, open_run(config, find_ranks(config, {})):
+        pass
+    record = read_record(RunFolder(tmp_path / "train" / "runs" / "r").record)
+    assert ended.value.exit_code == 1
+    assert (record.status, record.exit_code) == ("failed", 1)
+    assert "SystemExit" in record.error["message"]
+
+
 @pytest.mark.parametrize(
     ("limit", "before", "is_refused"), [(100, 1, True), (100, 2, False), (0.5, 1, False)]
 )
