@@ -23,6 +23,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.files import utc_now
 from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
+from lockstep.ranks.placement import one_process_options
 from lockstep.records.config import Config
 from lockstep.runs.checks import check_before_start
 from lockstep.runs.opening import open_run
@@ -191,7 +192,7 @@ def evaluation_config(
         "callbacks": callbacks,
     }
     if "trainer" not in named:
-        config["trainer"] = _in_one_process(config["trainer"])
+        config["trainer"] = one_process_options(config["trainer"], named)
     config["trainer"]["accumulate_grad_batches"] = 1
     return config
 
@@ -226,17 +227,6 @@ def _as_measured(data: dict[str, Any], facts: Config, named: set[str]) -> dict[s
     measured = {name: facts.get(name) for name in names}
     left_open = {key: value for key, value in measured.items() if f"data.{key}" not in named}
     return {**data, **left_open}
-
-
-def _in_one_process(trainer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **trainer,
-        "launch": "one_process",
-        "devices": 1,
-        "num_nodes": 1,
-        "process_devices": 1,
-        "strategy": None,
-    }
 
 
 if __name__ == "__main__":

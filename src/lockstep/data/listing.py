@@ -170,11 +170,15 @@ def files_below(
 
 def _without_arrays(items: list[Item], left_out: LeftOut) -> list[Item]:
     """Return the images. NumPy files beside pictures, as of their features, are left out."""
-    arrays = [item for item in items if item.name.lower().endswith(ARRAY_SUFFIX)]
-    if not arrays or len(arrays) == len(items):
+    arrays = []
+    pictures = []
+    for item in items:
+        is_array = item.name.lower().endswith(ARRAY_SUFFIX)
+        (arrays if is_array else pictures).append(item)
+    if not arrays or not pictures:
         return items
     left_out.setdefault(f"{ARRAY_SUFFIX} files", []).extend(item.name for item in arrays)
-    return [item for item in items if item not in arrays]
+    return pictures
 
 
 def _read_folder(

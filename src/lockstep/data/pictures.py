@@ -266,6 +266,9 @@ def _verdict(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Verdict
         is_counted = target >= 0
         share = (target == predicted)[is_counted].float().mean()
         return Verdict(f"{share:.1%} of the pixels right", "image, true, predicted", True)
+    if target.ndim == 1:
+        # A label that nobody knows is neither right nor wrong.
+        predicted = predicted.where(target.isfinite(), target)
     text = describe_target(predicted, names)
     true = describe_target(target, names)
     if target.ndim == 0:

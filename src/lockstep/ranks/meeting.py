@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lockstep.process import signals
-from lockstep.process.errors import UserError
+from lockstep.process.errors import UserError, is_full
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.records.provenance import Fingerprint, describe_difference
@@ -289,6 +289,11 @@ def _answer(everyone: list[Introduction], decide: Callable[[], Answer]) -> Answe
         return {**decide(), "hosts": [each.host for each in everyone]}
     except UserError as error:
         return {"error": str(error)}
+    except OSError as error:
+        if is_full(error):
+            raise
+        # An error of a file is not the end of the store, for which `meet` would take it.
+        return {"error": f"rank 0 on {first.host}: {error}"}
 
 
 def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:

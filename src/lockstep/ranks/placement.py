@@ -149,6 +149,31 @@ def gpus_needed(trainer: Config, devices: int) -> int:
     return 2
 
 
+def one_process_options(trainer: Config, named: set[str]) -> Config:
+    """Return the options of a trainer with those of one process.
+
+    Args:
+        named: keys of the command line.
+
+    Raises:
+        UserError: one of them asks for several processes.
+    """
+    one_process = {
+        "launch": "one_process",
+        "devices": 1,
+        "num_nodes": 1,
+        "process_devices": 1,
+        "strategy": None,
+    }
+    for option, value in one_process.items():
+        if f"trainer.{option}" in named and trainer[option] != value:
+            raise UserError(
+                f"trainer.{option}={trainer[option]} needs trainer=, as trainer=ddp: without it "
+                "one process works on one device."
+            )
+    return {**trainer, **one_process}
+
+
 def option_for_cpus(name: str) -> str:
     """Return the option that a machine without the GPUs of trainer=NAME can run."""
     simulated = f"{name}_sim"

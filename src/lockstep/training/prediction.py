@@ -31,6 +31,7 @@ from lockstep.process.output import duration
 from lockstep.ranks.collectives import has_ranks
 from lockstep.ranks.failures import log_failure
 from lockstep.ranks.find import Cluster, set_rank_environment
+from lockstep.ranks.placement import one_process_options
 from lockstep.ranks.process_group import all_or_none, create_process_group
 from lockstep.records.config import Config
 from lockstep.runs.join import ignore_expected_warnings, threads_of
@@ -51,8 +52,7 @@ def prediction_config(overrides: list[str]) -> dict[str, Any]:
     config = whole_config(compose("train", overrides))
     keys = {key_of(override) for override in overrides}
     if "trainer" not in keys:
-        one_process = {"launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None}
-        config["trainer"] = {**config["trainer"], **one_process}
+        config["trainer"] = one_process_options(config["trainer"], keys)
     if "trainer.precision" not in keys:
         config["trainer"]["precision"] = None
     return {**config, "task_name": "predict"}

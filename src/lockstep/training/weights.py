@@ -197,6 +197,11 @@ def _match_parts_beside_net(
     return [f"skipped {', '.join(parts)}, which this task lacks"]
 
 
+def _images_of_classes(facts: DataFacts) -> dict[str, int]:
+    """Return the number of training images of each class by its name; nothing if unknown."""
+    return dict(zip(facts.get("class_names") or (), facts.get("class_counts") or (), strict=False))
+
+
 def _may_have_seen_evaluation_images(
     checkpoint: Checkpoint, data: Config, facts: DataFacts
 ) -> bool:
@@ -206,9 +211,14 @@ def _may_have_seen_evaluation_images(
     if data_before.get("name") != data.get("name"):
         return False
 
+    facts_before = facts_of(checkpoint)
+    counts_before = _images_of_classes(facts_before)
+    counts = _images_of_classes(facts)
+    if counts_before and counts_before.keys() != counts.keys():
+        # Folders of one `data.name` may hold other data.
+        return False
     # The hash says nothing about the split, as it differs by data.path.
-    counts_before = facts_of(checkpoint).get("class_counts")
-    if counts_before != facts.get("class_counts"):
+    if counts_before != counts:
         return True
     keys = ("seed", "fold", "num_folds")
     return any(data_before.get(key) != data.get(key) for key in keys)

@@ -122,6 +122,11 @@ def test_labels_numbers_and_masks_have_their_words(tiles):
     assert len(tiles[-1][0][0]) == 3
 
 
+def test_a_label_that_nobody_knows_is_no_mistake(tiles):
+    labels = mistakes(tiles, torch.tensor([1.0, float("nan"), 0]), torch.tensor([0.9, 0.8, 0.1]))
+    assert labels == (["cat", "true: cat", "loss 2.5"], "black")
+
+
 def test_the_file_of_a_tested_image_is_named(tmp_path, tiles):
     data = SimpleNamespace(source=SimpleNamespace(name=lambda i: f"test/cat/{i}.png"))
     parts = [torch.tensor([1.0]), torch.tensor([5]), torch.zeros(1, 1, 4, 4)]

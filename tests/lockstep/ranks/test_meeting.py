@@ -85,6 +85,15 @@ def refuse():
     raise UserError("rank 1 on this run is finished.")
 
 
+def test_a_file_that_rank_zero_cannot_read_is_named_to_all():
+    def decide():
+        raise PermissionError(13, "Permission denied", "/group/x.ckpt")
+
+    answers = Ranks(2).start(0, decide=decide).start(1).end()
+    assert answers[0] == answers[1]
+    assert answers[0].endswith(": [Errno 13] Permission denied: '/group/x.ckpt'")
+
+
 @pytest.mark.parametrize(
     ("first", "second", "sentence"),
     [

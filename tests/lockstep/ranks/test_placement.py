@@ -8,13 +8,20 @@ from torch import nn
 
 from lockstep.config.compose import compose, plain
 from lockstep.process.errors import UserError
-from lockstep.ranks.placement import RequestedDevices, resolve_devices
+from lockstep.ranks.placement import RequestedDevices, one_process_options, resolve_devices
 from lockstep.strategies.recompute import recompute_activations
 from strategy_runs import one, worst
 
 
 def options(*words):
     return plain(compose("train", list(words)))["trainer"]
+
+
+def test_devices_without_a_trainer_are_refused():
+    trainer = options("trainer=ddp_sim", "trainer.devices=4")
+    assert one_process_options(trainer, set())["devices"] == 1
+    with pytest.raises(UserError, match=r"trainer\.devices=4 needs trainer=, as trainer=ddp"):
+        one_process_options(trainer, {"trainer.devices"})
 
 
 @pytest.mark.parametrize(

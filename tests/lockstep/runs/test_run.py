@@ -333,7 +333,7 @@ def test_a_library_that_calls_exit_fails_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.runs.opening.headlines", leave)
     with pytest.raises(Ended) as ended, open_run(config, find_ranks(config, {})):
         pass
-    record = read_record(RunFolder(tmp_path / "train" / "runs" / "r").record)
+    record = read_record(RunFolder(tmp_path / "train" / "runs" / "r").record_path)
     assert ended.value.exit_code == 1
     assert (record.status, record.exit_code) == ("failed", 1)
     assert "SystemExit" in record.error["message"]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.framing import Framing
 from lockstep.data.reading import Reading
-from lockstep.data.unlabelled import ImageFiles, UnlabelledImages
+from lockstep.data.unlabelled import FilesOrBlanks, UnlabelledImages
 from lockstep.process.errors import UserError
 from lockstep.training import prediction
 from lockstep.training.own_loaders import predict_own_batches
@@ -80,7 +80,7 @@ def files(tmp_path):
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_damaged_deep_image_is_float32_as_the_others(files, default):
-    source = ImageFiles(files, Reading(limits=(0.0, 255.0)), 6)
+    source = FilesOrBlanks(files, Reading(limits=(0.0, 255.0)), 6)
     torch.set_default_dtype(default)
     try:
         dtypes = {source.open(position)[0].dtype for position in range(len(files))}
