@@ -224,6 +224,26 @@ def test_a_head_beside_the_net_is_new_for_other_classes(joined_checkpoint, names
     assert said.count("the head") == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "counts", "is_warned"),
+    [
+        (["fox", "cat", "dog"], [7, 5, 6], False),
+        (["cat", "dog", "fox"], [5, 6, 8], True),
+        (["ant", "bee", "fly"], [1, 2, 3], False),
+    ],
+)
+def test_another_split_of_the_same_classes_is_warned_of(tmp_path, names, counts, is_warned):
+    before, facts = joined(["cat", "dog", "fox"])
+    facts["class_counts"] = [5, 6, 7]
+    state = {"state_dict": before.state_dict(), "lockstep": {"config": {}, "data": facts}}
+    write_checkpoint(state, tmp_path / "split.ckpt")
+    module, facts = joined(names)
+    said = start_from(
+        module, str(tmp_path / "split.ckpt"), "m", {}, {**facts, "class_counts": counts}
+    )
+    assert ("the split differs" in said) == is_warned
+
+
 def test_a_head_beside_the_net_follows_the_order_of_classes(joined_checkpoint):
     before, path = joined_checkpoint
     module, facts = joined(["fox", "cat", "dog"])
