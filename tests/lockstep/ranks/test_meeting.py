@@ -85,7 +85,7 @@ def refuse():
     raise UserError("rank 1 on this run is finished.")
 
 
-def test_a_file_that_rank_zero_cannot_read_is_named_to_all():
+def test_a_file_that_rank_zero_cannot_read_is_named():
     def decide():
         raise PermissionError(13, "Permission denied", "/group/x.ckpt")
 
