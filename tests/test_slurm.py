@@ -36,7 +36,7 @@ def folder(slurm, job):
 
 
 def record(slurm, job):
-    return json.loads(folder(slurm, job).record.read_text())
+    return json.loads(folder(slurm, job).record_path.read_text())
 
 
 def wait_for_checkpoint(slurm, job):
