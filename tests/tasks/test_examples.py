@@ -277,14 +277,20 @@ def test_a_teacher_of_another_range_is_refused(limits, said):
     assert bool(re.search(said, message)) and bool(message) == bool(said)
 
 
-@pytest.mark.filterwarnings("ignore:No positive samples")
-def test_a_label_that_never_occurs_has_no_precision(monkeypatch):
-    task = MultiLabel(torch.nn.Identity(), num_classes=3)
+def multilabel_alone(num_classes, monkeypatch):
+    """Return a multi-label task without a trainer, which counts precision alone."""
+    task = MultiLabel(torch.nn.Identity(), num_classes=num_classes)
     task._trainer = SimpleNamespace(
         strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts)
     )
     monkeypatch.setattr(Task, "count", lambda *_, **__: None)
     monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
+    return task
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples")
+def test_a_label_that_never_occurs_has_no_precision(monkeypatch):
+    task = multilabel_alone(3, monkeypatch)
     logits = torch.tensor([[2.0, -1, 0], [-1, 2, 1], [1, 0, -1]])
     for _ in range(2):
         task.validation_step((logits, 0.9 * (logits > 0.5) * torch.tensor([1.0, 1, 0])), 0)  # soft
@@ -294,12 +300,7 @@ def test_a_label_that_never_occurs_has_no_precision(monkeypatch):
 
 
 def test_precision_ranks_batches_of_small_logits_with_others(monkeypatch):
-    task = MultiLabel(torch.nn.Identity(), num_classes=2)
-    task._trainer = SimpleNamespace(
-        strategy=SimpleNamespace(reduce=lambda counts, reduce_op: counts)
-    )
-    monkeypatch.setattr(Task, "count", lambda *_, **__: None)
-    monkeypatch.setattr(Task, "evaluation_values", lambda *_: {})
+    task = multilabel_alone(2, monkeypatch)
     # 0.1 stands before the sigmoid below that of 0, and after it above.
     for logits, labels in (([[0.1, 0.1]], [[1.0, 1]]), ([[0.0, -1]], [[0.0, 0]])):
         task.validation_step((torch.tensor(logits), torch.tensor(labels)), 0)
