@@ -170,8 +170,8 @@ def files_below(
 
 def _without_arrays(items: list[Item], left_out: LeftOut) -> list[Item]:
     """Return the images. NumPy files beside pictures, as of their features, are left out."""
-    arrays = []
-    pictures = []
+    arrays: list[Item] = []
+    pictures: list[Item] = []
     for item in items:
         is_array = item.name.lower().endswith(ARRAY_SUFFIX)
         (arrays if is_array else pictures).append(item)
