@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 LOST_AFTER_S = 40.0
-SPEAK_INTERVAL_S = 60.0
+LOG_INTERVAL_S = 60.0
 # A wait of hours may end a second late; one that is over at once costs some hundredths.
 MOST_WAITING_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
@@ -178,7 +178,7 @@ class Heartbeat:
         self._reached += 1
         began = time.monotonic()
         looked_at = began
-        speak_at = began + SPEAK_INTERVAL_S
+        log_at = began + LOG_INTERVAL_S
         self._waits_since = began
         self._without_round_s = 0.0
         self._wake.set()
@@ -186,10 +186,10 @@ class Heartbeat:
             self._without_round_s += self._awake_since(looked_at)
             looked_at = time.monotonic()
             self._raise_if_lost()
-            if self.rank == 0 and self._late and time.monotonic() > speak_at:
+            if self.rank == 0 and self._late and time.monotonic() > log_at:
                 minutes = (time.monotonic() - began) / 60
                 log.info(f"Waiting for rank {self._late[0]} since {minutes:.0f} min …")
-                speak_at += SPEAK_INTERVAL_S
+                log_at += LOG_INTERVAL_S
             time.sleep(POLL_INTERVAL_S)
         self._waits_since = None
 

@@ -6,8 +6,8 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,14 +22,15 @@ from lockstep.records.provenance import Fingerprint, describe_difference
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
-SPEAK_INTERVAL_S = 5.0
+LOG_INTERVAL_S = 5.0
 # Rank 0 tells the others at the deadline who is missing. They wait so much longer to read it.
-LATER_THAN_RANK_ZERO_S = 2.0
+FOLLOWER_GRACE_S = 2.0
 # The process of rank 0 may hold the store. It stays so long for the others to read an error.
-READ_WITHIN_S = 2.0
-START = "lockstep/start"
+ERROR_READ_GRACE_S = 2.0
+START_KEY = "lockstep/start"
 
-Answer = dict[str, Any]
+# The decision of rank 0; it must have a JSON form.
+Decision = dict[str, Any]
 
 
 class Introduction(NamedTuple):
@@ -40,6 +41,21 @@ class Introduction(NamedTuple):
     fingerprint: Fingerprint | None
 
 
+class Answer(NamedTuple):
+    """Rank 0's words to the other ranks.
+
+    Args:
+        nonces: of the introductions that rank 0 has read.
+        hosts: the name of each rank's host.
+        error: why no rank starts; empty if all do.
+    """
+
+    nonces: list[str]
+    hosts: list[str]
+    decision: Decision
+    error: str
+
+
 @dataclass
 class Meeting:
     """The store and the facts that the ranks of one start share once they have met.
@@ -48,6 +64,7 @@ class Meeting:
         store: of this start alone, as torchrun keeps its store over restarts.
         hosts: the name of each rank's host.
         timeout_s: the longest that a rank waits for the others.
+        decision: of rank 0, for all ranks.
         agreements: how many `all_or_none` of process_group.py has begun on this rank.
         heartbeat: by which the ranks notice a silent one; None until they have joined.
     """
@@ -56,6 +73,7 @@ class Meeting:
     store: dist.Store
     hosts: list[str]
     timeout_s: float
+    decision: Decision = field(default_factory=dict)
     agreements: int = 0
     heartbeat: Heartbeat | None = None
 
@@ -77,204 +95,170 @@ def meet(
     cluster: Cluster,
     timeout_s: float,
     fingerprint: Fingerprint | None = None,
-    decide: Callable[[], Answer] = dict,
-) -> Answer:
-    """Wait for every rank, and return rank 0's decisions on all of them.
+    decide: Callable[[], Decision] = dict,
+) -> Meeting:
+    """Wait for every rank, and hand rank 0's decision to all of them.
 
     torchrun keeps its store over restarts, so it may hold keys of an earlier start. Rank 0
     therefore puts the keys of this start under a random prefix; the meeting counts once rank 0 has
-    read a random number of each rank under the prefix and has sent these numbers back. A node that
-    comes while rank 0 of an earlier run still uploads waits for that one's end, and connects again.
+    read a nonce of each rank under the prefix and has sent these nonces back. A node that comes
+    while rank 0 of an earlier run still uploads waits for that one's end, and connects again.
 
     Args:
         fingerprint: the code, config and packages of this rank, which must be those of rank 0.
-        decide: called on rank 0 once all are there; its result must have a JSON form.
+        decide: called on rank 0 once all are there.
 
     Raises:
         UserError: a node did not come in time, ranks differ, or rank 0 refuses the start.
     """
-    wait = _Wait(cluster, timeout_s)
+    deadline = _Deadline(cluster, timeout_s)
     introduction = Introduction(secrets.token_hex(8), socket.gethostname(), fingerprint)
-
-    answer: Answer | None = None
-    while answer is None:
-        store = _connect(cluster, timeout_s, wait)
-        try:
-            if cluster.rank == 0:
-                prefix, answer = _lead(store, wait, introduction, decide)
-            else:
-                prefix, answer = _follow(store, wait, introduction)
-        except (OSError, dist.DistError):
-            if wait.has_begun:
-                message = f"rank 0 at {wait.address} has ended before the run began"
-                raise RuntimeError(message) from None
-            # The store was of an earlier run, whose rank 0 has ended.
-            wait.pause([0])
-
-    if "error" in answer:
+    if cluster.rank == 0:
+        store, answer = _lead(deadline, introduction, decide)
+    else:
+        store, answer = _follow(deadline, introduction)
+    if answer.error:
         let_others_read(cluster)
-        raise UserError(answer["error"])
-    start = dist.PrefixStore(prefix, store)
-    _meetings.append(Meeting(cluster, start, answer["hosts"], timeout_s))
-    return answer
+        raise UserError(answer.error)
+    meeting = Meeting(cluster, store, answer.hosts, timeout_s, answer.decision)
+    _meetings.append(meeting)
+    return meeting
 
 
 def let_others_read(cluster: Cluster) -> None:
     """Let the process of rank 0 live on for a moment, if it holds the store, before it ends."""
     if cluster.rank == 0 and not cluster.agent_store:
-        time.sleep(READ_WITHIN_S)
+        time.sleep(ERROR_READ_GRACE_S)
 
 
-class _Wait:
-    """The patience of a rank: it polls, says every few seconds who is missing, and ends in time."""
+class _Deadline:
+    """The time until which a rank waits for the others; it logs every few seconds who is missing.
+
+    Attributes:
+        ends_at: as time.monotonic() counts.
+    """
 
     def __init__(self, cluster: Cluster, timeout_s: float) -> None:
         self.cluster = cluster
         self.timeout_s = timeout_s
-        self.reason = ""  # why the store cannot be reached, or rank 0 is not there
-        # Whether rank 0 of this start is there, and has not answered yet.
-        self.has_begun = cluster.rank == 0
-        self.deadline = time.monotonic() + timeout_s
-        self._speak_at = time.monotonic() + SPEAK_INTERVAL_S
+        self.ends_at = time.monotonic() + timeout_s
+        self._log_at = time.monotonic() + LOG_INTERVAL_S
 
     @property
     def address(self) -> str:
         return f"{self.cluster.master_addr}:{self.cluster.master_port}"
 
-    def nodes_of(self, ranks: list[int]) -> list[int]:
+    def find_missing_nodes(self, arrived: Container[int]) -> list[int]:
+        """Return the nodes of the ranks that have not arrived."""
+        ranks = [rank for rank in range(self.cluster.world_size) if rank not in arrived]
         return sorted({rank // self.cluster.ranks_per_node for rank in ranks})
 
-    def error(self, nodes: list[int]) -> str:
+    def describe_missing(self, nodes: Sequence[int], reason: str = "") -> str:
+        """Return the message of the error that ends a wait for nodes."""
         names = ", ".join(map(str, nodes))
         return (
             f"node rank {names} did not arrive at {self.address} within {self.timeout_s:.0f} s"
-            f"{self.reason}: is the same command running there, with the same MASTER_ADDR and "
+            f"{reason}: is the same command running there, with the same MASTER_ADDR and "
             "MASTER_PORT, and the port open?"
         )
 
-    def pause(self, missing_nodes: list[int]) -> None:
-        """Sleep until the next look; raise UserError long after the deadline, if nodes miss."""
+    def pause(self, missing_nodes: Sequence[int], reason: str = "") -> None:
+        """Sleep until the next look; raise UserError long after the deadline, if nodes miss.
+
+        Args:
+            reason: why the store cannot be reached, or rank 0 is not there.
+        """
         if missing_nodes:
-            if time.monotonic() > self.deadline + LATER_THAN_RANK_ZERO_S:
-                raise UserError(self.error(missing_nodes))
-            self._speak(missing_nodes)
+            if time.monotonic() > self.ends_at + FOLLOWER_GRACE_S:
+                raise UserError(self.describe_missing(missing_nodes, reason))
+            self._log(missing_nodes, reason)
         # An import may have caught the exception of a signal. A rank that heard one does not come.
         signals.check()
         time.sleep(POLL_INTERVAL_S)
 
-    def _speak(self, missing_nodes: list[int]) -> None:
-        if self.cluster.local_rank != 0 or time.monotonic() < self._speak_at:
+    def _log(self, missing_nodes: Sequence[int], reason: str) -> None:
+        if self.cluster.local_rank != 0 or time.monotonic() < self._log_at:
             return
         names = ", ".join(map(str, missing_nodes))
-        log.info(f"Waiting for node rank {names} at {self.address}{self.reason} …")
-        self._speak_at += SPEAK_INTERVAL_S
+        log.info(f"Waiting for node rank {names} at {self.address}{reason} …")
+        self._log_at += LOG_INTERVAL_S
 
 
-def _connect(cluster: Cluster, timeout_s: float, wait: _Wait) -> dist.TCPStore:
+def _connect(deadline: _Deadline) -> dist.TCPStore:
     """Open the store as soon as somebody serves it."""
     while True:
         try:
-            store = _open_store(cluster, timeout_s)
+            return _open_store(deadline.cluster, deadline.timeout_s)
         except (OSError, dist.DistError) as problem:
             cause = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-            wait.reason = f" ({cause})"
-            wait.pause([0])
-        else:
-            wait.reason = ""
-            return store
+            deadline.pause([0], f" ({cause})")
 
 
 def _lead(
-    store: dist.TCPStore,
-    wait: _Wait,
-    introduction: Introduction,
-    decide: Callable[[], Answer],
-) -> tuple[str, Answer]:
+    deadline: _Deadline, introduction: Introduction, decide: Callable[[], Decision]
+) -> tuple[dist.Store, Answer]:
     """Collect the introductions of all ranks, as rank 0, and answer them.
 
-    A rank makes the same few calls in each look, however many ranks there are: the numbers of the
-    ranks that have come are one text, to which each appends its own.
-
     Returns:
-        The prefix of this start's keys, and the answer.
+        The store of this start, and the answer.
     """
+    store = _connect(deadline)
     prefix = f"lockstep/{introduction.nonce}"
-    missing = list(range(1, wait.cluster.world_size))
-    store.set(f"{prefix}/0", json.dumps(introduction))
-    _arrive(store, prefix, 0)
-    _publish(store, prefix, wait.nodes_of(missing))
-    store.set(START, introduction.nonce)
+    _introduce(store, prefix, 0, introduction)
+    _publish_missing(store, prefix, deadline.find_missing_nodes([0]))
+    store.set(START_KEY, introduction.nonce)
 
-    publish_at = time.monotonic()
-    while True:
-        arrived = set(map(int, store.get(f"{prefix}/arrived").split()))
-        missing = [rank for rank in range(wait.cluster.world_size) if rank not in arrived]
-        if not missing or time.monotonic() > wait.deadline:
-            break
-        nodes = wait.nodes_of(missing)
-        if time.monotonic() >= publish_at:
-            _publish(store, prefix, nodes)
-            publish_at = time.monotonic() + 1
-        wait.pause(nodes)
-
-    # The others wait without a limit for what rank 0 decides: it may search for the largest batch.
-    _publish(store, prefix, wait.nodes_of(missing))
-    keys = [f"{prefix}/{rank}" for rank in sorted(arrived)]
-    everyone = [Introduction(*json.loads(text)) for text in store.multi_get(keys)]
-    if missing:
-        answer: Answer = {"error": wait.error(wait.nodes_of(missing))}
+    introductions = _gather(store, prefix, deadline)
+    missing_nodes = deadline.find_missing_nodes(introductions)
+    if missing_nodes:
+        error = deadline.describe_missing(missing_nodes)
     else:
-        answer = _answer(everyone, decide)
-    answer["numbers"] = [each.nonce for each in everyone]
+        error = _describe_other_rank(introductions)
+    answer = _answer(list(introductions.values()), error, decide)
     store.set(f"{prefix}/answer", json.dumps(answer))
-    return prefix, answer
+    return dist.PrefixStore(prefix, store), answer
 
 
-def _arrive(store: dist.TCPStore, prefix: str, rank: int) -> None:
-    """Add a rank to those that have introduced themselves."""
+def _introduce(store: dist.TCPStore, prefix: str, rank: int, introduction: Introduction) -> None:
+    """Put the introduction of a rank into the store, and add it to those that have arrived.
+
+    The numbers of the ranks that have arrived are one text, to which each appends its own. So rank
+    0 makes the same few calls in each look, however many ranks there are.
+    """
+    store.set(f"{prefix}/{rank}", json.dumps(introduction))
     # torch's type stubs lack this method.
     store.append(f"{prefix}/arrived", f"{rank} ")  # type: ignore[attr-defined]
 
 
-def _publish(store: dist.TCPStore, prefix: str, missing_nodes: list[int]) -> None:
+def _publish_missing(store: dist.TCPStore, prefix: str, nodes: list[int]) -> None:
     """Tell the other ranks which nodes miss."""
-    store.set(f"{prefix}/missing", json.dumps(missing_nodes))
+    store.set(f"{prefix}/missing", json.dumps(nodes))
 
 
-def _follow(store: dist.TCPStore, wait: _Wait, introduction: Introduction) -> tuple[str, Answer]:
-    """Introduce this rank to rank 0, and wait for the answer that is meant for it.
-
-    Returns:
-        The prefix of this start's keys, and the answer.
-    """
-    rank = wait.cluster.rank
-    introduced_at = ""
+def _gather(store: dist.TCPStore, prefix: str, deadline: _Deadline) -> dict[int, Introduction]:
+    """Wait for all ranks until the deadline; return what has come, by rank."""
+    publish_at = time.monotonic()
     while True:
-        missing_nodes = [0]
-        if store.check([START]):
-            # Rank 0 may come later and begin anew, in a store that holds an earlier start.
-            prefix = f"lockstep/{store.get(START).decode()}"
-            if prefix != introduced_at:
-                store.set(f"{prefix}/{rank}", json.dumps(introduction))
-                _arrive(store, prefix, rank)
-                introduced_at = prefix
-            missing_nodes = json.loads(store.get(f"{prefix}/missing"))
-            wait.has_begun = not store.check([f"{prefix}/answer"])
-            if wait.has_begun:
-                wait.reason = ""
-            else:
-                answer = json.loads(store.get(f"{prefix}/answer"))
-                if introduction.nonce in answer["numbers"]:
-                    return prefix, answer
-                missing_nodes = [0]
-                wait.reason = " (its earlier run is still there)"
-        wait.pause(missing_nodes)
+        arrived = set(map(int, store.get(f"{prefix}/arrived").split()))
+        missing_nodes = deadline.find_missing_nodes(arrived)
+        if not missing_nodes or time.monotonic() > deadline.ends_at:
+            break
+        if time.monotonic() >= publish_at:
+            _publish_missing(store, prefix, missing_nodes)
+            publish_at = time.monotonic() + 1
+        deadline.pause(missing_nodes)
+
+    # The others wait without a limit for what rank 0 decides: it may search for the largest batch.
+    _publish_missing(store, prefix, missing_nodes)
+    ranks = sorted(arrived)
+    texts = store.multi_get([f"{prefix}/{rank}" for rank in ranks])
+    return {rank: Introduction(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
 
-def _answer(everyone: list[Introduction], decide: Callable[[], Answer]) -> Answer:
-    """Compare every rank with rank 0, and decide if all are equal."""
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
+def _describe_other_rank(introductions: dict[int, Introduction]) -> str:
+    """Return in what the first rank that differs from rank 0 does so; empty if all are equal."""
+    first = introductions[0]
+    for rank, other in introductions.items():
         if not first.fingerprint or not other.fingerprint:
             continue
         difference = describe_difference(
@@ -284,16 +268,93 @@ def _answer(everyone: list[Introduction], decide: Callable[[], Answer]) -> Answe
             f"rank 0 on {first.host}",
         )
         if difference:
-            return {"error": difference}
-    try:
-        return {**decide(), "hosts": [each.host for each in everyone]}
-    except UserError as error:
-        return {"error": str(error)}
-    except OSError as error:
-        if is_full(error):
-            raise
-        # An error of a file is not the end of the store, for which `meet` would take it.
-        return {"error": f"rank 0 on {first.host}: {error}"}
+            return difference
+    return ""
+
+
+def _answer(
+    introductions: list[Introduction], error: str, decide: Callable[[], Decision]
+) -> Answer:
+    """Return rank 0's answer, with its decision if there is no error so far."""
+    hosts = [each.host for each in introductions]
+    decision: Decision = {}
+    if not error:
+        try:
+            decision = decide()
+        except UserError as problem:
+            error = str(problem)
+        except OSError as problem:
+            if is_full(problem):
+                raise
+            # The other ranks name the file too, in place of waiting for this one.
+            error = f"rank 0 on {hosts[0]}: {problem}"
+    return Answer([each.nonce for each in introductions], hosts, decision, error)
+
+
+class _Start(NamedTuple):
+    """The state of rank 0's start, as a rank sees it in the store.
+
+    Args:
+        prefix: of the start's keys; empty while rank 0 is not there.
+        missing_nodes: those that rank 0 waits for, or node 0 itself.
+        is_gathering: rank 0 of this start is there, and has not answered yet.
+        answer: the one that is meant for this rank.
+        reason: why rank 0 is not there.
+    """
+
+    prefix: str = ""
+    missing_nodes: Sequence[int] = (0,)
+    is_gathering: bool = False
+    answer: Answer | None = None
+    reason: str = ""
+
+
+def _follow(deadline: _Deadline, introduction: Introduction) -> tuple[dist.Store, Answer]:
+    """Introduce this rank to rank 0, and wait for the answer that is meant for it.
+
+    Returns:
+        The store of this start, and the answer.
+    """
+    store = _connect(deadline)
+    start = _Start()
+    while True:
+        try:
+            start = _look_at_start(store, start.prefix, deadline.cluster.rank, introduction)
+        except dist.DistError:
+            if start.is_gathering:
+                message = f"rank 0 at {deadline.address} has ended before the run began"
+                raise RuntimeError(message) from None
+            # The store was of an earlier run, whose rank 0 has ended.
+            deadline.pause([0], start.reason)
+            store = _connect(deadline)
+            start = _Start()
+            continue
+        if start.answer is not None:
+            return dist.PrefixStore(start.prefix, store), start.answer
+        deadline.pause(start.missing_nodes, start.reason)
+
+
+def _look_at_start(
+    store: dist.TCPStore, introduced_at: str, rank: int, introduction: Introduction
+) -> _Start:
+    """Return the state of rank 0's start; introduce this rank to a start that it sees first.
+
+    Args:
+        introduced_at: the prefix of the start at which this rank has introduced itself.
+    """
+    if not store.check([START_KEY]):
+        return _Start()
+    prefix = f"lockstep/{store.get(START_KEY).decode()}"
+    # Rank 0 may come later and begin anew, in a store that holds an earlier start.
+    if prefix != introduced_at:
+        _introduce(store, prefix, rank, introduction)
+    missing_nodes = json.loads(store.get(f"{prefix}/missing"))
+    if not store.check([f"{prefix}/answer"]):
+        return _Start(prefix, missing_nodes, is_gathering=True)
+    answer = Answer(*json.loads(store.get(f"{prefix}/answer")))
+    if introduction.nonce in answer.nonces:
+        return _Start(prefix, answer=answer)
+    return _Start(prefix, reason=" (its earlier run is still there)")
 
 
 def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:

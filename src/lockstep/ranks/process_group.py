@@ -62,11 +62,7 @@ def create_process_group(
         _create_group(cluster, device, timeout_s, store, bound_device)
         return store
 
-    meeting = last_meeting()
-    if meeting is None:
-        meet(cluster, timeout_s)
-        meeting = last_meeting()
-    assert meeting is not None
+    meeting = last_meeting() or meet(cluster, timeout_s)
     with all_or_none():
         _create_group(cluster, device, timeout_s, meeting.store, bound_device)
     return meeting.store

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoints.files import newest_whole, read_sidecar
 from lockstep.config.keys import is_equal_on_all_ranks
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A RunDecision under "run", as it is sent to the other ranks.
-RunDecisionJson = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class RunDecision:
-    """The decision of rank 0: the folder, below the logs, the batch and where the run begins."""
+    """The decision of rank 0: the folder, below the logs, the batch and where the run begins.
+
+    It is sent to the other ranks as JSON.
+    """
 
     folder: str
     global_batch_size: int
@@ -78,7 +78,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
             code = EXIT_OK
         # A callback or a library may call sys.exit.
         except (Exception, SystemExit) as error:
-            code = _code_of_failure(error, opening)
+            code = _report_failure(error, opening)
 
         # Of several ranks that Lockstep's agent has started, the agent's process finishes the run.
         if not cluster.has_agent:
@@ -113,7 +113,7 @@ def _finish(opening: "Opening", code: int) -> int:
     return finish_run(opening.config, opening.cluster, folder, code)
 
 
-def _code_of_failure(error: BaseException, opening: "Opening") -> int:
+def _report_failure(error: BaseException, opening: "Opening") -> int:
     """Report the exception that ended this rank; return its exit code."""
     cluster = opening.cluster
     # A signal during an import can raise any exception. After the ranks have met, `culprit` names
@@ -144,7 +144,6 @@ class Opening:
     Attributes:
         exit_stack: what stays open until the run is closed, such as its lock.
         folder: of the run, as soon as it is known and locked.
-        run: as soon as it is decided.
         meeting: of several ranks, as soon as they have met.
     """
 
@@ -152,30 +151,30 @@ class Opening:
     cluster: Cluster
     exit_stack: ExitStack = field(default_factory=ExitStack)
     folder: RunFolder | None = None
-    run: Run | None = None
     meeting: "Meeting | None" = None
 
     def open(self) -> Run:
         """Return the run, once all ranks have met and know it."""
         set_rank_environment(self.cluster)
-        if self.cluster.world_size == 1:
-            self._decide()
-        else:
-            from lockstep.ranks.meeting import last_meeting, meet
+        decision = self._decide() if self.cluster.world_size == 1 else self._meet()
+        run = self._build_run(decision)
+        self._prepare_folder(run)
+        return run
 
-            config = with_ranks(self.config, self.cluster)
-            fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
-            decision_json = meet(
-                self.cluster, self.config["trainer"]["timeout_s"], fingerprint, self._decide
-            )
-            self.meeting = last_meeting()
-            self._apply_decision(decision_json)
-        assert self.run is not None
+    def _meet(self) -> RunDecision:
+        """Meet the other ranks; return what rank 0 has decided."""
+        from lockstep.ranks.meeting import meet
 
-        self._prepare_folder(self.run)
-        return self.run
+        config = with_ranks(self.config, self.cluster)
+        self.meeting = meet(
+            self.cluster,
+            config["trainer"]["timeout_s"],
+            provenance.fingerprint(config, is_equal_on_all_ranks),
+            lambda: asdict(self._decide()),
+        )
+        return RunDecision(**self.meeting.decision)
 
-    def _decide(self) -> RunDecisionJson:
+    def _decide(self) -> RunDecision:
         """Decide on rank 0 which run it is, where it begins, and its batch; begin its record."""
         folder, previous = self._open_folder()
         before = (config_before(folder) or {}) if previous else {}
@@ -190,8 +189,13 @@ class Opening:
         begin_record(run, previous, largest_batch)
         for line in headlines(run):
             log.info(line)
-        self.run = run
-        return _decision_json(run)
+        return RunDecision(
+            folder=os.path.relpath(folder.path, self.config["paths"]["log_dir"]),
+            global_batch_size=batch.global_size,
+            accumulate=batch.accumulate,
+            resume_step=run.resume_step,
+            checkpoint=run.checkpoint,
+        )
 
     def _open_folder(self) -> tuple[RunFolder, RunRecord | None]:
         """Return the run's folder, locked, and the record of its earlier starts."""
@@ -219,16 +223,13 @@ class Opening:
         if checkpoint:
             run.checkpoint = str(checkpoint.resolve())
 
-    def _apply_decision(self, decision_json: RunDecisionJson) -> None:
-        """Apply what rank 0 has decided; on rank 0 itself there is nothing to do."""
-        if self.run is not None:
-            return
-        decision = RunDecision(**decision_json["run"])
-        logs = Path(self.config["paths"]["log_dir"])
-        self.folder = RunFolder((logs / decision.folder).resolve())
-        world_size = self.cluster.world_size
-        batch = Batch.cut(decision.global_batch_size, world_size, decision.accumulate)
-        self.run = Run(
+    def _build_run(self, decision: RunDecision) -> Run:
+        """Return the run that rank 0 has decided on."""
+        if self.folder is None:
+            logs = Path(self.config["paths"]["log_dir"])
+            self.folder = RunFolder((logs / decision.folder).resolve())
+        batch = Batch.cut(decision.global_batch_size, self.cluster.world_size, decision.accumulate)
+        return Run(
             self.config,
             self.cluster,
             self.folder,
@@ -274,16 +275,3 @@ def _initial_weights(config: Config) -> Path | None:
 
     logs = Path(config["paths"]["log_dir"])
     return locate_checkpoint(str(address), logs, config.get("s3"))
-
-
-def _decision_json(run: Run) -> RunDecisionJson:
-    """Return what rank 0 has decided, for the others."""
-    logs = Path(run.config["paths"]["log_dir"])
-    decision = RunDecision(
-        folder=os.path.relpath(run.folder.path, logs),
-        global_batch_size=run.batch.global_size,
-        accumulate=run.batch.accumulate,
-        resume_step=run.resume_step,
-        checkpoint=run.checkpoint,
-    )
-    return {"run": asdict(decision)}

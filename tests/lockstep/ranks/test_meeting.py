@@ -2,6 +2,7 @@
 to all.
 """
 
+import errno
 import json
 import signal
 import socket
@@ -15,7 +16,7 @@ from lockstep.process import signals
 from lockstep.process.errors import Interrupted, UserError
 from lockstep.ranks import meeting
 from lockstep.ranks.find import Cluster
-from lockstep.ranks.meeting import Meeting, meet
+from lockstep.ranks.meeting import Answer, Meeting, meet
 from lockstep.ranks.process_group import all_or_none
 from ranks import free_port
 
@@ -24,12 +25,12 @@ SAME = {"code": {"code": "t"}, "options": {"seed": "1"}, "packages": {"torch": "
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(meeting, "SPEAK_INTERVAL_S", 0.3)
+    monkeypatch.setattr(meeting, "LOG_INTERVAL_S", 0.3)
     monkeypatch.setattr(meeting, "_meetings", [])
 
 
 class Ranks:
-    """Starts ranks one after the other, and keeps what each was told."""
+    """Starts ranks one after the other, and keeps each one's meeting, or its error's sentence."""
 
     def __init__(self, world_size, timeout_s=10.0, port=None, address="127.0.0.1"):
         self.address, self.world_size, self.timeout_s, self.port = (
@@ -48,7 +49,7 @@ class Ranks:
         def run():
             try:
                 self.answers[rank] = meet(cluster, self.timeout_s, fingerprint, decide)
-            except UserError as error:
+            except (UserError, RuntimeError, OSError) as error:
                 self.answers[rank] = str(error)
 
         self.threads.append(threading.Thread(target=run))
@@ -67,8 +68,9 @@ def test_all_get_rank_zeros_decision_in_whatever_order_they_come(address):
     answers = (
         Ranks(3, address=address).start(2).start(0, decide=lambda: {"folder": "r"}).start(1).end()
     )
-    assert answers[2] == answers[1] == answers[0]
-    assert answers[0]["folder"] == "r" and answers[0]["hosts"] == [socket.gethostname()] * 3
+    for answer in answers.values():
+        assert answer.decision == {"folder": "r"}
+        assert answer.hosts == [socket.gethostname()] * 3
 
 
 def test_a_restart_in_the_same_store_never_meets_its_past():
@@ -78,7 +80,7 @@ def test_a_restart_in_the_same_store_never_meets_its_past():
         ranks = Ranks(3, port=store.port)
         for rank in order:
             ranks.start(rank, decide=lambda number=number: {"start": number})
-        assert {answer["start"] for answer in ranks.end().values()} == {number}
+        assert {answer.decision["start"] for answer in ranks.end().values()} == {number}
 
 
 def refuse():
@@ -92,6 +94,15 @@ def test_a_file_that_rank_zero_cannot_read_is_named():
     answers = Ranks(2).start(0, decide=decide).start(1).end()
     assert answers[0] == answers[1]
     assert answers[0].endswith(": [Errno 13] Permission denied: '/group/x.ckpt'")
+
+
+def test_a_full_disk_of_rank_zero_is_told_as_such():
+    def decide():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    answers = Ranks(2).start(0, decide=decide).start(1).end()
+    assert "No space left on device" in answers[0]
+    assert "has ended before the run began" in answers[1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +145,7 @@ def earlier_start(port, **keys):
     return store
 
 
-DECIDED = {"numbers": ["first", "second"], "hosts": []}
+DECIDED = Answer(["first", "second"], [], {}, "")
 
 
 def test_a_rank_waits_until_an_earlier_run_has_ended():
@@ -146,12 +157,11 @@ def test_a_rank_waits_until_an_earlier_run_has_ended():
     del store
     time.sleep(0.3)
     answers = ranks.start(0, decide=lambda: {"folder": "next"}).end()
-    assert answers[1] == answers[0]
-    assert answers[0]["folder"] == "next"
+    assert answers[1].decision == answers[0].decision == {"folder": "next"}
 
 
 def test_an_earlier_run_that_does_not_end_is_told(monkeypatch):
-    monkeypatch.setattr(meeting, "LATER_THAN_RANK_ZERO_S", 0.0)
+    monkeypatch.setattr(meeting, "FOLLOWER_GRACE_S", 0.0)
     ranks = Ranks(2, timeout_s=1.0)
     store = earlier_start(ranks.port, answer=DECIDED)
     answer = ranks.start(1).end()[1]
@@ -204,7 +214,7 @@ def test_rank_zero_listens_at_master_addr_alone():
     ranks = Ranks(2, timeout_s=3.0).start(0)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", ranks.port), timeout=1).close()
-    assert isinstance(ranks.start(1).end()[0], dict)
+    assert isinstance(ranks.start(1).end()[0], Meeting)
 
 
 class Counting:
@@ -233,11 +243,11 @@ def test_a_meeting_takes_the_same_calls_however_many_ranks(rank, monkeypatch):
         if rank:
             store.set("lockstep/start", "n")
             store.set("lockstep/n/missing", "[]")
-            store.set("lockstep/n/answer", json.dumps({"numbers": ["n"], "hosts": []}))
+            store.set("lockstep/n/answer", json.dumps(Answer(["n"], [], {}, "")))
         counting = Counting(Appending(store))
         monkeypatch.setattr(meeting, "_open_store", lambda *_: counting)
         cluster = Cluster("nodes", world_size, 1, rank, 0, "127.0.0.1", 1)
-        assert "hosts" in meet(cluster, 5.0, SAME)
+        assert meet(cluster, 5.0, SAME).decision == {}
         return counting.calls
 
     assert calls(2) == calls(2000) <= 10
