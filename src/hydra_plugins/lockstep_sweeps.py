@@ -68,12 +68,12 @@ class LocalJobs(Launcher):
     @contextmanager
     def starting(self) -> "Iterator[StartJob]":
         """Yield a function that starts a job; the block ends when all jobs have."""
-        from lockstep.sweeps.local import side_by_side
+        from lockstep.sweeps.local import open_job_pool
 
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         program = str(Path(sys.argv[0]).resolve())
         number_at_once, gpus = self.at_once()
-        with side_by_side(folder, program, number_at_once, gpus) as start:
+        with open_job_pool(folder, program, number_at_once, gpus) as start:
             yield lambda overrides, number: start(self._job(overrides, number))
 
     def _job(self, overrides: Sequence[str], number: int) -> DictConfig:

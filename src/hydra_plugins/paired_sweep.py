@@ -11,7 +11,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lockstep.sweeps.against import jobs_of_arms
+from lockstep.sweeps.against import expand_arms
 
 
 class PairedSweep(Sweeper):
@@ -27,5 +27,5 @@ class PairedSweep(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         parser = OverridesParser.create(config_loader=self.loader)
-        jobs = jobs_of_arms(parser.parse_overrides(arguments))
+        jobs = expand_arms(parser.parse_overrides(arguments))
         self.launcher.launch(jobs, initial_job_idx=0)

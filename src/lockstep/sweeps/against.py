@@ -36,7 +36,7 @@ def choose_paired_sweeper(
                 "example."
             )
         return overrides
-    omitted = overrides_of_arm(overrides)
+    omitted = find_omitted_overrides(overrides)
     _check_arms(against_words[-1], omitted)
     _check_pairs(parsed)
     sweeper_words = [word for word in overrides if key_of(word) == SWEEPER]
@@ -71,12 +71,12 @@ def _check_pairs(parsed: Sequence[Any]) -> None:
             raise UserError(f"{word.input_line} is a range: give values, as KEY=1,2.")
 
 
-def overrides_of_arm(overrides: Sequence[str]) -> list[str]:
+def find_omitted_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that the baseline omits: those of the recipe that follow against=.
 
     If none follows, those that stand before it.
     """
-    position = max(at for at, word in enumerate(overrides) if key_of(word) == AGAINST)
+    position = max(number for number, word in enumerate(overrides) if key_of(word) == AGAINST)
     omitted = [
         word
         for word in overrides
@@ -86,19 +86,19 @@ def overrides_of_arm(overrides: Sequence[str]) -> list[str]:
     return following or omitted
 
 
-def jobs_of_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
+def expand_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
     """Return the overrides of each job: the baseline's first.
 
     Args:
         overrides: Hydra's objects, of the whole command line.
     """
-    omitted = overrides_of_arm([word.input_line for word in overrides])
+    omitted = find_omitted_overrides([word.input_line for word in overrides])
     everywhere = [word for word in overrides if key_of(word.input_line) != AGAINST]
     shared = [word for word in everywhere if word.input_line not in omitted]
-    return [*_product(shared), *_product(everywhere)]
+    return [*_combine_values(shared), *_combine_values(everywhere)]
 
 
-def _product(overrides: Sequence[Any]) -> list[Sequence[str]]:
+def _combine_values(overrides: Sequence[Any]) -> list[Sequence[str]]:
     """Return the overrides of each job that takes one value of each key."""
     choices = []
     for override in overrides:

@@ -39,7 +39,7 @@ from lockstep.sweeps.checks import (
     refuse_missing_options,
     refuse_used_folder,
 )
-from lockstep.sweeps.ranking import Job, group_into_arms, is_minimized, ranking
+from lockstep.sweeps.ranking import Job, format_ranking, group_into_arms, is_minimized
 from lockstep.sweeps.record import write_sweep
 from lockstep.sweeps.stopping import forward_stop_signals, running_jobs, stop_signals
 
@@ -66,7 +66,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
     program = str(Path(sys.argv[0]).resolve())
 
-    def job(cfg: Any) -> float | None:
+    def start_job(cfg: Any) -> float | None:
         """Run one job; launchers other than the project's own, such as submitit, call this."""
         from hydra.core.hydra_config import HydraConfig
 
@@ -75,21 +75,21 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
 
     folder = f"hydra.sweep.dir={quoted(str(sweep_dir))}"
     try:
-        run_hydra(config_name, job, ["--multirun", "--", *overrides, folder])
+        run_hydra(config_name, start_job, ["--multirun", "--", *overrides, folder])
     finally:
         # Also of a sweep that was stopped, the jobs that have ended are reported.
-        jobs = _ended_jobs(sweep_dir)
+        jobs = _read_jobs(sweep_dir)
         if jobs:
             _report(jobs, sweep_dir, cfg, command)
-    return max((job.code for job in jobs), default=0)
+    return max((job.exit_code for job in jobs), default=0)
 
 
 def _report(jobs: list[Job], sweep_dir: Path, cfg: Any, command: str) -> None:
     """Log the ranking of the jobs, and write sweep.json and page.md into the sweep's folder."""
     metric = str(cfg.optimized_metric)
     minimize = is_minimized(cfg)
-    log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=minimize)))
-    arms = group_into_arms(jobs, sweep_dir.name, metric, minimize=minimize)
+    log.info("\n" + "\n".join(format_ranking(jobs, sweep_dir, metric, minimize=minimize)))
+    arms = group_into_arms(jobs, sweep_dir, metric, minimize=minimize)
     log.info(f"page: {write_sweep(sweep_dir, command, jobs, arms)}")
 
 
@@ -103,15 +103,16 @@ def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> 
         main(task)()
 
 
-def _ended_jobs(sweep_dir: Path) -> list[Job]:
+def _read_jobs(sweep_dir: Path) -> list[Job]:
     """Return the jobs that have ended, by number.
 
     Of several SLURM tasks of a job it is the one with the worst exit code.
     """
     jobs: dict[int, Job] = {}
     for path in (sweep_dir / RESULTS_FOLDER).glob("*"):
-        job = Job(**json.loads(path.read_text()))
-        if job.number not in jobs or job.code > jobs[job.number].code:
+        fields = json.loads(path.read_text())
+        job = Job(exit_code=fields.pop("code"), **fields)
+        if job.number not in jobs or job.exit_code > jobs[job.number].exit_code:
             jobs[job.number] = job
     return [jobs[number] for number in sorted(jobs)]
 
@@ -121,7 +122,7 @@ def is_search(cfg: Any) -> bool:
     return "num_trials" in cfg.hydra.sweeper
 
 
-def unescaped(override: str) -> str:
+def unescape(override: str) -> str:
     """Return an override with its text in quotes in place of Hydra's backslashes.
 
     Hydra hands s3.uri=s3://bucket to a job as s3.uri=s3\\://bucket, which is another text in a
@@ -156,7 +157,7 @@ def run_job(
     folder = RunFolder(Path(trial.folder) if trial else sweep_dir / f"{sweep_dir.name}_{number}")
 
     overrides = [
-        unescaped(override)
+        unescape(override)
         for override in hydra.overrides.task
         if key_of(override) not in ("run_id", "sweep_dir", "trial")
     ]
@@ -172,15 +173,24 @@ def run_job(
         [sys.executable, program, *overrides, *search_path, *start], environ=environ, output=output
     )
 
-    job = _ended_job(number, code, overrides, folder, str(cfg.optimized_metric))
-    results = sweep_dir / RESULTS_FOLDER
-    results.mkdir(parents=True, exist_ok=True)
-    task = int(environment().get("SLURM_PROCID") or 0)
-    (results / f"{number}-{task}").write_text(json.dumps(asdict(job)))
+    job = _describe_end(number, code, overrides, folder, str(cfg.optimized_metric))
+    _write_job(sweep_dir, job)
     return job.value
 
 
-def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, metric: str) -> Job:
+def _write_job(sweep_dir: Path, job: Job) -> None:
+    """Write how a job has ended into the folder of the sweep; `_read_jobs` reads it."""
+    fields = asdict(job)
+    fields["code"] = fields.pop("exit_code")
+    results = sweep_dir / RESULTS_FOLDER
+    results.mkdir(parents=True, exist_ok=True)
+    task = int(environment().get("SLURM_PROCID") or 0)
+    (results / f"{job.number}-{task}").write_text(json.dumps(fields))
+
+
+def _describe_end(
+    number: int, code: int, overrides: list[str], folder: RunFolder, metric: str
+) -> Job:
     """Return how a job has ended, with its metrics where it has finished."""
     metrics: dict[str, Any] = {}
     is_pruned = False

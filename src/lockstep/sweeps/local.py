@@ -43,7 +43,7 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
 
 
 @contextmanager
-def side_by_side(
+def open_job_pool(
     folder: Path, program: str, number: int, gpus: list[str]
 ) -> Iterator[Callable[[Any], Future[JobReturn]]]:
     """Yield a function that starts a job in a child process as soon as a place is free.
@@ -56,9 +56,9 @@ def side_by_side(
         number, gpus: as from `jobs_at_once`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    free_devices: queue.SimpleQueue[str] = queue.SimpleQueue()
     for place in range(number):
-        free.put(gpus[place % len(gpus)] if gpus else "")
+        free_devices.put(gpus[place % len(gpus)] if gpus else "")
 
     def run(cfg: Any) -> JobReturn:
         result = JobReturn(cfg=cfg, status=JobStatus.COMPLETED)
@@ -66,7 +66,7 @@ def side_by_side(
             # A signal asked the sweep to stop.
             return result
 
-        devices = free.get()
+        devices = free_devices.get()
         environ = {**environment(), JOBS: str(number)}
         if devices:
             environ["CUDA_VISIBLE_DEVICES"] = devices
@@ -76,7 +76,7 @@ def side_by_side(
                 result.return_value = sweep_jobs.run_job(cfg, cfg.hydra, program, environ, output)
         finally:
             # Otherwise the next job would wait for ever.
-            free.put(devices)
+            free_devices.put(devices)
         return result
 
     with forward_stop_signals(), ThreadPoolExecutor(number) as pool:

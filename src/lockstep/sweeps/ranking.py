@@ -24,17 +24,17 @@ class Job:
     """The end of one job of a sweep.
 
     Args:
-        code: the worst exit code of its SLURM tasks.
+        exit_code: the worst one of its SLURM tasks.
         value: the best value of the optimized metric; nan if the job failed or was pruned.
         tested: the test metric that belongs to it.
         fold_ratio: validation images per training image, of a fold; otherwise 0.
         pruned: its search gave it up.
-        folder: of its run; "": in the folder of the sweep. A trial that goes on keeps the folder of
-            the search that began it.
+        folder: of its run; empty if it lies in the folder of the sweep. A trial that goes on keeps
+            the folder of the search that began it.
     """
 
     number: int
-    code: int
+    exit_code: int
     overrides: list[str]
     value: float
     tested: float = math.nan
@@ -47,8 +47,9 @@ class Job:
         return RunFolder(Path(self.folder or sweep_dir / f"{sweep_dir.name}_{self.number}"))
 
     @property
-    def has_failed(self) -> bool:
-        return not math.isfinite(self.value)
+    def has_value(self) -> bool:
+        """True if the job can be ranked."""
+        return math.isfinite(self.value)
 
 
 def is_minimized(config: Any) -> bool:
@@ -71,67 +72,70 @@ def is_minimized(config: Any) -> bool:
     return is_lower_better(str(config.optimized_metric))
 
 
-def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> list[str]:
+def format_ranking(
+    jobs: Sequence[Job], sweep_dir: Path, metric: str, *, minimize: bool
+) -> list[str]:
     """Return the ranking as lines, then the arms beside each other where seeds or folds repeat.
 
-    The line of a job has the overrides that are not common to all jobs. Failed jobs are the last.
-    Of seeds or folds alone none is the best: their mean comes first, and they stay in order.
+    The line of a job has the overrides that are not common to all jobs. Jobs without a value are
+    the last. Of seeds or folds alone none is the best: their mean comes first, and they stay in
+    order.
     """
-    arms = group_into_arms(jobs, sweep_name, metric, minimize=minimize)
+    arms = group_into_arms(jobs, sweep_dir, metric, minimize=minimize)
     if arms.repeats_alone:
-        return [*arms.lines(), *_job_lines(jobs, sweep_name, metric, f"{len(jobs)} jobs:")]
+        return [*arms.lines(), *_format_jobs(jobs, sweep_dir, metric, f"{len(jobs)} jobs:")]
 
-    finished = [job for job in jobs if not job.has_failed]
-    finished.sort(key=lambda job: job.value, reverse=not minimize)
-    ranked = [*finished, *(job for job in jobs if job.has_failed)]
+    ranked = [job for job in jobs if job.has_value]
+    ranked.sort(key=lambda job: job.value, reverse=not minimize)
+    unranked = [job for job in jobs if not job.has_value]
     order = ", the lowest first" if minimize else ""
     title = f"{len(jobs)} jobs by {metric}{order}:"
-    if not finished and any(job.code == 0 for job in jobs):
+    if not ranked and any(job.exit_code == 0 for job in jobs):
         title = f"{len(jobs)} jobs, of which none logs {metric}:"
-    lines = _job_lines(ranked, sweep_name, metric, title)
+    lines = _format_jobs([*ranked, *unranked], sweep_dir, metric, title)
     if arms.has_repeats:
         lines += arms.lines()
     return [*lines, *arms.winner_lines()]
 
 
-def _job_lines(jobs: Sequence[Job], sweep_name: str, metric: str, title: str) -> list[str]:
-    common = _common_overrides(jobs)
+def _format_jobs(jobs: Sequence[Job], sweep_dir: Path, metric: str, title: str) -> list[str]:
+    common = _find_common_overrides(jobs)
     lines = [title]
     for job in jobs:
-        result = _result(job, metric)
+        result = _format_result(job, metric)
         overrides = [override for override in job.overrides if override not in common]
-        run_id = job.run_folder(Path(sweep_name)).run_id
+        run_id = job.run_folder(sweep_dir).run_id
         lines.append(f"  {result}  {' '.join(overrides)}  {run_id}")
     return lines
 
 
-def _result(job: Job, metric: str) -> str:
+def _format_result(job: Job, metric: str) -> str:
     """Return a job's value of the metric, or else how it ended."""
-    if not job.has_failed:
+    if job.has_value:
         return f"{format_metric(metric, job.value):<12}"
     if job.pruned:
         return f"{'pruned':<12}"
-    if job.code == 0:
+    if job.exit_code == 0:
         return f"{'finished':<12}"
-    return f"exit code {job.code:<2}"
+    return f"exit code {job.exit_code:<2}"
 
 
-def _common_overrides(jobs: Sequence[Job]) -> set[str]:
+def _find_common_overrides(jobs: Sequence[Job]) -> set[str]:
     if len(jobs) < 2:
         return set()
     return set.intersection(*(set(job.overrides) for job in jobs))
 
 
-def group_into_arms(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool) -> Arms:
+def group_into_arms(jobs: Sequence[Job], sweep_dir: Path, metric: str, *, minimize: bool) -> Arms:
     """Return the jobs as arms: jobs of one arm differ in fold or seed alone."""
-    common = _common_overrides(jobs)
+    common = _find_common_overrides(jobs)
     runs = []
     for job in jobs:
         overrides = [word for word in job.overrides if word not in common]
         repeats = [word for word in overrides if key_of(word) in REPEATS]
         settings = [word for word in overrides if key_of(word) not in REPEATS]
         run = ArmRun(
-            job.run_folder(Path(sweep_name)).run_id,
+            job.run_folder(sweep_dir).run_id,
             " ".join(settings),
             " ".join(sorted(repeats)),
             job.value,

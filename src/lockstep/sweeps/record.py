@@ -30,7 +30,9 @@ def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], arms: Arms) 
         "metric": arms.metric,
         "test_metric": tested_name(arms.metric),
         "minimize": arms.minimize,
-        "jobs": [_job(sweep_dir, job, run) for job, run in zip(jobs, arms.runs, strict=True)],
+        "jobs": [
+            _describe_job(sweep_dir, job, run) for job, run in zip(jobs, arms.runs, strict=True)
+        ],
         **as_record(arms),
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
@@ -38,7 +40,7 @@ def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], arms: Arms) 
     return os.path.relpath(write_sweep_page(sweep_dir))
 
 
-def _job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
+def _describe_job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
     """Return what sweep.json says of a job."""
     path = job.run_folder(sweep_dir).record_path
     # A job that was refused has no folder.
@@ -54,7 +56,7 @@ def _job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
         "arm": run.arm,
         "repeat": run.repeat,
         "status": status,
-        "exit_code": job.code,
+        "exit_code": job.exit_code,
         "value": _finite(job.value),
         "tested": _finite(job.tested),
         "fold_ratio": job.fold_ratio,

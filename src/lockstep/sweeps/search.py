@@ -31,13 +31,13 @@ class Search:
     Args:
         overrides: of the command line, parsed.
         config: of the sweep, with `optimized_metric` and Hydra's node.
-        study_name: None: made from the search space, so that another search has another study.
+        study_name: None for a name of the search space, so that another search has another study.
         folder: of the journal.
         seed: of Optuna's sampler.
-        pruner: hyperband or median; None: every trial runs to its end.
+        pruner: hyperband or median; None lets every trial run to its end.
 
     Attributes:
-        started: numbers of the trials that this start has run.
+        started_trials: numbers of the trials that this start has run.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Search:
         self.config = config
         self.pruner = pruner
         self.sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
-        self.started: set[int] = set()
-        self.study = self._open(study_name, folder, seed)
+        self.started_trials: set[int] = set()
+        self.study = self._open_study(study_name, folder, seed)
         self._refuse_other_runs()
 
     def _refuse_other_runs(self) -> None:
@@ -85,28 +85,28 @@ class Search:
         jobs: dict[Future[Any], Any] = {}
         limit = 2 * num_trials
         while True:
-            missing = num_trials - len(self._trials("COMPLETE", "PRUNED")) - len(jobs)
-            free = min(at_once - len(jobs), missing, limit - len(self.started))
+            missing = num_trials - len(self._select_trials("COMPLETE", "PRUNED")) - len(jobs)
+            free = min(at_once - len(jobs), missing, limit - len(self.started_trials))
             if stop_signals:
                 free = 0
             for _ in range(free):
                 trial = self._next_trial()
-                self.started.add(trial.number)
-                jobs[start(self._overrides(trial), trial.number)] = trial
+                self.started_trials.add(trial.number)
+                jobs[start(self._build_overrides(trial), trial.number)] = trial
             if not jobs:
                 break
             ended, _ = wait(jobs, return_when=FIRST_COMPLETED)
             for job in ended:
-                self._end(jobs.pop(job), job.result().return_value)
+                self._end_trial(jobs.pop(job), job.result().return_value)
         if stop_signals:
             log.info(f"The search was stopped. The same command continues {self.journal}.")
 
     def _next_trial(self) -> Any:
         """Return a trial whose run was stopped in an earlier start, or else a new one."""
-        for trial in self._trials("RUNNING"):
-            if trial.number in self.started or "folder" not in trial.user_attrs:
+        for trial in self._select_trials("RUNNING"):
+            if trial.number in self.started_trials or "folder" not in trial.user_attrs:
                 continue
-            folder = _folder_of(trial)
+            folder = _find_run_folder(trial)
             # Another search may share the study.
             if folder.record_path.exists() and not is_alive(folder):
                 return trial
@@ -115,7 +115,7 @@ class Search:
         trial.set_user_attr("folder", str(self.sweep_dir / f"{self.sweep_dir.name}_{trial.number}"))
         return trial
 
-    def _overrides(self, trial: Any) -> list[str]:
+    def _build_overrides(self, trial: Any) -> list[str]:
         """Return the overrides of a trial's job."""
         texts = {
             "journal": str(self.journal),
@@ -124,31 +124,31 @@ class Search:
         }
         items = [f"{name}:{quoted(text)}" for name, text in texts.items()]
         items += [f"number:{trial.number}", f"pruner:{self.pruner or 'null'}"]
-        return [*self.fixed, *self._settings(trial), f"trial={{{','.join(items)}}}"]
+        return [*self.fixed, *self._suggest_overrides(trial), f"trial={{{','.join(items)}}}"]
 
-    def _end(self, trial: Any, value: float | None) -> None:
+    def _end_trial(self, trial: Any, value: float | None) -> None:
         """Tell the study how a trial's job has ended. A stopped one stays for the next start."""
-        record = _record_of(trial)
+        record = _read_record(trial)
         outcome = "failed"
         if value is not None and math.isfinite(value):
-            self._tell(trial, "COMPLETE", float(value))
+            self._tell_study(trial, "COMPLETE", float(value))
             outcome = str(float(value))
         elif record.ended_by == "pruned":
-            self._tell(trial, "PRUNED")
+            self._tell_study(trial, "PRUNED")
             outcome = f"pruned in epoch {record.epochs}"
         elif record.status and (stop_signals or record.status == "interrupted"):
             outcome = "stopped"
         else:
-            self._tell(trial, "FAIL")
-        log.info(f"trial {trial.number}: {' '.join(self._settings(trial))} → {outcome}")
+            self._tell_study(trial, "FAIL")
+        log.info(f"trial {trial.number}: {' '.join(self._suggest_overrides(trial))} → {outcome}")
 
-    def _tell(self, trial: Any, state: str, value: float | None = None) -> None:
+    def _tell_study(self, trial: Any, state: str, value: float | None = None) -> None:
         from optuna.trial import TrialState
 
         # Optuna gives a pruned trial the value that it has reported last.
         self.study.tell(trial.number, value, state=TrialState[state], skip_if_finished=True)
 
-    def _trials(self, *states: str) -> list[Any]:
+    def _select_trials(self, *states: str) -> list[Any]:
         """Return the trials that are in one of these states, by number."""
         return [trial for trial in self.study.trials if trial.state.name in states]
 
@@ -158,7 +158,7 @@ class Search:
         Raises:
             UserError: no trial has finished.
         """
-        finished = self._trials("COMPLETE")
+        finished = self._select_trials("COMPLETE")
         if not finished:
             raise UserError(
                 f"No trial of the study {self.study.study_name} has finished. Their output states "
@@ -170,8 +170,11 @@ class Search:
         if not self.pruner:
             return
 
-        pruned = self._trials("PRUNED")
-        share = share_of_whole_runs(list(map(_seconds, finished)), list(map(_seconds, pruned)))
+        pruned = self._select_trials("PRUNED")
+        share = share_of_whole_runs(
+            [_read_fit_seconds(trial) for trial in finished],
+            [_read_fit_seconds(trial) for trial in pruned],
+        )
         log.info(
             f"{len(finished)} trials finished, {len(pruned)} were pruned: {share:.0%} of the "
             f"training time of {len(finished) + len(pruned)} whole runs"
@@ -182,13 +185,14 @@ class Search:
                 "Pass a metric of the validation as optimized_metric=."
             )
 
-    def _settings(self, trial: Any) -> list[str]:
+    def _suggest_overrides(self, trial: Any) -> list[str]:
         """Return the overrides that a trial searches."""
         return [
-            f"{override.get_key_element()}={suggest(trial, override)}" for override in self.ranges
+            f"{override.get_key_element()}={suggest_value(trial, override)}"
+            for override in self.ranges
         ]
 
-    def _open(self, study_name: str | None, folder: Path, seed: int | None) -> Any:
+    def _open_study(self, study_name: str | None, folder: Path, seed: int | None) -> Any:
         """Return the study, new or from its journal; refuse the study of another search."""
         import optuna
 
@@ -196,7 +200,7 @@ class Search:
         direction = "minimize" if is_minimized(self.config) else "maximize"
         ranges = sorted(str(override.input_line) for override in self.ranges)
         space = [direction, str(self.config.optimized_metric), *ranges]
-        name = study_name or _name_of_search([*space, *sorted(self.fixed)])
+        name = study_name or _name_study([*space, *sorted(self.fixed)])
 
         folder.mkdir(parents=True, exist_ok=True)
         path = (folder / f"{name}.journal").resolve()
@@ -223,22 +227,22 @@ class Search:
         return study
 
 
-def _folder_of(trial: Any) -> RunFolder:
+def _find_run_folder(trial: Any) -> RunFolder:
     """Return the folder of a trial's run."""
     return RunFolder(Path(trial.user_attrs["folder"]))
 
 
-def _record_of(trial: Any) -> RunRecord:
+def _read_record(trial: Any) -> RunRecord:
     """Return the record of a trial's run; an empty one where there is none."""
-    path = _folder_of(trial).record_path
+    path = _find_run_folder(trial).record_path
     return read_record(path) if path.exists() else RunRecord()
 
 
-def _seconds(trial: Any) -> float:
+def _read_fit_seconds(trial: Any) -> float:
     """Return the training time of a trial; 0 where its folder is gone."""
     if "folder" not in trial.user_attrs:
         return 0.0
-    return _record_of(trial).fit_seconds or 0.0
+    return _read_record(trial).fit_seconds or 0.0
 
 
 def share_of_whole_runs(finished: Sequence[float], pruned: Sequence[float]) -> float:
@@ -251,12 +255,12 @@ def share_of_whole_runs(finished: Sequence[float], pruned: Sequence[float]) -> f
     return (sum(finished) + sum(pruned)) / whole if whole else 1.0
 
 
-def _name_of_search(parts: list[str]) -> str:
+def _name_study(parts: list[str]) -> str:
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return f"search-{digest[:8]}"
 
 
-def suggest(trial: Any, override: Override) -> Any:
+def suggest_value(trial: Any, override: Override) -> Any:
     """Return the trial's value for one searched key: a number in its interval, or a choice."""
     key = override.get_key_element()
     value = override.value()

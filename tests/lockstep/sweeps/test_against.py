@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.config.keys import is_omitted_by_baseline
 from lockstep.process.errors import UserError
-from lockstep.sweeps.against import choose_paired_sweeper, jobs_of_arms, overrides_of_arm
+from lockstep.sweeps.against import choose_paired_sweeper, expand_arms, find_omitted_overrides
 
 
 def parsed(*overrides):
@@ -13,7 +13,7 @@ def parsed(*overrides):
 
 
 def test_each_seed_runs_with_and_without_the_recipes_overrides():
-    jobs = jobs_of_arms(
+    jobs = expand_arms(
         parsed(
             "experiment=mine",
             "seed=1,2",
@@ -43,7 +43,7 @@ def test_each_seed_runs_with_and_without_the_recipes_overrides():
     ],
 )
 def test_the_baseline_omits_what_follows_or_else_what_stands_before(overrides, baseline):
-    assert jobs_of_arms(parsed(*overrides))[0] == baseline
+    assert expand_arms(parsed(*overrides))[0] == baseline
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_paired_sweeper_may_be_typed_beside_against():
 
 def test_options_of_hydra_are_of_no_arm():
     words = ["seed=1,2", "against=baseline", "loss=bce", "hydra/launcher=submitit_slurm"]
-    assert overrides_of_arm(words) == ["loss=bce"]
+    assert find_omitted_overrides(words) == ["loss=bce"]
 
 
 def test_only_against_changes_the_sweeper():

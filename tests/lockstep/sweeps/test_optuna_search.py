@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord, write_record
 from lockstep.records.trial import journal_storage
-from lockstep.sweeps.search import Search, suggest
+from lockstep.sweeps.search import Search, suggest_value
 from runs import run_script, start_script, succeed
 
 COMMAND = [
@@ -87,7 +87,7 @@ class Trial:
     ],
 )
 def test_values_are_given_as_hydra_reads_them(word, wanted):
-    assert suggest(Trial(), OverridesParser.create().parse_override(word)) == wanted
+    assert suggest_value(Trial(), OverridesParser.create().parse_override(word)) == wanted
 
 
 def search_in(folder, *, pruner=None, sweep="first"):

@@ -35,7 +35,7 @@ def sweep(tmp_path):
     for job in jobs[:-1]:
         run_id = f"night_{job.number}"
         write_run(folder, run_id, uuid=run_id, num_train=900, metrics={"val/acc": job.value})
-    arms = group_into_arms(jobs, "night", "val/acc", minimize=False)
+    arms = group_into_arms(jobs, folder, "val/acc", minimize=False)
     write_sweep(folder, "python src/train.py -m <b>", jobs, arms)
     return folder
 
@@ -76,7 +76,7 @@ def test_a_trial_that_went_on_keeps_its_run(tmp_path):
     jobs = [Job(0, 0, ["optimizer.lr=0.1"], 0.5, folder=str(first)), Job(1, 1, [], float("nan"))]
     second = tmp_path / "second"
     second.mkdir()
-    write_sweep(second, "", jobs, group_into_arms(jobs, "second", "val/acc", minimize=False))
+    write_sweep(second, "", jobs, group_into_arms(jobs, second, "val/acc", minimize=False))
     record = json.loads((second / "sweep.json").read_text())
     shown = [(job["run_id"], job["status"], job["num_train"]) for job in record["jobs"]]
     assert shown == [("first_0", "finished", 900), ("second_1", "refused", None)]
@@ -88,7 +88,7 @@ def test_arms_of_other_image_sizes_are_drawn(tmp_path):
     for number, size in enumerate((8, 8, 16, 16)):
         overrides = [f"data.image_size={size}", f"seed={number % 2}"]
         jobs.append(Job(number, 0, overrides, 0.5 + number / 10))
-    write_sweep(tmp_path, "", jobs, group_into_arms(jobs, "s", "val/acc", minimize=False))
+    write_sweep(tmp_path, "", jobs, group_into_arms(jobs, tmp_path, "val/acc", minimize=False))
     assert "data.image_size=16" in (tmp_path / "arms.svg").read_text()
 
 
@@ -106,8 +106,9 @@ def test_words_of_the_user_stay_on_the_page(sweep):
 
 def test_seeds_alone_have_their_mean_and_no_ranking(tmp_path):
     jobs = [Job(n, 0, [f"seed={n}"], value, 0.5) for n, value in enumerate((0.8, 0.9, 0.85))]
-    write_sweep(tmp_path, "", jobs, group_into_arms(jobs, "s", "val/acc", minimize=False))
-    page = (tmp_path / "page.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    folder = tmp_path / "s"
+    write_sweep(folder, "", jobs, group_into_arms(jobs, folder, "val/acc", minimize=False))
+    page = (folder / "page.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
     assert "| 3 | 85.00 % | 2.89 % | 5.00 % |" in page and "best" not in page.split("## Mean")[1]
     assert page.index("s_0") < page.index("s_1") < page.index("s_2")
 
