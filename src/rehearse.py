@@ -26,7 +26,7 @@ from lockstep.config.overrides import FEW_STEPS, overrides_of_trial
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.script import script
-from lockstep.ranks.placement import count_devices_per_rank, ranks_of_node
+from lockstep.ranks.placement import count_devices_per_rank, count_ranks_of_node
 from lockstep.runs.batch_search import run_train
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Rehearsal:
     def world_size(self) -> int:
         if self.is_one_process:
             return 1
-        return ranks_of_node(self.devices, self.devices_per_rank) * self.num_nodes
+        return count_ranks_of_node(self.devices, self.devices_per_rank) * self.num_nodes
 
     @property
     def devices_per_rank(self) -> int:

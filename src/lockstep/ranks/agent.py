@@ -28,14 +28,14 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from lockstep.process import signals
 from lockstep.process.environment import set_variables
 from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from lockstep.ranks.failures import RankError, RanksEnd, describe_error, exit_code
+from lockstep.ranks.failures import RankError, RanksEnd, choose_exit_code, describe_error
 from lockstep.ranks.find import AGENT, Cluster
 
 # For a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
 GRACE_AFTER_STOP_S = 100
 # torch's agent kills the others so long after the first rank has ended.
 AGENT_KILLS_AFTER_S = 30
-STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
+STOPPED_EXIT_CODES = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def start_ranks(
@@ -51,9 +51,9 @@ def start_ranks(
         arguments: the script and its command line, as sys.argv.
     """
     _silence_torch()
-    store, port = _serve(timeout_s)
+    store, port = _serve_store(timeout_s)
     _describe_to_ranks(cluster, run_id, folder, port)
-    stop = _Stop()
+    stop = _StopHandler()
 
     with tempfile.TemporaryDirectory(prefix="lockstep-errors-") as errors:
         config = LaunchConfig(
@@ -77,9 +77,9 @@ def start_ranks(
             launch_agent(config, sys.executable, arguments)
             return RanksEnd(EXIT_OK)
         except ChildFailedError as error:
-            return _first_failure(error.failures, cluster)
+            return _find_first_failure(error.failures, cluster)
         except SignalException:
-            return _after_stop(stop, Path(errors), cluster)
+            return _describe_stopped_ranks(stop, Path(errors), cluster)
         finally:
             del store
             for number, handler in previous.items():
@@ -93,7 +93,7 @@ def _silence_torch() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _serve(timeout_s: float) -> tuple[TCPStore, int]:
+def _serve_store(timeout_s: float) -> tuple[TCPStore, int]:
     """Serve the ranks' store at a free port of this machine alone; torch's own has every interface.
 
     Returns:
@@ -129,22 +129,24 @@ def _describe_to_ranks(cluster: Cluster, run_id: str | None, folder: Path, port:
         set_variables({"RUN_ID": run_id})
 
 
-class _Stop:
+class _StopHandler:
     """A signal handler: the first signal stops the ranks, a second Ctrl-C kills them."""
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.stopped_at: float | None = None
 
     def __call__(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and signal.SIGINT in signals.received:
             _kill_children()
         signals.record_signal(number)
-        if self.at is None:
-            self.at = time.monotonic()
+        if self.stopped_at is None:
+            self.stopped_at = time.monotonic()
             raise SignalException(signal.Signals(number).name, signal.SIGTERM)
 
     def is_overdue(self) -> bool:
-        return self.at is not None and time.monotonic() > self.at + GRACE_AFTER_STOP_S
+        return (
+            self.stopped_at is not None and time.monotonic() > self.stopped_at + GRACE_AFTER_STOP_S
+        )
 
 
 def _kill_children() -> None:
@@ -154,18 +156,18 @@ def _kill_children() -> None:
             child.kill()
 
 
-def _after_stop(stop: _Stop, errors: Path, cluster: Cluster) -> RanksEnd:
+def _describe_stopped_ranks(stop: _StopHandler, errors: Path, cluster: Cluster) -> RanksEnd:
     """Tell how the ranks ended after a signal: one may have failed, or did not stop in time."""
     if stop.is_overdue():
         text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
         return RanksEnd(EXIT_FAILED, describe_error(cluster.rank, text, "killed"))
     files = sorted(errors.rglob("error.json"), key=lambda path: path.stat().st_mtime)
     if files:
-        return _read(files[0])
+        return _read_error_file(files[0])
     return RanksEnd(EXIT_INTERRUPTED)
 
 
-def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> RanksEnd:
+def _find_first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> RanksEnd:
     """Tell which rank failed first: the agent ends the others then, and lists them too.
 
     Args:
@@ -175,31 +177,31 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> Ran
     for local_rank, failure in failures.items():
         file = Path(failure.error_file)
         if file.is_file():
-            reports[local_rank] = _read(file)
+            reports[local_rank] = _read_error_file(file)
     # The ranks that waited for one that hangs have killed it.
     for report in reports.values():
         if report.failure and report.failure["kind"] == "hangs":
             return report
 
-    local_rank = _first_to_fail(failures, set(reports))
+    local_rank = _find_first_failed_rank(failures, set(reports))
     code = failures[local_rank].exitcode
-    is_stopped = code in STOPPED
+    is_stopped = code in STOPPED_EXIT_CODES
     if local_rank in reports and (code > 0 or is_stopped):
         return reports[local_rank]
     if is_stopped:
         return RanksEnd(EXIT_INTERRUPTED)
-    message = message_of_end(code)
+    message = describe_exit(code)
     return RanksEnd(EXIT_FAILED, describe_error(cluster.rank + local_rank, message, "killed"))
 
 
-def message_of_end(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return the message about a rank that has reported no error."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
 
 
-def _first_to_fail(failures: dict[int, ProcessFailure], reporting: set[int]) -> int:
+def _find_first_failed_rank(failures: dict[int, ProcessFailure], reporting: set[int]) -> int:
     """Return the local rank whose end came before those that it caused.
 
     Args:
@@ -212,16 +214,16 @@ def _first_to_fail(failures: dict[int, ProcessFailure], reporting: set[int]) -> 
         time_s = float(failures[local_rank].timestamp)
         is_killed_late = time_s >= first_at + AGENT_KILLS_AFTER_S - 1
         is_killed_by_agent = code == -signal.SIGKILL and is_killed_late
-        is_only_stopped = code in STOPPED and local_rank not in reporting
+        is_only_stopped = code in STOPPED_EXIT_CODES and local_rank not in reporting
         # Times are whole seconds: a kill came before what it caused.
-        if code < 0 and code not in STOPPED:
+        if code < 0 and code not in STOPPED_EXIT_CODES:
             time_s -= 2
         return is_killed_by_agent, is_only_stopped, time_s
 
     return min(failures, key=order)
 
 
-def _read(error_file: Path) -> RanksEnd:
+def _read_error_file(error_file: Path) -> RanksEnd:
     message = json.loads(error_file.read_text())["message"]
     failure: RankError = json.loads(message["message"].partition(": ")[2])
-    return RanksEnd(exit_code(failure), failure, message["extraInfo"]["py_callstack"])
+    return RanksEnd(choose_exit_code(failure), failure, message["extraInfo"]["py_callstack"])

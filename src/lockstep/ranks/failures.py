@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNCOMPILED = "trainer.compile=false trains without torch.compile."
+UNCOMPILED_HINT = "trainer.compile=false trains without torch.compile."
 # By the exception's class
 HINTS = {
     "OutOfMemoryError": (
@@ -55,12 +55,12 @@ HINTS = {
         "batch), less with trainer.precision=bf16-mixed; data.global_batch_size=max finds what "
         "fits. What else is on the GPU: nvidia-smi."
     ),
-    "BackendCompilerFailed": UNCOMPILED,
-    "InductorError": UNCOMPILED,
-    "InternalTorchDynamoError": UNCOMPILED,
+    "BackendCompilerFailed": UNCOMPILED_HINT,
+    "InductorError": UNCOMPILED_HINT,
+    "InternalTorchDynamoError": UNCOMPILED_HINT,
 }
 # Exceptions whose message is a sentence
-PLAIN = ("UserError", "Diverged", "DiskFullError")
+PLAIN_KINDS = ("UserError", "Diverged", "DiskFullError")
 # For the other ranks to publish their error, or that they have lost a peer
 PEER_TIMEOUT_S = 6.0
 POLL_INTERVAL_S = 0.05
@@ -105,7 +105,7 @@ def describe_error(
     """Return the description of how a rank failed, from its exception or from a message."""
     if isinstance(message, BaseException):
         kind = "UserError" if isinstance(message, UserError) else type(message).__name__
-        message = str(message) if kind in PLAIN else f"{kind}: {message}"
+        message = str(message) if kind in PLAIN_KINDS else f"{kind}: {message}"
     return {
         "rank": rank,
         "host": host or socket.gethostname(),
@@ -127,7 +127,7 @@ def explain_failure(
     Args:
         store: where the ranks of this start publish their errors.
         hosts: the name of each rank's host.
-        epochs: returns the last epochs of each rank, as of Heartbeat.
+        epochs: returns the last epochs of each rank, as Heartbeat.gather_epochs does.
 
     Returns:
         The exception itself, with `culprit`, or Interrupted if another rank was stopped.
@@ -135,7 +135,7 @@ def explain_failure(
     is_agreed = isinstance(error, Interrupted) and error.agreed
     if is_agreed or hasattr(error, "culprit"):
         return error
-    culprit = _CulpritSearch(error, store, cluster, hosts, epochs).first_error()
+    culprit = _CulpritSearch(error, store, cluster, hosts, epochs).find_first_error()
     if culprit["kind"] == "Interrupted" and not isinstance(error, Interrupted):
         stop = Interrupted("another rank was asked to stop")
         stop.elsewhere = True
@@ -163,11 +163,11 @@ class _CulpritSearch:
     def others(self) -> list[int]:
         return [rank for rank in range(self.cluster.world_size) if rank != self.cluster.rank]
 
-    def first_error(self) -> RankError:
+    def find_first_error(self) -> RankError:
         """Return the first error of the run; wait PEER_TIMEOUT_S for all ranks together."""
         if isinstance(self.error, LostRank) and self.error.rank == 0:
             # Its process may hold the store, which would not answer.
-            return self._of_silent_rank(0, str(self.error))
+            return self._describe_silent_rank(0, str(self.error))
         try:
             self.store.set_timeout(timedelta(seconds=PEER_TIMEOUT_S))
             return self._agree_on_first()
@@ -182,20 +182,20 @@ class _CulpritSearch:
         rank = self.cluster.rank
         self.store.set(f"reported/{rank}", "")
         if isinstance(self.error, LostRank):
-            return self._publish(self._of_silent_rank(self.error.rank, str(self.error)))
-        if self._is_of_network():
-            return self._publish(self._error_of_lost_peer() or self._own_error())
-        first = self._publish(self._own_error())
+            return self._publish(self._describe_silent_rank(self.error.rank, str(self.error)))
+        if self._is_network_error():
+            return self._publish(self._find_lost_peer() or self._describe_error_of_this_rank())
+        first = self._publish(self._describe_error_of_this_rank())
         if rank == 0:
             # This process may hold the store: let the others read the error before it ends.
-            self._wait_for([f"reported/{other}" for other in self.others])
+            self._wait_for_keys([f"reported/{other}" for other in self.others])
         return first
 
-    def _own_error(self) -> RankError:
+    def _describe_error_of_this_rank(self) -> RankError:
         rank = self.cluster.rank
         return describe_error(rank, self.error, phase=self.phase, host=self.hosts[rank])
 
-    def _of_silent_rank(self, rank: int, message: str) -> RankError:
+    def _describe_silent_rank(self, rank: int, message: str) -> RankError:
         return describe_error(rank, message, "hangs", self.phase, self.hosts[rank])
 
     def _publish(self, error: RankError) -> RankError:
@@ -203,7 +203,7 @@ class _CulpritSearch:
         first: RankError = json.loads(self.store.compare_set("first", "", json.dumps(error)))
         return first
 
-    def _is_of_network(self) -> bool:
+    def _is_network_error(self) -> bool:
         """Return whether a collective failed because of another rank.
 
         It is judged by the error text of gloo, NCCL or the store, which have no class of their own.
@@ -218,11 +218,14 @@ class _CulpritSearch:
             return False
         return any(word in text for word in NETWORK_ERRORS)
 
-    def _error_of_lost_peer(self) -> RankError | None:
-        """Return the error of a rank that says nothing, or of unequal data, unless one is known."""
-        if self._wait_for(["first"]):
+    def _find_lost_peer(self) -> RankError | None:
+        """Return the error of a rank that has published nothing, or of unequal data.
+
+        None if a rank has published an error, or all ranks are there.
+        """
+        if self._wait_for_keys(["first"]):
             return None
-        sentence = unequal_epochs(self.epochs())
+        sentence = describe_unequal_epochs(self.epochs())
         if sentence:
             return describe_error(self.cluster.rank, UserError(sentence), phase=self.phase)
         silent = [rank for rank in self.others if not self.store.check([f"reported/{rank}"])]
@@ -232,12 +235,12 @@ class _CulpritSearch:
         if "timeout" in text or "timed out" in text:
             file = f"stack-rank{silent[0]}.txt"
             message = f"hangs: the other ranks waited for it; see {file}"
-            return self._of_silent_rank(silent[0], message)
+            return self._describe_silent_rank(silent[0], message)
         message = "died or was cut off without an error"
         return describe_error(silent[0], message, "lost", self.phase, self.hosts[silent[0]])
 
-    def _wait_for(self, keys: list[str]) -> bool:
-        """Return whether all keys are there in time."""
+    def _wait_for_keys(self, keys: list[str]) -> bool:
+        """Wait until all keys are in the store; return whether they came within PEER_TIMEOUT_S."""
         deadline = time.monotonic() + PEER_TIMEOUT_S
         while not self.store.check(keys):
             if time.monotonic() > deadline:
@@ -246,7 +249,7 @@ class _CulpritSearch:
         return True
 
 
-def unequal_epochs(ranks: list[Epochs]) -> str:
+def describe_unequal_epochs(ranks: list[Epochs]) -> str:
     """Return a sentence if the ranks have other numbers of batches in an epoch, else "".
 
     A rank waits in the gradients of a batch for ranks that have no more of them.
@@ -277,18 +280,18 @@ def report_failure(error: BaseException, cluster: Cluster, folder: RunFolder | N
         return EXIT_INTERRUPTED
 
     error = as_disk_full_error(error, folder.path if folder else Path()) or error
-    phase = getattr(error, "phase", None) or recorded_phase(folder)
-    mine = describe_error(cluster.rank, error, phase=phase)
-    first: RankError = getattr(error, "culprit", mine)
+    phase = getattr(error, "phase", None) or read_phase(folder)
+    error_of_this_rank = describe_error(cluster.rank, error, phase=phase)
+    first: RankError = getattr(error, "culprit", error_of_this_rank)
     first["message"] = redact_text(first["message"])
 
     if cluster.has_agent:
         _tell_agent(error, first)
-        return exit_code(mine)
+        return choose_exit_code(error_of_this_rank)
     if cluster.is_rank_zero and folder is not None:
-        record_end(folder, exit_code(first), first)
+        record_end(folder, choose_exit_code(first), first)
     log_failure(first, traceback.format_exc() if first["rank"] == cluster.rank else "")
-    return exit_code(mine)
+    return choose_exit_code(error_of_this_rank)
 
 
 def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | None) -> None:
@@ -300,8 +303,10 @@ def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | N
     # Without an agreement another rank may have failed, which the agent knows.
     if error.agreed or not cluster.has_agent:
         begins_anew = has_trained(folder) and not any(folder.checkpoints.glob("*.json"))
-        way = "no checkpoint was saved" if begins_anew else f"resume={folder.run_id} continues it"
-        log.info(f"Interrupted ({error}): {way}.")
+        advice = f"resume={folder.run_id} continues it"
+        if begins_anew:
+            advice = "no checkpoint was saved"
+        log.info(f"Interrupted ({error}): {advice}.")
 
 
 def _tell_agent(error: BaseException, failure: RankError) -> None:
@@ -322,11 +327,12 @@ def _tell_agent(error: BaseException, failure: RankError) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def exit_code(failure: RankError) -> int:
+def choose_exit_code(failure: RankError) -> int:
+    """Return the exit code of a process that ends because of a failure."""
     return EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
 
 
-def recorded_phase(folder: RunFolder | None) -> str:
+def read_phase(folder: RunFolder | None) -> str:
     """Return the phase of the run record: start, training, validation, test or end."""
     if folder is None or not folder.record_path.exists():
         return "start"
@@ -334,10 +340,13 @@ def recorded_phase(folder: RunFolder | None) -> str:
 
 
 def log_failure(failure: RankError, callstack: str) -> None:
-    """Print the traceback, then the message with the place, unless it says all that there is."""
+    """Print the traceback, then the message with the rank, its host and its phase.
+
+    The message of a UserError or of a full disk says all that there is.
+    """
     text = failure["message"]
     kind = failure["kind"]
-    if kind not in PLAIN:
+    if kind not in PLAIN_KINDS:
         # It may quote a request with credentials.
         sys.stderr.write(redact_text(callstack))
     if kind not in ("UserError", "DiskFullError"):
@@ -356,9 +365,9 @@ def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -
         record = read_record(folder.record_path)
         if record.status == "finished" or (failure and record.status == "interrupted"):
             return
-        where = {key: value for key, value in (failure or {}).items() if key != "kind"}
+        details = {key: value for key, value in (failure or {}).items() if key != "kind"}
         record.status = "failed" if failure else "interrupted"
         record.exit_code = code
         record.finished_at = utc_now()
-        record.error = JsonObject(where)
+        record.error = JsonObject(details)
         write_record(folder.record_path, record)

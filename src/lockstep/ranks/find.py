@@ -63,7 +63,7 @@ class Cluster:
         ranks_per_node: the processes on each node.
         local_rank: None in a process that starts this node's ranks and is none itself.
         master_port: None on a single machine, where any free port will do.
-        agent_store: torchrun's agent or Lockstep's, not rank 0, serves the store at that address.
+        has_agent_store: an agent (torchrun's or Lockstep's), not rank 0, serves the store there.
         has_agent: Lockstep's agent has started this rank and reports its error.
     """
 
@@ -74,7 +74,7 @@ class Cluster:
     local_rank: int | None
     master_addr: str
     master_port: int | None
-    agent_store: bool = False
+    has_agent_store: bool = False
     has_agent: bool = False
     accelerator: str = "cpu"
 
@@ -127,11 +127,11 @@ def set_rank_environment(cluster: Cluster) -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in environment():
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if cluster.world_size > 1:
-        defaults |= _interfaces(cluster)
+        defaults |= _choose_interfaces(cluster)
     set_variables(defaults, unless_set=True)
 
 
-def _interfaces(cluster: Cluster) -> dict[str, str]:
+def _choose_interfaces(cluster: Cluster) -> dict[str, str]:
     """Return the network interface by which gloo and NCCL reach the master."""
     address = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"
     interface = network_interface(address)
@@ -144,8 +144,8 @@ def _interfaces(cluster: Cluster) -> dict[str, str]:
     return variables
 
 
-def slurm_step(environ: Environ) -> str | None:
-    """Name the srun step of several tasks that this process is one of.
+def find_slurm_step(environ: Environ) -> str | None:
+    """Return a name for the srun step of this process, as slurm-1234-0; None if there is none.
 
     A step of one task is a plain machine; a batch script and an interactive shell have no step.
     """
@@ -154,12 +154,12 @@ def slurm_step(environ: Environ) -> str | None:
     return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
 
 
-def launcher_of(environ: Environ) -> str | None:
+def detect_launcher(environ: Environ) -> str | None:
     """Name the launcher that decided how many ranks there are; None if none did."""
     for name, variable in (("agent", AGENT), ("torchrun", "TORCHELASTIC_RUN_ID")):
         if "RANK" in environ and variable in environ:
             return name
-    if slurm_step(environ):
+    if find_slurm_step(environ):
         return "slurm"
     for name, variables in VARIABLES.items():
         # srun with PMI-2 sets them in a step of one task, too, which is a plain machine.
@@ -181,39 +181,44 @@ def read_cluster(environ: Environ, requested: RequestedDevices) -> Cluster:
     Raises:
         UserError: they contradict each other.
     """
-    name = launcher_of(environ)
+    name = detect_launcher(environ)
     if name == "agent":
-        return _cluster_of_agent(environ)
+        return _read_agent_cluster(environ)
     if name == "slurm":
-        return _started_rank(name, {**environ, **_torchrun_variables_of_slurm(environ)}, requested)
+        return _read_launched_rank(
+            name, {**environ, **_translate_slurm_variables(environ)}, requested
+        )
     if name is not None:
-        return _started_rank(name, environ, requested)
+        return _read_launched_rank(name, environ, requested)
     if not requested.several_processes:
-        return _this_machine(ranks_per_node=1)
+        return _describe_this_machine(ranks_per_node=1)
     if "NODE_RANK" in environ or (requested.num_nodes or 1) > 1:
-        return _cluster_of_nodes(environ, requested)
-    return _this_machine(requested.ranks_per_node or requested.default_ranks)
+        return _read_node_cluster(environ, requested)
+    return _describe_this_machine(requested.ranks_per_node or requested.default_ranks)
 
 
-def _this_machine(ranks_per_node: int) -> Cluster:
-    """Return the cluster of a machine whose process nobody has made one of several."""
+def _describe_this_machine(ranks_per_node: int) -> Cluster:
+    """Return the cluster of a machine on which no launcher has started the ranks."""
     return Cluster(
         launcher="none",
         num_nodes=1,
         ranks_per_node=ranks_per_node,
         node_rank=0,
-        local_rank=_only_rank(ranks_per_node),
+        local_rank=_choose_local_rank(ranks_per_node),
         master_addr="127.0.0.1",
         master_port=None,
     )
 
 
-def _only_rank(ranks_per_node: int) -> int | None:
-    """Return the local rank of a process that nobody has made one of several."""
+def _choose_local_rank(ranks_per_node: int) -> int | None:
+    """Return the local rank of a process that no launcher has given one.
+
+    None if the process has to start several ranks.
+    """
     return None if ranks_per_node > 1 else 0
 
 
-def _cluster_of_agent(environ: Environ) -> Cluster:
+def _read_agent_cluster(environ: Environ) -> Cluster:
     """Return the cluster that Lockstep's agent describes to its ranks."""
     launcher, num_nodes, node_rank, address, port = environ[AGENT].split(maxsplit=6)[1:6]
     return Cluster(
@@ -224,19 +229,19 @@ def _cluster_of_agent(environ: Environ) -> Cluster:
         local_rank=int(environ["LOCAL_RANK"]),
         master_addr=address,
         master_port=int(port),
-        agent_store=num_nodes == "1",
+        has_agent_store=num_nodes == "1",
         has_agent=True,
     )
 
 
-def _cluster_of_nodes(environ: Environ, requested: RequestedDevices) -> Cluster:
+def _read_node_cluster(environ: Environ, requested: RequestedDevices) -> Cluster:
     """Return the cluster of one command per node."""
     ranks_per_node = requested.ranks_per_node or requested.default_ranks
     num_nodes = requested.num_nodes or 0
     world_size = ranks_per_node * num_nodes
-    node_rank = _integer(environ, "NODE_RANK", 0)
+    node_rank = _read_integer(environ, "NODE_RANK", 0)
     is_complete = all(environ.get(name) for name in NODE_VARIABLES)
-    is_size = _integer(environ, "WORLD_SIZE", world_size) == world_size
+    is_size = _read_integer(environ, "WORLD_SIZE", world_size) == world_size
     if not (is_complete and is_size and 0 <= node_rank < num_nodes):
         names = (*NODE_VARIABLES, "WORLD_SIZE")
         shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in names)
@@ -252,54 +257,55 @@ def _cluster_of_nodes(environ: Environ, requested: RequestedDevices) -> Cluster:
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
         node_rank=node_rank,
-        local_rank=_only_rank(ranks_per_node),
-        master_addr=_master_address(environ),
-        master_port=_integer(environ, "MASTER_PORT"),
+        local_rank=_choose_local_rank(ranks_per_node),
+        master_addr=_read_master_address(environ),
+        master_port=_read_integer(environ, "MASTER_PORT"),
     )
 
 
-def _master_address(environ: Environ) -> str:
+def _read_master_address(environ: Environ) -> str:
     """Return MASTER_ADDR; an IPv6 address may stand in brackets, as in URLs."""
     address = environ.get("MASTER_ADDR") or "127.0.0.1"
     return address.removeprefix("[").removesuffix("]")
 
 
-def _started_rank(name: str, environ: Environ, requested: RequestedDevices) -> Cluster:
+def _read_launched_rank(name: str, environ: Environ, requested: RequestedDevices) -> Cluster:
     """Return the cluster of a launcher that sets the rank of each process."""
     variables = VARIABLES.get(name, VARIABLES["env"])
-    rank = _integer(environ, variables.rank)
-    ranks_per_node = _integer(environ, variables.local_size, requested.ranks_per_node or 1)
+    rank = _read_integer(environ, variables.rank)
+    ranks_per_node = _read_integer(environ, variables.local_size, requested.ranks_per_node or 1)
     cluster = Cluster(
         launcher=name,
-        num_nodes=_integer(environ, variables.world_size) // ranks_per_node,
+        num_nodes=_read_integer(environ, variables.world_size) // ranks_per_node,
         ranks_per_node=ranks_per_node,
         node_rank=rank // ranks_per_node,
-        local_rank=_integer(environ, variables.local_rank, rank % ranks_per_node),
-        master_addr=_master_address(environ),
-        master_port=_integer(environ, "MASTER_PORT", 29500),
-        agent_store=name == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        local_rank=_read_integer(environ, variables.local_rank, rank % ranks_per_node),
+        master_addr=_read_master_address(environ),
+        master_port=_read_integer(environ, "MASTER_PORT", 29500),
+        has_agent_store=name == "torchrun"
+        and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
-    _check_started(cluster, variables, environ, requested)
+    _check_launched_rank(cluster, variables, environ, requested)
     if cluster.num_nodes > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise UserError(
-            f"{_title(name)} started {cluster.num_nodes} nodes: set MASTER_ADDR and MASTER_PORT "
-            "for all."
+            f"{_describe_launcher(name)} started {cluster.num_nodes} nodes: set MASTER_ADDR and "
+            "MASTER_PORT for all."
         )
     return cluster
 
 
-def _title(launcher: str) -> str:
+def _describe_launcher(launcher: str) -> str:
     """Return the name of a launcher as errors say it."""
     return "RANK and WORLD_SIZE" if launcher == "env" else launcher
 
 
-def _check_started(
+def _check_launched_rank(
     cluster: Cluster, variables: Variables, environ: Environ, requested: RequestedDevices
 ) -> None:
     """Refuse ranks that the trainer's options or each other contradict."""
-    rank = _integer(environ, variables.rank)
-    world_size = _integer(environ, variables.world_size)
-    launcher = _title(cluster.launcher)
+    rank = _read_integer(environ, variables.rank)
+    world_size = _read_integer(environ, variables.world_size)
+    launcher = _describe_launcher(cluster.launcher)
     unset = ""
     if cluster.launcher != "slurm":
         unset = f", or unset {variables.rank} and {variables.world_size}"
@@ -314,7 +320,7 @@ def _check_started(
         devices += f" × {requested.devices_per_rank}"
     ranks_per_node = requested.ranks_per_node or cluster.ranks_per_node
     is_row = rank in range(world_size) and (cluster.world_size, cluster.rank) == (world_size, rank)
-    if not is_row or not _fits(requested, cluster):
+    if not is_row or not _matches_request(requested, cluster):
         raise UserError(
             f"{launcher} started rank {rank} of {world_size}, number {cluster.local_rank} of "
             f"{cluster.ranks_per_node} on its node, but trainer.devices="
@@ -325,7 +331,7 @@ def _check_started(
         )
 
 
-def _fits(requested: RequestedDevices, cluster: Cluster) -> bool:
+def _matches_request(requested: RequestedDevices, cluster: Cluster) -> bool:
     """Return whether a launcher started what the options ask for, where they ask for a number."""
     if not requested.several_processes:
         return True
@@ -333,15 +339,15 @@ def _fits(requested: RequestedDevices, cluster: Cluster) -> bool:
     return has_ranks and requested.num_nodes in (None, cluster.num_nodes)
 
 
-def _torchrun_variables_of_slurm(environ: Environ) -> dict[str, str]:
+def _translate_slurm_variables(environ: Environ) -> dict[str, str]:
     """Return torchrun's variables for a task of an srun step."""
-    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS")
-    ranks_per_node = tasks // _integer(environ, "SLURM_STEP_NUM_NODES")
-    local_rank = _integer(environ, "SLURM_LOCALID")
-    rank = _integer(environ, "SLURM_NODEID") * ranks_per_node + local_rank
+    tasks = _read_integer(environ, "SLURM_STEP_NUM_TASKS")
+    ranks_per_node = tasks // _read_integer(environ, "SLURM_STEP_NUM_NODES")
+    local_rank = _read_integer(environ, "SLURM_LOCALID")
+    rank = _read_integer(environ, "SLURM_NODEID") * ranks_per_node + local_rank
     # Each step of each job has a port of its own.
     number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ["SLURM_STEP_ID"])
-    address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
+    address = environ.get("MASTER_ADDR") or parse_first_host(environ["SLURM_STEP_NODELIST"])
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
@@ -352,7 +358,7 @@ def _torchrun_variables_of_slurm(environ: Environ) -> dict[str, str]:
     }
 
 
-def first_host(node_list: str) -> str:
+def parse_first_host(node_list: str) -> str:
     """Return the first host of SLURM's node list: rack1gpu03 of `rack[1-2]gpu[03-05,9],login`."""
     # A comma within brackets separates numbers, and one outside of them separates names.
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
@@ -366,19 +372,21 @@ def requested_run_id(config: Mapping[str, Any], environ: Environ) -> str | None:
     It is the same after a restart.
     """
     rendezvous = environ.get("TORCHELASTIC_RUN_ID", "none")
-    of_torchrun = ""
+    id_of_torchrun = ""
     if rendezvous != "none":
-        of_torchrun = re.sub(r"[^A-Za-z0-9._-]", "-", rendezvous).lstrip("._-")[:100]
-    return config.get("run_id") or environ.get("RUN_ID") or of_torchrun or slurm_step(environ)
+        id_of_torchrun = re.sub(r"[^A-Za-z0-9._-]", "-", rendezvous).lstrip("._-")[:100]
+    return (
+        config.get("run_id") or environ.get("RUN_ID") or id_of_torchrun or find_slurm_step(environ)
+    )
 
 
 def restart_id(environ: Environ) -> str | None:
-    """Name what would start this process again in the same run: torchrun's agent or a SLURM step.
+    """Return a name for torchrun's agent or the SLURM step that would start this process again.
 
     None if nothing would.
     """
-    if launcher_of(environ) != "torchrun":
-        return slurm_step(environ)
+    if detect_launcher(environ) != "torchrun":
+        return find_slurm_step(environ)
     import psutil
 
     agent = psutil.Process(os.getppid())
@@ -386,7 +394,7 @@ def restart_id(environ: Environ) -> str | None:
     return f"{started_at:%Y-%m-%d_%H-%M-%S}_torchrun-{agent.pid}"
 
 
-def _integer(environ: Environ, name: str, default: int | None = None) -> int:
+def _read_integer(environ: Environ, name: str, default: int | None = None) -> int:
     value = environ.get(name) or default
     if value is None:
         raise UserError(f"{name} is not set, and this launch needs it.")

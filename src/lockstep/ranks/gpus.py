@@ -26,30 +26,30 @@ def refuse_unusable_gpus(indices: Iterable[int]) -> None:
         # A build without CUDA raises AssertionError.
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(
-            f"torch {torch.__version__} cannot use the driver's GPUs ({reason}{_hidden_by()}). "
-            f"{_advice()}"
+            f"torch {torch.__version__} cannot use the driver's GPUs "
+            f"({reason}{_describe_hidden_gpus()}). {_advise()}"
         ) from None
 
     architectures = torch.cuda.get_arch_list()
     count = torch.cuda.device_count()
     for index in indices:
         if index >= count:
-            raise UserError(f"There is no GPU {index}: CUDA sees {count}{_hidden_by()}.")
+            raise UserError(f"There is no GPU {index}: CUDA sees {count}{_describe_hidden_gpus()}.")
         card = Card(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         if not has_kernels(architectures, card.capability):
             raise UserError(
                 f"torch {torch.__version__} has no kernels for {card}, only for "
-                f"{', '.join(architectures)}. {_advice(card)}"
+                f"{', '.join(architectures)}. {_advise(card)}"
             )
 
 
-def _hidden_by() -> str:
+def _describe_hidden_gpus() -> str:
     """Return the variable that chooses GPUs, for the end of a reason; empty if it is not set."""
     chosen = environment().get("CUDA_VISIBLE_DEVICES")
     return "" if chosen is None else f", with CUDA_VISIBLE_DEVICES={chosen}"
 
 
-def _advice(card: Card | None = None) -> str:
+def _advise(card: Card | None = None) -> str:
     """Return the sentence that says what to type for a build that this machine can run.
 
     Args:

@@ -64,7 +64,7 @@ class Beat(NamedTuple):
     epochs: Epochs = ()
 
     @classmethod
-    def of(cls, text: str | bytes) -> "Beat":
+    def from_json(cls, text: str | bytes) -> "Beat":
         """Return the beat that a rank has put into the store as JSON."""
         beat = cls(*json.loads(text))
         epochs = [EpochCount(*each) for each in beat.epochs]
@@ -125,18 +125,18 @@ class Heartbeat:
         # What the last beat of this rank says of all ranks
         self._sent_all_reached = 0
         # On rank 0: the smallest number that a beat says of all ranks
-        self._known_to_all = 0
+        self._known_to_all_ranks = 0
         self._waits_since: float | None = None
 
-        self._silent: int | None = None  # a rank without a beat for too long
-        self._late: list[int] = []  # ranks that have not reached this wait, on rank 0
+        self._silent_rank: int | None = None  # a rank without a beat for too long
+        self._late_ranks: list[int] = []  # ranks that have not reached this wait, on rank 0
         self._has_failed = False  # some rank has published an error
         self._is_cut_off = False  # the store is gone
         # Neither clock runs while this process itself stands still (Ctrl-Z, SLURM's suspend).
         self._awake_s = 0.0  # since the start of the thread
         self._without_round_s = 0.0  # since the thread's last round, in a wait
         # The last beat of a rank, and when it came
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._last_beats: dict[int, tuple[int, float]] = {}
 
         self._wake = threading.Event()
         self._is_ended = threading.Event()
@@ -153,11 +153,11 @@ class Heartbeat:
         before = [each for each in self._epochs if each.epoch < epoch]
         self._epochs = [*before[-1:], EpochCount(epoch, batches, is_over)]
 
-    def epochs_of_all(self) -> list[Epochs]:
+    def gather_epochs(self) -> list[Epochs]:
         """Return the last epochs of each rank, as of its last beat."""
         # Every key exists since the start, so that this does not wait and hold up the thread.
         self._send_beat()
-        return [Beat.of(text).epochs for text in self.store.multi_get(self._keys)]
+        return [Beat.from_json(text).epochs for text in self.store.multi_get(self._keys)]
 
     def end(self) -> None:
         """End the thread, before the store goes."""
@@ -182,20 +182,20 @@ class Heartbeat:
         self._waits_since = began
         self._without_round_s = 0.0
         self._wake.set()
-        while not self._wait_is_over():
-            self._without_round_s += self._awake_since(looked_at)
+        while not self._is_wait_over():
+            self._without_round_s += self._count_awake_s(looked_at)
             looked_at = time.monotonic()
             self._raise_if_lost()
-            if self.rank == 0 and self._late and time.monotonic() > log_at:
+            if self.rank == 0 and self._late_ranks and time.monotonic() > log_at:
                 minutes = (time.monotonic() - began) / 60
-                log.info(f"Waiting for rank {self._late[0]} since {minutes:.0f} min …")
+                log.info(f"Waiting for rank {self._late_ranks[0]} since {minutes:.0f} min …")
                 log_at += LOG_INTERVAL_S
             time.sleep(POLL_INTERVAL_S)
         self._waits_since = None
 
-    def _wait_is_over(self) -> bool:
+    def _is_wait_over(self) -> bool:
         if self.rank == 0:
-            return self._known_to_all >= self._reached
+            return self._known_to_all_ranks >= self._reached
         return self._sent_all_reached >= self._reached
 
     def _raise_if_lost(self) -> None:
@@ -207,27 +207,27 @@ class Heartbeat:
         if self._without_round_s > self.lost_after_s:
             raise LostRank(0, self.lost_after_s)
         # This rank may be named itself, if it stood still and has gone on since.
-        if self._silent is not None and self._silent != self.rank:
-            raise LostRank(self._silent, self.lost_after_s)
+        if self._silent_rank is not None and self._silent_rank != self.rank:
+            raise LostRank(self._silent_rank, self.lost_after_s)
 
-    def _awake_since(self, then: float) -> float:
-        """Return the seconds since then, or two intervals if this process slept for longer."""
-        return min(time.monotonic() - then, 2 * self.interval_s)
+    def _count_awake_s(self, since: float) -> float:
+        """Return the seconds since a time, or two intervals if this process slept for longer."""
+        return min(time.monotonic() - since, 2 * self.interval_s)
 
     def _run(self) -> None:
         round_at = time.monotonic()
         try:
             while not self._is_ended.is_set():
-                self._awake_s += self._awake_since(round_at)
+                self._awake_s += self._count_awake_s(round_at)
                 round_at = time.monotonic()
                 self._wake.clear()
                 self._do_round()
                 self._without_round_s = 0.0
-                self._wake.wait(self._pause_s())
+                self._wake.wait(self._choose_pause_s())
         except RuntimeError:
             self._is_cut_off = True
 
-    def _pause_s(self) -> float:
+    def _choose_pause_s(self) -> float:
         waits_since = self._waits_since
         if waits_since is None:
             return self.interval_s
@@ -242,8 +242,8 @@ class Heartbeat:
             self._judge_all_ranks()
         state: dict[str, Any] = json.loads(self.store.get("state"))
         self._has_failed = self.errors.check(["first"])
-        self._listen(0, state["beat_number"])
-        self._silent = 0 if self._is_silent(0) else state["silent"]
+        self._note_beat(0, state["beat_number"])
+        self._silent_rank = 0 if self._is_silent(0) else state["silent"]
         if state["all_reached"] > self._all_reached:
             self._all_reached = state["all_reached"]
             # The next beat says so at once, and the wait ends.
@@ -257,25 +257,25 @@ class Heartbeat:
         self._sent_all_reached = all_reached
 
     def _judge_all_ranks(self) -> None:
-        """Read the beats of all ranks, as rank 0, and publish what follows from them."""
-        beats = [Beat.of(text) for text in self.store.multi_get(self._keys)]
+        """Read the beats of all ranks, as rank 0, and publish the state of all of them."""
+        beats = [Beat.from_json(text) for text in self.store.multi_get(self._keys)]
         for rank, beat in enumerate(beats):
-            self._listen(rank, beat.number)
-        others = [rank for rank in range(1, len(beats)) if self._is_silent(rank)]
-        self._late = [rank for rank, beat in enumerate(beats) if beat.reached < self._reached]
-        self._known_to_all = min(beat.all_reached for beat in beats)
-        self._publish_state(min(beat.reached for beat in beats), min(others, default=None))
+            self._note_beat(rank, beat.number)
+        silent_ranks = [rank for rank in range(1, len(beats)) if self._is_silent(rank)]
+        self._late_ranks = [rank for rank, beat in enumerate(beats) if beat.reached < self._reached]
+        self._known_to_all_ranks = min(beat.all_reached for beat in beats)
+        self._publish_state(min(beat.reached for beat in beats), min(silent_ranks, default=None))
 
     def _publish_state(self, all_reached: int, silent: int | None) -> None:
         state = {"beat_number": self._beat_number, "all_reached": all_reached, "silent": silent}
         self.store.set("state", json.dumps(state))
 
-    def _listen(self, rank: int, beat_number: int) -> None:
+    def _note_beat(self, rank: int, beat_number: int) -> None:
         """Note when a rank has last sent a new beat."""
-        last_number, _ = self._heard.get(rank, (-1, 0.0))
+        last_number, _ = self._last_beats.get(rank, (-1, 0.0))
         if beat_number != last_number:
-            self._heard[rank] = (beat_number, self._awake_s)
+            self._last_beats[rank] = (beat_number, self._awake_s)
 
     def _is_silent(self, rank: int) -> bool:
-        _, heard_at = self._heard[rank]
+        _, heard_at = self._last_beats[rank]
         return self._awake_s - heard_at > self.lost_after_s

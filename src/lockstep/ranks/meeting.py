@@ -86,7 +86,7 @@ class Meeting:
 _meetings: list[Meeting] = []
 
 
-def last_meeting() -> Meeting | None:
+def get_last_meeting() -> Meeting | None:
     """Return the meeting of this start; None for a rank that has met nobody."""
     return _meetings[-1] if _meetings else None
 
@@ -127,7 +127,7 @@ def meet(
 
 def let_others_read(cluster: Cluster) -> None:
     """Let the process of rank 0 live on for a moment, if it holds the store, before it ends."""
-    if cluster.rank == 0 and not cluster.agent_store:
+    if cluster.rank == 0 and not cluster.has_agent_store:
         time.sleep(ERROR_READ_GRACE_S)
 
 
@@ -367,7 +367,7 @@ def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:
     address = cluster.master_addr
     port = cluster.master_port or 0
     listener = None
-    if cluster.rank == 0 and not cluster.agent_store:
+    if cluster.rank == 0 and not cluster.has_agent_store:
         listener = _listen(address, port)
     else:
         # torch's own connection would wait in silence.

@@ -48,8 +48,8 @@ def resolve_devices(
         UserError: a GPU is asked for on a machine that has none, with the option that works here;
             one process is asked to be several; the devices do not divide into ranks of several.
     """
-    devices = _number(trainer["devices"], "devices")
-    num_nodes = _number(trainer["num_nodes"], "num_nodes")
+    devices = _parse_count(trainer["devices"], "devices")
+    num_nodes = _parse_count(trainer["num_nodes"], "num_nodes")
     is_one_process = trainer["launch"] == "one_process"
     if is_one_process and (devices or 1, num_nodes or 1) != (1, 1):
         raise UserError(
@@ -59,7 +59,7 @@ def resolve_devices(
         )
 
     devices_per_rank = count_devices_per_rank(trainer)
-    accelerator = _accelerator(trainer, gpus)
+    accelerator = _choose_accelerator(trainer, gpus)
     default_ranks = 1
     if accelerator == "gpu":
         _refuse_missing_gpus(trainer, name, gpus, devices or 1, is_training)
@@ -68,9 +68,9 @@ def resolve_devices(
         default_ranks = CPU_RANKS * devices_per_rank
     ranks_per_node = None
     if devices is None:
-        default_ranks = ranks_of_node(default_ranks, devices_per_rank)
+        default_ranks = count_ranks_of_node(default_ranks, devices_per_rank)
     else:
-        ranks_per_node = ranks_of_node(devices, devices_per_rank)
+        ranks_per_node = count_ranks_of_node(devices, devices_per_rank)
     return accelerator, RequestedDevices(
         ranks_per_node, num_nodes, not is_one_process, default_ranks, devices_per_rank
     )
@@ -80,10 +80,10 @@ def count_devices_per_rank(trainer: Config) -> int:
     """Return the number of devices of each rank, where several ranks have several each; else 1."""
     if trainer["launch"] == "one_process":
         return 1
-    return _number(trainer.get("process_devices", 1), "process_devices") or 1
+    return _parse_count(trainer.get("process_devices", 1), "process_devices") or 1
 
 
-def ranks_of_node(devices: int, devices_per_rank: int) -> int:
+def count_ranks_of_node(devices: int, devices_per_rank: int) -> int:
     """Return the number of ranks of a node, of `devices_per_rank` devices each.
 
     Raises:
@@ -99,7 +99,7 @@ def ranks_of_node(devices: int, devices_per_rank: int) -> int:
     return ranks
 
 
-def _number(value: int | str, key: str) -> int | None:
+def _parse_count(value: int | str, key: str) -> int | None:
     """Return a number of devices or nodes; None for auto."""
     if value == "auto":
         return None
@@ -108,7 +108,7 @@ def _number(value: int | str, key: str) -> int | None:
     return value
 
 
-def _accelerator(trainer: Config, gpus: int) -> str:
+def _choose_accelerator(trainer: Config, gpus: int) -> str:
     """Return "cpu" or "gpu"."""
     process_devices = trainer.get("process_devices")
     if isinstance(process_devices, list):
@@ -122,18 +122,20 @@ def _refuse_missing_gpus(
     trainer: Config, name: str, gpus: int, devices: int, is_training: bool
 ) -> None:
     """Refuse a trainer that asks for more GPUs than there are, and say what works here."""
-    needed = gpus_needed(trainer, devices)
+    needed = count_needed_gpus(trainer, devices)
     if gpus >= needed:
         return
-    asked = f"{needed} GPU" if needed == 1 else f"{needed} GPUs"
-    present = {0: "no GPU", 1: "1 GPU"}.get(gpus, f"{gpus} GPUs")
-    works = f"trainer={option_for_cpus(name)} works here."
+    needed_gpus = f"{needed} GPU" if needed == 1 else f"{needed} GPUs"
+    present_gpus = {0: "no GPU", 1: "1 GPU"}.get(gpus, f"{gpus} GPUs")
+    advice = f"trainer={choose_cpu_option(name)} works here."
     if is_training:
-        works = f"experiment=quickstart {works}"
-    raise UserError(f"trainer={name} asks for {asked} and this machine has {present}: {works}")
+        advice = f"experiment=quickstart {advice}"
+    raise UserError(
+        f"trainer={name} asks for {needed_gpus} and this machine has {present_gpus}: {advice}"
+    )
 
 
-def gpus_needed(trainer: Config, devices: int) -> int:
+def count_needed_gpus(trainer: Config, devices: int) -> int:
     """Return the number of GPUs of a node that a trainer needs, if it runs on GPUs.
 
     Args:
@@ -174,7 +176,7 @@ def one_process_options(trainer: Config, named: set[str]) -> Config:
     return {**trainer, **one_process}
 
 
-def option_for_cpus(name: str) -> str:
+def choose_cpu_option(name: str) -> str:
     """Return the option that a machine without the GPUs of trainer=NAME can run."""
     simulated = f"{name}_sim"
     if (REPOSITORY / "configs" / "trainer" / f"{simulated}.yaml").is_file():

@@ -18,7 +18,7 @@ from lockstep.ranks.find import Cluster
 from lockstep.ranks.meeting import (
     POLL_INTERVAL_S,
     Meeting,
-    last_meeting,
+    get_last_meeting,
     let_others_read,
     meet,
 )
@@ -62,7 +62,7 @@ def create_process_group(
         _create_group(cluster, device, timeout_s, store, bound_device)
         return store
 
-    meeting = last_meeting() or meet(cluster, timeout_s)
+    meeting = get_last_meeting() or meet(cluster, timeout_s)
     with all_or_none():
         _create_group(cluster, device, timeout_s, meeting.store, bound_device)
     return meeting.store
@@ -98,7 +98,7 @@ def all_or_none() -> Iterator[None]:
             that was asked in the meantime.
         RuntimeError: before the block, because another rank has failed or does not come in time.
     """
-    meeting = last_meeting()
+    meeting = get_last_meeting()
     if meeting is None:
         yield
         return
@@ -109,7 +109,7 @@ def all_or_none() -> Iterator[None]:
 
 def has_heartbeat() -> bool:
     """Return whether the ranks watch over each other; those of a plain script do not."""
-    meeting = last_meeting()
+    meeting = get_last_meeting()
     return meeting is not None and meeting.heartbeat is not None
 
 
@@ -121,7 +121,7 @@ def wait_for_all() -> None:
     Raises:
         LostRank: a rank gives no sign of life.
     """
-    meeting = last_meeting()
+    meeting = get_last_meeting()
     if meeting is not None and meeting.heartbeat is not None:
         meeting.heartbeat.wait_for_all()
 
@@ -132,7 +132,7 @@ def _agree_to_go_on(meeting: Meeting) -> None:
     meeting.agreements += 1
     store = dist.PrefixStore(f"agreement/{meeting.agreements}", meeting.store)
     try:
-        decision = _decision(meeting, store)
+        decision = _agree_on_decision(meeting, store)
     except dist.DistError:
         raise RuntimeError("connection closed: the store of rank 0 is gone") from None
     if decision == GO:
@@ -150,7 +150,7 @@ def _agree_to_go_on(meeting: Meeting) -> None:
     raise stop
 
 
-def _decision(meeting: Meeting, store: dist.Store) -> str:
+def _agree_on_decision(meeting: Meeting, store: dist.Store) -> str:
     """Return what all ranks do: GO, TOO_LATE, or the number of the node that was asked to stop."""
     cluster = meeting.cluster
     deadline = time.monotonic() + meeting.timeout_s

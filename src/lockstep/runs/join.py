@@ -32,7 +32,7 @@ from lockstep.ranks.failures import explain_failure
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.gpus import refuse_unusable_gpus
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.meeting import last_meeting
+from lockstep.ranks.meeting import get_last_meeting
 from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.ranks.process_group import create_process_group
 from lockstep.records import provenance
@@ -180,13 +180,13 @@ def _several_ranks(run: Run) -> Iterator[None]:
     names = [str(host["host"]) for host in hosts]
 
     def explain(error: BaseException) -> BaseException:
-        return explain_failure(error, errors, cluster, names, beats.epochs_of_all)
+        return explain_failure(error, errors, cluster, names, beats.gather_epochs)
 
     run.hosts = hosts[:: cluster.ranks_per_node]
     run.interruption = Interruption(timeout_s)
     run.hang_dump = RankWatch(run.folder.path, timeout_s, explain, beats)
     run.heartbeat = beats
-    meeting = last_meeting()
+    meeting = get_last_meeting()
     if meeting is not None:
         meeting.heartbeat = beats
     try:

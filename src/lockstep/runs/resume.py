@@ -15,7 +15,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
-from lockstep.ranks.find import is_first_on_node, launcher_of, requested_run_id
+from lockstep.ranks.find import detect_launcher, is_first_on_node, requested_run_id
 from lockstep.records.config import ABSENT, Config, lookup, seconds_of
 from lockstep.records.folder import RunFolder, find_run_folder, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
@@ -58,7 +58,7 @@ def find_stored(overrides: list[str]) -> Config | None:
         return None
     if not folder.config_path.exists():
         before = _taken_from_bucket(before, overrides, folder, environ)
-    if launcher_of(environ):
+    if detect_launcher(environ):
         before["overrides"] = _without_rank_counts(before.get("overrides") or ())
     return before
 

@@ -41,7 +41,7 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
 
         failure = end.failure
         if failure:
-            failure["phase"] = failure["phase"] or failures.recorded_phase(folder)
+            failure["phase"] = failure["phase"] or failures.read_phase(folder)
         if is_first_node:
             if end.exit_code:
                 failures.record_end(folder, end.exit_code, failure)

@@ -66,7 +66,7 @@ def start_prediction_ranks(trainer: Config, cluster: Cluster) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-predict-") as folder:
         end = agent.start_ranks(cluster, None, Path(folder), arguments, trainer["timeout_s"])
     # predict.py ends with this code for damaged images, which rank 0 has logged already.
-    if end.failure and end.failure["message"] != agent.message_of_end(EXIT_FAILED):
+    if end.failure and end.failure["message"] != agent.describe_exit(EXIT_FAILED):
         log_failure(end.failure, end.callstack)
     return end.exit_code
 

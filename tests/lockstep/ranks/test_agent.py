@@ -79,7 +79,7 @@ def test_ranks_get_torchruns_variables(run, tmp_path):
         2,
         True,
     )
-    assert cluster.agent_store and cluster.master_port == int(first["MASTER_PORT"])
+    assert cluster.has_agent_store and cluster.master_port == int(first["MASTER_PORT"])
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_a_second_ctrl_c_kills_the_rest(monkeypatch):
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: children)
     monkeypatch.setattr(agent.signals, "record_signal", lambda number: None)
     monkeypatch.setattr(agent.signals, "received", [signal.SIGINT])
-    stop = agent._Stop()
-    stop.at = time.monotonic()
+    stop = agent._StopHandler()
+    stop.stopped_at = time.monotonic()
     stop(signal.SIGINT, None)
     assert killed == [0, 2]
 
@@ -168,7 +168,7 @@ def test_a_rank_killed_after_its_grace_is_not_the_cause(tmp_path):
         ProcessFailure(local, 1, code, str(tmp_path / "none")) for local, code in ((0, 75), (1, -9))
     )
     stuck.timestamp = stopped.timestamp + 30
-    assert agent._first_failure({1: stuck, 0: stopped}, CLUSTER) == (75, None, "")
+    assert agent._find_first_failure({1: stuck, 0: stopped}, CLUSTER) == (75, None, "")
 
 
 def test_ranks_die_with_a_killed_agent():

@@ -11,7 +11,12 @@ from torch.distributed import HashStore
 
 from local_ranks import local_cluster
 from lockstep.ranks import failures
-from lockstep.ranks.failures import describe_error, explain_failure, log_failure, unequal_epochs
+from lockstep.ranks.failures import (
+    describe_error,
+    describe_unequal_epochs,
+    explain_failure,
+    log_failure,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_only_a_network_error_blames_a_silent_rank(text, rank, kind, monkeypatch
     ],
 )
 def test_ranks_with_unequal_batches_are_told_apart(ranks, said):
-    sentence = unequal_epochs(ranks)
+    sentence = describe_unequal_epochs(ranks)
     assert re.match(said, sentence) if said else sentence == ""
 
 

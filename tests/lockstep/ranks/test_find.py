@@ -103,7 +103,7 @@ def test_every_launcher_says_which_rank_this_process_is(environ, options, wanted
         found.ranks_per_node,
         found.num_nodes,
     ) == wanted
-    assert found.agent_store == (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    assert found.has_agent_store == (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 @pytest.mark.parametrize(

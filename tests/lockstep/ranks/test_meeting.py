@@ -39,11 +39,11 @@ class Ranks:
             timeout_s,
             port or free_port(),
         )
-        self.answers, self.threads, self.agent_store = {}, [], port is not None
+        self.answers, self.threads, self.has_agent_store = {}, [], port is not None
 
     def start(self, rank, *, fingerprint=SAME, decide=dict):
         cluster = Cluster(
-            "nodes", self.world_size, 1, rank, 0, self.address, self.port, self.agent_store
+            "nodes", self.world_size, 1, rank, 0, self.address, self.port, self.has_agent_store
         )
 
         def run():

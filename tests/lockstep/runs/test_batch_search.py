@@ -11,7 +11,7 @@ from PIL import Image
 import runs
 from lockstep.config.compose import compose, plain
 from lockstep.process.errors import UserError
-from lockstep.ranks.find import VARIABLES, Cluster, launcher_of
+from lockstep.ranks.find import VARIABLES, Cluster, detect_launcher
 from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
 from lockstep.runs.batch_search import fitting, next_batch
@@ -234,5 +234,5 @@ def test_what_it_cannot_estimate_is_refused(words, said):
 @pytest.mark.parametrize("name", VARIABLES)
 def test_a_tried_run_knows_no_launcher(name):
     environ = dict.fromkeys([*VARIABLES[name], "PATH"], "2")
-    assert launcher_of(environ) == name
+    assert detect_launcher(environ) == name
     assert search.without_launcher(environ) == {"PATH": "2"}
