@@ -43,8 +43,8 @@ class DataParallel(Capabilities, SingleDeviceStrategy):
 
 
 def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
-    """Route the net's forward through DataParallel of a shallow copy, which shares parameters."""
-    parallel = _Spread(copy.copy(net), device_ids=device_ids)
+    """Let the net's forward go through DataParallel of a shallow copy with the same parameters."""
+    parallel = _AutocastDataParallel(copy.copy(net), device_ids=device_ids)
 
     def forward(*inputs: Any, **named: Any) -> Any:
         # train() and eval() reach the original alone.
@@ -54,13 +54,13 @@ def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
     net.__dict__["forward"] = forward
 
 
-class _Spread(nn.DataParallel):
+class _AutocastDataParallel(nn.DataParallel):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        calls = [under_this_autocast(replica, "cuda") for replica in replicas]
+        calls = [keep_autocast(replica, "cuda") for replica in replicas]
         return super().parallel_apply(calls, inputs, kwargs)
 
 
-def under_this_autocast(call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+def keep_autocast(call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """Return `call` for another thread, with this thread's autocast.
 
     torch passes on whether autocast is enabled, but not its dtype, and would compute in fp16.

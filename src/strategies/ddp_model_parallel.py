@@ -11,7 +11,7 @@ import torch
 
 from lockstep.process.errors import UserError
 from lockstep.strategies.ddp import DDP
-from strategies.model_parallel import NetInStages, checked_micro_batches
+from strategies.model_parallel import NetInStages, check_micro_batches
 
 
 class DDPModelParallel(NetInStages, DDP):
@@ -38,7 +38,7 @@ class DDPModelParallel(NetInStages, DDP):
             )
         super().__init__(**options)
         self.stages = stages
-        self.micro_batches = checked_micro_batches(micro_batches)
+        self.micro_batches = check_micro_batches(micro_batches)
         self.cut = cut
 
     @property

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from lockstep.process.environment import die_with_parent
 from lockstep.process.errors import UserError
-from lockstep.strategies.base import Capabilities
+from lockstep.strategies.base import Capabilities, list_parameters
 
 log = logging.getLogger(__name__)
 
 # A round goes on without the peers that do not answer in this time.
 AVERAGING_TIMEOUT_S = 30.0
-# What a process raises when it talks to another one of this peer that has ended.
-GONE = (FileNotFoundError, ConnectionError, EOFError)
+# Exceptions of a process that talks to another one of this peer, which has ended.
+ENDED_PEER_ERRORS = (FileNotFoundError, ConnectionError, EOFError)
 
 
 class Hivemind(Capabilities, SingleDeviceStrategy):
@@ -70,7 +70,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
                 "trainer=hivemind needs the package hivemind, which is not installed: "
                 "pip install -r requirements-hivemind.txt, or choose trainer=ddp_sim."
             )
-        super().__init__(device=device_of_peer(device))
+        super().__init__(device=choose_peer_device(device))
         self.initial_peers = initial_peers or []
         self.host_maddrs = host_maddrs or ["/ip4/127.0.0.1/tcp/0"]
         self.swarm_name = swarm
@@ -91,10 +91,10 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # hivemind's processes that start while this peer joins end with it.
-            joining = [os.getpid()]
-            os.register_at_fork(after_in_child=partial(_end_with_parent, joining))
+            joining_pids = [os.getpid()]
+            os.register_at_fork(after_in_child=partial(_end_with_parent, joining_pids))
             self._join()
-            joining.clear()
+            joining_pids.clear()
 
     def _join(self) -> None:
         """Find the other peers and let hivemind's optimizer take the place of the run's."""
@@ -110,20 +110,20 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
             # hivemind steps the schedule, Lightning never does.
             schedule.interval = "swarm step"
             scheduler = schedule.scheduler
-        self.dht = self._started_dht()
-        self.swarm = self._started_optimizer(optimizer, scheduler)
+        self.dht = self._start_dht()
+        self.swarm = self._start_optimizer(optimizer, scheduler)
         addresses = ",".join(str(address) for address in self.dht.get_visible_maddrs())
         log.info(f"swarm {self.swarm_name}: peers join with 'trainer.initial_peers=[{addresses}]'")
 
-    def _started_dht(self) -> Any:
+    def _start_dht(self) -> Any:
         """Connect to the other peers.
 
         Raises:
             UserError: none of trainer.initial_peers answers.
         """
-        hivemind = imported_hivemind()
+        hivemind = import_hivemind()
         try:
-            return quiet_dht(hivemind)(
+            return make_quiet_dht(hivemind)(
                 start=True,
                 initial_peers=self.initial_peers,
                 host_maddrs=self.host_maddrs,
@@ -140,8 +140,8 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
                 f"({reason}): give an address that a running peer printed."
             ) from error
 
-    def _started_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
-        hivemind = imported_hivemind()
+    def _start_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
+        hivemind = import_hivemind()
         # Rounds can lock each other out if a request waits as long as the matchmaking.
         timeouts = {"request_timeout": min(3.0, 0.5 * self.matchmaking_time_s)}
         gradient_averager = hivemind.optim.grad_averager.GradientAverager
@@ -228,7 +228,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         return {"swarm": swarm}
 
 
-def device_of_peer(name: torch.device | str) -> torch.device:
+def choose_peer_device(name: torch.device | str) -> torch.device:
     """Return the device that trainer.accelerator names: cpu, gpu or auto."""
     if name == "auto":
         name = "gpu" if torch.cuda.is_available() else "cpu"
@@ -237,7 +237,7 @@ def device_of_peer(name: torch.device | str) -> torch.device:
     return torch.device(name)
 
 
-def imported_hivemind() -> Any:
+def import_hivemind() -> Any:
     """Import hivemind without its warnings and log lines."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit.script.*", FutureWarning)
@@ -248,7 +248,7 @@ def imported_hivemind() -> Any:
     return hivemind
 
 
-def quiet_dht(hivemind: Any) -> Any:
+def make_quiet_dht(hivemind: Any) -> Any:
     """Return hivemind's DHT class, whose process prints no traceback at the end of this peer.
 
     An averager that ends while the DHT reads its last request makes it raise EOFError.
@@ -268,16 +268,16 @@ def is_worth_telling(record: logging.LogRecord) -> bool:
     At the end of a good run its DHT answers an averager that is gone, and asyncio finds tasks that
     nobody has awaited.
     """
-    if record.exc_info and isinstance(record.exc_info[1], GONE):
+    if record.exc_info and isinstance(record.exc_info[1], ENDED_PEER_ERRORS):
         return False
     return not record.getMessage().startswith("Task was destroyed")
 
 
-def _end_with_parent(joining: list[int]) -> None:
-    """End when the parent does, in a process that is forked while `joining` names its parent."""
-    if joining == [os.getppid()]:
+def _end_with_parent(joining_pids: list[int]) -> None:
+    """End with the parent, in a process that is forked while `joining_pids` names the parent."""
+    if joining_pids == [os.getppid()]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        die_with_parent(joining[0])
+        die_with_parent(joining_pids[0])
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
@@ -287,7 +287,7 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if optimizer.state:
         return
-    values = {parameter: parameter.detach().clone() for parameter in _parameters(optimizer)}
+    values = {parameter: parameter.detach().clone() for parameter in list_parameters(optimizer)}
     for parameter in values:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -309,13 +309,6 @@ def clip_before_step(optimizer: torch.optim.Optimizer, largest_norm: float) -> N
 
     def clip(stepping: torch.optim.Optimizer, *_: Any) -> None:
         # torch takes anything that a hook returns for new arguments, so return nothing.
-        torch.nn.utils.clip_grad_norm_(_parameters(stepping), largest_norm)
+        torch.nn.utils.clip_grad_norm_(list_parameters(stepping), largest_norm)
 
     optimizer.register_step_pre_hook(clip)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    parameters: list[Tensor] = []
-    for group in optimizer.param_groups:
-        parameters.extend(group["params"])
-    return parameters

@@ -91,9 +91,9 @@ class ModelParallel(NetInStages, SingleDeviceStrategy):
         micro_batches: int = 1,
         cut: list[int] | None = None,
     ) -> None:
-        self.process_devices = checked_devices(stage_devices)
+        self.process_devices = parse_devices(stage_devices)
         super().__init__(device=self.process_devices[0])
-        self.micro_batches = checked_micro_batches(micro_batches)
+        self.micro_batches = check_micro_batches(micro_batches)
         self.cut = cut
 
 
@@ -112,15 +112,15 @@ class Pipeline:
 
     def __call__(self, images: Tensor) -> Tensor:
         parts = images.tensor_split(min(self.micro_batches, len(images)))
-        return torch.cat([self._through_all_stages(part) for part in parts])
+        return torch.cat([self._run_stages(part) for part in parts])
 
-    def _through_all_stages(self, x: Tensor) -> Tensor:
+    def _run_stages(self, x: Tensor) -> Tensor:
         for group, device in self.steps:
-            x = group(_moved(x, device, group))
+            x = group(_move_to_stage(x, device, group))
         return x
 
 
-def _moved(x: Tensor, device: torch.device, group: nn.Module) -> Tensor:
+def _move_to_stage(x: Tensor, device: torch.device, group: nn.Module) -> Tensor:
     """Return a stage's input on its device."""
     if device.type != "cpu":
         return x.to(device, non_blocking=True)
@@ -146,7 +146,7 @@ def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) ->
             f"The model has {len(stages)} stages, fewer than the {count} devices that they go to: "
             "name fewer in trainer.stage_devices, or lower trainer.stages."
         )
-    balanced = balanced_cut([count_parameters(stage) for stage in stages], count)
+    balanced = balance_cut([count_parameters(stage) for stage in stages], count)
     starts = balanced if cut is None else cut
     bounds = [0, *starts, len(stages)]
     if len(bounds) != count + 1 or not are_rising_integers(bounds):
@@ -180,12 +180,12 @@ def are_rising_integers(bounds: list[Any]) -> bool:
     return all(start < end for start, end in pairwise(bounds))
 
 
-def balanced_cut(costs: list[int], parts: int) -> list[int]:
+def balance_cut(costs: list[int], parts: int) -> list[int]:
     """Return the first stage of the second part, the third, …
 
     The most expensive part is as cheap as possible.
 
-    >>> balanced_cut([1, 1, 1, 9, 1, 1], 2)
+    >>> balance_cut([1, 1, 1, 9, 1, 1], 2)
     [3]
     """
 
@@ -204,13 +204,14 @@ def balanced_cut(costs: list[int], parts: int) -> list[int]:
     return best(len(costs), parts)[1]
 
 
-def checked_micro_batches(number: int) -> int:
+def check_micro_batches(number: int) -> int:
+    """Return the number, or refuse one below 1."""
     if number < 1:
         raise UserError(f"trainer.micro_batches={number}: give a whole number from 1 on.")
     return number
 
 
-def checked_devices(names: list[str] | None) -> list[torch.device]:
+def parse_devices(names: list[str] | None) -> list[torch.device]:
     """Return two devices of this machine or more, by default all GPUs."""
     gpus = torch.cuda.device_count()
     all_gpus = [f"cuda:{index}" for index in range(gpus)]
@@ -219,7 +220,7 @@ def checked_devices(names: list[str] | None) -> list[torch.device]:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"trainer.stage_devices={names}: {reason}") from None
-    if len(devices) < 2 or not all(_exists(device, gpus) for device in devices):
+    if len(devices) < 2 or not all(_is_device_there(device, gpus) for device in devices):
         example = "[cuda:0,cpu]" if gpus else "[cpu,cpu]"
         raise UserError(
             f"trainer.stage_devices={names or 'null'} must name two devices or more of this "
@@ -228,7 +229,7 @@ def checked_devices(names: list[str] | None) -> list[torch.device]:
     return devices
 
 
-def _exists(device: torch.device, gpus: int) -> bool:
+def _is_device_there(device: torch.device, gpus: int) -> bool:
     if device.type != "cuda":
         return True
     return (device.index or 0) < gpus

@@ -26,7 +26,7 @@ class Dropping(TinyNet):
 
 
 def test_replicas_follow_the_net_which_keeps_its_names(monkeypatch):
-    monkeypatch.setattr(data_parallel, "_Spread", Recorder)
+    monkeypatch.setattr(data_parallel, "_AutocastDataParallel", Recorder)
     net = Dropping().eval()
     names, images = list(net.state_dict()), torch.randn(64, 1, 3, 4)
     expected = net(images)
@@ -51,8 +51,8 @@ def test_threads_compute_in_the_dtype_of_autocast_here():
     """torch's own threads know that autocast is on and forget in which dtype."""
     linear = nn.Linear(4, 4)
     with torch.autocast("cpu", dtype=torch.float16):
-        assert dtype_in_a_thread(data_parallel.under_this_autocast(linear, "cpu")) == torch.float16
-    assert dtype_in_a_thread(data_parallel.under_this_autocast(linear, "cpu")) == torch.float32
+        assert dtype_in_a_thread(data_parallel.keep_autocast(linear, "cpu")) == torch.float16
+    assert dtype_in_a_thread(data_parallel.keep_autocast(linear, "cpu")) == torch.float32
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ import torch
 from lockstep.data.batches import TrainBatches
 from lockstep.process.errors import UserError
 from strategies import hivemind
-from strategies.hivemind import Hivemind, clip_before_step, device_of_peer, initialise_state
+from strategies.hivemind import Hivemind, choose_peer_device, clip_before_step, initialise_state
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 14  # of five steps of the swarm
@@ -77,7 +77,7 @@ def test_what_the_swarm_steps_on_is_clipped(largest_norm):
 )
 def test_a_peer_computes_where_the_trainers_accelerator_says(name, has_gpu, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert device_of_peer(name) == torch.device(expected)
+    assert choose_peer_device(name) == torch.device(expected)
 
 
 def test_each_peer_has_an_order_of_its_own(monkeypatch):
@@ -129,7 +129,7 @@ def test_the_dht_ends_in_silence_when_an_averager_has_ended():
         def run(self):
             raise EOFError
 
-    hivemind.quiet_dht(SimpleNamespace(DHT=DHT))().run()
+    hivemind.make_quiet_dht(SimpleNamespace(DHT=DHT))().run()
 
 
 @pytest.mark.parametrize(

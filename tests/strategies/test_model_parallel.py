@@ -12,7 +12,7 @@ from torch import nn
 from local_ranks import local_cluster
 from lockstep.process.errors import UserError
 from models.alexnet import AlexNetBN
-from strategies.model_parallel import ModelParallel, balanced_cut, checked_devices, cut_into_groups
+from strategies.model_parallel import ModelParallel, balance_cut, cut_into_groups, parse_devices
 from strategy_runs import difference, fit, one
 from tasks.classifier import ImageClassifier
 
@@ -66,7 +66,7 @@ def test_balanced_cut_equals_exhaustive_search():
             cut: max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, 7)))
             for cut in itertools.combinations(range(1, 7), parts - 1)
         }
-        assert dearest[tuple(balanced_cut(costs, parts))] == min(dearest.values())
+        assert dearest[tuple(balance_cut(costs, parts))] == min(dearest.values())
 
 
 class Stages(nn.Module):
@@ -91,9 +91,9 @@ TWO_HERE = "must name two devices or more of this machine"
             (partial(cut_into_groups, Stages(4, 4), 2, cut), NO_CUT)
             for cut in ([], [0], [4], [2, 1], ["a"], [1.5])
         ),
-        (lambda: checked_devices(["cpu"]), TWO_HERE),
-        (lambda: checked_devices(["cpu", "cuda:63"]), TWO_HERE),
-        (lambda: checked_devices(["cpu", "toaster"]), "stage_devices"),
+        (lambda: parse_devices(["cpu"]), TWO_HERE),
+        (lambda: parse_devices(["cpu", "cuda:63"]), TWO_HERE),
+        (lambda: parse_devices(["cpu", "toaster"]), "stage_devices"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(call, said):

@@ -1,4 +1,4 @@
-"""Parts that strategies share: facts that a run asks for, the base of one process per device."""
+"""What strategies share: facts that a run asks for, and the base of one process per device."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.process.errors import UserError
 from lockstep.ranks.process_group import wait_for_all
@@ -76,10 +76,10 @@ class ProcessPerDevice(Capabilities, DDPStrategy):
         Raises:
             UserError: a script that does not use src/train.py was not started with torchrun.
         """
-        nobody_started_ranks = (
-            not dist.is_initialized() and not self.cluster_environment.creates_processes_externally
+        has_launcher = (
+            dist.is_initialized() or self.cluster_environment.creates_processes_externally
         )
-        if nobody_started_ranks and self.num_nodes * self.num_processes > 1:
+        if not has_launcher and self.num_nodes * self.num_processes > 1:
             raise UserError(f"{type(self).__name__} needs ranks: start this script with torchrun.")
         super().setup_environment()
 
@@ -118,3 +118,16 @@ def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) ->
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(sent, src=0)
         tensor.detach().copy_(sent)
+
+
+def list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer, in their order."""
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
+    return parameters
+
+
+def list_shard_units(net: nn.Module) -> list[nn.Module]:
+    """Return the net's shard_units(); none if it does not define them."""
+    return net.shard_units() if hasattr(net, "shard_units") else []

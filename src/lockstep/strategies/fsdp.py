@@ -26,8 +26,10 @@ from lockstep.strategies.base import (
     ClippingMixedPrecision,
     ProcessPerDevice,
     broadcast_from_rank_zero,
+    list_parameters,
+    list_shard_units,
 )
-from lockstep.strategies.sync_batchnorm import BATCH_NORMS
+from lockstep.strategies.sync_batchnorm import list_batch_norms
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +143,10 @@ class FSDP(ProcessPerDevice):
             net_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full, output_dtype=full)
             # BatchNorm computes its statistics in float32.
             norm_policy = MixedPrecisionPolicy(full, full, output_dtype=low)
-            for layer in layers_with_statistics(net):
+            for layer in list_batch_norms(net):
                 shard(layer, mp_policy=norm_policy)
 
-        for unit in units_of(net):
+        for unit in list_shard_units(net):
             shard(unit, mp_policy=unit_policy)
         shard(net, mp_policy=net_policy)
 
@@ -178,7 +180,7 @@ class FSDP(ProcessPerDevice):
 
     def _gather(self, state: Mapping[Any, Any]) -> StateDict:
         """Return the whole state on rank 0, an empty one elsewhere; every rank must call it."""
-        whole: StateDict = gathered(state, self.is_global_zero)
+        whole: StateDict = gather_tensors(state, self.is_global_zero)
         if torch.cuda.is_initialized():
             # The copies from the GPU are only queued.
             torch.cuda.current_stream().synchronize()
@@ -189,7 +191,7 @@ class FSDP(ProcessPerDevice):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         current = self.lightning_module.state_dict()
         state = {
-            name: sharded_like(value, current.get(name))
+            name: shard_like(value, current.get(name))
             for name, value in checkpoint["state_dict"].items()
         }
         self.lightning_module.load_state_dict(state, strict=strict)
@@ -197,31 +199,17 @@ class FSDP(ProcessPerDevice):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         for optimizer, whole in zip(self.optimizers, states, strict=True):
-            parameters: list[Tensor] = []
-            for group in optimizer.param_groups:
-                parameters.extend(group["params"])
             # A checkpoint names each parameter by its number over all groups.
-            by_number = dict(enumerate(parameters))
+            by_number = dict(enumerate(list_parameters(optimizer)))
             sharded = {
-                number: _sharded_moments(moments, by_number.get(number))
+                number: _shard_moments(moments, by_number.get(number))
                 for number, moments in whole["state"].items()
             }
             optimizer.load_state_dict({**whole, "state": sharded})
 
 
-def _sharded_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> StateDict:
-    return {name: sharded_like(value, parameter) for name, value in moments.items()}
-
-
-def units_of(net: nn.Module) -> list[nn.Module]:
-    """Return the net's shard_units(); none if it does not define them."""
-    if hasattr(net, "shard_units"):
-        return net.shard_units()
-    return []
-
-
-def layers_with_statistics(net: nn.Module) -> list[nn.Module]:
-    return [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]
+def _shard_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> StateDict:
+    return {name: shard_like(value, parameter) for name, value in moments.items()}
 
 
 def networks_of(module: nn.Module) -> list[Any]:
@@ -246,14 +234,15 @@ def networks_of(module: nn.Module) -> list[Any]:
     return [net for net in networks if list(net.parameters())]
 
 
-def gathered(value: Any, keep: bool) -> Any:
-    """Return copies in CPU memory of the tensors in dicts; every rank must call it.
+def gather_tensors(value: Any, keep: bool) -> Any:
+    """Return nested dicts with copies of their tensors in CPU memory; every rank must call it.
 
     Args:
-        keep: whether a sharded tensor becomes a whole one (else None).
+        keep: a sharded tensor becomes a whole one; otherwise it becomes None, as on ranks that
+            save nothing.
     """
     if isinstance(value, dict):
-        return {name: gathered(part, keep) for name, part in value.items()}
+        return {name: gather_tensors(part, keep) for name, part in value.items()}
     if isinstance(value, DTensor):
         whole = value.detach().full_tensor()
         if not keep:
@@ -264,10 +253,13 @@ def gathered(value: Any, keep: bool) -> Any:
     return value
 
 
-def sharded_like(value: Any, sharded: Any) -> Any:
-    """Return `value` (whole, equal on every rank) cut as the tensor `sharded` is.
+def shard_like(value: Any, sharded: Any) -> Any:
+    """Return a whole tensor cut over the ranks as the tensor `sharded` is.
 
-    What has no such counterpart stays, such as the count of steps.
+    Anything else stays, such as the count of steps.
+
+    Args:
+        value: equal on every rank.
     """
     if not isinstance(sharded, DTensor) or not isinstance(value, Tensor):
         return value

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.process.errors import UserError
-from lockstep.strategies.sync_batchnorm import BATCH_NORMS
+from lockstep.strategies.base import list_shard_units
+from lockstep.strategies.sync_batchnorm import list_batch_norms
 
 
 def recompute_activations(net: nn.Module) -> None:
@@ -20,20 +21,14 @@ def recompute_activations(net: nn.Module) -> None:
     Raises:
         UserError: the net names no units, or one of them has BatchNorm.
     """
-    units: list[nn.Module] = []
-    if hasattr(net, "shard_units"):
-        units = net.shard_units()
+    units = list_shard_units(net)
     if not units:
         raise _refusal(f"needs shard_units() of {type(net).__name__}")
     # A second forward would count each batch twice in the running statistics.
-    if any(has_batch_norm(unit) for unit in units):
+    if any(list_batch_norms(unit) for unit in units):
         raise _refusal("computes BatchNorm's statistics twice")
     for unit in units:
-        unit.__class__ = _recomputed(type(unit))
-
-
-def has_batch_norm(unit: nn.Module) -> bool:
-    return any(isinstance(layer, BATCH_NORMS) for layer in unit.modules())
+        unit.__class__ = _make_recomputing_class(type(unit))
 
 
 def _refusal(reason: str) -> UserError:
@@ -43,7 +38,7 @@ def _refusal(reason: str) -> UserError:
 
 
 @cache
-def _recomputed(unit_class: type[nn.Module]) -> type[nn.Module]:
+def _make_recomputing_class(unit_class: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass that recomputes.
 
     A class, because replicas of DataParallel and averaged copies of the net keep it.

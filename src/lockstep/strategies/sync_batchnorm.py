@@ -13,6 +13,11 @@ from lockstep.process.errors import UserError
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+def list_batch_norms(net: nn.Module) -> list[nn.Module]:
+    """Return the layers with statistics of a batch."""
+    return [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]
+
+
 class _SumOverRanks(torch.autograd.Function):
     """All-reduce whose gradient is the all-reduce of the gradients.
 
@@ -55,7 +60,9 @@ class SyncBatchNorm(nn.BatchNorm2d):
             x = input.float()
         mean, variance, count = statistics_of_all_ranks(x)
         if self.track_running_stats:
-            self._track(mean.detach(), (variance * count / (count - 1)).detach())
+            self._update_running_statistics(
+                mean.detach(), (variance * count / (count - 1)).detach()
+            )
 
         shape = (1, -1, *(1,) * (x.dim() - 2))
         scale = torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
@@ -65,7 +72,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         return x.to(input.dtype)
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
         """Update the running statistics."""
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
@@ -89,7 +96,7 @@ def statistics_of_all_ranks(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, (square - mean * mean).clamp_min(0.0), count
 
 
-class _ThenAct:
+class _WithActivation:
     """The activation within timm's BatchNormAct2d, after dropout of whole channels in some nets."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -105,11 +112,9 @@ def synchronise(net: nn.Module, device_type: str) -> None:
         UserError: a layer has a forward of its own, which would be lost.
     """
     plain: type[nn.Module] = nn.SyncBatchNorm if device_type == "cuda" else SyncBatchNorm
-    with_activation = type("SyncBatchNormAct", (_ThenAct, plain), {})
-    for layer in net.modules():
-        if not isinstance(layer, BATCH_NORMS) or isinstance(layer, nn.SyncBatchNorm):
-            continue
-        if isinstance(layer, SyncBatchNorm):
+    with_activation = type("SyncBatchNormAct", (_WithActivation, plain), {})
+    for layer in list_batch_norms(net):
+        if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
         if _is_batch_norm_of_timm(layer):
             layer.__class__ = with_activation
@@ -142,7 +147,7 @@ def check_batch_norm(
     Raises:
         UserError: one image at a time has no statistics; names the sizes that work.
     """
-    if not any(isinstance(layer, BATCH_NORMS) and layer.training for layer in net.modules()):
+    if not any(layer.training for layer in list_batch_norms(net)):
         return ""
     differs = world_size > 1 and not synchronised
     if images < 2 and (differs or world_size == 1):
