@@ -34,8 +34,8 @@ GRACE_AFTER_FAILURE_S = 30.0
 GRACE_AFTER_STOP_S = 120.0
 # After a `kill` that is not obeyed the connection hangs.
 GRACE_AFTER_KILL_S = 5.0
-POLL_S = 0.1
-FINE = (EXIT_OK, EXIT_INTERRUPTED)
+POLL_INTERVAL_S = 0.1
+GOOD_EXIT_CODES = (EXIT_OK, EXIT_INTERRUPTED)
 SSH = [
     "ssh",
     "-o",
@@ -48,7 +48,7 @@ SSH = [
 # Run the arguments of the shell. Standard input controls the trainer: `stop` asks it to save and
 # end, `kill` and a lost connection end it. The reader's own output is closed, because sshd waits
 # for every process that has the session's open.
-REMOTE = """{
+REMOTE_SCRIPT = """{
     "$@" </dev/null &
     pid=$!
     control() {
@@ -69,11 +69,11 @@ REMOTE = """{
 } 3<&0"""
 
 
-def run_id_for(overrides: list[str], environ: dict[str, str]) -> str | None:
+def choose_run_id(overrides: list[str], environ: dict[str, str]) -> str | None:
     """Return RUN_ID for all hosts; None if resume=auto has no run id, which train.py reports."""
     values = dict(word.split("=", 1) for word in overrides if "=" in word)
-    named = (values.get("run_id"), values.get("resume"), environ.get("RUN_ID"))
-    run_id = next((name for name in named if name not in (None, "null", "auto")), None)
+    candidates = (values.get("run_id"), values.get("resume"), environ.get("RUN_ID"))
+    run_id = next((name for name in candidates if name not in (None, "null", "auto")), None)
     if run_id:
         return run_id
     if values.get("resume") == "auto":
@@ -95,25 +95,28 @@ class Host:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.reader = threading.Thread(target=self._print, daemon=True)
+        self.reader = threading.Thread(target=self._print_lines, daemon=True)
         self.reader.start()
 
-    def _print(self) -> None:
+    def _print_lines(self) -> None:
         for raw in self.process.stdout or ():
             line = raw.decode(errors="replace")
             if line.startswith("error: "):
                 self.error = line.rstrip()
             print(f"[{self.name}] {printable(line)}", end="", flush=True)
 
-    def tell(self, word: str) -> None:
-        """Send a word to REMOTE; nothing if the connection is gone."""
+    def send(self, word: str) -> None:
+        """Send a word to REMOTE_SCRIPT; nothing if the connection is gone."""
         assert self.process.stdin
         with contextlib.suppress(OSError):
             self.process.stdin.write(f"{word}\n".encode())
             self.process.stdin.flush()
 
     def has_failed(self) -> bool:
-        return self.process.returncode is not None and self.process.returncode not in FINE
+        """Return whether the process has ended with an exit code of neither success nor a stop."""
+        return (
+            self.process.returncode is not None and self.process.returncode not in GOOD_EXIT_CODES
+        )
 
 
 def watch(hosts: list[Host]) -> int:
@@ -129,7 +132,7 @@ def watch(hosts: list[Host]) -> int:
     first_failed = _wait(hosts, signals)
     for host in hosts:
         host.reader.join(5)
-    return _exit_code(hosts, first_failed)
+    return _report_end(hosts, first_failed)
 
 
 def _wait(hosts: list[Host], signals: list[int]) -> Host | None:
@@ -149,12 +152,11 @@ def _wait(hosts: list[Host], signals: list[int]) -> Host | None:
         if not running:
             return first_failed
 
-        first_failed = first_failed or _first_failed(hosts)
+        first_failed = first_failed or _find_failed_host(hosts)
         now = time.monotonic()
         if signals and not is_stopping:
             is_stopping = True
-            for host in running:
-                host.tell("stop")
+            _send_to_all(running, "stop")
             kill_at = min(kill_at, now + GRACE_AFTER_STOP_S)
         elif first_failed and kill_at == math.inf:
             kill_at = now + GRACE_AFTER_FAILURE_S
@@ -162,24 +164,29 @@ def _wait(hosts: list[Host], signals: list[int]) -> Host | None:
             kill_at = min(kill_at, now)
         if now >= kill_at:
             _kill(running, is_late=now > kill_at + GRACE_AFTER_KILL_S)
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
-def _first_failed(hosts: list[Host]) -> Host | None:
+def _find_failed_host(hosts: list[Host]) -> Host | None:
     return next((host for host in hosts if host.has_failed()), None)
 
 
 def _kill(hosts: list[Host], is_late: bool) -> None:
     """End the trainers, and if that was asked for some time ago the connections too."""
-    for host in hosts:
-        host.tell("kill")
-        if is_late:
+    _send_to_all(hosts, "kill")
+    if is_late:
+        for host in hosts:
             host.process.kill()
 
 
-def _exit_code(hosts: list[Host], first_failed: Host | None) -> int:
-    """Return the exit code of the run, and repeat the error of the host that failed first."""
-    failed = first_failed or _first_failed(hosts)
+def _send_to_all(hosts: list[Host], word: str) -> None:
+    for host in hosts:
+        host.send(word)
+
+
+def _report_end(hosts: list[Host], first_failed: Host | None) -> int:
+    """Repeat the error of the host that failed first, and return the exit code of the run."""
+    failed = first_failed or _find_failed_host(hosts)
     if failed is None:
         return max(host.process.returncode for host in hosts)
 
@@ -190,20 +197,21 @@ def _exit_code(hosts: list[Host], first_failed: Host | None) -> int:
 
 
 def main(argv: list[str]) -> int:
+    """Start the run on all hosts, and return its exit code when all have ended."""
     configure_logging()
-    at = argv.index("--") if "--" in argv else len(argv)
-    options = _parser().parse_args(argv[:at])
-    overrides = argv[at + 1 :]
+    separator = argv.index("--") if "--" in argv else len(argv)
+    options = _build_parser().parse_args(argv[:separator])
+    overrides = argv[separator + 1 :]
 
-    run_id = run_id_for(overrides, environment())
+    run_id = choose_run_id(overrides, environment())
     hosts = []
     for rank, name in enumerate(options.hosts):
-        remote = _remote_command(options, rank, run_id, overrides)
+        remote = _build_remote_command(options, rank, run_id, overrides)
         hosts.append(Host(name, [*options.ssh, name, remote]))
     return watch(hosts)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -224,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _remote_command(options: Any, rank: int, run_id: str | None, overrides: list[str]) -> str:
+def _build_remote_command(options: Any, rank: int, run_id: str | None, overrides: list[str]) -> str:
     """Return the shell command that trains on the host of a node rank."""
     master = options.master_addr or options.hosts[0].split("@")[-1]
     variables = [
@@ -238,7 +246,7 @@ def _remote_command(options: Any, rank: int, run_id: str | None, overrides: list
     num_nodes = f"trainer.num_nodes={len(options.hosts)}"
     train = ["env", *variables, ".venv/bin/python", "src/train.py", num_nodes, *overrides]
     folder = options.dir[min(rank, len(options.dir) - 1)]
-    return f"cd {shlex.quote(folder)} || exit 1\nset -- {shlex.join(train)}\n{REMOTE}"
+    return f"cd {shlex.quote(folder)} || exit 1\nset -- {shlex.join(train)}\n{REMOTE_SCRIPT}"
 
 
 if __name__ == "__main__":

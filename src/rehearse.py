@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.commands.command_line import read_command
 from lockstep.config.overrides import FEW_STEPS, overrides_of_trial
@@ -46,7 +46,7 @@ TRACEBACK = re.compile(
 )
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 NULLGPU_MESSAGE = re.compile("nullgpu: .*(?:differ|collective).*")
-NOT_YOURS = (
+NOT_OF_USER = (
     "/site-packages/",
     "/dist-packages/",
     "/lib/python3",
@@ -67,11 +67,23 @@ FIXED = {
     "run_id": "dry-run",
     "+callbacks.dry_run._target_": "lockstep.callbacks.unused_parameters.UnusedParameters",
 }
-# The word ok, FAILED or nothing, and the text.
-Line = tuple[str, str]
 # A function that starts train.py with overrides, variables and a file for its output, and returns
 # its exit code.
 StartTraining = Callable[[list[str], Mapping[str, str], Path], int]
+
+
+class Line(NamedTuple):
+    """A line of the report; its mark is ok, FAILED or empty."""
+
+    mark: str
+    text: str
+
+
+class Fault(NamedTuple):
+    """A traceback of a run: the last line of the user's code in it, or "", and its message."""
+
+    line: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -174,7 +186,7 @@ def rehearse_training(
         UserError: train.py refuses the options, the trainer uses no GPU, or the driver cannot be
             built here.
     """
-    nullgpu = _simulated_driver()
+    nullgpu = _import_driver()
     _check_config(config)
     trainer = config["trainer"]
     devices = trainer["devices"]
@@ -182,19 +194,19 @@ def rehearse_training(
         devices = 2 * count_devices_per_rank(trainer)
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     rehearsal = Rehearsal(config, overrides, capability, run, nullgpu, devices, num_nodes)
-    yield (
+    yield Line(
         "",
         f"{rehearsal.per_device} images per device, {rehearsal.ranks} of {rehearsal.world_size} "
         f"ranks on simulated GPUs of {rehearsal.memory_gib:g} GiB",
     )
 
-    code = yield from _few_images(rehearsal, folder / "few")
+    code = yield from _train_few_images(rehearsal, folder / "few")
     if code == EXIT_OK:
-        yield from _host_waits(folder / "few")
-        yield from _whole_batch(rehearsal, folder / "whole")
+        yield from _report_host_waits(folder / "few")
+        yield from _train_whole_batch(rehearsal, folder / "whole")
 
 
-def _simulated_driver() -> Any:
+def _import_driver() -> Any:
     """Return the package nullgpu."""
     try:
         nullgpu = importlib.import_module("nullgpu")
@@ -217,7 +229,7 @@ def _check_config(config: Any) -> None:
         )
 
 
-def _few_images(rehearsal: Rehearsal, folder: Path) -> Generator[Line, None, int]:
+def _train_few_images(rehearsal: Rehearsal, folder: Path) -> Generator[Line, None, int]:
     """Train on few images, with computed results; return the exit code."""
     config = rehearsal.config
     options = {}
@@ -226,33 +238,33 @@ def _few_images(rehearsal: Rehearsal, folder: Path) -> Generator[Line, None, int
     images = min(FEW_IMAGES, rehearsal.per_device)
     code = rehearsal.start(folder, images, True, **options)
 
-    unused = _json(folder / "unused.json")
+    unused = _read_json(folder / "unused.json")
     is_allowed = (config["trainer"]["strategy"] or {}).get("find_unused_parameters")
-    word = "" if is_allowed else "FAILED"
+    mark = "" if is_allowed else "FAILED"
     for name, line in unused.items():
-        yield word, f"no gradient for {name}: {line}"
+        yield Line(mark, f"no gradient for {name}: {line}")
 
     # DDP refuses unused parameters, and they are listed already.
     if not (code and unused):
         what = f"{STEPS} steps, a validation, a checkpoint and a test with few images"
-        yield _outcome(what, code, folder)
+        yield _report_outcome(what, code, folder)
     return code
 
 
-def _host_waits(folder: Path) -> Iterator[Line]:
+def _report_host_waits(folder: Path) -> Iterator[Line]:
     """Report each line that synchronises at every step, by the largest count of a rank."""
     counts: Counter[str] = Counter()
     for path in folder.glob("steps-rank*.json"):
-        counts |= Counter(_json(path))
+        counts |= Counter(_read_json(path))
     for line, count in counts.items():
         if count < STEPS:
             continue
         # torch itself checks for overflow in fp16.
-        word = "" if line.startswith("GradScaler") else "FAILED"
-        yield word, f"the host waits for the device {count // STEPS} times a step: {line}"
+        mark = "" if line.startswith("GradScaler") else "FAILED"
+        yield Line(mark, f"the host waits for the device {count // STEPS} times a step: {line}")
 
 
-def _whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
+def _train_whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
     """Train on whole batches without computed results, and report the peak memory."""
     per_device = rehearsal.per_device
     options = {"test": "false", "callbacks.checkpoints": "null"}
@@ -261,17 +273,17 @@ def _whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
     # Nothing is computed: losses are random memory, and may be nan.
     if "became nan" not in (folder / "output").read_text():
         what = f"{STEPS} steps and a validation with {per_device} images per device"
-        yield _outcome(what, code, folder)
-    peak = _json(folder / "train/runs/dry-run/run.json").get("peak_memory_gib")
+        yield _report_outcome(what, code, folder)
+    peak = _read_json(folder / "train/runs/dry-run/run.json").get("peak_memory_gib")
     if peak:
-        yield (
+        yield Line(
             "",
             f"peak memory of a rank: {peak:.2f} GiB, and about {CUDA_GIB} for CUDA, "
             f"of {rehearsal.memory_gib:g} GiB",
         )
 
 
-def _outcome(what: str, code: int, folder: Path) -> Line:
+def _report_outcome(what: str, code: int, folder: Path) -> Line:
     """Return ok, or the first fault of a run in the user's code.
 
     Raises:
@@ -279,51 +291,52 @@ def _outcome(what: str, code: int, folder: Path) -> Line:
     """
     last_line = (folder / "output").read_text().strip().rpartition("\n")[2]
     if code == EXIT_OK:
-        return "ok", what
+        return Line("ok", what)
     if code == EXIT_USER_ERROR:
         raise UserError(last_line.removeprefix("error: "))
 
-    faults = _faults(folder)
-    of_user = [fault for fault in faults if fault[0]]
-    line, fault = [*of_user, *faults, ("", last_line)][0]
-    waits = "".join(f"; a rank was at {place}" for place in _waiting_lines(folder))
-    return "FAILED", f"{what}: {line or 'not in your code'} · {fault}{waits}"
+    faults = [*_read_faults(folder), Fault("", last_line)]
+    fault = next((fault for fault in faults if fault.line), faults[0])
+    waits = "".join(f"; a rank was at {line}" for line in _find_waiting_lines(folder))
+    place = fault.line or "not in your code"
+    return Line("FAILED", f"{what}: {place} · {fault.message}{waits}")
 
 
-def _faults(folder: Path) -> list[tuple[str, str]]:
-    """Return the line in the user's code, or "", and the message of each traceback."""
+def _read_faults(folder: Path) -> list[Fault]:
+    """Return the fault of each traceback in the output of the ranks."""
     faults = []
     for path in (folder / "output", *sorted(folder.glob("train/runs/*/rank*.*"))):
         text = path.read_text()
         rank = path.stem.removeprefix("rank").replace("output", "0")
-        of_driver = dict.fromkeys(NULLGPU_MESSAGE.findall(text))
+        driver_messages = dict.fromkeys(NULLGPU_MESSAGE.findall(text))
         for frames, message in TRACEBACK.findall(text):
-            sentence = " ".join([*message.split(), *of_driver])[:MESSAGE_LENGTH]
-            faults.append((_yours(FRAME.findall(frames)), f"rank {rank} · {sentence}"))
+            sentence = " ".join([*message.split(), *driver_messages])[:MESSAGE_LENGTH]
+            line = _find_user_line(FRAME.findall(frames))
+            faults.append(Fault(line, f"rank {rank} · {sentence}"))
     return faults
 
 
-def _waiting_lines(folder: Path) -> list[str]:
+def _find_waiting_lines(folder: Path) -> list[str]:
     """Return the lines of the user's code in which ranks hung."""
     lines = []
     for path in sorted(folder.glob("stack-rank*.txt")):
         # faulthandler writes the innermost frame first.
-        line = _yours(reversed(FRAME.findall(path.read_text())))
+        line = _find_user_line(reversed(FRAME.findall(path.read_text())))
         if line:
             lines.append(line)
     return lines
 
 
-def _yours(frames: Iterable[tuple[str, str]]) -> str:
+def _find_user_line(frames: Iterable[tuple[str, str]]) -> str:
     """Return file:line of the last frame that is neither of a library nor of Lockstep; else ""."""
-    yours = ""
+    user_line = ""
     for name, line in frames:
-        if not any(part in name for part in NOT_YOURS):
-            yours = f"{name.removeprefix(f'{SRC.parent}/')}:{line}"
-    return yours
+        if not any(part in name for part in NOT_OF_USER):
+            user_line = f"{name.removeprefix(f'{SRC.parent}/')}:{line}"
+    return user_line
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
@@ -338,9 +351,9 @@ def main(argv: list[str]) -> int:
     has_failed = False
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         report = rehearse_training(config, config["overrides"], capability, Path(folder), run_train)
-        for word, text in report:
-            log.info(f"{word:7} {text}")
-            has_failed |= word == "FAILED"
+        for line in report:
+            log.info(f"{line.mark:7} {line.text}")
+            has_failed |= line.mark == "FAILED"
     if has_failed:
         log.info("Something FAILED.")
         return EXIT_FAILED
