@@ -35,7 +35,7 @@ from lockstep.records import provenance
 from lockstep.records.config import Config
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.runs.checks import LONGEST_TMPDIR
-from lockstep.runs.run import with_ranks
+from lockstep.runs.run import resolve_rank_options
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def examine(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     if s3.get("uri"):
         yield from _bucket(s3)
     if cluster.launcher == "nodes" and cluster.num_nodes > 1:
-        yield from _other_nodes(with_ranks(config, cluster), cluster)
+        yield from _other_nodes(resolve_rank_options(config, cluster), cluster)
 
 
 def _machine(config: Config) -> Iterator[Finding]:

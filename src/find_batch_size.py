@@ -16,7 +16,7 @@ from lockstep.process.errors import EXIT_OK, UserError
 from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
 from lockstep.records.config import Config
-from lockstep.runs.batch_search import search
+from lockstep.runs.batch_search import search_largest_batch
 from lockstep.runs.batch_size import resolve_batch
 
 
@@ -47,7 +47,7 @@ def find(config: Config) -> int:
         return EXIT_OK
 
     smallest = resolve_batch(config, cluster)
-    largest = search(config, cluster, smallest)
+    largest = search_largest_batch(config, cluster, smallest)
     per_device = largest["per_device"]
     print(
         f"largest batch {per_device} per device, {largest['global']} global "

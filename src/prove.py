@@ -29,17 +29,17 @@ from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
 from lockstep.records.proof_table import CHECKS, FOR_GPUS, CheckResult, skipped_check, write_table
-from lockstep.runs.batch_search import TRAIN, without_launcher
+from lockstep.runs.batch_search import TRAIN_SCRIPT, remove_launcher_variables
 from lockstep.runs.forked import run_forked
 from lockstep.runs.proof import DIGEST, RANKS, Proof, RunFailed, StartScript, read_test_metrics
 from lockstep.runs.proof_causes import (
     cause_of_metric,
     cause_of_parts,
     cause_of_resume,
+    cause_of_unseeded,
     cause_of_unused,
-    first_call,
+    first_random_call,
     has_same_targets,
-    unseeded,
 )
 from lockstep.runs.recording import (
     Difference,
@@ -62,9 +62,9 @@ def check_repeat(proof: Proof) -> CheckResult:
         return CheckResult("repeat", True)
     cause = "the order of the sums on this device differs: trainer.deterministic=true"
     if difference.kind == "images":
-        cause = unseeded(proof.reference)
+        cause = cause_of_unseeded(proof.reference)
     elif proof.reference.draws:
-        cause = f"a generator that no seed reaches: {first_call(proof.reference)}"
+        cause = f"a generator that no seed reaches: {first_random_call(proof.reference)}"
     return difference_result("repeat", difference, cause)
 
 
@@ -144,7 +144,7 @@ def check_workers(proof: Proof) -> CheckResult:
         changes = {"data.num_workers": 2}
         if "path" in proof.config["data"]:
             changes["data.path"] = "loader"
-    run = proof.recording("workers", changes)
+    run = proof.record_run("workers", changes)
     if "workers" in proof.failures:
         return CheckResult("workers", False, None, "the run fails", proof.failures["workers"])
     reference = proof.reference
@@ -172,8 +172,8 @@ def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> C
         return difference_result("workers", difference, cause)
     if facts.generators:
         cause = (
-            f"a generator of the dataset ({first_call(proof.reference)}) is copied into each "
-            "worker: draw from torch.rand, which each worker seeds"
+            f"a generator of the dataset ({first_random_call(proof.reference)}) is copied into "
+            "each worker: draw from torch.rand, which each worker seeds"
         )
         return difference_result("workers", difference, cause)
     if has_same_targets(run, proof.reference, difference.step):
@@ -252,7 +252,7 @@ def check_compile(proof: Proof) -> CheckResult:
         return skipped_check(
             "compile", "the step draws random numbers, and compiled kernels draw others"
         )
-    run = proof.recording("compile", {"trainer.compile": True})
+    run = proof.record_run("compile", {"trainer.compile": True})
     if "compile" in proof.failures:
         return CheckResult("compile", False, None, "the run fails", proof.failures["compile"])
     difference = first_difference(run, proof.reference, proof.tolerance, compares_metrics=False)
@@ -361,8 +361,8 @@ def number_of(word: str, value: str, smallest: float) -> float:
 
 def run_child(name: str, overrides: list[str], output: Path) -> int:
     """Run train.py or eval.py; return its exit code."""
-    script = TRAIN.with_name(f"{name}.py")
-    return run_forked(script, overrides, without_launcher(environment()), output)
+    script = TRAIN_SCRIPT.with_name(f"{name}.py")
+    return run_forked(script, overrides, remove_launcher_variables(environment()), output)
 
 
 def proof_of(config: Config, options: Options, run: StartScript = run_child) -> Proof:

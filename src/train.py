@@ -16,7 +16,7 @@ from lockstep.runs.checks import check_before_start
 from lockstep.runs.finishing import finish_again
 from lockstep.runs.first_record import write_config
 from lockstep.runs.opening import open_run
-from lockstep.runs.resume import fetch_newer_checkpoints, find_stored
+from lockstep.runs.resume import fetch_newer_checkpoints, find_stored_config
 from lockstep.runs.run import Run
 from lockstep.runs.starting import start_ranks
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def main(argv: list[str]) -> int:
     """Train as one process of a run, or start the processes of this node; return the exit code."""
     command = read_command("train", argv, __doc__ or "")
-    config = command.compose(stored=find_stored(command.overrides))
+    config = command.compose(stored=find_stored_config(command.overrides))
     cluster = find_ranks(config)
     check_before_start(config, cluster)
 

@@ -141,8 +141,7 @@ class Interruption(pl.Callback):
         signals.received.clear()
 
     def _restore_handlers(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        signals.restore_handlers(self._previous)
         self._previous = {}
 
     def on_exception(

@@ -31,6 +31,12 @@ def install_stop_handler(handler: Callable[[int, Any], Any] | signal.Handlers) -
     return previous
 
 
+def restore_handlers(previous: dict[int, Any]) -> None:
+    """Install the handlers that `install_stop_handler` has returned."""
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
 def record_signal(number: int, _frame: Any = None) -> None:
     """Record a signal; the second Ctrl-C ends this process here."""
     if number == signal.SIGINT and signal.SIGINT in received:
@@ -73,8 +79,7 @@ def defer_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore_handlers(previous)
     check()
 
 

@@ -82,8 +82,7 @@ def start_ranks(
             return _describe_stopped_ranks(stop, Path(errors), cluster)
         finally:
             del store
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            signals.restore_handlers(previous)
 
 
 def _silence_torch() -> None:

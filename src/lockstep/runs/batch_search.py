@@ -7,7 +7,6 @@ FSDP over more devices needs less memory on each, and DDP needs the same.
 import json
 import logging
 import math
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,15 +28,15 @@ from lockstep.records.config import Config
 log = logging.getLogger(__name__)
 
 # Images per device of the first run
-START = 8
+FIRST_BATCH = 8
 MAX_RUNS = 8
 # Use at most 95 % of the free memory: the real run fragments it differently.
-USABLE = 0.95
+USABLE_SHARE = 0.95
 # Try at most 95 % of a failed batch. Stop when the next try would be within 5 % of the best one.
-CLOSE = 0.95
+CLOSE_SHARE = 0.95
 GIB = 2**30
-TRAIN = REPOSITORY / "src" / "train.py"
-OUT_OF_MEMORY = (
+TRAIN_SCRIPT = REPOSITORY / "src" / "train.py"
+OUT_OF_MEMORY_SIGNS = (
     "out of memory",
     "alloc_failed",
     "status_not_initialized",
@@ -45,7 +44,7 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "sigkill",
 )
-LAUNCHER = (
+LAUNCHER_PREFIXES = (
     "RANK",
     "LOCAL_",
     "WORLD_SIZE",
@@ -72,13 +71,13 @@ class BatchProbes:
 
     Args:
         peaks: peak memory in GiB by images per device; None where it ran out of memory.
-        limit: GiB of a device; inf as long as no run has told them.
-        bound: training images per device; inf as long as no run has told them.
+        limit_gib: memory of a device; inf as long as no run has told it.
+        max_batch: training images per device; inf as long as no run has told them.
     """
 
     peaks: dict[int, float | None] = field(default_factory=dict)
-    limit: float = math.inf
-    bound: float = math.inf
+    limit_gib: float = math.inf
+    max_batch: float = math.inf
 
     def add(self, batch: int, record: Mapping[str, Any], limit: float | None, parts: int) -> None:
         """Add a run.
@@ -92,21 +91,21 @@ class BatchProbes:
         self.peaks[batch] = peak
         usable = record.get("usable_memory_gib")
         if limit:
-            self.limit = limit
+            self.limit_gib = limit
         elif usable:
-            self.limit = USABLE * usable
+            self.limit_gib = USABLE_SHARE * usable
         if record.get("num_train"):
-            self.bound = record["num_train"] // parts
-        said = f"{peak:.3g} of {self.limit:.3g} GiB" if peak else "out of memory"
-        log.info(f"{batch} images per device: {said}")
+            self.max_batch = record["num_train"] // parts
+        usage = f"{peak:.3g} of {self.limit_gib:.3g} GiB" if peak else "out of memory"
+        log.info(f"{batch} images per device: {usage}")
 
 
-def search(config: Config, cluster: Cluster, smallest: Batch) -> dict[str, Any]:
+def search_largest_batch(config: Config, cluster: Cluster, smallest: Batch) -> dict[str, Any]:
     """Run train.py with several batches; return the fields of `largest_batch` in the record."""
     parts = cluster.world_size * smallest.accumulate
-    unit = _unit(config)
+    unit = _find_batch_unit(config)
     probes = BatchProbes()
-    batch: int | None = START
+    batch: int | None = FIRST_BATCH
     while batch is not None:
         try:
             record = _train_two_steps(config, cluster, smallest, batch)
@@ -116,20 +115,20 @@ def search(config: Config, cluster: Cluster, smallest: Batch) -> dict[str, Any]:
                 raise
             break
         probes.add(batch, record, config["trainer"]["memory_limit_gib"], parts)
-        batch = next_batch(probes.peaks, probes.limit, probes.bound, unit)
+        batch = choose_next_batch(probes.peaks, probes.limit_gib, probes.max_batch, unit)
 
-    largest = fitting(probes.peaks, probes.limit)
+    largest = find_largest_fitting(probes.peaks, probes.limit_gib)
     return {
         "per_device": largest,
         "global": largest * parts,
         "probes": len(probes.peaks),
         "peak_memory_gib": probes.peaks[largest],
-        "limit_gib": round(probes.limit, 4),
-        "bounded_by": "data set" if largest == probes.bound else "memory",
+        "limit_gib": round(probes.limit_gib, 4),
+        "bounded_by": "data set" if largest == probes.max_batch else "memory",
     }
 
 
-def _unit(config: Config) -> int:
+def _find_batch_unit(config: Config) -> int:
     """Return the number of which every batch per device is a multiple."""
     augmentation = config["augmentation"]
     # Mixup and CutMix mix pairs of images.
@@ -137,7 +136,7 @@ def _unit(config: Config) -> int:
     return math.lcm(2 if mixes else 1, config["trainer"].get("micro_batches") or 1)
 
 
-def next_batch(
+def choose_next_batch(
     probes: Mapping[int, float | None], limit: float, bound: float, unit: int = 1
 ) -> int | None:
     """Return the batch per device to try next; None if the search is over.
@@ -152,16 +151,16 @@ def next_batch(
     fits = {batch for batch, peak in probes.items() if peak and peak <= limit}
     failed = min(probes.keys() - fits, default=None)
     largest = max(fits, default=0)
-    aim = _aim(probes, limit, largest, failed)
+    aim = _extrapolate_to_limit(probes, limit, largest, failed)
     if failed is not None:
-        aim = _below_failed(aim, fits, failed, has_failed_once=len(probes) == len(fits) + 1)
+        aim = _choose_below_failed(aim, fits, failed, has_failed_once=len(probes) == len(fits) + 1)
     batch = int(max(min(aim, bound), unit) // unit * unit)
-    if batch in probes or largest >= CLOSE * batch:
+    if batch in probes or largest >= CLOSE_SHARE * batch:
         return None
     return batch
 
 
-def _aim(
+def _extrapolate_to_limit(
     probes: Mapping[int, float | None], limit: float, largest: int, failed: int | None
 ) -> float:
     """Return the batch where a line through the last two peaks meets the limit."""
@@ -179,17 +178,19 @@ def _aim(
     return min(small + (limit - low) / slope, 8 * largest)
 
 
-def _below_failed(aim: float, fits: set[int], failed: int, *, has_failed_once: bool) -> float:
+def _choose_below_failed(
+    aim: float, fits: set[int], failed: int, *, has_failed_once: bool
+) -> float:
     """Return a batch below the smallest one that has failed."""
     if aim >= failed:
         aim = math.sqrt(max(fits, default=0) * failed)
         # A first prediction is a little too high at most.
         if has_failed_once and len(fits) > 1:
             aim = max(aim, 0.9 * failed)
-    return min(aim, CLOSE * failed)
+    return min(aim, CLOSE_SHARE * failed)
 
 
-def fitting(probes: Mapping[int, float | None], limit: float) -> int:
+def find_largest_fitting(probes: Mapping[int, float | None], limit: float) -> int:
     """Return the largest batch within the limit; raise UserError if none is."""
     fits = [batch for batch, peak in probes.items() if peak and peak <= limit]
     if fits:
@@ -214,7 +215,9 @@ def _train_two_steps(
     with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
         folder = Path(name)
         code = run_train(
-            _overrides(config, cluster, smallest, batch, folder), environment(), folder / "output"
+            _build_overrides(config, cluster, smallest, batch, folder),
+            environment(),
+            folder / "output",
         )
         path = folder / "train/runs/probe/run.json"
         record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -222,7 +225,7 @@ def _train_two_steps(
     if code == EXIT_OK:
         return record
     text = "\n".join([*lines[-30:], str(record.get("error"))])
-    if any(sign in text.lower() for sign in OUT_OF_MEMORY):
+    if any(sign in text.lower() for sign in OUT_OF_MEMORY_SIGNS):
         return {**record, "peak_memory_gib": None}
     if code == EXIT_USER_ERROR:
         raise BatchRefused(lines[-1].removeprefix("error: "))
@@ -231,7 +234,7 @@ def _train_two_steps(
     )
 
 
-def _overrides(
+def _build_overrides(
     config: Config, cluster: Cluster, smallest: Batch, batch: int, folder: Path
 ) -> list[str]:
     """Return the command line of a run of two steps, which writes below `folder`."""
@@ -261,9 +264,11 @@ def _overrides(
     return overrides_of_trial(config["overrides"], changes)
 
 
-def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+def remove_launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those by which a launcher describes a rank."""
-    return {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
+    return {
+        name: value for name, value in environ.items() if not name.startswith(LAUNCHER_PREFIXES)
+    }
 
 
 def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) -> int:
@@ -272,10 +277,10 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
     Returns:
         Its exit code.
     """
-    variables = without_launcher(environ)
+    variables = remove_launcher_variables(environ)
     # While the child starts, a signal is only noted: a child that nobody knows would go on.
     previous = signals.install_stop_handler(signals.record_signal)
-    command = [sys.executable, str(TRAIN), *overrides]
+    command = [sys.executable, str(TRAIN_SCRIPT), *overrides]
     with output.open("w") as file:
         child = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
     try:
@@ -285,5 +290,4 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
     finally:
         child.terminate()
         child.wait()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        signals.restore_handlers(previous)

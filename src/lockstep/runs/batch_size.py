@@ -73,7 +73,7 @@ def _refuse_other_loaders(batches: int, world_size: int) -> None:
 
 
 def decide_batch(
-    config: Config, cluster: Cluster, record: RunRecord, before: Config, search: Search
+    config: Config, cluster: Cluster, record: RunRecord, earlier_config: Config, search: Search
 ) -> tuple[Batch, dict[str, Any]]:
     """Return the batch of a start, and the result of a search for the largest one.
 
@@ -81,8 +81,7 @@ def decide_batch(
 
     Args:
         record: that an earlier start has left; a blank one for a new run.
-        before: the config of an earlier start, {} for a new run: a run keeps the largest batch that
-            was found.
+        earlier_config: of an earlier start, whose largest batch the run keeps; {} for a new run.
         search: looks for the largest batch, given the config, the cluster and the smallest batch.
     """
     limit = record.per_device_batch_limit or record.per_device_batch_size
@@ -94,7 +93,7 @@ def decide_batch(
     if config["data"].get("global_batch_size") != "max":
         return batch, {}
 
-    largest = (before.get("data") or {}).get("global_batch_size")
+    largest = (earlier_config.get("data") or {}).get("global_batch_size")
     result: dict[str, Any] = {}
     if not isinstance(largest, int):
         log.info("Looking for the largest batch …")

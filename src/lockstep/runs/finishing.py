@@ -20,7 +20,7 @@ from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.metric_names import format_metric, tested_name
 from lockstep.records.record import RunRecord, has_trained, read_record
-from lockstep.runs.resume import finished_already
+from lockstep.runs.resume import find_finished_run
 from lockstep.runs.run_lock import hold_run_lock
 from lockstep.storage.uploader import finish_upload, send_files, withdraw
 
@@ -45,10 +45,10 @@ def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -
     if code == EXIT_INTERRUPTED and is_ctrl_c and not has_checkpoint:
         # Exit code 75 would promise a checkpoint to go on from.
         return signals.INTERRUPTED_AT_ONCE
-    return code_of_stop(config, cluster, folder, code)
+    return decide_exit_code(config, cluster, folder, code)
 
 
-def code_of_stop(config: Config, cluster: Cluster, folder: RunFolder | None, code: int) -> int:
+def decide_exit_code(config: Config, cluster: Cluster, folder: RunFolder | None, code: int) -> int:
     """Return the exit code of a process that was asked to stop; any other code stays.
 
     srun returns the highest code of its tasks, so each rank and each node decides.
@@ -87,13 +87,12 @@ def _has_lost_steps(config: Config, cluster: Cluster, folder: RunFolder) -> bool
 
 
 def finish_again(config: Config, cluster: Cluster) -> int | None:
-    """Return the exit code of a start that finds nothing left to train; None for any other.
+    """Finish a run of resume=auto again that has nothing left to train; return the exit code.
 
-    It is one with resume=auto.
-
-    A job script may start such a run again and again: what could not be uploaded before is sent.
+    None for any other start. A job script may start such a run again and again: what could not be
+    uploaded before is sent.
     """
-    folder = finished_already(config)
+    folder = find_finished_run(config)
     if folder is None:
         return None
 
@@ -140,7 +139,7 @@ def _log_end(folder: RunFolder, record: RunRecord, pages: list[Path], code: int)
     """Log the last lines of a run."""
     if code == EXIT_OK and record.status == "finished":
         paths = [os.path.relpath(page) for page in pages or [folder.path]]
-        log.info(" · ".join(["finished", *_shown_metrics(record), *paths]))
+        log.info(" · ".join(["finished", *_format_metrics(record), *paths]))
     again = f"python src/upload.py {folder.run_id} sends it"
     if record.upload.error:
         log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")
@@ -166,7 +165,7 @@ def _write_pages(config: Config, folder: RunFolder) -> list[Path]:
     return pages
 
 
-def _shown_metrics(record: RunRecord) -> list[str]:
+def _format_metrics(record: RunRecord) -> list[str]:
     """Return the best monitored metric and the tested one, as the terminal shows them.
 
     Without either it is the monitored one, or the loss, as the training has left it.

@@ -32,18 +32,15 @@ from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.runs.run import Run
 from lockstep.storage.pointers import new_uuid, uuid_of
 
-RECIPE = (
-    "experiment=",
-    "+experiment=",
-    "hydra.searchpath=",
-)  # overrides that choose what the others change
+# The beginnings of overrides that choose what the others change
+RECIPE_PREFIXES = ("experiment=", "+experiment=", "hydra.searchpath=")
 
 
 def begin_record(run: Run, previous: RunRecord | None, largest_batch: dict[str, Any]) -> None:
     """Write the record of this start and, of a new run, config.yaml.
 
-    The config of a resumed run is written when its ranks are built: a start that fails leaves what
-        ran before.
+    The config of a resumed run is written later, when its parts are built: a start that fails
+    leaves that of the start before.
 
     Args:
         previous: the record that an earlier start left; None for a new run.
@@ -186,8 +183,12 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
     overrides = run.config["overrides"]
     if run.config["task_name"] != "train":
         return []
-    recipe = [word for word in overrides if word.startswith(RECIPE)]
-    options = [word for word in overrides if word.startswith(RECIPE) or _chooses(word, run.choices)]
+    recipe = [word for word in overrides if word.startswith(RECIPE_PREFIXES)]
+    options = [
+        word
+        for word in overrides
+        if word.startswith(RECIPE_PREFIXES) or _is_choice(word, run.choices)
+    ]
     try:
         before = _flat_config(recipe)
         default = before if options == recipe else _flat_config(options)
@@ -198,34 +199,34 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
     changed = differences([default, values], keys.is_shown_as_changed)
     of_options = differences([before, values], keys.is_shown_as_changed)
     changed |= {name: pair for name, pair in of_options.items() if _names_option(name)}
-    return _rows_of_changes(overrides, changed, values)
+    return _order_changes(changed, overrides, values)
 
 
-def _rows_of_changes(
-    overrides: list[str], changed: dict[str, list[Any]], values: dict[str, Any]
+def _order_changes(
+    changed: dict[str, list[Any]], overrides: list[str], values: dict[str, Any]
 ) -> list[list[Any]]:
-    """Return the changes in the order in which the overrides make them.
+    """Return [key, before, now] for each change, in the order in which the overrides make them.
 
     Args:
-        changed: before and now by key; those that are told are taken out.
+        changed: before and now by key.
         values: of this run, flat.
     """
-    rows = []
+    rows: dict[str, list[Any]] = {}
     for key in map(key_of, overrides):
         names = [name for name in changed if keys.is_below(name, key)]
         if f"choices.{key}" in values:
             names = [f"choices.{key}"]
         for name in names:
             if name in changed:
-                rows.append([name.removeprefix("choices."), *changed.pop(name)])
-    return rows
+                rows.setdefault(name, [name.removeprefix("choices."), *changed[name]])
+    return list(rows.values())
 
 
 def _flat_config(overrides: list[str]) -> dict[str, Any]:
     return flatten(redact(whole_config(compose("train", overrides))))
 
 
-def _chooses(override: str, choices: Config) -> bool:
+def _is_choice(override: str, choices: Config) -> bool:
     """Return whether an override chooses an option of a group, or its class."""
     key = key_of(override)
     return not override.startswith("~") and (key in choices or _names_option(key))
@@ -238,12 +239,12 @@ def _names_option(key: str) -> bool:
 def headlines(run: Run) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates."""
     if run.config["task_name"] != "train":
-        return [" · ".join([*_what_runs(run), *_evaluation_batch(run)])]
-    parts = [*_what_runs(run), *_global_batch(run), *_promise_of_resume(run)]
-    return [" · ".join(parts), *_scaled_rates(run)]
+        return [" · ".join([*_describe_run(run), *_describe_evaluation_batch(run)])]
+    parts = [*_describe_run(run), *_describe_global_batch(run), *_describe_resume(run)]
+    return [" · ".join(parts), *_describe_scaled_rates(run)]
 
 
-def _what_runs(run: Run) -> list[str]:
+def _describe_run(run: Run) -> list[str]:
     task = str(run.config["task"].get("_target_"))
     # A task of the user's may build its own net: its own name says more than that of the default
     # model.
@@ -254,14 +255,14 @@ def _what_runs(run: Run) -> list[str]:
     return [f"run {run.folder.run_id}", model, data_name(run.config), trainer]
 
 
-def _evaluation_batch(run: Run) -> list[str]:
+def _describe_evaluation_batch(run: Run) -> list[str]:
     if not is_lockstep_data(run.config):
         return []
     size = run.config["data"].get("eval_batch_size", DEFAULT_EVAL_BATCH_SIZE)
     return [f"batches of {size}"]
 
 
-def _global_batch(run: Run) -> list[str]:
+def _describe_global_batch(run: Run) -> list[str]:
     if not is_lockstep_data(run.config):
         return []
     batch = run.batch
@@ -269,7 +270,7 @@ def _global_batch(run: Run) -> list[str]:
     return [f"global batch {batch.global_size} = {split}"]
 
 
-def _promise_of_resume(run: Run) -> list[str]:
+def _describe_resume(run: Run) -> list[str]:
     if not (run.config.get("callbacks") or {}).get("checkpoints"):
         return ["WITHOUT CHECKPOINTS"]
     if not run.trainer_config.get("resumes_exactly", True):
@@ -282,7 +283,7 @@ def _promise_of_resume(run: Run) -> list[str]:
     return ["resume exact, in mid-epoch by reading the epoch's batches again"]
 
 
-def _scaled_rates(run: Run) -> list[str]:
+def _describe_scaled_rates(run: Run) -> list[str]:
     rates = run.learning_rates
     if not rates:
         return []

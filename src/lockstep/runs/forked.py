@@ -6,7 +6,6 @@ An import of torch, Lightning and what they bring takes longer than the few step
 import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -50,8 +49,7 @@ def run_forked(script: Path, overrides: list[str], environ: Mapping[str, str], o
     finally:
         child.terminate()
         child.join()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        signals.restore_handlers(previous)
 
 
 def run_script(

@@ -125,7 +125,7 @@ class RankWatch(HangDump):
 
 
 @contextlib.contextmanager
-def joined_ranks(run: Run) -> Iterator[None]:
+def join_ranks(run: Run) -> Iterator[None]:
     """Meet the other ranks, watch over each other until the block ends, and leave together.
 
     An exception that leaves the block carries `culprit`: which rank failed first, on which host, in
@@ -136,12 +136,12 @@ def joined_ranks(run: Run) -> Iterator[None]:
     prepare_process(run)
     set_breakpoints(run.cluster)
     several = run.cluster.world_size > 1
-    with _several_ranks(run) if several else _one_rank(run):
+    with _join_several(run) if several else _join_alone(run):
         yield
 
 
 @contextlib.contextmanager
-def _one_rank(run: Run) -> Iterator[None]:
+def _join_alone(run: Run) -> Iterator[None]:
     """Hold what a rank needs that is alone: its strategy may need a process group."""
     needs_group = (
         run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
@@ -158,7 +158,7 @@ def _one_rank(run: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _several_ranks(run: Run) -> Iterator[None]:
+def _join_several(run: Run) -> Iterator[None]:
     """Hold what one of several ranks needs; name the rank that fails first."""
     cluster = run.cluster
     timeout_s = run.trainer_config["timeout_s"]
@@ -200,7 +200,7 @@ def _several_ranks(run: Run) -> Iterator[None]:
                 raise
             cause = failure
         reason: Any = explain(cause)
-        reason.hung_pid = _pid_of_hung_rank(reason, names, pids, cluster.rank)
+        reason.hung_pid = _find_hung_pid(reason, names, pids, cluster.rank)
         raise reason  # noqa: B904 it names its cause itself
     finally:
         beats.end()
@@ -228,7 +228,7 @@ def _wait_to_leave(beats: Heartbeat) -> RuntimeError | None:
     return None
 
 
-def _pid_of_hung_rank(
+def _find_hung_pid(
     reason: BaseException, hosts: list[str], pids: list[int], rank: int
 ) -> int | None:
     """Return the process of the rank that hangs, if it is on the host of this rank."""
@@ -270,7 +270,7 @@ def set_breakpoints(cluster: Cluster) -> None:
         sys.breakpointhook = refuse
 
 
-def threads_of(trainer: Config) -> int:
+def count_threads(trainer: Config) -> int:
     """Return the CPU threads of this rank: trainer.num_threads, OMP_NUM_THREADS, or its cores."""
     if trainer["num_threads"] != "auto":
         return int(trainer["num_threads"])
@@ -291,7 +291,7 @@ def prepare_process(run: Run) -> None:
     Raises:
         UserError: the driver shows GPUs that torch cannot use.
     """
-    torch.set_num_threads(threads_of(run.trainer_config))
+    torch.set_num_threads(count_threads(run.trainer_config))
     # The order of Lightning's own samplers follows the seed too.
     seed_everything(run.config["seed"], verbose=False)
     if run.cluster.accelerator == "gpu":

@@ -30,12 +30,12 @@ from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
-from lockstep.runs.batch_search import search
+from lockstep.runs.batch_search import search_largest_batch
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
-from lockstep.runs.finishing import code_of_stop, finish_run
+from lockstep.runs.finishing import decide_exit_code, finish_run
 from lockstep.runs.first_record import begin_record, headlines, write_config
-from lockstep.runs.resume import check_bucket, check_resumable, config_before
-from lockstep.runs.run import Run, with_ranks
+from lockstep.runs.resume import check_bucket, check_resumable, read_earlier_config
+from lockstep.runs.run import Run, resolve_rank_options
 from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
     run = None
     with opening.exit_stack:
         try:
-            with _joined_run(opening) as run:
+            with _join_run(opening) as run:
                 yield run
             code = EXIT_OK
         # A callback or a library may call sys.exit.
@@ -90,15 +90,15 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
 
 
 @contextmanager
-def _joined_run(opening: "Opening") -> Iterator[Run]:
+def _join_run(opening: "Opening") -> Iterator[Run]:
     """Open the run and join its ranks; a signal interrupts until the block ends."""
     signals.install_stop_handler(signals.interrupt)
     try:
         run = opening.open()
 
-        from lockstep.runs.join import joined_ranks
+        from lockstep.runs.join import join_ranks
 
-        with joined_ranks(run):
+        with join_ranks(run):
             yield run
     finally:
         # What is left is short: a signal is noted, and no longer interrupts.
@@ -109,7 +109,7 @@ def _finish(opening: "Opening", code: int) -> int:
     """Finish the run on the first process of a node; return the exit code of this process."""
     folder = opening.folder
     if folder is None or opening.cluster.local_rank:
-        return code_of_stop(opening.config, opening.cluster, folder, code)
+        return decide_exit_code(opening.config, opening.cluster, folder, code)
     return finish_run(opening.config, opening.cluster, folder, code)
 
 
@@ -165,7 +165,7 @@ class Opening:
         """Meet the other ranks; return what rank 0 has decided."""
         from lockstep.ranks.meeting import meet
 
-        config = with_ranks(self.config, self.cluster)
+        config = resolve_rank_options(self.config, self.cluster)
         self.meeting = meet(
             self.cluster,
             config["trainer"]["timeout_s"],
@@ -177,9 +177,9 @@ class Opening:
     def _decide(self) -> RunDecision:
         """Decide on rank 0 which run it is, where it begins, and its batch; begin its record."""
         folder, previous = self._open_folder()
-        before = (config_before(folder) or {}) if previous else {}
+        earlier_config = (read_earlier_config(folder) or {}) if previous else {}
         batch, largest_batch = decide_batch(
-            self.config, self.cluster, previous or RunRecord(), before, search
+            self.config, self.cluster, previous or RunRecord(), earlier_config, search_largest_batch
         )
         run = Run(self.config, self.cluster, folder, batch)
         if previous:

@@ -81,7 +81,7 @@ class Proof:
         """Run train.py as the user does, with changes beside those of every run of a proof."""
         trainer = trainer or self.one_process
         changes = {**FIXED, **self._sizes(), "trainer": trainer, "run_id": name, **changes}
-        kept = [text for text in self.overrides if _is_kept(key_of(text), trainer)]
+        kept = [text for text in self.overrides if _keeps_override(key_of(text), trainer)]
         return self.start("train", name, overrides_of_trial(kept, changes))
 
     @property
@@ -140,8 +140,11 @@ class Proof:
         """Remove the batches of the reference, which may be large."""
         shutil.rmtree(self.run_folder("reference") / "batches", ignore_errors=True)
 
-    def recording(self, name: str, changes: Mapping[str, Any], trainer: str = "") -> Recording:
-        """Return the recording of a run, which may have failed on its way; its failure is kept."""
+    def record_run(self, name: str, changes: Mapping[str, Any], trainer: str = "") -> Recording:
+        """Train once under this name, and return the recording.
+
+        The run may have failed on its way: `failures` keeps its last line.
+        """
         folder = self.run_folder(name)
         if not folder.exists() and name not in self.failures:
             code, line = self.train(name, changes, trainer)
@@ -151,19 +154,24 @@ class Proof:
 
     def compare_repeat(self) -> Difference | None:
         """Train once more without a change; return where the run differs from the reference."""
-        return first_difference(self.recording("repeat", {}), self.reference, 0.0)
+        return first_difference(self.record_run("repeat", {}), self.reference, 0.0)
 
-    def run_and_resume(self, name: str, stop: str, expected: tuple[int, ...], at: int) -> Recording:
-        """Run until `stop` ends the run, resume it, and return its recording.
+    def run_and_resume(
+        self, name: str, stop_option: str, exit_codes: tuple[int, ...], step: int
+    ) -> Recording:
+        """Let an option of StepDigest end a run at a step, resume it, and return its recording.
+
+        Args:
+            exit_codes: those that the stop may have.
 
         Raises:
             RunFailed: the stop or the resume did not work.
         """
-        code, line = self.train(name, {f"+{DIGEST}.{stop}": at})
-        if code not in expected:
+        code, line = self.train(name, {f"+{DIGEST}.{stop_option}": step})
+        if code not in exit_codes:
             raise RunFailed(f"the stop ended with exit code {code}: {line}")
         code, line = self.start(
-            "train", f"{name}-resumed", [f"resume={name}", f"++{DIGEST}.{stop}=null"]
+            "train", f"{name}-resumed", [f"resume={name}", f"++{DIGEST}.{stop_option}=null"]
         )
         if code != EXIT_OK:
             raise RunFailed(line)
@@ -179,7 +187,7 @@ class Proof:
             changes["trainer.devices"] = RANKS
         if not self.is_lockstep:
             changes[f"+{DIGEST}.replay"] = self.run_folder("reference")
-        return self.recording(name, changes, trainer)
+        return self.record_run(name, changes, trainer)
 
     def run_on_two_ranks(self, name: str) -> Recording:
         return self.record_in_parts(name, f"{name}_sim")
@@ -199,7 +207,7 @@ class Proof:
         return ""
 
 
-def _is_kept(key: str, trainer: str) -> bool:
+def _keeps_override(key: str, trainer: str) -> bool:
     """Return whether another trainer than the user's has an override."""
     if key.startswith("trainer.strategy."):
         return trainer == "ddp_sim"

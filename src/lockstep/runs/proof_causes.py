@@ -6,14 +6,16 @@ from lockstep.runs.proof import RANKS
 from lockstep.runs.recording import Difference, Recording, other_attributes, state_difference
 
 
-def unseeded(reference: Recording) -> str:
+def cause_of_unseeded(reference: Recording) -> str:
+    """Return why a run differs from its own repeat."""
     return (
-        f"a generator that no seed reaches: {first_call(reference)}; draw from torch.rand, or "
-        "from numpy.random and random without a generator of its own"
+        f"a generator that no seed reaches: {first_random_call(reference)}; draw from torch.rand, "
+        "or from numpy.random and random without a generator of its own"
     )
 
 
-def first_call(reference: Recording) -> str:
+def first_random_call(reference: Recording) -> str:
+    """Return the first line of the user's code that draws random numbers."""
     calls = reference.facts.random_calls or ["in the data"]
     return calls[0]
 
@@ -63,6 +65,11 @@ def cause_of_parts(difference: Difference, reference: Recording, run: Recording)
 
 
 def cause_of_unused(unused: Mapping[str, str]) -> str:
+    """Return why a run fails whose first step leaves parameters without a gradient.
+
+    Args:
+        unused: the line of each parameter, by its name.
+    """
     name, line = next(iter(unused.items()))
     return (
         f"parameters without a gradient: {name} ({line}); use them, or trainer=ddp_sim "
@@ -77,6 +84,7 @@ def has_same_targets(run: Recording, reference: Recording, step: int) -> bool:
 
 
 def cause_of_metric(run: Recording, monitor: str) -> str:
+    """Return why a metric of several ranks is another one."""
     values_differ = False
     for ranks in run.metrics.values():
         values_differ |= len({values.get(monitor) for values in ranks}) > 1

@@ -138,11 +138,11 @@ def read_recording(folder: Path) -> Recording:
     recording = Recording()
     for rank, path in enumerate(sorted(folder.glob("steps-rank*.jsonl"))):
         for line in path.read_text().splitlines():
-            _add(recording, json.loads(line), rank)
+            _add_row(recording, json.loads(line), rank)
     return recording
 
 
-def _add(recording: Recording, row: dict[str, Any], rank: int) -> None:
+def _add_row(recording: Recording, row: dict[str, Any], rank: int) -> None:
     kind = row.pop("kind")
     if kind == "unused":
         recording.unused[row["name"]] = row["line"]
@@ -187,7 +187,7 @@ def first_difference(
 def step_difference(run: Step, expected: Step, tolerance: float) -> Difference | None:
     """Return the first difference of a step: what it read, then its loss, then what it changed."""
     step = expected.step
-    number = _first_other(run.images, expected.images)
+    number = _find_first_unequal(run.images, expected.images)
     if number is not None:
         return Difference("images", step, f"number {number} of the batch")
     rates = zip(run.learning_rates, expected.learning_rates, strict=False)
@@ -205,13 +205,15 @@ def step_difference(run: Step, expected: Step, tolerance: float) -> Difference |
 def state_difference(run: State, expected: State, tolerance: float) -> Difference | None:
     """Return the tensor that differs most among the weights, else in the optimizer's state."""
     for kind in DIGESTS:
-        name, amount = _largest(getattr(run, kind), getattr(expected, kind), tolerance)
+        name, amount = _find_largest_difference(
+            getattr(run, kind), getattr(expected, kind), tolerance
+        )
         if name:
             return Difference(kind, expected.step, name, amount)
     return None
 
 
-def _first_other(items: list[Any], expected: list[Any]) -> int | None:
+def _find_first_unequal(items: list[Any], expected: list[Any]) -> int | None:
     """Return the position of the first item that differs."""
     if items == expected:
         return None
@@ -224,12 +226,12 @@ def _first_other(items: list[Any], expected: list[Any]) -> int | None:
 class Digest(NamedTuple):
     """A tensor as a recording has it: the hash of its bytes, its norm and a projection of it."""
 
-    code: str
+    bytes_hash: str
     norm: float
     projection: float
 
 
-def _largest(
+def _find_largest_difference(
     digests: dict[str, list[Any]], expected: dict[str, list[Any]], tolerance: float
 ) -> tuple[str, float | None]:
     """Return the name and the amount of the largest difference above the tolerance; "" if none."""
@@ -241,7 +243,7 @@ def _largest(
             return f"{name} (is missing)", None
         digest = Digest(*digests[name])
         other = Digest(*values)
-        if digest.code == other.code:
+        if digest.bytes_hash == other.bytes_hash:
             continue
         change = max(abs(digest.norm - other.norm), abs(digest.projection - other.projection))
         amount = change / (norms[_moment_of(name)] or 1.0)

@@ -29,47 +29,50 @@ log = logging.getLogger(__name__)
 Limits = Mapping[str, Any]  # max_epochs, max_steps and max_time, as trainer= has them
 
 
-def find_stored(overrides: list[str]) -> Config | None:
-    """Return the config of the run to resume; None for a new run.
+def find_stored_config(overrides: list[str]) -> Config | None:
+    """Return the config of the run to resume; None for a new run, or a node that lacks the run."""
+    if "resume" not in map(key_of, overrides):
+        return None
+    environ = environment()
+    folder = _find_folder_to_resume(overrides, environ)
+    config = read_earlier_config(folder) if folder else None
+    if folder is None or config is None:
+        return None
 
-    A node that does not have the run gets None, too.
+    if not folder.config_path.exists():
+        config = _accept_bucket_config(config, overrides, folder, environ)
+    if detect_launcher(environ):
+        config["overrides"] = _remove_rank_counts(config.get("overrides") or ())
+    return config
+
+
+def _find_folder_to_resume(overrides: list[str], environ: Mapping[str, str]) -> RunFolder | None:
+    """Return the folder of the run whose options hold; None if there is none such.
 
     The record of a run that only its bucket knows is fetched first, by one process of each node.
     """
-    if "resume" not in map(key_of, overrides):
-        return None
-    finders = [override for override in overrides if keys.is_run_locator(key_of(override))]
-    config = plain(compose("train", finders))
-    environ = environment()
-    folder = _folder_to_resume(config, environ)
-    if folder is None:
-        return None
+    locators = [override for override in overrides if keys.is_run_locator(key_of(override))]
+    config = plain(compose("train", locators))
+    folder = _find_named_folder(config, environ)
+    if folder is None or config["resume"] != "auto":
+        return folder
 
-    is_auto = config["resume"] == "auto"
-    if is_auto and has_bucket(config):
-        _fetch(config, folder, environ)
+    if has_bucket(config):
+        _fetch_record(config, folder, environ)
     # A job script gives all options each time: those of a start that trained nothing may have been
     # wrong.
-    if is_auto and folder.config_path.exists() and not has_trained(folder):
+    if folder.config_path.exists() and not has_trained(folder):
         return None
-
-    before = config_before(folder)
-    if before is None:
-        return None
-    if not folder.config_path.exists():
-        before = _taken_from_bucket(before, overrides, folder, environ)
-    if detect_launcher(environ):
-        before["overrides"] = _without_rank_counts(before.get("overrides") or ())
-    return before
+    return folder
 
 
-def _without_rank_counts(overrides: Iterable[Any]) -> list[str]:
+def _remove_rank_counts(overrides: Iterable[Any]) -> list[str]:
     return [
         override for override in map(str, overrides) if key_of(override) not in keys.RANK_COUNTS
     ]
 
 
-def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
+def _find_named_folder(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
     """Return the folder of the run that resume= names; None if this node has none such."""
     try:
         if config["resume"] != "auto":
@@ -86,7 +89,7 @@ def has_bucket(config: Config) -> bool:
     return bool((config.get("s3") or {}).get("uri"))
 
 
-def _fetch(config: Config, folder: RunFolder, environ: Mapping[str, str]) -> None:
+def _fetch_record(config: Config, folder: RunFolder, environ: Mapping[str, str]) -> None:
     """Fetch record and config of a run that only its bucket knows, by one process of each node."""
     from lockstep.storage.fetch import fetch_record
 
@@ -97,8 +100,8 @@ def _fetch(config: Config, folder: RunFolder, environ: Mapping[str, str]) -> Non
         fetch_record(Bucket.of(config["s3"]).at(folder.run_id), folder)
 
 
-def _taken_from_bucket(
-    before: Config, overrides: list[str], folder: RunFolder, environ: Mapping[str, str]
+def _accept_bucket_config(
+    config: Config, overrides: list[str], folder: RunFolder, environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the part of a bucket's config that may be used; log what has to be given again.
 
@@ -106,12 +109,13 @@ def _taken_from_bucket(
     """
     typed = {key_of(override) for override in overrides}
     roots = tuple(root for root in OF_RUN if f"{root}._target_" not in typed)
-    whose = f"The config of the run {folder.run_id} in its bucket"
-    values, rejected = accept_config(before, roots, whose)
-    left = [key for key in rejected if key not in typed]
-    if left and is_first_on_node(environ):
+    title = f"The config of the run {folder.run_id} in its bucket"
+    values, rejected = accept_config(config, roots, title)
+    missing = [key for key in rejected if key not in typed]
+    if missing and is_first_on_node(environ):
         log.info(
-            f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}"
+            "Not taken from the bucket's config, give them again to have them: "
+            f"{', '.join(missing)}"
         )
     return values
 
@@ -140,13 +144,13 @@ def check_bucket(config: Config, folder: RunFolder) -> None:
         refuse_other_run(run, read_pointers(run), folder)
 
 
-def config_before(folder: RunFolder) -> dict[str, Any] | None:
+def read_earlier_config(folder: RunFolder) -> dict[str, Any] | None:
     """Return the config that the run was last started with, from its folder or its bucket."""
     path = folder.config_path if folder.config_path.exists() else folder.bucket_config_path
     return read_config(path) if path.exists() else None
 
 
-def finished_already(config: Config) -> RunFolder | None:
+def find_finished_run(config: Config) -> RunFolder | None:
     """Return the run of resume=auto if nothing is left to train.
 
     A job script may start it again and again.
@@ -155,39 +159,38 @@ def finished_already(config: Config) -> RunFolder | None:
     if config.get("resume") != "auto" or not run_id or config["task_name"] != "train":
         return None
     folder = folder_of_run_id(config, run_id)
-    if not folder.record_path.exists():
+    earlier_config = read_earlier_config(folder)
+    if earlier_config is None or not folder.record_path.exists():
         return None
-    before = config_before(folder)
-    if before is None or what_is_over(config, before, read_record(folder.record_path)) is None:
-        return None
-    return folder
+    record = read_record(folder.record_path)
+    return folder if find_reached_limit(config, earlier_config, record) else None
 
 
-def what_is_over(config: Config, before: Config, record: RunRecord) -> str | None:
+def find_reached_limit(config: Config, earlier_config: Config, record: RunRecord) -> str | None:
     """Return epochs, steps or time if a run has finished, and no more of them are asked for."""
     if record.status != "finished":
         return None
     limits: Limits = config["trainer"]
-    limits_before: Limits = before.get("trainer") or {}
-
+    earlier_limits: Limits = earlier_config.get("trainer") or {}
     if record.ended_by == "max_time":
-        return "time" if _time_is_over(limits, record) else None
-    if record.steps == limits_before.get("max_steps"):
-        limit = "steps"
-        is_over = 0 <= limits["max_steps"] <= (record.steps or 0)
-    else:
-        limit = "epochs"
-        is_over = 0 < (limits["max_epochs"] or 0) <= (record.epochs or 0)
+        return "time" if _has_reached("time", limits, record) else None
+
+    limit = "steps" if record.steps == earlier_limits.get("max_steps") else "epochs"
     # A callback, as EarlyStopping, may have ended the run before its limits.
     names = ("max_epochs", "max_steps", "max_time")
-    is_same = all(limits.get(name) == limits_before.get(name) for name in names)
-    return limit if is_over or is_same else None
+    is_same = all(limits.get(name) == earlier_limits.get(name) for name in names)
+    return limit if is_same or _has_reached(limit, limits, record) else None
 
 
-def _time_is_over(limits: Limits, record: RunRecord) -> bool:
-    if not limits["max_time"]:
-        return False
-    return seconds_of(limits["max_time"], "trainer.max_time") <= (record.fit_seconds or 0)
+def _has_reached(limit: str, limits: Limits, record: RunRecord) -> bool:
+    """Return whether a run has trained for its epochs, steps or time; False without that limit."""
+    if limit == "time":
+        max_time = limits["max_time"]
+        trained_s = record.fit_seconds or 0
+        return bool(max_time) and seconds_of(max_time, "trainer.max_time") <= trained_s
+    if limit == "steps":
+        return 0 <= limits["max_steps"] <= (record.steps or 0)
+    return 0 < (limits["max_epochs"] or 0) <= (record.epochs or 0)
 
 
 def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> None:
@@ -197,17 +200,17 @@ def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> Non
         config: of this start, with the values that the run has.
         record: that the earlier start has left.
     """
-    before = config_before(folder) or {}
-    what = what_is_over(config, before, record)
-    if what:
+    earlier_config = read_earlier_config(folder) or {}
+    limit = find_reached_limit(config, earlier_config, record)
+    if limit:
         raise UserError(
             f"The run {folder.run_id} is finished ({record.epochs} epochs): give more "
-            f"trainer.max_{what} to go on."
+            f"trainer.max_{limit} to go on."
         )
 
-    _refuse_other_weights(folder, before, config)
-    _log_unread_weights(folder, before, config)
-    changes = changes_of(before, config, defaults_of)
+    _refuse_other_weights(folder, earlier_config, config)
+    _log_unread_weights(folder, earlier_config, config)
+    changes = changes_of(earlier_config, config, defaults_of)
     for change in changes:
         if not keys.may_resume_change(change.key):
             raise _refusal(folder, change)
@@ -217,10 +220,10 @@ def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> Non
     _log_changes(changes, config)
 
 
-def _refuse_other_weights(folder: RunFolder, before: Config, config: Config) -> None:
+def _refuse_other_weights(folder: RunFolder, earlier_config: Config, config: Config) -> None:
     """Refuse weights to start from that a run with checkpoints of its own would never read."""
     address = config.get(keys.WEIGHTS_AT_START)
-    if not address or address == before.get(keys.WEIGHTS_AT_START):
+    if not address or address == earlier_config.get(keys.WEIGHTS_AT_START):
         return
     if any(complete_checkpoints(folder.checkpoints)):
         raise UserError(
@@ -230,22 +233,23 @@ def _refuse_other_weights(folder: RunFolder, before: Config, config: Config) -> 
         )
 
 
-def _log_unread_weights(folder: RunFolder, before: Config, config: Config) -> None:
+def _log_unread_weights(folder: RunFolder, earlier_config: Config, config: Config) -> None:
     """Say that another file with weights of the net has no effect.
 
     It is not refused: the path may be another one at each start of a job script. With weights
     instead of none, images would be normalised as the weights say: that is refused.
     """
     key = keys.WEIGHTS_OF_NET
-    address, address_before = (_given(options, key) for options in (config, before))
-    if address == address_before:
+    address = _read_option(config, key)
+    earlier_address = _read_option(earlier_config, key)
+    if address == earlier_address:
         return
-    if address is None or address_before is None:
-        raise _refusal(folder, Change(key, address_before, address))
+    if address is None or earlier_address is None:
+        raise _refusal(folder, Change(key, earlier_address, address))
     log.info(f"{key}={address} is not read: a run goes on from its own weights.")
 
 
-def _given(config: Config, key: str) -> Any:
+def _read_option(config: Config, key: str) -> Any:
     """Return an option's value; None if it is not given."""
     value = lookup(config, key)
     return None if value is ABSENT else value

@@ -94,7 +94,7 @@ class Run:
 
     def effective_config(self) -> dict[str, Any]:
         """Return the config with the values of the run, as config.yaml and checkpoints hold it."""
-        config = with_ranks(self.config, self.cluster)
+        config = resolve_rank_options(self.config, self.cluster)
         if "global_batch_size" in config["data"]:
             config["data"]["global_batch_size"] = self.batch.global_size
         config["optimizer"].update(self.learning_rates)
@@ -127,7 +127,7 @@ class Run:
             record.update(fields)
 
 
-def with_ranks(config: Config, cluster: Cluster) -> dict[str, Any]:
+def resolve_rank_options(config: Config, cluster: Cluster) -> dict[str, Any]:
     """Return a copy of the config with devices, nodes and accelerator in place of `auto`."""
     copied = copy.deepcopy(dict(config))
     copied["trainer"].update(

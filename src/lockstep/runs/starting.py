@@ -14,7 +14,7 @@ from lockstep.ranks import failures
 from lockstep.ranks.find import Cluster, requested_run_id
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
-from lockstep.runs.finishing import code_of_stop, finish_run
+from lockstep.runs.finishing import decide_exit_code, finish_run
 from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
 
 log = logging.getLogger(__name__)
@@ -24,15 +24,15 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
     """Start this node's ranks with torch's agent; return the exit code when they have ended."""
     run_id = requested_run_id(config, environment())
     is_first_node = cluster.node_rank == 0
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         if is_first_node:
             folder, _ = choose_run_folder(config, run_id)
             run_id = folder.run_id
-            held.enter_context(hold_run_lock(folder))
+            exit_stack.enter_context(hold_run_lock(folder))
         else:
             # The ranks' first meeting tells which run it is; until then their output goes to a
             # folder of its own.
-            output = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))
+            output = exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))
             folder = RunFolder(Path(output))
         record_end = partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE)
         signals.set_force_exit_action(record_end)
@@ -47,7 +47,7 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
                 failures.record_end(folder, end.exit_code, failure)
             code = finish_run(config, cluster, folder, end.exit_code)
         else:
-            code = code_of_stop(config, cluster, folder, end.exit_code)
+            code = decide_exit_code(config, cluster, folder, end.exit_code)
         if failure:
             failures.log_failure(failure, end.callstack)
         return code

@@ -86,10 +86,8 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
 
 def _report(jobs: list[Job], sweep_dir: Path, cfg: Any, command: str) -> None:
     """Log the ranking of the jobs, and write sweep.json and page.md into the sweep's folder."""
-    metric = str(cfg.optimized_metric)
-    minimize = is_minimized(cfg)
-    log.info("\n" + "\n".join(format_ranking(jobs, sweep_dir, metric, minimize=minimize)))
-    arms = group_into_arms(jobs, sweep_dir, metric, minimize=minimize)
+    arms = group_into_arms(jobs, sweep_dir, str(cfg.optimized_metric), minimize=is_minimized(cfg))
+    log.info("\n" + "\n".join(format_ranking(jobs, arms, sweep_dir)))
     log.info(f"page: {write_sweep(sweep_dir, command, jobs, arms)}")
 
 

@@ -72,23 +72,24 @@ def is_minimized(config: Any) -> bool:
     return is_lower_better(str(config.optimized_metric))
 
 
-def format_ranking(
-    jobs: Sequence[Job], sweep_dir: Path, metric: str, *, minimize: bool
-) -> list[str]:
+def format_ranking(jobs: Sequence[Job], arms: Arms, sweep_dir: Path) -> list[str]:
     """Return the ranking as lines, then the arms beside each other where seeds or folds repeat.
 
     The line of a job has the overrides that are not common to all jobs. Jobs without a value are
     the last. Of seeds or folds alone none is the best: their mean comes first, and they stay in
     order.
+
+    Args:
+        arms: of the jobs.
     """
-    arms = group_into_arms(jobs, sweep_dir, metric, minimize=minimize)
+    metric = arms.metric
     if arms.repeats_alone:
         return [*arms.lines(), *_format_jobs(jobs, sweep_dir, metric, f"{len(jobs)} jobs:")]
 
     ranked = [job for job in jobs if job.has_value]
-    ranked.sort(key=lambda job: job.value, reverse=not minimize)
+    ranked.sort(key=lambda job: job.value, reverse=not arms.minimize)
     unranked = [job for job in jobs if not job.has_value]
-    order = ", the lowest first" if minimize else ""
+    order = ", the lowest first" if arms.minimize else ""
     title = f"{len(jobs)} jobs by {metric}{order}:"
     if not ranked and any(job.exit_code == 0 for job in jobs):
         title = f"{len(jobs)} jobs, of which none logs {metric}:"

@@ -28,8 +28,7 @@ def forward_stop_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        signals.restore_handlers(previous)
 
     requeue = previous.get(signal.SIGUSR1)
     if signal.SIGUSR1 in stop_signals and callable(requeue):

@@ -20,7 +20,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from lockstep.config.instantiate import resolve_target
 from lockstep.process.errors import EXIT_OK, UserError
 from lockstep.records.config import Config
-from lockstep.runs.batch_search import GIB, START, USABLE, fitting, next_batch
+from lockstep.runs.batch_search import (
+    FIRST_BATCH,
+    GIB,
+    USABLE_SHARE,
+    choose_next_batch,
+    find_largest_fitting,
+)
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.training.build_data import prepared_data
 from lockstep.training.build_module import build_module
@@ -60,15 +66,15 @@ def estimate(config: Config) -> int:
     bound = _training_images(config) // parts
 
     tried: dict[int, float | None] = {}
-    batch: int | None = max(1, min(START, bound))
+    batch: int | None = max(1, min(FIRST_BATCH, bound))
     while batch is not None:
         needed = peak_bytes(config, batch, ranks, devices)
         peak = MARGIN * needed / GIB
         tried[batch] = peak
         log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
-        batch = next_batch(tried, limit, bound)
+        batch = choose_next_batch(tried, limit, bound)
 
-    largest = fitting(tried, limit)
+    largest = find_largest_fitting(tried, limit)
     note = "limited by the data set · " if largest == bound else ""
     log.info(
         f"estimated largest batch {largest} per device, {largest * parts} global = {largest} × "
@@ -83,7 +89,7 @@ def _memory_gib(trainer: Config) -> float:
     if trainer["memory_limit_gib"]:
         return float(trainer["memory_limit_gib"])
     if torch.cuda.is_available():
-        return USABLE * torch.cuda.mem_get_info()[0] / GIB
+        return USABLE_SHARE * torch.cuda.mem_get_info()[0] / GIB
     raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
 
 

@@ -34,7 +34,7 @@ from lockstep.ranks.find import Cluster, set_rank_environment
 from lockstep.ranks.placement import one_process_options
 from lockstep.ranks.process_group import all_or_none, create_process_group
 from lockstep.records.config import Config
-from lockstep.runs.join import ignore_expected_warnings, threads_of
+from lockstep.runs.join import count_threads, ignore_expected_warnings
 from lockstep.training.inference import FinishedModel
 from lockstep.training.trainer import precision_of
 
@@ -78,7 +78,7 @@ def prediction_ranks(trainer: Config, cluster: Cluster) -> Iterator[torch.device
     if cluster.accelerator == "gpu":
         device = torch.device("cuda", cluster.local_rank or 0)
         torch.set_float32_matmul_precision(trainer.get("matmul_precision", "high"))
-    torch.set_num_threads(threads_of(trainer))
+    torch.set_num_threads(count_threads(trainer))
     ignore_expected_warnings()
     if cluster.world_size == 1:
         yield device

@@ -51,7 +51,7 @@ def composed(*words):
 
 def is_refused(monkeypatch, before, now):
     """Return whether a resume of a run with the config `before` is refused as another run."""
-    monkeypatch.setattr(resume, "config_before", lambda folder: before)
+    monkeypatch.setattr(resume, "read_earlier_config", lambda folder: before)
     try:
         resume.check_resumable(RunFolder(CONFIGS / "nowhere"), now, RunRecord())
     except UserError as refusal:

@@ -14,7 +14,7 @@ from lockstep.process.errors import UserError
 from lockstep.ranks.find import VARIABLES, Cluster, detect_launcher
 from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
-from lockstep.runs.batch_search import fitting, next_batch
+from lockstep.runs.batch_search import choose_next_batch, find_largest_fitting
 from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
 from runs import run_script, start_script
 
@@ -29,7 +29,7 @@ def searched(memory, limit=16.0, bound=100_000, unit=1):
     tried, batch = {}, 8
     while batch is not None:
         tried[batch] = memory(batch)
-        batch = next_batch(tried, limit, bound, unit)
+        batch = choose_next_batch(tried, limit, bound, unit)
     return tried
 
 
@@ -51,16 +51,16 @@ def test_the_search_ends_near_the_largest_batch_in_few_runs(name, runs_out):
 
     tried = searched(memory)
     largest = max(batch for batch in range(1, 20000) if CURVES[name](batch) <= 16)
-    assert fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (5 if "line" in name else 8), (
-        tried
-    )
+    assert find_largest_fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (
+        5 if "line" in name else 8
+    ), tried
 
 
 def test_the_data_set_and_the_unit_bound_the_search():
-    assert fitting(searched(lambda batch: 0.001 * batch, bound=777), 16.0) == 777
+    assert find_largest_fitting(searched(lambda batch: 0.001 * batch, bound=777), 16.0) == 777
     assert all(batch % 6 == 0 for batch in list(searched(lambda batch: 0.1 * batch, unit=6))[1:])
     with pytest.raises(UserError, match="Not even 1 images per device fit into 16 GiB"):
-        fitting(searched(lambda batch: None), 16.0)
+        find_largest_fitting(searched(lambda batch: None), 16.0)
 
 
 @pytest.mark.parametrize("peak", [None, 9.0])
@@ -77,7 +77,7 @@ def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
 
     monkeypatch.setattr(search, "_train_two_steps", train)
     with pytest.raises(UserError, match="Not even 2 images per device fit into 1 GiB"):
-        search.search(config, cluster, Batch(1, 1, 1))
+        search.search_largest_batch(config, cluster, Batch(1, 1, 1))
 
 
 def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch, capsys):
@@ -235,4 +235,4 @@ def test_what_it_cannot_estimate_is_refused(words, said):
 def test_a_tried_run_knows_no_launcher(name):
     environ = dict.fromkeys([*VARIABLES[name], "PATH"], "2")
     assert detect_launcher(environ) == name
-    assert search.without_launcher(environ) == {"PATH": "2"}
+    assert search.remove_launcher_variables(environ) == {"PATH": "2"}

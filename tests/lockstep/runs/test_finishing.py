@@ -9,7 +9,7 @@ from faults import signal_at_step
 from lockstep.ranks.find import Cluster
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, write_record
-from lockstep.runs.finishing import code_of_stop
+from lockstep.runs.finishing import decide_exit_code
 from runs import run_script
 
 ONE = Cluster("slurm", 2, 1, 0, 0, "127.0.0.1", None)
@@ -42,7 +42,7 @@ def test_a_stop_without_checkpoints_fails_and_says_why(trainer, tmp_path):
 def test_every_node_fails_where_steps_are_lost(callbacks, cluster, tmp_path):
     """Of the codes of a job's tasks srun returns the highest."""
     config = {"task_name": "train", "callbacks": callbacks}
-    assert code_of_stop(config, cluster, stopped_run(tmp_path / "r", steps=2), 75) == 1
+    assert decide_exit_code(config, cluster, stopped_run(tmp_path / "r", steps=2), 75) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,20 +53,20 @@ def test_every_node_fails_where_steps_are_lost(callbacks, cluster, tmp_path):
     ],
 )
 def test_a_stop_that_loses_no_steps_can_start_again(config, tmp_path):
-    assert code_of_stop(config, ONE, stopped_run(tmp_path / "r", steps=2), 75) == 75
+    assert decide_exit_code(config, ONE, stopped_run(tmp_path / "r", steps=2), 75) == 75
 
 
 def test_a_stop_before_the_first_step_can_start_again(tmp_path):
     folder = stopped_run(tmp_path / "r", steps=None)
-    assert code_of_stop(NO_CHECKPOINTS, ONE, folder, 75) == 75
-    assert code_of_stop(NO_CHECKPOINTS, ONE, RunFolder(tmp_path / "none"), 75) == 75
-    assert code_of_stop(NO_CHECKPOINTS, ONE, None, 75) == 75
+    assert decide_exit_code(NO_CHECKPOINTS, ONE, folder, 75) == 75
+    assert decide_exit_code(NO_CHECKPOINTS, ONE, RunFolder(tmp_path / "none"), 75) == 75
+    assert decide_exit_code(NO_CHECKPOINTS, ONE, None, 75) == 75
 
 
 def test_a_node_without_the_record_goes_by_the_config(tmp_path):
-    assert code_of_stop(NO_CHECKPOINTS, OTHER_NODE, RunFolder(tmp_path / "none"), 75) == 1
+    assert decide_exit_code(NO_CHECKPOINTS, OTHER_NODE, RunFolder(tmp_path / "none"), 75) == 1
 
 
 def test_torchrun_starts_no_stopped_run_again(tmp_path):
     cluster = replace(ONE, launcher="torchrun")
-    assert code_of_stop(NO_CHECKPOINTS, cluster, stopped_run(tmp_path / "r", steps=2), 75) == 0
+    assert decide_exit_code(NO_CHECKPOINTS, cluster, stopped_run(tmp_path / "r", steps=2), 75) == 0

@@ -8,7 +8,7 @@ import yaml
 from lockstep.config import compose as module
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, whole_config
 from lockstep.process.errors import UserError
-from lockstep.runs.resume import find_stored
+from lockstep.runs.resume import find_stored_config
 
 
 def leave_run(logs, run_id, *words):
@@ -25,7 +25,7 @@ def leave_run(logs, run_id, *words):
 
 def resumed(logs, *words):
     words = [f"paths.log_dir={logs}", *words]
-    return compose("train", words, find_stored(words))
+    return compose("train", words, find_stored_config(words))
 
 
 BEFORE = [
@@ -283,7 +283,7 @@ def without_nulls(node):
 
 def start_once(folder, words):
     """Start a job script's command line for a moment; return the config that the run writes."""
-    config = whole_config(compose("train", words, find_stored(words)))
+    config = whole_config(compose("train", words, find_stored_config(words)))
     if config["optimizer"].pop("scale_lr_with_batch"):
         config["optimizer"]["lr"] *= 2
     folder.mkdir(parents=True, exist_ok=True)

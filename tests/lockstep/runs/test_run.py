@@ -21,7 +21,7 @@ from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.checks import check_before_start
 from lockstep.runs.first_record import changes_of_recipe, headlines
 from lockstep.runs.opening import Ended, open_run
-from lockstep.runs.resume import config_before, what_is_over
+from lockstep.runs.resume import find_reached_limit, read_earlier_config
 from lockstep.runs.run import Run
 from lockstep.runs.run_lock import hold_run_lock
 
@@ -46,7 +46,7 @@ def run_of(path, *words) -> Run:
     folder = RunFolder(path)
     is_new = not folder.record_path.exists()
     record = RunRecord() if is_new else read_record(folder.record_path)
-    before = {} if is_new else config_before(folder) or {}
+    before = {} if is_new else read_earlier_config(folder) or {}
     batch, _ = decide_batch(config, cluster, record, before, pytest.fail)
     return Run(config, cluster, folder, batch)
 
@@ -289,7 +289,7 @@ def test_a_run_of_steps_alone_ends_by_its_steps():
         RunRecord(status="finished", epochs=1, steps=9),
     )
     over = [
-        what_is_over({"trainer": trainer}, {"trainer": trainer}, record)
+        find_reached_limit({"trainer": trainer}, {"trainer": trainer}, record)
         for record in (stopped, ended)
     ]
     assert over == [None, "steps"]

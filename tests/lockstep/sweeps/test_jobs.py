@@ -19,7 +19,7 @@ from lockstep.config.compose import compose, register_resolvers
 from lockstep.process.errors import UserError
 from lockstep.sweeps import jobs, local, stopping
 from lockstep.sweeps.jobs import run_child
-from lockstep.sweeps.ranking import Job, format_ranking, is_minimized
+from lockstep.sweeps.ranking import Job, format_ranking, group_into_arms, is_minimized
 from lockstep.sweeps.stopping import forward_stop_signals
 from runs import run_script
 
@@ -226,9 +226,14 @@ def test_the_short_words_of_a_direction_count():
     assert not is_minimized(OmegaConf.create({**config, "optimized_metric": "val/loss"}))
 
 
+def ranking_of(jobs, metric, *, minimize):
+    arms = group_into_arms(jobs, Path("night"), metric, minimize=minimize)
+    return format_ranking(jobs, arms, Path("night"))
+
+
 def test_settings_and_folds_are_ranked_and_compared_by_fold():
     jobs = [*folds(0.1, [0.5, 0.75, 1.0]), *folds(0.2, [0.75, 0.75, 0.75], 3)]
-    assert format_ranking(jobs, Path("night"), "val/acc", minimize=False)[2:] == [
+    assert ranking_of(jobs, "val/acc", minimize=False)[2:] == [
         "  75.00%        optimizer.lr=0.1 data.fold=1  night_1",
         "  75.00%        optimizer.lr=0.2 data.fold=0  night_3",
         "  75.00%        optimizer.lr=0.2 data.fold=1  night_4",
@@ -246,7 +251,7 @@ def test_settings_and_folds_are_ranked_and_compared_by_fold():
 
 def test_failed_jobs_are_last_and_the_lowest_may_be_first():
     jobs = [*folds(0.1, [0.5, float("nan"), 1.0]), *folds(0.2, [0.75], 3)]
-    lines = format_ranking(jobs, Path("night"), "val/loss", minimize=True)
+    lines = ranking_of(jobs, "val/loss", minimize=True)
     assert lines[0] == "4 jobs by val/loss, the lowest first:"
     assert lines[1].startswith("  0.5 ")
     assert lines[4] == "  exit code 1   optimizer.lr=0.1 data.fold=1  night_1"
@@ -276,7 +281,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path):
 
 def test_seeds_alone_have_a_mean_first_and_stay_in_order():
     jobs = [Job(n, 0, [f"seed={n}"], value) for n, value in enumerate((0.5, 1.0, 0.75))]
-    assert format_ranking(jobs, Path("night"), "val/acc", minimize=False) == [
+    assert ranking_of(jobs, "val/acc", minimize=False) == [
         "val/acc, mean ± standard error:",
         "  75.00% ± 14.43% of 3 runs · deviation 25.00%",
         "3 jobs:",
@@ -288,7 +293,7 @@ def test_seeds_alone_have_a_mean_first_and_stay_in_order():
 
 def test_the_winner_of_settings_has_its_test_metric():
     jobs = [Job(n, 0, [f"optimizer.lr={n}"], 0.5 + n / 4, 0.25) for n in range(2)]
-    lines = format_ranking(jobs, Path("night"), "val/acc", minimize=False)
+    lines = ranking_of(jobs, "val/acc", minimize=False)
     assert lines[-1] == (
         "best: optimizer.lr=1 · test/acc 25.00% · 2 settings were tried on the same validation "
         "images"

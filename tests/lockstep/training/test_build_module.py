@@ -28,7 +28,7 @@ from lockstep.process.errors import UserError
 from lockstep.records.batch import Batch
 from lockstep.records.folder import RunFolder
 from lockstep.runs import join as rank
-from lockstep.runs.join import prepare_process, set_breakpoints, threads_of
+from lockstep.runs.join import count_threads, prepare_process, set_breakpoints
 from lockstep.runs.run import Run
 from lockstep.training.build_data import data_facts
 from lockstep.training.build_module import build_module, uses_channels_last
@@ -358,7 +358,7 @@ def test_a_rank_takes_the_threads_that_are_its_own(stated, environ, threads, mon
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("lockstep.process.environment.available_cores", lambda: 12)
-    assert threads_of({"num_threads": stated}) == threads
+    assert count_threads({"num_threads": stated}) == threads
 
 
 PLATEAU = "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
