@@ -246,8 +246,8 @@ def _train_few_images(rehearsal: Rehearsal, folder: Path) -> Generator[Line, Non
 
     # DDP refuses unused parameters, and they are listed already.
     if not (code and unused):
-        what = f"{STEPS} steps, a validation, a checkpoint and a test with few images"
-        yield _report_outcome(what, code, folder)
+        task = f"{STEPS} steps, a validation, a checkpoint and a test with few images"
+        yield _report_outcome(task, code, folder)
     return code
 
 
@@ -272,8 +272,8 @@ def _train_whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
 
     # Nothing is computed: losses are random memory, and may be nan.
     if "became nan" not in (folder / "output").read_text():
-        what = f"{STEPS} steps and a validation with {per_device} images per device"
-        yield _report_outcome(what, code, folder)
+        task = f"{STEPS} steps and a validation with {per_device} images per device"
+        yield _report_outcome(task, code, folder)
     peak = _read_json(folder / "train/runs/dry-run/run.json").get("peak_memory_gib")
     if peak:
         yield Line(
@@ -283,7 +283,7 @@ def _train_whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
         )
 
 
-def _report_outcome(what: str, code: int, folder: Path) -> Line:
+def _report_outcome(task: str, code: int, folder: Path) -> Line:
     """Return ok, or the first fault of a run in the user's code.
 
     Raises:
@@ -291,7 +291,7 @@ def _report_outcome(what: str, code: int, folder: Path) -> Line:
     """
     last_line = (folder / "output").read_text().strip().rpartition("\n")[2]
     if code == EXIT_OK:
-        return Line("ok", what)
+        return Line("ok", task)
     if code == EXIT_USER_ERROR:
         raise UserError(last_line.removeprefix("error: "))
 
@@ -299,7 +299,7 @@ def _report_outcome(what: str, code: int, folder: Path) -> Line:
     fault = next((fault for fault in faults if fault.line), faults[0])
     waits = "".join(f"; a rank was at {line}" for line in _find_waiting_lines(folder))
     place = fault.line or "not in your code"
-    return Line("FAILED", f"{what}: {place} · {fault.message}{waits}")
+    return Line("FAILED", f"{task}: {place} · {fault.message}{waits}")
 
 
 def _read_faults(folder: Path) -> list[Fault]:

@@ -46,10 +46,10 @@ def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
     """Let the net's forward go through DataParallel of a shallow copy with the same parameters."""
     parallel = _AutocastDataParallel(copy.copy(net), device_ids=device_ids)
 
-    def forward(*inputs: Any, **named: Any) -> Any:
+    def forward(*inputs: Any, **keywords: Any) -> Any:
         # train() and eval() reach the original alone.
         parallel.module.training = net.training
-        return parallel(*inputs, **named)
+        return parallel(*inputs, **keywords)
 
     net.__dict__["forward"] = forward
 

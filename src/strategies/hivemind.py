@@ -307,8 +307,8 @@ def _set_to_zero(state: dict[str, Any]) -> None:
 def clip_before_step(optimizer: torch.optim.Optimizer, largest_norm: float) -> None:
     """Clip the swarm's mean gradient, on which hivemind itself steps the optimizer."""
 
-    def clip(stepping: torch.optim.Optimizer, *_: Any) -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # torch takes anything that a hook returns for new arguments, so return nothing.
-        torch.nn.utils.clip_grad_norm_(list_parameters(stepping), largest_norm)
+        torch.nn.utils.clip_grad_norm_(list_parameters(optimizer), largest_norm)
 
     optimizer.register_step_pre_hook(clip)

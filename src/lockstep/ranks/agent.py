@@ -200,26 +200,26 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _find_first_failed_rank(failures: dict[int, ProcessFailure], reporting: set[int]) -> int:
+def _find_first_failed_rank(failures: dict[int, ProcessFailure], reporting_ranks: set[int]) -> int:
     """Return the local rank whose end came before those that it caused.
 
     Args:
-        reporting: the local ranks that have written an error.
+        reporting_ranks: the local ranks that have written an error.
     """
-    first_at = min(failure.timestamp for failure in failures.values())
+    first_end_s = min(failure.timestamp for failure in failures.values())
 
-    def order(local_rank: int) -> tuple[bool, bool, float]:
+    def sort_key(local_rank: int) -> tuple[bool, bool, float]:
         code = failures[local_rank].exitcode
         time_s = float(failures[local_rank].timestamp)
-        is_killed_late = time_s >= first_at + AGENT_KILLS_AFTER_S - 1
+        is_killed_late = time_s >= first_end_s + AGENT_KILLS_AFTER_S - 1
         is_killed_by_agent = code == -signal.SIGKILL and is_killed_late
-        is_only_stopped = code in STOPPED_EXIT_CODES and local_rank not in reporting
+        is_only_stopped = code in STOPPED_EXIT_CODES and local_rank not in reporting_ranks
         # Times are whole seconds: a kill came before what it caused.
         if code < 0 and code not in STOPPED_EXIT_CODES:
             time_s -= 2
         return is_killed_by_agent, is_only_stopped, time_s
 
-    return min(failures, key=order)
+    return min(failures, key=sort_key)
 
 
 def _read_error_file(error_file: Path) -> RanksEnd:

@@ -150,8 +150,8 @@ class Heartbeat:
 
     def note_epoch(self, epoch: int, batches: int, *, is_over: bool) -> None:
         """Tell the others, with the next beat, how many training batches an epoch has at least."""
-        before = [each for each in self._epochs if each.epoch < epoch]
-        self._epochs = [*before[-1:], EpochCount(epoch, batches, is_over)]
+        earlier = [each for each in self._epochs if each.epoch < epoch]
+        self._epochs = [*earlier[-1:], EpochCount(epoch, batches, is_over)]
 
     def gather_epochs(self) -> list[Epochs]:
         """Return the last epochs of each rank, as of its last beat."""

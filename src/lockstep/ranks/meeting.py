@@ -213,7 +213,7 @@ def _lead(
     if missing_nodes:
         error = deadline.describe_missing(missing_nodes)
     else:
-        error = _describe_other_rank(introductions)
+        error = _describe_first_difference(introductions)
     answer = _answer(list(introductions.values()), error, decide)
     store.set(f"{prefix}/answer", json.dumps(answer))
     return dist.PrefixStore(prefix, store), answer
@@ -255,8 +255,11 @@ def _gather(store: dist.TCPStore, prefix: str, deadline: _Deadline) -> dict[int,
     return {rank: Introduction(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
 
-def _describe_other_rank(introductions: dict[int, Introduction]) -> str:
-    """Return in what the first rank that differs from rank 0 does so; empty if all are equal."""
+def _describe_first_difference(introductions: dict[int, Introduction]) -> str:
+    """Return a sentence on the first rank that is not as rank 0; empty if all are.
+
+    As "rank 1 on b has seed=2, rank 0 on a has seed=1".
+    """
     first = introductions[0]
     for rank, other in introductions.items():
         if not first.fingerprint or not other.fingerprint:

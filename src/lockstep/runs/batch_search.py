@@ -163,7 +163,10 @@ def choose_next_batch(
 def _extrapolate_to_limit(
     probes: Mapping[int, float | None], limit: float, largest: int, failed: int | None
 ) -> float:
-    """Return the batch where a line through the last two peaks meets the limit."""
+    """Return the batch where a line through the last two peaks meets the limit.
+
+    With 1 GiB for 8 images and 4 GiB for 64, a limit of 16 GiB is met at 288.
+    """
     if not largest:
         assert failed is not None
         return failed / 4

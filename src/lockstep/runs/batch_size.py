@@ -107,14 +107,14 @@ def refuse_other_epoch(config: Config, previous: RunRecord, batch: Batch) -> Non
 
     An epoch would have more or fewer steps, and the schedule would end elsewhere.
     """
-    before = previous.accumulate_grad_batches
-    if not before or before == batch.accumulate:
+    earlier = previous.accumulate_grad_batches
+    if not earlier or earlier == batch.accumulate:
         return
     for name in ("limit_train_batches", "overfit_batches"):
         limit = config["trainer"].get(name)
         if type(limit) is int and limit > 0:
             raise UserError(
-                f"trainer.{name}={limit} counts micro-batches, of which a step had {before} and "
+                f"trainer.{name}={limit} counts micro-batches, of which a step had {earlier} and "
                 f"would have {batch.accumulate} on these ranks. Resume on as many ranks as before, "
-                f"or give {ACCUMULATION}={before}."
+                f"or give {ACCUMULATION}={earlier}."
             )

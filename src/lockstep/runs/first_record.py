@@ -176,6 +176,8 @@ def _initial_weights(run: Run) -> dict[str, Any]:
 def changes_of_recipe(run: Run) -> list[list[Any]]:
     """Return [option, value in the recipe, value of this run] for what the command line changes.
 
+    As [["optimizer.lr", 0.1, 0.05]] for experiment=quickstart optimizer.lr=0.05.
+
     The default of a value is that of the chosen options: others may come with other values
     (configs/fits). The list is empty for an evaluation, and where the recipe alone cannot be
     composed, as without data.root.
@@ -190,35 +192,35 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
         if word.startswith(RECIPE_PREFIXES) or _is_choice(word, run.choices)
     ]
     try:
-        before = _flat_config(recipe)
-        default = before if options == recipe else _flat_config(options)
+        recipe_values = _flat_config(recipe)
+        default_values = recipe_values if options == recipe else _flat_config(options)
     except UserError:
         return []
 
     values = flatten(redact(run.effective_config()))
-    changed = differences([default, values], keys.is_shown_as_changed)
-    of_options = differences([before, values], keys.is_shown_as_changed)
-    changed |= {name: pair for name, pair in of_options.items() if _names_option(name)}
-    return _order_changes(changed, overrides, values)
+    changes = differences([default_values, values], keys.is_shown_as_changed)
+    changes_of_options = differences([recipe_values, values], keys.is_shown_as_changed)
+    changes |= {name: pair for name, pair in changes_of_options.items() if _names_option(name)}
+    return _order_changes(changes, overrides, values)
 
 
 def _order_changes(
-    changed: dict[str, list[Any]], overrides: list[str], values: dict[str, Any]
+    changes: dict[str, list[Any]], overrides: list[str], values: dict[str, Any]
 ) -> list[list[Any]]:
     """Return [key, before, now] for each change, in the order in which the overrides make them.
 
     Args:
-        changed: before and now by key.
+        changes: before and now by key.
         values: of this run, flat.
     """
     rows: dict[str, list[Any]] = {}
     for key in map(key_of, overrides):
-        names = [name for name in changed if keys.is_below(name, key)]
+        names = [name for name in changes if keys.is_below(name, key)]
         if f"choices.{key}" in values:
             names = [f"choices.{key}"]
         for name in names:
-            if name in changed:
-                rows.setdefault(name, [name.removeprefix("choices."), *changed[name]])
+            if name in changes:
+                rows.setdefault(name, [name.removeprefix("choices."), *changes[name]])
     return list(rows.values())
 
 
@@ -237,7 +239,10 @@ def _names_option(key: str) -> bool:
 
 
 def headlines(run: Run) -> list[str]:
-    """Return the first line of a run's output, and one on scaled learning rates."""
+    """Return the first line of a run's output, and one on scaled learning rates.
+
+    As "run r · small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1 · resume exact in mid-epoch"
+    """
     if run.config["task_name"] != "train":
         return [" · ".join([*_describe_run(run), *_describe_evaluation_batch(run)])]
     parts = [*_describe_run(run), *_describe_global_batch(run), *_describe_resume(run)]

@@ -142,7 +142,7 @@ def join_ranks(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _join_alone(run: Run) -> Iterator[None]:
-    """Hold what a rank needs that is alone: its strategy may need a process group."""
+    """Set up the only rank of a run, with a process group if its strategy needs one."""
     needs_group = (
         run.trainer_config["strategy"] and run.trainer_config["launch"] == "process_per_device"
     )
@@ -159,7 +159,7 @@ def _join_alone(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _join_several(run: Run) -> Iterator[None]:
-    """Hold what one of several ranks needs; name the rank that fails first."""
+    """Create the process group and the heartbeat, and name the rank that fails first."""
     cluster = run.cluster
     timeout_s = run.trainer_config["timeout_s"]
     store = _create_group(run)
@@ -177,10 +177,10 @@ def _join_several(run: Run) -> Iterator[None]:
     pids = gather_objects(os.getpid())
     beats.start()
 
-    names = [str(host["host"]) for host in hosts]
+    host_names = [str(host["host"]) for host in hosts]
 
     def explain(error: BaseException) -> BaseException:
-        return explain_failure(error, errors, cluster, names, beats.gather_epochs)
+        return explain_failure(error, errors, cluster, host_names, beats.gather_epochs)
 
     run.hosts = hosts[:: cluster.ranks_per_node]
     run.interruption = Interruption(timeout_s)
@@ -200,7 +200,7 @@ def _join_several(run: Run) -> Iterator[None]:
                 raise
             cause = failure
         reason: Any = explain(cause)
-        reason.hung_pid = _find_hung_pid(reason, names, pids, cluster.rank)
+        reason.hung_pid = _find_hung_pid(reason, host_names, pids, cluster.rank)
         raise reason  # noqa: B904 it names its cause itself
     finally:
         beats.end()

@@ -29,16 +29,16 @@ def cause_of_resume(run: Recording, reference: Recording, difference: Difference
             "load_state_dict, as torchdata's StatefulDataLoader has them"
         )
     start = run.starts[-1]
-    before = reference.steps.get(start.step)
-    if before is None:
+    last_step = reference.steps.get(start.step)
+    if last_step is None:
         return "state that is not in the checkpoint"
-    restored = state_difference(start, before, 0.0)
-    if restored:
+    lost_state = state_difference(start, last_step, 0.0)
+    if lost_state:
         return (
-            f"state that is not in the checkpoint: {restored}; leave it in on_save_checkpoint, "
+            f"state that is not in the checkpoint: {lost_state}; leave it in on_save_checkpoint, "
             "on_load_checkpoint and state_dict"
         )
-    attributes = ", ".join(f"self.{name}" for name in other_attributes(start, before))
+    attributes = ", ".join(f"self.{name}" for name in other_attributes(start, last_step))
     if difference.kind == "metric" and not attributes:
         return (
             "what the epoch had counted before the stop (torchmetrics, self.log with on_epoch) is "

@@ -44,11 +44,11 @@ def _make_recomputing_class(unit_class: type[nn.Module]) -> type[nn.Module]:
     A class, because replicas of DataParallel and averaged copies of the net keep it.
     """
 
-    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+    def forward(self: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         original = super(subclass, self).forward
         if torch.is_grad_enabled():
-            return checkpoint(original, *inputs, use_reentrant=False, **named)
-        return original(*inputs, **named)
+            return checkpoint(original, *inputs, use_reentrant=False, **keywords)
+        return original(*inputs, **keywords)
 
     members = {"forward": forward, "__module__": unit_class.__module__}
     subclass = type(f"Recomputed{unit_class.__name__}", (unit_class,), members)

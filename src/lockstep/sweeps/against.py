@@ -82,8 +82,8 @@ def find_omitted_overrides(overrides: Sequence[str]) -> list[str]:
         for word in overrides
         if is_omitted_by_baseline(key_of(word)) and not word.startswith("hydra")
     ]
-    following = [word for word in overrides[position:] if word in omitted]
-    return following or omitted
+    later = [word for word in overrides[position:] if word in omitted]
+    return later or omitted
 
 
 def expand_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
@@ -93,9 +93,9 @@ def expand_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
         overrides: Hydra's objects, of the whole command line.
     """
     omitted = find_omitted_overrides([word.input_line for word in overrides])
-    everywhere = [word for word in overrides if key_of(word.input_line) != AGAINST]
-    shared = [word for word in everywhere if word.input_line not in omitted]
-    return [*_combine_values(shared), *_combine_values(everywhere)]
+    recipe = [word for word in overrides if key_of(word.input_line) != AGAINST]
+    baseline = [word for word in recipe if word.input_line not in omitted]
+    return [*_combine_values(baseline), *_combine_values(recipe)]
 
 
 def _combine_values(overrides: Sequence[Any]) -> list[Sequence[str]]:

@@ -86,7 +86,10 @@ def refuse_impossible_jobs(config_name: str, overrides: list[str], first: Any) -
 
 
 def _jobs_of_other_values(overrides: list[str]) -> Iterator[list[str]]:
-    """Yield the overrides of the first job with another value of one key."""
+    """Yield the overrides of the first job with another value of one key.
+
+    They are [a=2, b=3] and [a=1, b=4] for a=1,2 b=3,4.
+    """
     first = first_values(overrides)
     for position, (text, override) in enumerate(
         zip(overrides, parse_sweep_overrides(overrides), strict=True)

@@ -212,10 +212,10 @@ class Search:
             load_if_exists=True,
             pruner=build_pruner(self.pruner),
         )
-        before = study.user_attrs.get("search", space)
-        if before != space:
+        earlier_space = study.user_attrs.get("search", space)
+        if earlier_space != space:
             raise UserError(
-                f"The study {name} is another search ({' '.join(before)}): pass "
+                f"The study {name} is another search ({' '.join(earlier_space)}): pass "
                 f"hydra.sweeper.study=NAME for a new one, or remove {path}."
             )
         study.set_user_attr("search", space)
