@@ -247,7 +247,7 @@ def _train_few_images(rehearsal: Rehearsal, folder: Path) -> Generator[Line, Non
     # DDP refuses unused parameters, and they are listed already.
     if not (code and unused):
         task = f"{STEPS} steps, a validation, a checkpoint and a test with few images"
-        yield _report_outcome(task, code, folder)
+        yield _describe_outcome(task, code, folder)
     return code
 
 
@@ -273,7 +273,7 @@ def _train_whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
     # Nothing is computed: losses are random memory, and may be nan.
     if "became nan" not in (folder / "output").read_text():
         task = f"{STEPS} steps and a validation with {per_device} images per device"
-        yield _report_outcome(task, code, folder)
+        yield _describe_outcome(task, code, folder)
     peak = _read_json(folder / "train/runs/dry-run/run.json").get("peak_memory_gib")
     if peak:
         yield Line(
@@ -283,7 +283,7 @@ def _train_whole_batch(rehearsal: Rehearsal, folder: Path) -> Iterator[Line]:
         )
 
 
-def _report_outcome(task: str, code: int, folder: Path) -> Line:
+def _describe_outcome(task: str, code: int, folder: Path) -> Line:
     """Return ok, or the first fault of a run in the user's code.
 
     Raises:

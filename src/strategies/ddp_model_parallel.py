@@ -44,19 +44,19 @@ class DDPModelParallel(NetInStages, DDP):
     @property
     def root_device(self) -> torch.device:
         """The device of this rank's first stage, which gets the images and computes the loss."""
-        return stage_devices_of_rank(self.parallel_devices[0].type, self.stages, self.local_rank)[0]
+        return choose_stage_devices(self.parallel_devices[0].type, self.stages, self.local_rank)[0]
 
     def setup_environment(self) -> None:
-        self.process_devices = stage_devices_of_rank(
+        self.process_devices = choose_stage_devices(
             self.root_device.type, self.stages, self.local_rank
         )
         super().setup_environment()
 
 
-def stage_devices_of_rank(device_type: str, stages: int, local_rank: int) -> list[torch.device]:
+def choose_stage_devices(device_type: str, stages: int, local_rank: int) -> list[torch.device]:
     """Return one device for each stage.
 
-    >>> stage_devices_of_rank("cuda", 2, 1)
+    >>> choose_stage_devices("cuda", 2, 1)
     [device(type='cuda', index=2), device(type='cuda', index=3)]
     """
     if device_type == "cpu":

@@ -191,9 +191,9 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         self.swarm.step(batch_size=self.micro_batch_size)
         self.lightning_module.zero_grad()
         if self.swarm.local_epoch != step_before:
-            self._after_step()
+            self._report_step()
 
-    def _after_step(self) -> None:
+    def _report_step(self) -> None:
         """Log a change in the number of peers, and end the training after the last step."""
         peers = max(1, int(self.swarm.tracker.global_progress.num_peers))
         if peers != self.peers_seen:

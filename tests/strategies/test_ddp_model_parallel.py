@@ -9,7 +9,7 @@ from faults import signal_at_step
 from kills import TINY, differences, final_state
 from lockstep.process.errors import UserError
 from runs import run_script
-from strategies.ddp_model_parallel import DDPModelParallel, stage_devices_of_rank
+from strategies.ddp_model_parallel import DDPModelParallel, choose_stage_devices
 from strategy_runs import difference, one, ranks_all
 
 SIMULATED = "trainer=ddp_model_parallel_sim"
@@ -47,7 +47,7 @@ def test_a_sampler_of_lightning_gives_each_rank_its_share():
 
 def test_the_ranks_of_a_node_have_gpus_of_their_own():
     numbers = [
-        [device.index for device in stage_devices_of_rank("cuda", 2, local_rank)]
+        [device.index for device in choose_stage_devices("cuda", 2, local_rank)]
         for local_rank in range(3)
     ]
     assert numbers == [[0, 1], [2, 3], [4, 5]]

@@ -366,7 +366,7 @@ def parse_first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
-def requested_run_id(config: Mapping[str, Any], environ: Environ) -> str | None:
+def find_requested_run_id(config: Mapping[str, Any], environ: Environ) -> str | None:
     """Return the run id that the user, torchrun (--rdzv-id) or SLURM's job gives the run.
 
     It is the same after a restart.
@@ -380,7 +380,7 @@ def requested_run_id(config: Mapping[str, Any], environ: Environ) -> str | None:
     )
 
 
-def restart_id(environ: Environ) -> str | None:
+def find_restart_id(environ: Environ) -> str | None:
     """Return a name for torchrun's agent or the SLURM step that would start this process again.
 
     None if nothing would.

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
-from lockstep.ranks.find import Cluster, requested_run_id
+from lockstep.ranks.find import Cluster, find_requested_run_id
 from lockstep.records.config import Config, data_name, model_name, seconds_of
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.storage.s3 import Bucket
@@ -116,7 +116,7 @@ def _check_resume(config: Config) -> None:
     if not resume:
         return
     if resume == "auto":
-        if not requested_run_id(config, environment()):
+        if not find_requested_run_id(config, environment()):
             raise UserError(
                 "resume=auto needs to know which run: give run_id=… (or RUN_ID), "
                 "or resume=<run_id>."

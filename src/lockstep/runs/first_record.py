@@ -17,7 +17,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.files import sha256_of, utc_now, write_atomically
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact, redact_text
-from lockstep.ranks.find import restart_id
+from lockstep.ranks.find import find_restart_id
 from lockstep.records import provenance
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
 from lockstep.records.config import Config, data_name, flatten, model_name
@@ -119,7 +119,7 @@ def _command(run: Run) -> dict[str, Any]:
         "command": f"python {shlex.join([script, *arguments])}",
         "overrides": list(run.config["overrides"]),
         "experiment": run.config.get("experiment_name") or run.choices.get("experiment"),
-        "summary": {"changed": changes_of_recipe(run)},
+        "summary": {"changed": find_recipe_changes(run)},
     }
 
 
@@ -130,7 +130,7 @@ def _code_and_host(run: Run) -> dict[str, Any]:
         "versions": provenance.versions(),
         "hosts": [provenance.host(run.cluster.node_rank)],
         "launcher": run.cluster.launcher,
-        "agent": restart_id(environment()),
+        "agent": find_restart_id(environment()),
         "cost": {"price_per_hour": hardware.get("price_per_hour_usd")},
     }
 
@@ -173,7 +173,7 @@ def _initial_weights(run: Run) -> dict[str, Any]:
     }
 
 
-def changes_of_recipe(run: Run) -> list[list[Any]]:
+def find_recipe_changes(run: Run) -> list[list[Any]]:
     """Return [option, value in the recipe, value of this run] for what the command line changes.
 
     As [["optimizer.lr", 0.1, 0.05]] for experiment=quickstart optimizer.lr=0.05.
@@ -192,8 +192,8 @@ def changes_of_recipe(run: Run) -> list[list[Any]]:
         if word.startswith(RECIPE_PREFIXES) or _is_choice(word, run.choices)
     ]
     try:
-        recipe_values = _flat_config(recipe)
-        default_values = recipe_values if options == recipe else _flat_config(options)
+        recipe_values = _compose_flat(recipe)
+        default_values = recipe_values if options == recipe else _compose_flat(options)
     except UserError:
         return []
 
@@ -224,7 +224,7 @@ def _order_changes(
     return list(rows.values())
 
 
-def _flat_config(overrides: list[str]) -> dict[str, Any]:
+def _compose_flat(overrides: list[str]) -> dict[str, Any]:
     return flatten(redact(whole_config(compose("train", overrides))))
 
 
@@ -238,7 +238,7 @@ def _names_option(key: str) -> bool:
     return key.startswith("choices.") or key.endswith("._target_")
 
 
-def headlines(run: Run) -> list[str]:
+def format_headlines(run: Run) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates.
 
     As "run r · small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1 · resume exact in mid-epoch"

@@ -24,7 +24,12 @@ from lockstep.process.errors import (
     UserError,
 )
 from lockstep.ranks import failures
-from lockstep.ranks.find import Cluster, requested_run_id, restart_id, set_rank_environment
+from lockstep.ranks.find import (
+    Cluster,
+    find_requested_run_id,
+    find_restart_id,
+    set_rank_environment,
+)
 from lockstep.records import provenance
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
@@ -33,7 +38,7 @@ from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.batch_search import search_largest_batch
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.finishing import decide_exit_code, finish_run
-from lockstep.runs.first_record import begin_record, headlines, write_config
+from lockstep.runs.first_record import begin_record, format_headlines, write_config
 from lockstep.runs.resume import check_bucket, check_resumable, read_earlier_config
 from lockstep.runs.run import Run, resolve_rank_options
 from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
@@ -187,7 +192,7 @@ class Opening:
             check_resumable(folder, run.effective_config(), previous)
         self._find_checkpoint(run, previous)
         begin_record(run, previous, largest_batch)
-        for line in headlines(run):
+        for line in format_headlines(run):
             log.info(line)
         return RunDecision(
             folder=os.path.relpath(folder.path, self.config["paths"]["log_dir"]),
@@ -201,7 +206,7 @@ class Opening:
         """Return the run's folder, locked, and the record of its earlier starts."""
         config = self.config
         environ = environment()
-        run_id = requested_run_id(config, environ) or restart_id(environ)
+        run_id = find_requested_run_id(config, environ) or find_restart_id(environ)
         folder, is_new = choose_run_folder(config, run_id)
         if not self.cluster.has_agent:
             self.exit_stack.enter_context(hold_run_lock(folder))

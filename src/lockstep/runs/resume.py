@@ -15,7 +15,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
-from lockstep.ranks.find import detect_launcher, is_first_on_node, requested_run_id
+from lockstep.ranks.find import detect_launcher, find_requested_run_id, is_first_on_node
 from lockstep.records.config import ABSENT, Config, lookup, seconds_of
 from lockstep.records.folder import RunFolder, find_run_folder, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
@@ -77,7 +77,7 @@ def _find_named_folder(config: Config, environ: Mapping[str, str]) -> RunFolder 
     try:
         if config["resume"] != "auto":
             return find_run_folder(Path(config["paths"]["log_dir"]), config["resume"])
-        run_id = requested_run_id(config, environ)
+        run_id = find_requested_run_id(config, environ)
         return folder_of_run_id(config, run_id) if run_id else None
     except UserError:
         # Another node may have it. Opening the run names what is wrong with it.
@@ -122,7 +122,7 @@ def _accept_bucket_config(
 
 def fetch_newer_checkpoints(config: Config) -> None:
     """Fetch the checkpoints of resume=auto that the bucket has and this node has not."""
-    run_id = requested_run_id(config, environment())
+    run_id = find_requested_run_id(config, environment())
     if config.get("resume") != "auto" or not run_id or not has_bucket(config):
         return
     from lockstep.storage.fetch import fetch_checkpoints
@@ -155,7 +155,7 @@ def find_finished_run(config: Config) -> RunFolder | None:
 
     A job script may start it again and again.
     """
-    run_id = requested_run_id(config, environment())
+    run_id = find_requested_run_id(config, environment())
     if config.get("resume") != "auto" or not run_id or config["task_name"] != "train":
         return None
     folder = folder_of_run_id(config, run_id)

@@ -7,7 +7,7 @@ from typing import IO
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError, is_full
 from lockstep.process.files import lock, locked_file
-from lockstep.ranks.find import restart_id
+from lockstep.ranks.find import find_restart_id
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder, checked_run_id, find_run_folder, new_run_id
 from lockstep.records.record import has_trained, read_record
@@ -46,7 +46,7 @@ def choose_run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bo
     if is_new or resume:
         return folder, is_new
     # torchrun may have started its ranks again, or SLURM requeued the job.
-    agent = restart_id(environment())
+    agent = find_restart_id(environment())
     if agent is not None and read_record(folder.record_path).agent == agent:
         return folder, is_new
     raise UserError(

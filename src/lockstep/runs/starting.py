@@ -11,7 +11,7 @@ from lockstep.process import signals
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_INTERRUPTED
 from lockstep.ranks import failures
-from lockstep.ranks.find import Cluster, requested_run_id
+from lockstep.ranks.find import Cluster, find_requested_run_id
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
 from lockstep.runs.finishing import decide_exit_code, finish_run
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def start_ranks(config: Config, cluster: Cluster) -> int:
     """Start this node's ranks with torch's agent; return the exit code when they have ended."""
-    run_id = requested_run_id(config, environment())
+    run_id = find_requested_run_id(config, environment())
     is_first_node = cluster.node_rank == 0
     with ExitStack() as exit_stack:
         if is_first_node:

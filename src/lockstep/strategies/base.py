@@ -1,4 +1,4 @@
-"""What strategies share: facts that a run asks for, and the base of one process per device."""
+"""The facts about a strategy that a run asks for, and the base of one process per device."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -97,7 +97,7 @@ class FSDP(ProcessPerDevice):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         self.model = self.precision_plugin.convert_module(module)
-        networks = networks_of(module)
+        networks = find_networks(module)
         names_units = any(hasattr(net, "shard_units") for net in networks)
         if not names_units and self.is_global_zero:
             log.info(
@@ -156,7 +156,7 @@ class FSDP(ProcessPerDevice):
 
         Lightning enters this in all but the last micro-batch of an accumulated step.
         """
-        networks = networks_of(self.lightning_module)
+        networks = find_networks(self.lightning_module)
         for net in networks:
             net.set_requires_gradient_sync(False)
         try:
@@ -212,7 +212,7 @@ def _shard_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> Stat
     return {name: shard_like(value, parameter) for name, value in moments.items()}
 
 
-def networks_of(module: nn.Module) -> list[Any]:
+def find_networks(module: nn.Module) -> list[Any]:
     """Return the children with parameters, and in place of a ModuleList or ModuleDict its members.
 
     Raises:

@@ -58,7 +58,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         x = input
         if input.dtype in (torch.float16, torch.bfloat16):
             x = input.float()
-        mean, variance, count = statistics_of_all_ranks(x)
+        mean, variance, count = reduce_statistics(x)
         if self.track_running_stats:
             self._update_running_statistics(
                 mean.detach(), (variance * count / (count - 1)).detach()
@@ -82,7 +82,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
-def statistics_of_all_ranks(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def reduce_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance per channel, and the number of values of a channel, in float64."""
     axes = [0, *range(2, x.dim())]
     variance, mean = torch.var_mean(x, dim=axes, correction=0)

@@ -34,12 +34,12 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
         raise UserError(one_sentence(error)) from None
 
 
-def first_values(overrides: list[str]) -> list[str]:
+def choose_first_values(overrides: list[str]) -> list[str]:
     """Return the overrides of a sweep's first job."""
-    return list(map(_first_value, overrides, parse_sweep_overrides(overrides)))
+    return list(map(_choose_first_value, overrides, parse_sweep_overrides(overrides)))
 
 
-def _first_value(text: str, override: Any) -> str:
+def _choose_first_value(text: str, override: Any) -> str:
     """Return the override with the first of its values; one that is not swept stays as it is."""
     from hydra.core.override_parser.types import Glob, IntervalSweep
 
@@ -59,7 +59,7 @@ def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
     """Raise UserError for an option of a sweep that does not exist, as in
     model=small_cnn,nosuch.
     """
-    folders = CommandLine.parse(config_name, first_values(overrides), CONFIGS).folders
+    folders = CommandLine.parse(config_name, choose_first_values(overrides), CONFIGS).folders
     for text, override in zip(overrides, parse_sweep_overrides(overrides), strict=True):
         if not override.is_discrete_sweep() or not is_choice(text, folders):
             continue
@@ -79,18 +79,18 @@ def refuse_impossible_jobs(config_name: str, overrides: list[str], first: Any) -
     is_here = str(first.hydra.launcher.get("_target_")) == LOCAL_LAUNCHER
     if is_here:
         _check_job(first)
-    for job in _jobs_of_other_values(overrides):
+    for job in _vary_first_job(overrides):
         cfg = compose(config_name, job)
         if is_here:
             _check_job(cfg)
 
 
-def _jobs_of_other_values(overrides: list[str]) -> Iterator[list[str]]:
+def _vary_first_job(overrides: list[str]) -> Iterator[list[str]]:
     """Yield the overrides of the first job with another value of one key.
 
     They are [a=2, b=3] and [a=1, b=4] for a=1,2 b=3,4.
     """
-    first = first_values(overrides)
+    first = choose_first_values(overrides)
     for position, (text, override) in enumerate(
         zip(overrides, parse_sweep_overrides(overrides), strict=True)
     ):

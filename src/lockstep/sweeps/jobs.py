@@ -33,7 +33,7 @@ from lockstep.records.metric_names import tested_name
 from lockstep.records.record import read_record
 from lockstep.sweeps.against import choose_paired_sweeper
 from lockstep.sweeps.checks import (
-    first_values,
+    choose_first_values,
     parse_sweep_overrides,
     refuse_impossible_jobs,
     refuse_missing_options,
@@ -54,7 +54,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     command = f"python src/{Path(sys.argv[0]).name} -m {shlex.join(overrides)}"
     # What is wrong is refused before the first job.
     overrides = for_multirun([as_typed(override) for override in overrides])
-    cfg = compose(config_name, first_values(overrides))
+    cfg = compose(config_name, choose_first_values(overrides))
     refuse_missing_options(config_name, overrides)
     sweeper = str(cfg.hydra.runtime.choices.get("hydra/sweeper"))
     overrides = choose_paired_sweeper(overrides, parse_sweep_overrides(overrides), sweeper)

@@ -57,8 +57,8 @@ def _describe_job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
         "repeat": run.repeat,
         "status": status,
         "exit_code": job.exit_code,
-        "value": _finite(job.value),
-        "tested": _finite(job.tested),
+        "value": _finite_or_none(job.value),
+        "tested": _finite_or_none(job.tested),
         "fold_ratio": job.fold_ratio,
         "num_train": record.num_train,
         "num_val": record.num_val,
@@ -66,5 +66,5 @@ def _describe_job(sweep_dir: Path, job: Job, run: ArmRun) -> dict[str, Any]:
     }
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None

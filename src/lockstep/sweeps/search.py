@@ -90,7 +90,7 @@ class Search:
             if stop_signals:
                 free = 0
             for _ in range(free):
-                trial = self._next_trial()
+                trial = self._choose_trial()
                 self.started_trials.add(trial.number)
                 jobs[start(self._build_overrides(trial), trial.number)] = trial
             if not jobs:
@@ -101,7 +101,7 @@ class Search:
         if stop_signals:
             log.info(f"The search was stopped. The same command continues {self.journal}.")
 
-    def _next_trial(self) -> Any:
+    def _choose_trial(self) -> Any:
         """Return a trial whose run was stopped in an earlier start, or else a new one."""
         for trial in self._select_trials("RUNNING"):
             if trial.number in self.started_trials or "folder" not in trial.user_attrs:

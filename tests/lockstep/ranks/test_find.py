@@ -11,9 +11,9 @@ from lockstep.ranks.find import (
     AGENT,
     Cluster,
     find_ranks,
+    find_requested_run_id,
+    find_restart_id,
     read_cluster,
-    requested_run_id,
-    restart_id,
     set_rank_environment,
 )
 from lockstep.ranks.placement import RequestedDevices
@@ -183,26 +183,32 @@ def test_an_ipv6_master_may_stand_in_brackets(environ):
 
 def test_run_id_from_outside():
     assert (
-        requested_run_id({}, {})
-        is requested_run_id({}, TORCHRUN)
-        is requested_run_id({}, {"SLURM_JOB_ID": "7"})
+        find_requested_run_id({}, {})
+        is find_requested_run_id({}, TORCHRUN)
+        is find_requested_run_id({}, {"SLURM_JOB_ID": "7"})
         is None
     )
     assert (
-        requested_run_id({"run_id": "r"}, SLURM) == "r"
-        and requested_run_id({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
+        find_requested_run_id({"run_id": "r"}, SLURM) == "r"
+        and find_requested_run_id({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
     )
-    assert requested_run_id({}, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
-    assert requested_run_id({}, SLURM) == "slurm-7-0" == requested_run_id({}, {**TORCHRUN, **SLURM})
-    assert requested_run_id({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
+    assert find_requested_run_id({}, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
+    assert (
+        find_requested_run_id({}, SLURM)
+        == "slurm-7-0"
+        == find_requested_run_id({}, {**TORCHRUN, **SLURM})
+    )
+    assert find_requested_run_id({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
 
 
 def test_who_would_start_this_process_again():
-    assert restart_id({}) is None and restart_id(SLURM) == "slurm-7-0"
-    mine = restart_id(TORCHRUN)
+    assert find_restart_id({}) is None and find_restart_id(SLURM) == "slurm-7-0"
+    mine = find_restart_id(TORCHRUN)
     assert mine.endswith(f"_torchrun-{os.getppid()}")
     assert (
-        mine == restart_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}) == checked_run_id(mine)
+        mine
+        == find_restart_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
+        == checked_run_id(mine)
     )
 
 

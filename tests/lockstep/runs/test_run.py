@@ -19,7 +19,7 @@ from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.checks import check_before_start
-from lockstep.runs.first_record import changes_of_recipe, headlines
+from lockstep.runs.first_record import find_recipe_changes, format_headlines
 from lockstep.runs.opening import Ended, open_run
 from lockstep.runs.resume import find_reached_limit, read_earlier_config
 from lockstep.runs.run import Run
@@ -57,8 +57,8 @@ def test_a_change_is_told_against_the_chosen_datas_default(tmp_path, data):
     config = config_of(data, "trainer.max_epochs=3")
     run = run_of(tmp_path / "r")
     run = replace(run, config=config)
-    assert ["trainer.max_epochs", 10, 3] in changes_of_recipe(run)
-    assert data.partition("=")[0] in [name for name, *_ in changes_of_recipe(run)]
+    assert ["trainer.max_epochs", 10, 3] in find_recipe_changes(run)
+    assert data.partition("=")[0] in [name for name, *_ in find_recipe_changes(run)]
 
 
 def refused(*words, accelerator="cpu", group=None, **values):
@@ -162,17 +162,21 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
     plan = run_of(tmp_path / "r", *SCALED)
     scaled = "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
     batch = "global batch 64 = 32 × 2 × 1 · resume exact in mid-epoch"
-    assert headlines(plan) == [f"run r · small_cnn · digits · ddp_sim · {batch}", scaled]
+    assert format_headlines(plan) == [f"run r · small_cnn · digits · ddp_sim · {batch}", scaled]
     with pytest.raises(UserError, match="base_batch_size=0: give a whole number"):
-        headlines(run_of(tmp_path / "r", *SCALED, "optimizer.base_batch_size=0"))
+        format_headlines(run_of(tmp_path / "r", *SCALED, "optimizer.base_batch_size=0"))
     default = replace(
         plan, config={**plan.config, "choices": {**plan.choices, "trainer": "default"}}
     )
-    assert headlines(default)[0] == f"run r · small_cnn · digits · default (cpu) · {batch}"
+    assert format_headlines(default)[0] == f"run r · small_cnn · digits · default (cpu) · {batch}"
     evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
     batch = plan.config["data"]["eval_batch_size"]
-    assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]
-    assert headlines(run_of(tmp_path / "r", "callbacks=none"))[0].endswith(" · WITHOUT CHECKPOINTS")
+    assert format_headlines(evaluation) == [
+        f"run r · small_cnn · digits · ddp_sim · batches of {batch}"
+    ]
+    assert format_headlines(run_of(tmp_path / "r", "callbacks=none"))[0].endswith(
+        " · WITHOUT CHECKPOINTS"
+    )
 
 
 OWN_DATA = """
@@ -201,7 +205,7 @@ def test_own_data_count_by_what_their_class_can_do(tmp_path, monkeypatch):
 
     def first_line(name):
         plan = run_of(tmp_path / "r", f"data._target_=data.mine.{name}")
-        return headlines(plan)[0]
+        return format_headlines(plan)[0]
 
     for name in ("Fewer", "Half", "Own"):
         assert "global batch 128 = 64 × 2 × 1 · resume exact in mid-epoch" in first_line(name)
@@ -330,7 +334,7 @@ def test_a_library_that_calls_exit_fails_the_run(tmp_path, monkeypatch):
     def leave(_):
         sys.exit(0)
 
-    monkeypatch.setattr("lockstep.runs.opening.headlines", leave)
+    monkeypatch.setattr("lockstep.runs.opening.format_headlines", leave)
     with pytest.raises(Ended) as ended, open_run(config, find_ranks(config, {})):
         pass
     record = read_record(RunFolder(tmp_path / "train" / "runs" / "r").record_path)
