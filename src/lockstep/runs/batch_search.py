@@ -148,12 +148,14 @@ def choose_next_batch(
     """
     if len(probes) >= MAX_RUNS:
         return None
-    fits = {batch for batch, peak in probes.items() if peak and peak <= limit}
-    failed = min(probes.keys() - fits, default=None)
-    largest = max(fits, default=0)
-    aim = _extrapolate_to_limit(probes, limit, largest, failed)
-    if failed is not None:
-        aim = _choose_below_failed(aim, fits, failed, has_failed_once=len(probes) == len(fits) + 1)
+    fitting = {batch for batch, peak in probes.items() if peak and peak <= limit}
+    smallest_failed = min(probes.keys() - fitting, default=None)
+    largest = max(fitting, default=0)
+    aim = _extrapolate_to_limit(probes, limit, largest, smallest_failed)
+    if smallest_failed is not None:
+        aim = _choose_below_failed(
+            aim, fitting, smallest_failed, has_failed_once=len(probes) == len(fitting) + 1
+        )
     batch = int(max(min(aim, bound), unit) // unit * unit)
     if batch in probes or largest >= CLOSE_SHARE * batch:
         return None
@@ -161,19 +163,19 @@ def choose_next_batch(
 
 
 def _extrapolate_to_limit(
-    probes: Mapping[int, float | None], limit: float, largest: int, failed: int | None
+    probes: Mapping[int, float | None], limit: float, largest: int, smallest_failed: int | None
 ) -> float:
     """Return the batch where a line through the last two peaks meets the limit.
 
     With 1 GiB for 8 images and 4 GiB for 64, a limit of 16 GiB is met at 288.
     """
     if not largest:
-        assert failed is not None
-        return failed / 4
+        assert smallest_failed is not None
+        return smallest_failed / 4
     points = sorted((batch, peak) for batch, peak in probes.items() if peak and batch <= largest)
-    failed_peak = None if failed is None else probes[failed]
-    if failed is not None and failed_peak:
-        points.append((failed, failed_peak))
+    peak_of_failed = None if smallest_failed is None else probes[smallest_failed]
+    if smallest_failed is not None and peak_of_failed:
+        points.append((smallest_failed, peak_of_failed))
     if len(points) < 2:
         return 8 * largest
     (small, low), (large, high) = points[-2:]
@@ -182,15 +184,15 @@ def _extrapolate_to_limit(
 
 
 def _choose_below_failed(
-    aim: float, fits: set[int], failed: int, *, has_failed_once: bool
+    aim: float, fitting: set[int], smallest_failed: int, *, has_failed_once: bool
 ) -> float:
     """Return a batch below the smallest one that has failed."""
-    if aim >= failed:
-        aim = math.sqrt(max(fits, default=0) * failed)
+    if aim >= smallest_failed:
+        aim = math.sqrt(max(fitting, default=0) * smallest_failed)
         # A first prediction is a little too high at most.
-        if has_failed_once and len(fits) > 1:
-            aim = max(aim, 0.9 * failed)
-    return min(aim, CLOSE_SHARE * failed)
+        if has_failed_once and len(fitting) > 1:
+            aim = max(aim, 0.9 * smallest_failed)
+    return min(aim, CLOSE_SHARE * smallest_failed)
 
 
 def find_largest_fitting(probes: Mapping[int, float | None], limit: float) -> int:
