@@ -60,9 +60,9 @@ def _locked(folder: Path) -> Iterator[None]:
         UserError: the disk has no locks, or nobody may write there.
     """
     lock = locked_file(folder.with_name(f"{folder.name}.lock"), required=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(lock)
+            stack.enter_context(lock)
         except OSError as error:
             raise UserError(
                 f"{folder.parent} cannot be written or locked ({error.strerror}): "
@@ -77,8 +77,8 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.part")
     for incomplete in (folder, part):
         shutil.rmtree(incomplete, ignore_errors=True)
-    part.mkdir()
     try:
+        part.mkdir()
         content = build(part)
         (part / META).write_text(json.dumps(content))
         for path in part.iterdir():
@@ -91,8 +91,11 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
                 raise
             content = json.loads((folder / META).read_text())
     except Exception as error:
-        advice = "give data.cache_dir=FOLDER on a larger disk"
-        raise as_disk_full_error(error, folder.parent, advice) or error from None
+        remedy = "give data.cache_dir=FOLDER on a larger disk"
+        full_disk = as_disk_full_error(error, folder.parent, remedy)
+        if full_disk is None:
+            raise
+        raise full_disk from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     sync_folder(folder.parent)

@@ -157,6 +157,28 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
 
 
+def test_a_disk_without_room_for_the_folder_names_data_cache_dir(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+
+    def refuse_part(path, *arguments, **options):
+        if path.suffix == ".part":
+            raise OSError(errno.ENOSPC, "full", str(path))
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse_part)
+    with pytest.raises(DiskFullError, match="data.cache_dir=FOLDER"):
+        load_or_build(tmp_path / "entry", build_slowly)
+
+
+def test_an_error_of_a_build_keeps_its_cause(tmp_path):
+    def build(part):
+        raise RuntimeError("no images") from ValueError("the reason")
+
+    with pytest.raises(RuntimeError) as raised:
+        load_or_build(tmp_path / "entry", build)
+    assert str(raised.value.__cause__) == "the reason"
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written or locked .*data.cache_dir"):
