@@ -24,8 +24,7 @@ from lockstep.data.batches import EvalBatches, TrainBatches
 from lockstep.data.content_hash import HASH_METHOD, with_drawn_test
 from lockstep.data.framing import Framing, resize_of
 from lockstep.data.listing import SPLITS, TEST, LeftOut
-from lockstep.data.loading import LoadedBatch
-from lockstep.data.making import BatchMaker
+from lockstep.data.making import BatchMaker, LoadedBatch
 from lockstep.data.normalisation import resolve_normalisation
 from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
 from lockstep.data.source import ImageSet, Source
@@ -564,7 +563,7 @@ class ImageDataModule(LightningDataModule):
     def _eval_batches(self, index: np.ndarray, **ranks: int) -> EvalBatches:
         maker = self._maker
         size = self.options.eval_batch_size
-        return EvalBatches(maker.eval_batches, index, maker.centre, batch_size=size, **ranks)
+        return EvalBatches(maker.eval_batches, index, maker.centre_draw, batch_size=size, **ranks)
 
     def sample_images(self, count: int) -> Tensor:
         """Return the first training images, not augmented, on the CPU.
@@ -581,11 +580,11 @@ class ImageDataModule(LightningDataModule):
 
     def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Any, Any]:
         """Return images and targets. Mixed images have shares of classes, (n, num_classes)."""
-        finished = self._maker.finish(batch)
+        images_and_targets = self._maker.to_images_and_targets(batch)
         if self.trainer is None:
-            return finished
+            return images_and_targets
         # Floats become float64 and half under the "true" precisions. Whole numbers stay.
-        return self.trainer.precision_plugin.convert_input(finished)
+        return self.trainer.precision_plugin.convert_input(images_and_targets)
 
 
 # The constructor's signature names the options, for help() and for the check of configs.

@@ -14,7 +14,7 @@ from lockstep.data.decoding import CorruptImage
 from lockstep.data.framing import Framing
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.listing import TEST
-from lockstep.data.loading import LoadedBatch
+from lockstep.data.making import LoadedBatch
 from lockstep.data.reading import Reading
 from lockstep.data.source import Source
 from lockstep.data.split import Splits
