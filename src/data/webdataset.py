@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from data.shards import Shards
-from lockstep.data.decoding import ARRAY_SUFFIX, SUFFIXES
+from lockstep.data.decoding import SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import LeftOut
+from lockstep.data.listing import LeftOut, without_arrays
 from lockstep.data.node_cache import Content
 from lockstep.process.errors import UserError
 
@@ -56,7 +56,7 @@ class WebDatasetDataModule(ListedDataModule):
 
         items = []
         image_of_key: dict[str, str] = {}
-        for member in _without_arrays(images, left_out):
+        for member in without_arrays(images, left_out, "members"):
             key = self._key_of(path, member.name, labels)
             other = image_of_key.setdefault(key, member.name)
             if other != member.name:
@@ -110,16 +110,3 @@ class WebDatasetDataModule(ListedDataModule):
                 f"{error})."
             ) from None
         return str(label)
-
-
-def _without_arrays(images: list[tarfile.TarInfo], left_out: LeftOut) -> list[tarfile.TarInfo]:
-    """Return the images. NumPy files beside pictures, as of their features, are left out."""
-    arrays = [image for image in images if _is_array(image)]
-    if len(arrays) in (0, len(images)):
-        return images
-    left_out.setdefault(f"{ARRAY_SUFFIX} members", []).extend(image.name for image in arrays)
-    return [image for image in images if not _is_array(image)]
-
-
-def _is_array(member: tarfile.TarInfo) -> bool:
-    return member.name.lower().endswith(ARRAY_SUFFIX)

@@ -163,21 +163,29 @@ def files_below(
         raise UserError(
             f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it."
         ) from None
-    items = _without_arrays(items, left_out)
+    items = without_arrays(items, left_out, "files")
     # 1.png and 01.png have one key: the order of the disk, which copies do not share, would count.
     return sorted(items, key=lambda image: (natural_key(image.name), image.name))
 
 
-def _without_arrays(items: list[Item], left_out: LeftOut) -> list[Item]:
-    """Return the images. NumPy files beside pictures, as of their features, are left out."""
-    arrays: list[Item] = []
-    pictures: list[Item] = []
-    for item in items:
-        is_array = item.name.lower().endswith(ARRAY_SUFFIX)
-        (arrays if is_array else pictures).append(item)
+def without_arrays(files: list[Any], left_out: LeftOut, kind: str) -> list[Any]:
+    """Return the pictures. NumPy files beside them, such as their features, are left out.
+
+    Args:
+        files: with their `name`.
+        left_out: gets the names of the NumPy files.
+        kind: what they are called there: files or members.
+    """
+    arrays: list[Any] = []
+    pictures: list[Any] = []
+    for file in files:
+        if file.name.lower().endswith(ARRAY_SUFFIX):
+            arrays.append(file)
+        else:
+            pictures.append(file)
     if not arrays or not pictures:
-        return items
-    left_out.setdefault(f"{ARRAY_SUFFIX} files", []).extend(item.name for item in arrays)
+        return files
+    left_out.setdefault(f"{ARRAY_SUFFIX} {kind}", []).extend(file.name for file in arrays)
     return pictures
 
 
