@@ -28,7 +28,7 @@ def find_column(names: Sequence[str], column: str) -> str:
     return ""
 
 
-def column_of(path: Path, names: Sequence[str], column: str, option: str) -> str:
+def require_column(path: Path, names: Sequence[str], column: str, option: str) -> str:
     """Return the column of a name as `find_column` does.
 
     Raises:
@@ -41,7 +41,7 @@ def column_of(path: Path, names: Sequence[str], column: str, option: str) -> str
     raise UserError(f"{path} has no column {column}: it has {listed}. Give data.{option}=COLUMN.")
 
 
-def columns_of_numbers(
+def find_number_columns(
     module: ListedDataModule, path: Path, names: Sequence[str]
 ) -> dict[str, str]:
     """Return the table's column for each name that the module's options give."""
@@ -50,11 +50,13 @@ def columns_of_numbers(
         # Weights are of training images alone: the table of an evaluation need not have them.
         is_needed = option != "sampling" or module.stage != "test"
         if is_needed or find_column(names, name):
-            columns[name] = column_of(path, names, name, option)
+            columns[name] = require_column(path, names, name, option)
     return columns
 
 
-def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -> list[int]:
+def parse_split_column(
+    values: Sequence[str], column: str, where: Callable[[int], str]
+) -> list[int]:
     """Return the split that each value of a column names; [] where it is about something else.
 
     Args:

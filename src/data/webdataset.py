@@ -46,7 +46,7 @@ class WebDatasetDataModule(ListedDataModule):
         try:
             with tarfile.open(path, "r:") as archive:
                 for member in filter(tarfile.TarInfo.isfile, archive):
-                    self._sort(archive, member, images, labels, left_out)
+                    self._sort_member(archive, member, images, labels, left_out)
                 if archive.offset > path.stat().st_size:
                     raise EOFError("it ends within a member")
         except (tarfile.TarError, EOFError, OSError) as error:
@@ -57,18 +57,18 @@ class WebDatasetDataModule(ListedDataModule):
         items = []
         image_of_key: dict[str, str] = {}
         for member in without_arrays(images, left_out, "members"):
-            key = self._key_of(path, member.name, labels)
+            key = self._find_label_key(path, member.name, labels)
             other = image_of_key.setdefault(key, member.name)
             if other != member.name:
                 raise UserError(
                     f"{path}: {other} and {member.name} have one label: keep one image for each "
                     "key."
                 )
-            label = self._label_in(path, key, labels[key])
+            label = self._parse_label(path, key, labels[key])
             items.append((member.name, label, member.offset_data, member.size, None))
         return {"items": items, "data": None, "left_out": left_out, "splits": []}
 
-    def _sort(
+    def _sort_member(
         self,
         archive: tarfile.TarFile,
         member: tarfile.TarInfo,
@@ -88,7 +88,7 @@ class WebDatasetDataModule(ListedDataModule):
         else:
             left_out.setdefault(f"{ending or 'nameless'} members", []).append(member.name)
 
-    def _key_of(self, path: Path, name: str, labels: dict[str, bytes]) -> str:
+    def _find_label_key(self, path: Path, name: str, labels: dict[str, bytes]) -> str:
         """Return the key of an image's label: its name up to its last dot, else to its first."""
         folder, base = os.path.split(name)
         for key in (os.path.splitext(name)[0], os.path.join(folder, base.partition(".")[0])):
@@ -97,7 +97,7 @@ class WebDatasetDataModule(ListedDataModule):
         hint = "" if self._label_field else HINT_ON_FIELD
         raise UserError(f"{path}: {name} has no {self._label_suffix} file beside it{hint}.")
 
-    def _label_in(self, path: Path, key: str, content: bytes) -> str:
+    def _parse_label(self, path: Path, key: str, content: bytes) -> str:
         try:
             label = content.decode().strip()
             if self._label_field:

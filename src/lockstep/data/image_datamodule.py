@@ -21,15 +21,15 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.data.batches import EvalBatches, TrainBatches
-from lockstep.data.content_hash import HASH_METHOD, with_drawn_test
-from lockstep.data.framing import Framing, resize_of
+from lockstep.data.content_hash import HASH_METHOD, add_drawn_test
+from lockstep.data.framing import Framing, resolve_resize
 from lockstep.data.listing import SPLITS, TEST, LeftOut
 from lockstep.data.making import BatchMaker, LoadedBatch
 from lockstep.data.normalisation import resolve_normalisation
-from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
+from lockstep.data.sampling import Sampling, check_sampling, describe_sampling, make_sampling
 from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, SplitRule, Splits
-from lockstep.data.targets import as_masks, scale_of
+from lockstep.data.targets import compute_scale, to_masks
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
@@ -179,41 +179,43 @@ class ImageDataModule(LightningDataModule):
     def set_augmentation(
         self,
         augmentation: Augmentation | None = None,
-        of_weights: Mapping[str, Any] | None = None,
+        weight_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Set the augmentation and the values of pretrained weights; call it before `prepare`.
 
         Args:
             augmentation: what training does to the images; None: crop and flip.
-            of_weights: the pretrained weights' mean, std, crop_pct and interpolation, for options
-                that are auto.
+            weight_settings: mean, std, crop_pct and interpolation of the pretrained weights, for
+                options that are auto.
 
         Raises:
             UserError: values contradict each other.
         """
         self.augmentation = augmentation or CropFlip()
-        self._of_weights = dict(of_weights or {})
+        self._weight_settings = dict(weight_settings or {})
         self._set_framing()
 
     def _set_framing(self) -> None:
         """Resolve normalisation and framing, and make the operations on single images."""
         options = self.options
         names = ("mean", "std", "crop_pct", "interpolation")
-        of_weights = self._of_weights
+        weight_settings = self._weight_settings
         if self.has_float_pixels:
             # Weights say the colours of photographs.
-            of_weights = {key: of_weights[key] for key in of_weights if key not in ("mean", "std")}
+            weight_settings = {
+                key: weight_settings[key] for key in weight_settings if key not in ("mean", "std")
+            }
         self.normalisation = resolve_normalisation(
             {name: getattr(options, name) for name in names},
             {"mean": self.own_mean, "std": self.own_std},
-            of_weights,
+            weight_settings,
             self.channels,
         )
         self.mean = self.normalisation.mean
         self.std = self.normalisation.std
         self.framing = Framing(
             image_size=self.image_size,
-            resize=resize_of(self.image_size, options.resize, self.normalisation.crop_pct),
+            resize=resolve_resize(self.image_size, options.resize, self.normalisation.crop_pct),
             fit=self.fit,
             interpolation=self.normalisation.interpolation,
             crop_padding=options.crop_padding,
@@ -251,18 +253,18 @@ class ImageDataModule(LightningDataModule):
             check_sampling(self.options.sampling, self.source)
         self.data_hash = self.source.hash()
         self._check_inputs()
-        self._set_splits(self._assigned())
+        self._set_splits(self._assign_splits())
         self.decode_source()
         self._set_inputs()
         if self.splits.drew_test:
-            self.data_hash = with_drawn_test(self.data_hash, self.splits.test)
+            self.data_hash = add_drawn_test(self.data_hash, self.splits.test)
         if self.source.groups is not None:
-            self.groups_note = self._note_on_groups(self.source.groups)
+            self.groups_note = self._describe_groups(self.source.groups)
         if self.stage != "test":
             self._set_sampling()
             self._check_training_images()
 
-    def _assigned(self) -> Splits:
+    def _assign_splits(self) -> Splits:
         """Return the splits. An evaluation that cannot draw any tests on all images."""
         source = self.source
         try:
@@ -272,7 +274,7 @@ class ImageDataModule(LightningDataModule):
                 raise
             return Splits(np.full_like(source.splits, TEST), drew_test=True)
 
-    def _note_on_groups(self, groups: np.ndarray) -> str:
+    def _describe_groups(self, groups: np.ndarray) -> str:
         """Return "patient_id: 30 groups, 24 to train, 3 to validate, 3 to test"."""
         counts = [len(np.unique(groups[getattr(self.splits, name)])) for name in SPLITS]
         return (
@@ -298,9 +300,9 @@ class ImageDataModule(LightningDataModule):
         """Set the scale of the numbers beside the images: that of the training images."""
         for name in self.options.inputs:
             numbers = self.source.columns[name][self.splits.train]
-            self.inputs[name] = list(scale_of(numbers).values()) or [0.0, 1.0]
+            self.inputs[name] = list(compute_scale(numbers).values()) or [0.0, 1.0]
 
-    def _standardised_inputs(self) -> dict[str, np.ndarray]:
+    def _standardise_inputs(self) -> dict[str, np.ndarray]:
         """Return (n,) float32 by name."""
         inputs = {}
         for name, (mean, std) in self.inputs.items():
@@ -314,7 +316,7 @@ class ImageDataModule(LightningDataModule):
                 f"{self.name} has no images to train on: all are for validation or test."
             )
         options = self.options
-        self.sampling = sampling_of(
+        self.sampling = make_sampling(
             options.sampling, options.epoch_size, self.source, self.splits.train
         )
         if not 1 <= self.global_batch_size <= self.epoch_size:
@@ -327,7 +329,7 @@ class ImageDataModule(LightningDataModule):
             )
         if self.sampling is not None:
             count = self.steps_per_epoch * self.global_batch_size
-            self.sampling_note = note_on_sampling(
+            self.sampling_note = describe_sampling(
                 options.sampling, self.sampling, count, self.source
             )
 
@@ -407,7 +409,7 @@ class ImageDataModule(LightningDataModule):
         """Mean and deviation of the training targets; empty if they are no numbers."""
         if self.target_kind != "number":
             return {}
-        return scale_of(self.source.targets[""][self.splits.train])
+        return compute_scale(self.source.targets[""][self.splits.train])
 
     def match_classes(self, class_names: Sequence[str]) -> None:
         """Number the labels as a checkpoint does; call it between `prepare` and `attach_to_ranks`.
@@ -482,10 +484,10 @@ class ImageDataModule(LightningDataModule):
             self.augmentation,
             self._pipeline,
             device,
-            on_device=fits and self.choose_path()[0] == "array",
+            keep_on_device=fits and self.choose_path()[0] == "array",
             num_workers=self.options.num_workers,
             views=self.options.views,
-            inputs=self._standardised_inputs(),
+            inputs=self._standardise_inputs(),
         )
 
     def _check_mixing(self) -> None:
@@ -508,7 +510,7 @@ class ImageDataModule(LightningDataModule):
             return
         blank = np.zeros((self.framing.resize, self.framing.resize), np.uint8)
         try:
-            self._pipeline((Image.fromarray(blank), *as_masks([blank])))
+            self._pipeline((Image.fromarray(blank), *to_masks([blank])))
         except TypeError as error:
             hint = "take augmentation=crop_flip or resized_crop"
             raise UserError(f"This augmentation cannot move masks ({error}): {hint}.") from None
@@ -548,7 +550,7 @@ class ImageDataModule(LightningDataModule):
             accumulate_grad_batches=self._accumulate,
             seed=self.options.seed,
             sampling=self.sampling,
-            fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
+            repeats_first_epoch=bool(getattr(self.trainer, "overfit_batches", 0)),
             **self._ranks,
         )
 

@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import decode_all, pixels_of
+from lockstep.data.decoding import decode_all, to_array
 from lockstep.data.depth import (
     EXTREMES,
     MEASURED_IMAGES,
     SAMPLE,
     Survey,
-    evenly_spaced,
+    describe_narrow_range,
+    find_range,
     measure,
-    narrow_range_warning,
-    range_in,
+    pick_evenly,
     write_extremes,
 )
 from lockstep.data.image_datamodule import CHECK, ImageDataModule
 from lockstep.data.image_list import ImageList
-from lockstep.data.listing import hash_of_json
+from lockstep.data.listing import hash_json
 from lockstep.data.node_cache import Content, load_or_build
-from lockstep.data.reading import AUTO, BY_WINDOW, PICTURE, Range, Reading, range_of
+from lockstep.data.reading import AUTO, BY_WINDOW, PICTURE, Range, Reading, parse_range
 from lockstep.data.sampling import BY_CLASS
 from lockstep.data.source import Source
-from lockstep.data.targets import levels_in, mask_classes, note_on_levels
+from lockstep.data.targets import describe_grey_levels, find_levels, name_mask_classes
 from lockstep.process.errors import UserError
 
 CACHE_VERSION = 8
@@ -97,7 +97,7 @@ class ListedDataModule(ImageDataModule):
         self.target = target
         self.splits_option = splits
         self.unknown = unknown
-        self.range_option = range_of(range)
+        self.range_option = parse_range(range)
         self.reading = Reading(channels, None, page, tuple(bands or ()), max_megapixels)
         self.has_float_pixels = self.reading.has_float_pixels
         if channels == 1:
@@ -149,7 +149,7 @@ class ListedDataModule(ImageDataModule):
 
     def cache_folder(self, identity: Any) -> Path:
         """Return the folder on this node for what depends on `identity`, JSON values."""
-        key = hash_of_json([CACHE_VERSION, type(self).__name__, identity])
+        key = hash_json([CACHE_VERSION, type(self).__name__, identity])
         return self.cache_dir / f"{self.name}-{key[:16]}"
 
     def open_source(self) -> Source:
@@ -169,8 +169,8 @@ class ListedDataModule(ImageDataModule):
         if images.mask_names:
             folder = self.cache_folder(["grey levels", images.identity])
             levels = load_or_build(folder, self._read_levels)["levels"]
-            images.class_names = mask_classes(levels)
-            images.warnings += note_on_levels(images.class_names)
+            images.class_names = name_mask_classes(levels)
+            images.warnings += describe_grey_levels(images.class_names)
         elif self.choose_path()[0] == "array":
             framing = self.framing
             decoding = [
@@ -179,7 +179,7 @@ class ListedDataModule(ImageDataModule):
                 framing.image_size,
                 framing.fit,
                 framing.interpolation,
-                *self._deep_identity(),
+                *self._identify_depth(),
             ]
             folder = self.cache_folder([images.identity, decoding])
             load_or_build(folder, self._write_array)
@@ -190,29 +190,29 @@ class ListedDataModule(ImageDataModule):
         images = self.source
         everything = np.arange(len(images))
         is_check = self.stage == CHECK
-        survey = Survey.of(images, evenly_spaced(everything, len(images) if is_check else SAMPLE))
-        images.warnings += survey.sentences()
+        survey = Survey.of(images, pick_evenly(everything, len(images) if is_check else SAMPLE))
+        images.warnings += survey.warnings()
 
         limits = self.range_option
         if limits == AUTO:
-            limits = self._automatic_range(survey)
+            limits = self._choose_range(survey)
         elif limits is not None and not survey.has_over_8_bits:
             images.warnings.append(
                 f"data.range={limits} changes nothing: the images have 8 bits, from 0 to 255."
             )
         self.reading = images.reading = replace(self.reading, limits=limits)
         self.has_float_pixels = self.reading.has_float_pixels
-        self.depth_note = self._note_on_depth(survey.depth)
+        self.depth_note = self._describe_depth(survey.depth)
         if self.has_float_pixels:
             self._measure_colours()
 
-    def _automatic_range(self, survey: Survey) -> Range:
+    def _choose_range(self, survey: Survey) -> Range:
         """Return black and white of data.range=auto."""
         if not survey.has_over_8_bits:
             return None
-        return BY_WINDOW if survey.has_windows else self._measured_range()
+        return BY_WINDOW if survey.has_windows else self._measure_range()
 
-    def _measured_range(self) -> Range:
+    def _measure_range(self) -> Range:
         """Return the smallest and largest value of the training images, else of all."""
         images = self.source
         identity = ["extremes", images.identity, self.reading.facts, self.channels]
@@ -230,15 +230,15 @@ class ListedDataModule(ImageDataModule):
             # The next check may be able to read them, without a change of any file.
             shutil.rmtree(folder, ignore_errors=True)
         train = self.splits.train
-        return range_in(extremes[train] if len(train) else extremes)
+        return find_range(extremes[train] if len(train) else extremes)
 
-    def _deep_identity(self) -> list[Any]:
+    def _identify_depth(self) -> list[Any]:
         """Return what deep pixels depend on; nothing of pictures, whose cache is that of before."""
         if self.has_float_pixels or self.reading.page:
             return [self.reading.facts, self.channels]
         return []
 
-    def _note_on_depth(self, depth: str) -> str:
+    def _describe_depth(self, depth: str) -> str:
         """Return "16 bits, black 0 and white 4095 (data.range=auto, of the training images)".
 
         Args:
@@ -263,24 +263,24 @@ class ListedDataModule(ImageDataModule):
             self._set_framing()
             return
         images = self.source
-        positions = self._measured_positions(MEASURED_IMAGES)
-        identity = ["colours", images.identity, self._deep_identity(), positions]
+        positions = self._pick_measured_positions(MEASURED_IMAGES)
+        identity = ["colours", images.identity, self._identify_depth(), positions]
         framing = self.framing
         folder = self.cache_folder([*identity, framing.resize, framing.fit, framing.interpolation])
         colours = load_or_build(folder, lambda _: measure(images, positions, framing))
         self._set_colours(colours)
 
-    def _measured_positions(self, count: int) -> list[int]:
+    def _pick_measured_positions(self, count: int) -> list[int]:
         """Return the positions of some training images, else of some of all."""
         train = self.splits.train
-        return evenly_spaced(train if len(train) else np.arange(len(self.source)), count)
+        return pick_evenly(train if len(train) else np.arange(len(self.source)), count)
 
     def _set_colours(self, colours: Content) -> None:
         """Set what `measure` returned."""
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
         self._set_framing()
-        sentence = narrow_range_warning(colours["filled"], self.reading.limits)
+        sentence = describe_narrow_range(colours["filled"], self.reading.limits)
         if sentence:
             self.source.warnings.append(sentence)
 
@@ -289,7 +289,7 @@ class ListedDataModule(ImageDataModule):
         levels: set[int] = set()
 
         def read(i: int) -> None:
-            levels.update(levels_in([self.source.read_mask(i)]))
+            levels.update(find_levels([self.source.read_mask(i)]))
 
         decode_all(len(self.source), read)
         return {"levels": sorted(levels)}
@@ -307,7 +307,7 @@ class ListedDataModule(ImageDataModule):
             os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
 
         def decode_one(i: int) -> None:
-            out[i] = pixels_of(self.framing.square(self.source.open(i)[0]))
+            out[i] = to_array(self.framing.square(self.source.open(i)[0]))
 
         decode_all(n, decode_one)
         out.flush()

@@ -80,7 +80,7 @@ def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
     return {label: unicodedata.normalize("NFC", name) for label, name in tidy.items()}
 
 
-def merged_labels(tidy: Mapping[str, str]) -> list[str]:
+def describe_merged_labels(tidy: Mapping[str, str]) -> list[str]:
     """Return a sentence for each two labels that differ in blanks alone, which are one class.
 
     Args:
@@ -98,7 +98,7 @@ def merged_labels(tidy: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def alike_names(class_names: Iterable[str]) -> list[str]:
+def describe_alike_names(class_names: Iterable[str]) -> list[str]:
     """Return a sentence for each two class names that differ in case or blanks alone."""
     first_of: dict[str, str] = {}
     sentences = []
@@ -112,13 +112,13 @@ def alike_names(class_names: Iterable[str]) -> list[str]:
     return sentences
 
 
-def splits_in(name: str) -> list[int]:
+def parse_splits(name: str) -> list[int]:
     """Return the splits that words of a name say, as of train_images, testset or val-0."""
     stems = [re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", name.lower())]
     return [SPLIT_OF[stem] for stem in stems if stem in SPLIT_OF]
 
 
-def ordered_classes(names: Iterable[str]) -> list[str]:
+def sort_classes(names: Iterable[str]) -> list[str]:
     """Sort class names: whole numbers as numbers, others as torchvision's ImageFolder does."""
     distinct = sorted(set(names))
     if all(WHOLE_NUMBER.fullmatch(name) for name in distinct):
@@ -133,7 +133,7 @@ def natural_key(name: str) -> list[str | int]:
     return parts
 
 
-def files_below(
+def list_files(
     root: Path,
     left_out: LeftOut,
     folders: list[str] | None = None,
@@ -214,13 +214,13 @@ def _read_folder(
     return inner
 
 
-def counts_of(left_out: LeftOut) -> str:
+def describe_counts(left_out: LeftOut) -> str:
     """Return "2 .txt files, 1 hidden images"."""
     counts = [f"{len(names)} {reason}" for reason, names in left_out.items()]
     return ", ".join(counts) or "nothing"
 
 
-def group_of(pattern: str, name: str) -> str:
+def match_group(pattern: str, name: str) -> str:
     """Return what a regular expression matches in a path.
 
     It is the first group that took part, or else the whole match.
@@ -238,12 +238,12 @@ def group_of(pattern: str, name: str) -> str:
     return next((part for part in match.groups() if part is not None), match[0])
 
 
-def hash_of_json(value: Any) -> str:
+def hash_json(value: Any) -> str:
     """Return a SHA-256 of JSON values in hex."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def local_root(root: str | Path | None, what: str) -> Path:
+def resolve_root(root: str | Path | None, what: str) -> Path:
     """Return data.root as an absolute path, or raise UserError: `what` is missing."""
     if not root:
         raise UserError(f"data.root= is missing: give {what}.")

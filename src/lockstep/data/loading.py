@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.augmentation import Operation
 from lockstep.data.batches import Selection
-from lockstep.data.decoding import pixels_of
+from lockstep.data.decoding import to_array
 from lockstep.data.framing import Framing
 from lockstep.process.environment import cores_of_rank, cores_of_task
 from lockstep.process.errors import UserError
@@ -85,7 +85,7 @@ class Samples(Dataset):
         """
         sample = self.open_sample(position)
         if self.pipeline is None:
-            return [pixels_of(self.framing.square(part)) for part in sample]
+            return [to_array(self.framing.square(part)) for part in sample]
         views = [augment(self.pipeline, sample, seed) for seed in seeds]
         if len(views) == 1:
             return views[0]
@@ -99,8 +99,8 @@ def augment(pipeline: Operation, sample: tuple[Any, ...], seed: int) -> list[np.
         torch.default_generator.manual_seed(seed)
         if len(sample) == 1:
             # An image without masks goes alone: some operations take no tuple.
-            return [pixels_of(pipeline(sample[0]))]
-        return [pixels_of(part) for part in pipeline(sample)]
+            return [to_array(pipeline(sample[0]))]
+        return [to_array(part) for part in pipeline(sample)]
 
 
 def choose_num_workers(requested: int | str, device: torch.device) -> int:

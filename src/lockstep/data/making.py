@@ -44,7 +44,7 @@ class BatchMaker:
     Args:
         framing, std: of the images, for pixels from 0 to 1.
         pipeline: operations on single images, in training; None: the device crops whole batches.
-        on_device: keep all pixels of the source on the device; else workers read each image.
+        keep_on_device: keep all pixels of the source on the device; else workers read each image.
         num_workers: as of `choose_num_workers`.
         views: how often each training image is augmented.
         inputs: (n,) float32 by name, the numbers beside each image; {}: there are none.
@@ -56,7 +56,7 @@ class BatchMaker:
     augmentation: Augmentation
     pipeline: Operation | None
     device: torch.device
-    on_device: bool
+    keep_on_device: bool
     num_workers: int | str
     views: int
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -64,9 +64,11 @@ class BatchMaker:
     def __post_init__(self) -> None:
         flips = self.pipeline is None and self.augmentation.flips(self.framing)
         self._transforms = BatchTransforms(replace(self.framing, flip=flips), self.std, self.device)
-        self._arrays: list[Tensor] = []
-        if self.on_device:
-            self._arrays = [torch.from_numpy(array).to(self.device) for array in self.source.pixels]
+        self._device_arrays: list[Tensor] = []
+        if self.keep_on_device:
+            self._device_arrays = [
+                torch.from_numpy(array).to(self.device) for array in self.source.pixels
+            ]
 
     @property
     def centre_draw(self) -> np.ndarray:
@@ -123,7 +125,7 @@ class BatchMaker:
         self, selections: Iterable[Selection], pipeline: Operation | None
     ) -> Iterator[tuple[Selection, list[Tensor] | None]]:
         """Yield each selection with its pixels; None where the device has those of all images."""
-        if self._arrays and pipeline is None:
+        if self._device_arrays and pipeline is None:
             for selection in selections:
                 yield selection, None
             return
@@ -152,7 +154,7 @@ class BatchMaker:
         """Return the pixels of image_size × image_size, of the images and of each mask."""
         pixels = batch.pixels
         if pixels is None:
-            pixels = [index_rows(array, batch.positions) for array in self._arrays]
+            pixels = [index_rows(array, batch.positions) for array in self._device_arrays]
         if batch.draws is None:
             return pixels
         modes = [self.framing.interpolation, *("nearest" for _ in self.source.mask_names)]

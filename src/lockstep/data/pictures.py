@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.contact_sheet import TILE, Tile, contact_sheet
+from lockstep.data.contact_sheet import TILE, Tile, write_contact_sheet
 
 MAX_SHEET_IMAGES = 16  # images of a picture
 # Classes of pixels after the first one, which keeps the colours of the image.
@@ -218,7 +218,7 @@ def _make_tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) 
 
 def _write_sheet(path: Path, tiles: list[Tile]) -> None:
     columns = max(3, 8 // len(tiles[0].pictures))
-    contact_sheet(path, tiles, columns, is_small=True)
+    write_contact_sheet(path, tiles, columns, is_small=True)
 
 
 class TestedImages(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import CorruptImage, size_of
-from lockstep.data.listing import TEST, TRAIN, VAL, counts_of
+from lockstep.data.decoding import CorruptImage, get_size
+from lockstep.data.listing import TEST, TRAIN, VAL, describe_counts
 from lockstep.data.source import Source
 from lockstep.process.files import write_atomically
 
@@ -90,10 +90,10 @@ def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
     Args:
         limit: the most files of equal size that are compared; None: all.
     """
-    identical = identical_images(data, limit)
-    sizes = _sampled_sizes(data)
+    identical = find_identical_images(data, limit)
+    sizes = _measure_sample(data)
     fields = {
-        "images_per_class": _counts_per_class(data),
+        "images_per_class": _count_per_class(data),
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
         "identical_images": [finding.reason for finding in identical],
         "smallest_image": sizes[0] if sizes else None,
@@ -102,28 +102,28 @@ def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
     if data.groups_note:
         fields["groups"] = data.groups_note
     if data.inputs:
-        fields["inputs"] = "; ".join(_scales(data))
+        fields["inputs"] = "; ".join(_describe_scales(data))
     if data.sampling_note:
         fields["sampling"] = data.sampling_note
     left_out = [Finding(FindingKind.LEFT_OUT, *entry) for entry in data.left_out.items()]
     return Report(fields, left_out + identical)
 
 
-def _scales(data: Any) -> list[str]:
+def _describe_scales(data: Any) -> list[str]:
     """Return "age: mean 61.2, deviation 9.4" for each number beside the images."""
     return [
         f"{name}: mean {mean:.6g}, deviation {std:.6g}" for name, (mean, std) in data.inputs.items()
     ]
 
 
-def _counts_per_class(data: Any) -> dict[str, dict[str, int]]:
+def _count_per_class(data: Any) -> dict[str, dict[str, int]]:
     """Return the number of images in each split by class."""
     counts = data.counts_per_split
     classes = zip(data.class_names, *counts.values())
     return {name: dict(zip(counts, numbers)) for name, *numbers in classes}
 
 
-def _sampled_sizes(data: Any) -> list[str]:
+def _measure_sample(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
     index = np.flatnonzero(data.splits.split_ids >= 0)
     sampled = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
@@ -131,7 +131,7 @@ def _sampled_sizes(data: Any) -> list[str]:
     for position in index[sampled].tolist():
         # The loader names an image that is damaged. An image of five channels is a TypeError.
         with suppress(CorruptImage, TypeError):
-            sizes.append(size_of(data.source.open(position)[0]))
+            sizes.append(get_size(data.source.open(position)[0]))
     return ["×".join(map(str, size)) for size in sorted(sizes, key=np.prod)]
 
 
@@ -179,14 +179,14 @@ def log_classes(data: Any) -> None:
     if data.target_scale:
         mean, std = data.target_scale.values()
         targets = f"numbers, mean {mean:.6g} and deviation {std:.6g} of the training images"
-    log.info(f"data: {targets} · {_split_sizes_text(data)}")
+    log.info(f"data: {targets} · {_describe_split_sizes(data)}")
     if data.inputs:
-        log.info(f"inputs: images and numbers beside them · {' · '.join(_scales(data))}")
+        log.info(f"inputs: images and numbers beside them · {' · '.join(_describe_scales(data))}")
     if data.sampling_note:
         log.info(f"sampling: {data.sampling_note}")
 
 
-def _split_sizes_text(data: Any) -> str:
+def _describe_split_sizes(data: Any) -> str:
     if data.stage == "test":
         others = data.num_train or data.num_val
         return f"testing on {'' if others else 'all '}{data.num_test} images"
@@ -215,7 +215,7 @@ def log_remarks(data: Any) -> None:
     if data.groups_note:
         log.info(f"groups: {data.groups_note}")
     if data.left_out:
-        log.info(f"left out: {counts_of(data.left_out)} ({LISTS})")
+        log.info(f"left out: {describe_counts(data.left_out)} ({LISTS})")
     for sentence in data.warnings:
         log.warning(sentence)
 
@@ -238,7 +238,7 @@ def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
-def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
+def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
     """Return the findings on equal images that are in two splits or under two labels.
 
     Args:
@@ -258,18 +258,18 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
         return [Finding(FindingKind.NOT_COMPARED, too_many, [])]
 
     pairs: dict[FindingKind, list[str]] = {kind: [] for kind in IDENTICAL_PHRASES}
-    for group in _equal_images(source, index):
+    for group in _group_equal_images(source, index):
         _add_pairs(data, group, pairs)
-    return [_finding_of(kind, names) for kind, names in pairs.items() if names]
+    return [_make_finding(kind, names) for kind, names in pairs.items() if names]
 
 
-def _finding_of(kind: FindingKind, names: list[str]) -> Finding:
+def _make_finding(kind: FindingKind, names: list[str]) -> Finding:
     one, several = IDENTICAL_PHRASES[kind]
     count = len(names)
     return Finding(kind, f"{count} {several if count > 1 else one}", names)
 
 
-def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
+def _group_equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
     """Return groups of images of equal content, two images or more in each.
 
     An image that cannot be read is in none of them: the loader will name it.

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lockstep.data.content_hash import hash_of_arrays
+from lockstep.data.content_hash import hash_arrays
 from lockstep.data.listing import TEST, TRAIN, VAL, LeftOut
-from lockstep.data.targets import VOID, Arrays, as_masks, grey_levels_of, target_kind_of
+from lockstep.data.targets import VOID, Arrays, find_grey_levels, find_target_kind, to_masks
 from lockstep.process.errors import UserError
 
 
@@ -82,12 +82,12 @@ class Source:
     @property
     def target_kind(self) -> str:
         """Return class, labels, number, mask or dict."""
-        return target_kind_of(self.targets, self.mask_names)
+        return find_target_kind(self.targets, self.mask_names)
 
     @property
     def grey_levels(self) -> list[int] | None:
         """Return the grey level of each class in masks; None: masks have the classes' numbers."""
-        return grey_levels_of(self.class_names) if self.has_grey_levels else None
+        return find_grey_levels(self.class_names) if self.has_grey_levels else None
 
     @property
     def classes(self) -> np.ndarray:
@@ -107,7 +107,7 @@ class Source:
         numbers = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
         return ", ".join(self.class_names[number] for number in numbers)
 
-    def match_classes(self, class_names: Sequence[str], name_of_data: str) -> None:
+    def match_classes(self, class_names: Sequence[str], data_name: str) -> None:
         """Number the labels as a checkpoint's `class_names` do, of which the images may lack some.
 
         Raises:
@@ -118,7 +118,7 @@ class Source:
         for name in names:
             if name not in class_names:
                 raise UserError(
-                    f"{name_of_data} has the class {name}, which the checkpoint does not know; it "
+                    f"{data_name} has the class {name}, which the checkpoint does not know; it "
                     f"knows {', '.join(class_names[:20])}. Rename the class or remove its images."
                 )
         number_of = np.array([class_names.index(name) for name in names], np.int64)
@@ -166,19 +166,21 @@ class ImageSet(Source):
         self.size = np.zeros(count, np.int64)
 
         targets = self.targets if isinstance(self.targets, dict) else {"": self.targets}
-        self.targets = {name: self._array(name, np.asarray(each)) for name, each in targets.items()}
+        self.targets = {
+            name: self._convert_targets(name, np.asarray(each)) for name, each in targets.items()
+        }
         self.mask_names = [name for name, each in self.targets.items() if each.dtype == np.uint8]
-        if target_kind_of(self.targets, ()) == "class":
+        if find_target_kind(self.targets, ()) == "class":
             self._refuse_other_classes(self.targets[""])
         arrays = self.targets | {f"column {name}": each for name, each in self.columns.items()}
-        self._hash = hash_of_arrays([self.images], arrays, self.class_names, self.splits)
+        self._hash = hash_arrays([self.images], arrays, self.class_names, self.splits)
 
         masks = [self.targets.pop(name)[..., None] for name in self.mask_names]
         # torchvision's CIFAR10 has the channels outermost.
         self.pixels = [np.ascontiguousarray(array) for array in (self.images, *masks)]
         self.images = self.pixels[0]
 
-    def _array(self, name: str, values: np.ndarray) -> np.ndarray:
+    def _convert_targets(self, name: str, values: np.ndarray) -> np.ndarray:
         if len(values) != len(self.images):
             raise UserError(
                 f"There are {len(self.images)} images and {len(values)} labels: one of the files "
@@ -202,7 +204,7 @@ class ImageSet(Source):
         pixels, *masks = (array[position] for array in self.pixels)
         is_grey = pixels.shape[2] == 1
         image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
-        return image, *as_masks([mask[..., 0] for mask in masks])
+        return image, *to_masks([mask[..., 0] for mask in masks])
 
     def read(self, position: int) -> bytes:
         return self.pixels[0][position].tobytes()

@@ -44,7 +44,7 @@ class SplitDraw:
     def text(self) -> str:
         return f"data.{self.option}={self.value}"
 
-    def count(self, n: int) -> int:
+    def count_drawn(self, n: int) -> int:
         """Return how many of n images are drawn.
 
         Raises:
@@ -62,7 +62,7 @@ class SplitDraw:
             )
         return count
 
-    def shuffled(self, index: np.ndarray) -> np.ndarray:
+    def shuffle(self, index: np.ndarray) -> np.ndarray:
         return index[random_stream(self.seed, self.purpose).permutation(len(index))]
 
 
@@ -100,42 +100,43 @@ class SplitRule:
             )
 
     def assign(
-        self, labels: np.ndarray, of_source: np.ndarray, groups: np.ndarray | None = None
+        self, labels: np.ndarray, source_split_ids: np.ndarray, groups: np.ndarray | None = None
     ) -> Splits:
         """Return the splits of n images.
 
         Args:
             labels: (n,) int64.
-            of_source: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
+            source_split_ids: (n,) 0 train, 1 val, 2 test. Test images are drawn where none of them
+                is 1 or 2.
             groups: (n,) int64; images of one group stay together.
 
         Raises:
             UserError: a part would be empty, or one group lies in several parts.
         """
-        has_val = bool((of_source == VAL).any())
-        has_test = bool((of_source == TEST).any())
-        validation = self._validation()
+        has_val = bool((source_split_ids == VAL).any())
+        has_test = bool((source_split_ids == TEST).any())
+        validation = self._choose_validation_draw()
         if groups is not None:
-            _refuse_divided_groups(groups, of_source)
+            _refuse_divided_groups(groups, source_split_ids)
         if has_val and self.fold is not None:
             raise UserError(
                 f"data.fold={self.fold}: the data have validation images of their own. Leave it "
                 "out."
             )
         if has_val and not has_test:
-            return _test_on_validation(of_source, validates=validation.value != 0)
+            return _make_validation_test(source_split_ids, validates=validation.value != 0)
 
-        split_ids = of_source.copy()
+        split_ids = source_split_ids.copy()
         if not has_test:
             test = SplitDraw("test_fraction", self.test_fraction, TEST_SEED, TEST_STREAM)
-            split_ids[self._drawn(test, split_ids, labels, groups)] = TEST
+            split_ids[self._draw(test, split_ids, labels, groups)] = TEST
         if validation.value == 0:
             split_ids[split_ids == VAL] = -1
         elif not has_val and (split_ids == TRAIN).any():
-            split_ids[self._drawn(validation, split_ids, labels, groups)] = VAL
+            split_ids[self._draw(validation, split_ids, labels, groups)] = VAL
         return Splits(split_ids, drew_test=not has_test)
 
-    def _validation(self) -> SplitDraw:
+    def _choose_validation_draw(self) -> SplitDraw:
         """Return the draw of the validation images, by the option that takes precedence."""
         for option in ("num_folds", "num_val"):
             value = getattr(self, option)
@@ -143,22 +144,22 @@ class SplitRule:
                 return SplitDraw(option, value, self.seed)
         return SplitDraw("val_fraction", self.val_fraction, self.seed)
 
-    def _drawn(
+    def _draw(
         self, draw: SplitDraw, split_ids: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         """Return the training images that are drawn: exactly as many, where there are no groups."""
         index = np.flatnonzero(split_ids == TRAIN)
-        count = draw.count(len(index))
+        count = draw.count_drawn(len(index))
         if draw.option == "num_folds":
-            return self._fold(draw, index, labels, groups)
+            return self._draw_fold(draw, index, labels, groups)
         if groups is None:
             part = "image"
-            choices = [_drawn_per_class(draw.shuffled(index), labels, count)]
+            choices = [_draw_per_class(draw.shuffle(index), labels, count)]
         else:
             part = "group"
             num_groups = len(np.unique(groups[index]))
             num_folds = max(2, min(round(len(index) / count), num_groups))
-            choices = _folds_of_groups(index, labels, groups, num_folds, draw)
+            choices = _make_group_folds(index, labels, groups, num_folds, draw)
         for chosen in choices:
             if _leaves_each_class(chosen, index, labels):
                 return chosen
@@ -167,21 +168,21 @@ class SplitRule:
             f"{part}: each keeps one to train on. Add images, or give data.{draw.option}=0."
         )
 
-    def _fold(
+    def _draw_fold(
         self, draw: SplitDraw, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         num_folds = int(draw.value)
         if groups is not None:
-            return _folds_of_groups(index, labels, groups, num_folds, draw)[self.fold or 0]
+            return _make_group_folds(index, labels, groups, num_folds, draw)[self.fold or 0]
         # The images are dealt out like cards, class by class: folds differ by at most one image,
         # also in a class.
-        order = draw.shuffled(index)
+        order = draw.shuffle(index)
         by_class = order[np.argsort(labels[order], kind="stable")]
         return by_class[self.fold :: num_folds]
 
 
-def _refuse_divided_groups(groups: np.ndarray, of_source: np.ndarray) -> None:
-    parts = np.unique(np.stack([groups, of_source]), axis=1).shape[1]
+def _refuse_divided_groups(groups: np.ndarray, source_split_ids: np.ndarray) -> None:
+    parts = np.unique(np.stack([groups, source_split_ids]), axis=1).shape[1]
     count = len(np.unique(groups))
     if parts > count:
         raise UserError(
@@ -191,8 +192,8 @@ def _refuse_divided_groups(groups: np.ndarray, of_source: np.ndarray) -> None:
         )
 
 
-def _test_on_validation(of_source: np.ndarray, *, validates: bool) -> Splits:
-    split_ids = np.where(of_source == VAL, TEST, of_source)
+def _make_validation_test(source_split_ids: np.ndarray, *, validates: bool) -> Splits:
+    split_ids = np.where(source_split_ids == VAL, TEST, source_split_ids)
     splits = Splits(split_ids, note="no test images: the validation images are tested")
     if validates:
         splits.val = splits.test
@@ -205,7 +206,7 @@ def _leaves_each_class(chosen: np.ndarray, index: np.ndarray, labels: np.ndarray
     return len(chosen) > 0 and bool(np.isin(labels[chosen], rest).all())
 
 
-def _folds_of_groups(
+def _make_group_folds(
     index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: SplitDraw
 ) -> list[np.ndarray]:
     """Return folds of `index` that keep groups together, each with a like share of each class."""
@@ -223,13 +224,13 @@ def _folds_of_groups(
             ) from None
 
 
-def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+def _draw_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
     """Take from each class in proportion (largest remainder), and leave one image in each class.
 
     Args:
         order: positions in random order.
     """
-    _, first_seen, of_class, sizes = np.unique(
+    _, first_seen, class_numbers, sizes = np.unique(
         labels[order], return_index=True, return_inverse=True, return_counts=True
     )
     room = sizes - 1
@@ -245,6 +246,6 @@ def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.nd
     while chosen.sum() < count and (chosen < room).any():
         chosen[np.argmax(room - chosen)] += 1
 
-    by_class = np.argsort(of_class, kind="stable")
+    by_class = np.argsort(class_numbers, kind="stable")
     rank_in_class = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return order[by_class[rank_in_class < np.repeat(chosen, sizes)]]

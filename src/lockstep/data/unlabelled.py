@@ -50,9 +50,9 @@ class FilesOrBlanks(Source):
             return (self.reading.open(self.files[position]),)
         except CorruptImage:
             self.is_damaged[position] = 1
-            return (self._blank(),)
+            return (self._make_blank(),)
 
-    def _blank(self) -> Any:
+    def _make_blank(self) -> Any:
         channels = self.reading.channels
         size = (self.blank_side, self.blank_side)
         if self.reading.has_float_pixels:
@@ -60,7 +60,7 @@ class FilesOrBlanks(Source):
             return TensorImage(torch.zeros(channels, *size, dtype=torch.float32))
         return Image.new("L" if channels == 1 else "RGB", size)
 
-    def error_of(self, position: int) -> str:
+    def explain_damage(self, position: int) -> str:
         """Return why a damaged image cannot be decoded."""
         try:
             self.reading.open(self.files[position])

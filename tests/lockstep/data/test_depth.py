@@ -227,14 +227,14 @@ def test_masks_move_with_deep_images(tmp_path):
 
 def test_a_check_that_cannot_read_spoils_no_training(tmp_path, monkeypatch):
     root = folder(tmp_path / "x")
-    read = Reading.values_of
+    read = Reading.read_values
 
     def fail(self, file, name=""):
         raise CorruptImage(f"{name} cannot be read")
 
-    monkeypatch.setattr(Reading, "values_of", fail)
+    monkeypatch.setattr(Reading, "read_values", fail)
     with contextlib.suppress(CorruptImage):
         module(root, tmp_path / "cache", stage=CHECK)
-    monkeypatch.setattr(Reading, "values_of", read)
+    monkeypatch.setattr(Reading, "read_values", read)
     for stage in (CHECK, "fit"):
         assert module(root, tmp_path / "cache", stage=stage).reading.limits == (LOW, HIGH)

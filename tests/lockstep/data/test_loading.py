@@ -157,7 +157,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
 
 
-def test_a_disk_without_room_for_the_folder_names_data_cache_dir(tmp_path, monkeypatch):
+def test_a_folder_without_room_names_data_cache_dir(tmp_path, monkeypatch):
     mkdir = Path.mkdir
 
     def refuse_part(path, *arguments, **options):

@@ -73,7 +73,7 @@ def tiles(monkeypatch):
     """The tiles of each sheet that is written."""
     sheets = []
     monkeypatch.setattr(
-        pictures, "contact_sheet", lambda path, tiles, *_, **__: sheets.append(tiles)
+        pictures, "write_contact_sheet", lambda path, tiles, *_, **__: sheets.append(tiles)
     )
     return sheets
 
