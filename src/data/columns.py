@@ -55,12 +55,12 @@ def find_number_columns(
 
 
 def parse_split_column(
-    values: Sequence[str], column: str, where: Callable[[int], str]
+    values: Sequence[str], column: str, location: Callable[[int], str]
 ) -> list[int]:
     """Return the split that each value of a column names; [] where it is about something else.
 
     Args:
-        where: what to call the row of a number.
+        location: returns what to call the row of a number.
     Raises:
         UserError: some values name splits, and others do not; or none does in a column named
             split, which has several.
@@ -72,7 +72,7 @@ def parse_split_column(
     for i, name in enumerate(tidy):
         if name not in SPLIT_OF:
             raise UserError(
-                f"{where(i)}: {column} is {name or 'empty'}: give one of {', '.join(SPLITS)}. If "
-                "the column is no split, give data.splits=false."
+                f"{location(i)}: {column} is {name or 'empty'}: give one of {', '.join(SPLITS)}. "
+                "If the column is no split, give data.splits=false."
             )
     return [SPLIT_OF[name] for name in tidy]

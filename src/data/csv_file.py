@@ -27,7 +27,7 @@ class CSVTable:
     lines: list[int] = field(default_factory=list)  # the line of each row in the file
     warnings: list[str] = field(default_factory=list)
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return what messages call a row."""
         return f"{self.path}, line {self.lines[row]}"
 
@@ -48,7 +48,7 @@ class CSVTable:
                     continue
                 if self.delimiter == "," and THOUSANDS.fullmatch(value):
                     raise UserError(
-                        f"{self.where(i)}: {column} is {value}, which may be "
+                        f"{self.location(i)}: {column} is {value}, which may be "
                         f"{value.replace(',', '.')} or {value.replace(',', '')}: write one of them."
                     )
                 example = example or value
@@ -104,7 +104,7 @@ def _parse(path: Path, text: str) -> CSVTable:
         table.lines.append(reader.line_num)
         if len(cells) != len(table.names):
             raise UserError(
-                f"{table.where(-1)}: {len(cells)} values for {len(table.names)} columns."
+                f"{table.location(-1)}: {len(cells)} values for {len(table.names)} columns."
             )
         table.rows.append(dict(zip(table.names, map(str.strip, cells))))
     return table

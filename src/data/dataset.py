@@ -15,7 +15,7 @@ from PIL import Image
 
 from lockstep.data.content_hash import hash_arrays
 from lockstep.data.decoding import to_8_bits
-from lockstep.data.depth import measure
+from lockstep.data.depth import measure_colours
 from lockstep.data.file_values import Header, add_band_axis
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
@@ -104,7 +104,7 @@ class DatasetDataModule(ListedDataModule):
         """
         positions = self._pick_measured_positions(MEASURED_ITEMS)
         with fixed_seeds():
-            colours = measure(self.source, positions, self.framing, threads=1)
+            colours = measure_colours(self.source, positions, self.framing, threads=1)
         self._set_colours(colours)
 
     def choose_path(self) -> tuple[str, str]:
@@ -167,17 +167,17 @@ class DatasetImages(ImageList):
         """Return the label of each item, and the names of the classes or None."""
         if self._target != "class":
             return [0] * len(dataset), None
-        change = getattr(dataset, "target_transform", None)
+        transform = getattr(dataset, "target_transform", None)
         classes = getattr(dataset, "classes", None)
         labels = _get_labels(dataset)
         try:
             if labels is None:
                 items = [_to_whole_number(dataset[i][1]) for i in range(len(dataset))]
-                return items, None if change else classes
-            if not change:
+                return items, None if transform else classes
+            if not transform:
                 return [_to_whole_number(label) for label in labels], classes
             plain = [_to_python(label) for label in labels]
-            changed = [_to_whole_number(change(label)) for label in plain]
+            changed = [_to_whole_number(transform(label)) for label in plain]
             return changed, classes if changed == plain else None
         except (TypeError, ValueError) as error:
             raise UserError(
@@ -403,9 +403,10 @@ def _to_array(image: Any) -> np.ndarray:
 
 
 def _refuse_other_floats(pixels: np.ndarray) -> None:
-    """
+    """Refuse floats that are not from 0 to 1.
+
     Raises:
-        ValueError: they are not from 0 to 1.
+        ValueError: with the range of the values.
     """
     low = pixels.min()
     high = pixels.max()

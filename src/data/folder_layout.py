@@ -21,9 +21,9 @@ class FolderLayout:
 
     root: Path
     subfolders: dict[str, list[str]]  # the folders in the root, with the folders within each
-    # Those that have images at any depth, and those that have images beside folders.
-    with_images: set[str] = field(default_factory=set)
-    with_direct_images: set[str] = field(default_factory=set)
+    # The folders in the root that have images at any depth, and those that have some directly.
+    folders_with_images: set[str] = field(default_factory=set)
+    folders_with_direct_images: set[str] = field(default_factory=set)
 
     @classmethod
     def from_listing(
@@ -38,9 +38,9 @@ class FolderLayout:
         for image in images:
             top, _, rest = image.name.partition("/")
             if rest:
-                layout.with_images.add(top)
+                layout.folders_with_images.add(top)
             if rest and "/" not in rest:
-                layout.with_direct_images.add(top)
+                layout.folders_with_direct_images.add(top)
         return layout
 
     def have_same_folders(self, names: Iterable[str]) -> bool:
@@ -52,20 +52,20 @@ class FolderLayout:
     def shared_folders(self, names: Iterable[str]) -> set[str]:
         """Return the folders that are in each of two or more folders without images beside them."""
         names = list(names)
-        if len(names) < 2 or not self.with_direct_images.isdisjoint(names):
+        if len(names) < 2 or not self.folders_with_direct_images.isdisjoint(names):
             return set()
         return set.intersection(*(set(self.subfolders[name]) for name in names))
 
 
 def split_folders(
-    layout: FolderLayout, option: bool | str, warnings: list[str], *, of_classes: bool
+    layout: FolderLayout, option: bool | str, warnings: list[str], *, holds_classes: bool
 ) -> dict[str, int]:
     """Return the split of each folder in the root that is one; {} where all are classes.
 
     Args:
         option: data.splits; auto, or whether the source has splits.
         warnings: gets sentences where another reading is possible.
-        of_classes: the folders are classes, and not images/ and masks/.
+        holds_classes: the folders are classes, and not images/ and masks/.
     Raises:
         UserError: the layout can be read in two ways.
     """
@@ -86,7 +86,7 @@ def split_folders(
             f"data.splits=true, but {layout.root} has no folder train/ with class folders: rename "
             "the folder of the training images to train/, or leave data.splits out."
         )
-    if of_classes:
+    if holds_classes:
         _refuse_folder_around_classes(layout)
         _check_same_folders(layout, warnings)
     return {}
@@ -142,7 +142,7 @@ def _find_rivals_of_train(layout: FolderLayout, splits: dict[str, int]) -> list[
     rest = [name for name in layout.subfolders if name not in splits]
     if len(splits) > 1 or any(parse_splits(name) for name in rest):
         return []
-    return [name for name in rest if name in layout.with_images]
+    return [name for name in rest if name in layout.folders_with_images]
 
 
 def _interpret_train(layout: FolderLayout, train: str, rivals: list[str]) -> str:
@@ -209,7 +209,7 @@ def _refuse_test_without_train(layout: FolderLayout) -> None:
 def _refuse_folder_around_classes(layout: FolderLayout) -> None:
     """Refuse a data.root that is one folder too high."""
     for name, subfolders in layout.subfolders.items():
-        is_alone = len(layout.subfolders) == 1 and name not in layout.with_direct_images
+        is_alone = len(layout.subfolders) == 1 and name not in layout.folders_with_direct_images
         if is_alone and len(subfolders) > 1:
             raise UserError(
                 f"data.root={layout.root} holds a single class, {name}/, with the folders "

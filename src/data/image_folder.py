@@ -40,8 +40,8 @@ class ImageFolderDataModule(ListedDataModule):
         left_out: LeftOut = {}
         warnings: list[str] = []
         layout, images = self._read_layout(left_out)
-        of_classes = self.target == "class"
-        splits = split_folders(layout, self.splits_option, warnings, of_classes=of_classes)
+        holds_classes = self.target == "class"
+        splits = split_folders(layout, self.splits_option, warnings, holds_classes=holds_classes)
 
         by_folder: dict[str, list[Item]] = {
             folder: [] for folder in self._list_label_folders(layout, splits)

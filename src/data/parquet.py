@@ -107,8 +107,8 @@ class ParquetDataModule(ListedDataModule):
             ) from None
         splits = []
         if self.splits_option is not False:
-            where = [f"{path}, {item[0]}" for item in copied.items]
-            splits = parse_split_column(copied.split_names, columns.split, where.__getitem__)
+            locations = [f"{path}, {item[0]}" for item in copied.items]
+            splits = parse_split_column(copied.split_names, columns.split, locations.__getitem__)
         left_out = {"rows without a label": copied.unlabelled} if copied.unlabelled else {}
         return {
             "items": copied.items,
@@ -134,8 +134,8 @@ class ParquetDataModule(ListedDataModule):
                 if label is None and self.target == "class":
                     copied.unlabelled.append(name)
                     continue
-                where = f"{path}, {name}: {columns.image}"
-                image = _get_bytes_or_file(row[columns.image], where, path.parent)
+                location = f"{path}, {name}: {columns.image}"
+                image = _get_bytes_or_file(row[columns.image], location, path.parent)
                 file = None
                 if isinstance(image, Path):
                     file = identify_file(image)
@@ -150,7 +150,7 @@ class ParquetDataModule(ListedDataModule):
                     copied.split_names.append(str(row[columns.split]))
         return copied
 
-    def _read_label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
+    def _read_label(self, row: Mapping[str, Any], columns: ParquetColumns, location: str) -> Any:
         """Return the label of a row; None if its class is missing."""
         if self._label_columns:
             return _to_json([row[column] for column in columns.labels])
@@ -159,7 +159,7 @@ class ParquetDataModule(ListedDataModule):
             return _to_json(value)
         if value in (None, -1):
             return None
-        return _name_class(value, f"{where}: {columns.labels[0]}", columns.class_names)
+        return _name_class(value, f"{location}: {columns.labels[0]}", columns.class_names)
 
     def _find_columns(self, path: Path, schema: Any) -> ParquetColumns:
         """Return the columns, as stated or declared."""
@@ -222,7 +222,7 @@ def _list_declared(declared: Mapping[str, Mapping[str, Any]], kind: str) -> list
     return [name for name, feature in declared.items() if feature.get("_type") == kind]
 
 
-def _get_bytes_or_file(image: Any, where: str, folder: Path) -> bytes | Path:
+def _get_bytes_or_file(image: Any, location: str, folder: Path) -> bytes | Path:
     """Return the bytes of one image, or the file beside the table that holds them."""
     value = image
     if isinstance(image, Mapping):
@@ -231,16 +231,16 @@ def _get_bytes_or_file(image: Any, where: str, folder: Path) -> bytes | Path:
         # Path.is_file raises for a name that is too long.
         if not os.path.isfile(folder / value):
             raise UserError(
-                f"{where} names {value[:100]}, and there is no file of that name in {folder}."
+                f"{location} names {value[:100]}, and there is no file of that name in {folder}."
             )
         return folder / value
     if not value or not isinstance(value, bytes):
         kind = f", but a {type(value).__name__}" if value else ""
-        raise UserError(f"{where} holds no image{kind}.")
+        raise UserError(f"{location} holds no image{kind}.")
     return value
 
 
-def _read_group(row: Mapping[str, Any], column: str, where: str) -> str | None:
+def _read_group(row: Mapping[str, Any], column: str, location: str) -> str | None:
     """Return the group of a row of a parquet file; None without a column of groups.
 
     Raises:
@@ -249,7 +249,7 @@ def _read_group(row: Mapping[str, Any], column: str, where: str) -> str | None:
     if not column:
         return None
     if row[column] is None:
-        raise UserError(f"{where}: {column} is empty, and data.group needs it for each image.")
+        raise UserError(f"{location}: {column} is empty, and data.group needs it for each image.")
     return str(row[column])
 
 
@@ -260,11 +260,11 @@ def _to_json(value: Any) -> Any:
     return value if isinstance(value, int | float) else str(value)
 
 
-def _name_class(value: Any, where: str, names: list[str]) -> str:
+def _name_class(value: Any, location: str, names: list[str]) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and 0 <= value < (len(names) or math.inf):
         return names[value] if names else str(value)
     if isinstance(value, str) and value.strip():
         return value
-    raise UserError(f"{where} is {str(value)[:50]}, which is not a class.")
+    raise UserError(f"{location} is {str(value)[:50]}, which is not a class.")

@@ -30,13 +30,13 @@ def read_listed_images(
     numbers: dict[str, Numbers] = {}
     for i, name in enumerate(names):
         row = table.rows[i]
-        where = table.where(i)
+        location = table.location(i)
         row_numbers = {
-            key: _parse_number(row[column], column, where) for key, column in columns.items()
+            key: _parse_number(row[column], column, location) for key, column in columns.items()
         }
         if numbers.setdefault(name, row_numbers) != row_numbers:
             raise UserError(
-                f"{where}: {name} is listed before with other numbers, and a prediction has one "
+                f"{location}: {name} is listed before with other numbers, and a prediction has one "
                 "row for each path. Predict them from two tables."
             )
     return files, numbers
@@ -50,11 +50,11 @@ def _require_column(path: Path, names: list[str], name: str) -> str:
     )
 
 
-def _parse_number(text: str, column: str, where: str) -> float:
+def _parse_number(text: str, column: str, location: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise UserError(f"{where}: {column} is {text or 'empty'}. Write a number there.")
+        raise UserError(f"{location}: {column} is {text or 'empty'}. Write a number there.")
     return number

@@ -74,8 +74,8 @@ class Shards:
     options: Sequence[Any]
 
     def __post_init__(self) -> None:
-        # Whether a column tells the splits of the images, and the first file of which it is so.
-        self._splits_told: dict[bool, str] = {}
+        # The first file in which a column tells the splits (True), and the first without (False).
+        self._first_files: dict[bool, str] = {}
         root = self.root
         if str(root).startswith("hf://"):
             root = download_from_hub(str(root), self.suffix, self.module.cache_dir / "hub")
@@ -87,13 +87,13 @@ class Shards:
         shards = self._find_files(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
         items: list[Item] = []
-        self._splits_told = {}
+        self._first_files = {}
         for name, split in tqdm(shards.items(), f"Reading {len(shards)} files", disable=None):
             items += self._list_items(folder, name, split, left_out)
-        if len(self._splits_told) == 2:
+        if len(self._first_files) == 2:
             raise UserError(
-                f"{self._root}: a column of {self._splits_told[True]} names splits, and none of "
-                f"{self._splits_told[False]} does. Give train, val or test in each file, or "
+                f"{self._root}: a column of {self._first_files[True]} names splits, and none of "
+                f"{self._first_files[False]} does. Give train, val or test in each file, or "
                 "data.splits=false to draw the splits."
             )
         has_splits = any(map(_parse_path_splits, shards)) or any(
@@ -123,7 +123,7 @@ class Shards:
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
         if split == TRAIN and shard["items"]:
-            self._splits_told.setdefault(bool(splits), name)
+            self._first_files.setdefault(bool(splits), name)
         for i, values in enumerate(shard["items"]):
             image = ShardItem(*values)
             group = image.group

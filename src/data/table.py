@@ -159,7 +159,7 @@ class CSVDataModule(ListedDataModule):
             if name not in columns.used and _names_splits(table.column(name)):
                 candidates.append(name)
         for name in filter(None, candidates):
-            splits = parse_split_column(table.column(name), name, table.where)
+            splits = parse_split_column(table.column(name), name, table.location)
             if splits:
                 return splits
         self._check_other_columns(table, columns)
@@ -188,34 +188,35 @@ class CSVDataModule(ListedDataModule):
                 )
 
     def _make_item(self, table: CSVTable, columns: Columns, i: int, split: int) -> Item:
-        """
+        """Return the image of a row.
+
         Raises:
             UserError: the row lacks a value, or names a file that cannot be read.
         """
         row = table.rows[i]
-        where = table.where(i)
+        location = table.location(i)
         if not all(row[column] for column in columns.used):
-            raise UserError(f"{where}: a path and a label are needed.")
+            raise UserError(f"{location}: a path and a label are needed.")
         name = self._localise(row[columns.path] + self._suffix)
         try:
             stat = os.stat(self._folder / name)
         except OSError as error:
             path = self._folder / name
-            raise UserError(f"{where}: {path} cannot be read ({error.strerror}).") from None
+            raise UserError(f"{location}: {path} cannot be read ({error.strerror}).") from None
         label = columns.label(row)
         if self.target == "mask" and isinstance(label, str):
             label = self._localise(label)
             mask = self._folder / label
             if not is_file_name(mask):
                 name = shorten(str(mask), LONGEST_NAME, placeholder=" …")
-                raise UserError(f"{where}: the mask {name} does not exist.")
+                raise UserError(f"{location}: the mask {name} does not exist.")
         item = Item(name, label, split, stat.st_size, stat.st_mtime_ns)
-        item.group = self._find_group(row, name, where)
+        item.group = self._find_group(row, name, location)
         item.line = table.lines[i]
         item.numbers = {name: row[column] for name, column in columns.numbers.items()}
         return item
 
-    def _find_group(self, row: Mapping[str, str], name: str, where: str) -> str | None:
+    def _find_group(self, row: Mapping[str, str], name: str, location: str) -> str | None:
         """Return the group of an image, by a column or by its name.
 
         Raises:
@@ -227,7 +228,9 @@ class CSVDataModule(ListedDataModule):
         if not column:
             return match_group(self.group, name)
         if not row[column]:
-            raise UserError(f"{where}: {column} is empty, and data.group needs it for each image.")
+            raise UserError(
+                f"{location}: {column} is empty, and data.group needs it for each image."
+            )
         return row[column]
 
     def _localise(self, name: str) -> str:

@@ -51,7 +51,7 @@ class TorchvisionDataModule(ImageDataModule):
 
         One process does so at a time.
         """
-        before = socket.getdefaulttimeout()
+        default_timeout = socket.getdefaulttimeout()
         try:
             with locked_file(self._root / ".lock"):
                 socket.setdefaulttimeout(TIMEOUT_S)
@@ -63,7 +63,7 @@ class TorchvisionDataModule(ImageDataModule):
                 "files as torchvision stores them. data=digits and data=synthetic need no download."
             ) from None
         finally:
-            socket.setdefaulttimeout(before)
+            socket.setdefaulttimeout(default_timeout)
 
 
 class CIFAR10DataModule(TorchvisionDataModule):

@@ -35,13 +35,13 @@ def pick_evenly(positions: np.ndarray, count: int) -> list[int]:
 
 @dataclass
 class Survey:
-    """The headers of some images by position; images that cannot be read have none."""
+    """The headers of some images by position, without those of images that cannot be read."""
 
     images: ImageList
     headers: dict[int, Header]
 
     @classmethod
-    def of(cls, images: ImageList, positions: Iterable[int]) -> "Survey":
+    def read_headers(cls, images: ImageList, positions: Iterable[int]) -> "Survey":
         headers = {}
         for position in positions:
             # A damaged image is named when its pixels are needed.
@@ -129,7 +129,11 @@ def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> C
 
 
 def find_range(extremes: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest of all values; of equal ones, they are black."""
+    """Return the smallest and the largest of all values. Where all are equal, they become black.
+
+    Args:
+        extremes: as `write_extremes` writes them.
+    """
     deep_images = extremes[np.isfinite(extremes).all(1)]
     if not len(deep_images):
         return 0.0, 1.0
@@ -138,10 +142,12 @@ def find_range(extremes: np.ndarray) -> tuple[float, float]:
     return low, high if high > low else low + 1
 
 
-def measure(
+def measure_colours(
     images: ImageList, positions: list[int], framing: Framing, threads: int = THREADS
 ) -> Content:
-    """Return mean and deviation of each channel and two percentiles, of pixels from 0 to 1.
+    """Return the mean and the deviation of each channel, and two percentiles as `filled`.
+
+    Pixels are from 0 to 1.
 
     Args:
         threads: 1: the images are opened in order.
@@ -180,9 +186,14 @@ def measure(
     }
 
 
-def describe_narrow_range(filled: Any, limits: Any) -> str:
-    """Return a sentence where most values lie in a small part of their range, else ""."""
-    low, high = filled
+def describe_narrow_range(percentiles: Any, limits: Any) -> str:
+    """Return a sentence where most values lie in a small part of their range, else "".
+
+    Args:
+        percentiles: a low and a high one, with 0 for black and 1 for white.
+        limits: black and white, as of Reading.
+    """
+    low, high = percentiles
     if isinstance(limits, str) or limits is None or high - low >= LEAST_SHARE:
         return ""
     black, white = limits

@@ -434,9 +434,10 @@ class ImageDataModule(LightningDataModule):
         return path, f"data.path={path}"
 
     def refuse_labels_outside(self, low: float, high: float) -> None:
-        """
+        """Refuse several labels of which one is not from `low` to `high`.
+
         Raises:
-            UserError: one of several labels is not from `low` to `high`; it names the image.
+            UserError: it names the image.
         """
         if self.target_kind != "labels":
             return
@@ -447,8 +448,8 @@ class ImageDataModule(LightningDataModule):
         value = labels[images[0], columns[0]]
         name = self.class_names[columns[0]] if self.class_names else columns[0]
         raise UserError(
-            f"{self.source.where(int(images[0]))}: the label {name} is {value:g}, and labels are "
-            f"from {low:g} to {high:g}. If {value:g} means that it is not known, give "
+            f"{self.source.location(int(images[0]))}: the label {name} is {value:g}, and labels "
+            f"are from {low:g} to {high:g}. If {value:g} means that it is not known, give "
             f"data.unknown={value:g}."
         )
 
@@ -531,7 +532,8 @@ class ImageDataModule(LightningDataModule):
         )
 
     def train_dataloader(self) -> TrainBatches:
-        """
+        """Return the loader of this rank's training batches.
+
         Raises:
             UserError: images are to be mixed in pairs, and a device gets an odd number at a time.
         """

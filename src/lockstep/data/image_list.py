@@ -125,7 +125,7 @@ class ImageList(Source):
     def name(self, i: int) -> str:
         return os.fsdecode(self._names[i])
 
-    def where(self, i: int) -> str:
+    def location(self, i: int) -> str:
         line = int(self._line[i])
         return f"{self.name(i)} (line {line})" if line else self.name(i)
 

@@ -20,7 +20,7 @@ from lockstep.data.depth import (
     Survey,
     describe_narrow_range,
     find_range,
-    measure,
+    measure_colours,
     pick_evenly,
     write_extremes,
 )
@@ -119,24 +119,25 @@ class ListedDataModule(ImageDataModule):
         return options | dict.fromkeys(self.options.inputs, "inputs")
 
     def list_images(self) -> ImageList:
-        """
+        """Return all images with their labels, without opening any.
+
         Raises:
             UserError: there is nothing to list, or it does not fit together.
         """
         raise NotImplementedError
 
-    def refuse_faults(self, faults: list[str], rest: Collection[Any], hint: str = "") -> None:
+    def refuse_faults(self, faults: list[str], usable: Collection[Any], hint: str = "") -> None:
         """Refuse images that are listed and cannot be used; check_data.py lists all of them.
 
         Args:
             faults: a sentence for each.
-            rest: the images that can be used.
+            usable: the images that can be used.
             hint: how to avoid them.
 
         Raises:
             UserError: there are faults, and it is no check or no image is left.
         """
-        if self.stage == CHECK and rest:
+        if self.stage == CHECK and usable:
             self.faults += [f"{fault} {hint}".strip() for fault in faults]
         elif faults:
             sentences = [faults[0], hint]
@@ -190,7 +191,8 @@ class ListedDataModule(ImageDataModule):
         images = self.source
         everything = np.arange(len(images))
         is_check = self.stage == CHECK
-        survey = Survey.of(images, pick_evenly(everything, len(images) if is_check else SAMPLE))
+        sampled = pick_evenly(everything, len(images) if is_check else SAMPLE)
+        survey = Survey.read_headers(images, sampled)
         images.warnings += survey.warnings()
 
         limits = self.range_option
@@ -267,7 +269,7 @@ class ListedDataModule(ImageDataModule):
         identity = ["colours", images.identity, self._identify_depth(), positions]
         framing = self.framing
         folder = self.cache_folder([*identity, framing.resize, framing.fit, framing.interpolation])
-        colours = load_or_build(folder, lambda _: measure(images, positions, framing))
+        colours = load_or_build(folder, lambda _: measure_colours(images, positions, framing))
         self._set_colours(colours)
 
     def _pick_measured_positions(self, count: int) -> list[int]:
@@ -276,7 +278,7 @@ class ListedDataModule(ImageDataModule):
         return pick_evenly(train if len(train) else np.arange(len(self.source)), count)
 
     def _set_colours(self, colours: Content) -> None:
-        """Set what `measure` returned."""
+        """Set what `measure_colours` returned."""
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
         self._set_framing()

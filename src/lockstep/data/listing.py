@@ -81,7 +81,7 @@ def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
 
 
 def describe_merged_labels(tidy: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each two labels that differ in blanks alone, which are one class.
+    """Return a sentence for each two labels that count as one class, such as "cat" and "cat ".
 
     Args:
         tidy: as of `tidy_labels`.
@@ -99,7 +99,7 @@ def describe_merged_labels(tidy: Mapping[str, str]) -> list[str]:
 
 
 def describe_alike_names(class_names: Iterable[str]) -> list[str]:
-    """Return a sentence for each two class names that differ in case or blanks alone."""
+    """Return a sentence for each two class names that look alike, such as Cat and cat."""
     first_of: dict[str, str] = {}
     sentences = []
     for name in class_names:
@@ -113,7 +113,7 @@ def describe_alike_names(class_names: Iterable[str]) -> list[str]:
 
 
 def parse_splits(name: str) -> list[int]:
-    """Return the splits that words of a name say, as of train_images, testset or val-0."""
+    """Return the splits that words of a name say: [TRAIN] for train_images, [VAL] for val-0."""
     stems = [re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", name.lower())]
     return [SPLIT_OF[stem] for stem in stems if stem in SPLIT_OF]
 
@@ -221,9 +221,10 @@ def describe_counts(left_out: LeftOut) -> str:
 
 
 def match_group(pattern: str, name: str) -> str:
-    """Return what a regular expression matches in a path.
+    """Return the group of an image: what a regular expression matches in its path.
 
-    It is the first group that took part, or else the whole match.
+    "([^/_]+)_[0-9]+" gives p7 for cats/p7_12.png, and "p[0-9]+", without brackets, gives it too.
+    Of several brackets the first that matched counts.
     """
     try:
         match = re.search(pattern, name)

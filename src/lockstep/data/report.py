@@ -86,7 +86,8 @@ class Report:
 
 
 def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
-    """
+    """Return what a run says of its images: how many, which are left out, which occur twice.
+
     Args:
         limit: the most files of equal size that are compared; None: all.
     """

@@ -81,8 +81,8 @@ def _check_weights(option: str, source: Source) -> None:
     if len(negative):
         i = int(negative[0])
         raise UserError(
-            f"{source.where(i)}: the weight in the column {option} is {weights[i]:g}. Give numbers "
-            "from 0 on."
+            f"{source.location(i)}: the weight in the column {option} is {weights[i]:g}. "
+            "Give numbers from 0 on."
         )
 
 

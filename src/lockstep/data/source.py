@@ -72,7 +72,7 @@ class Source:
     def name(self, position: int) -> str:
         return f"image {position}"
 
-    def where(self, position: int) -> str:
+    def location(self, position: int) -> str:
         """Return what errors call an image, with its line in a table."""
         return self.name(position)
 
