@@ -37,8 +37,8 @@ def require_column(path: Path, names: Sequence[str], column: str, option: str) -
     name = find_column(names, column)
     if name:
         return name
-    listed = ", ".join(names[:20])
-    raise UserError(f"{path} has no column {column}: it has {listed}. Give data.{option}=COLUMN.")
+    columns = ", ".join(names[:20])
+    raise UserError(f"{path} has no column {column}: it has {columns}. Give data.{option}=COLUMN.")
 
 
 def find_number_columns(

@@ -125,7 +125,7 @@ def _decode(path: Path, data: bytes) -> tuple[str, str]:
 
 def _read_column_names(path: Path, cells: Sequence[str]) -> list[str]:
     names = [name.strip() for name in cells]
-    named = [name for name in names if name]
-    if len(set(named)) < len(named):
+    nonempty = [name for name in names if name]
+    if len(set(nonempty)) < len(nonempty):
         raise UserError(f"{path}: two columns have one name.")
     return names

@@ -176,9 +176,9 @@ class DatasetImages(ImageList):
                 return items, None if transform else classes
             if not transform:
                 return [_to_whole_number(label) for label in labels], classes
-            plain = [_to_python(label) for label in labels]
-            changed = [_to_whole_number(transform(label)) for label in plain]
-            return changed, classes if changed == plain else None
+            python_labels = [_to_python(label) for label in labels]
+            transformed = [_to_whole_number(transform(label)) for label in python_labels]
+            return transformed, classes if transformed == python_labels else None
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"data.dataset: a label of {type(dataset).__name__} is not an integer ({error}); "

@@ -104,10 +104,10 @@ def _find_named_splits(layout: FolderLayout) -> dict[str, int]:
     }
     if TRAIN not in splits.values() and len(splits) < len(layout.subfolders):
         return {}
-    named = set(splits.values())
+    named_splits = set(splits.values())
     for name, subfolders in layout.subfolders.items():
         parts = parse_splits(name)
-        if subfolders and name not in splits and parts and parts[0] not in named:
+        if subfolders and name not in splits and parts and parts[0] not in named_splits:
             splits[name] = parts[0]
     return splits
 
@@ -185,10 +185,10 @@ def _find_splits_by_words(layout: FolderLayout) -> dict[str, int]:
 
 def _refuse_splits_within_classes(layout: FolderLayout) -> None:
     folders = itertools.chain.from_iterable(layout.subfolders.values())
-    within = {name.lower() for name in folders}
-    if within and all(layout.subfolders.values()) and within <= SPLIT_OF.keys():
+    inner_names = {name.lower() for name in folders}
+    if inner_names and all(layout.subfolders.values()) and inner_names <= SPLIT_OF.keys():
         names = sorted(layout.subfolders)
-        part = min(within)
+        part = min(inner_names)
         raise UserError(
             f"{layout.root}: the splits lie within {', '.join(names)}: move {names[0]}/{part} to "
             f"{part}/{names[0]} and so on."
@@ -229,15 +229,17 @@ def _check_same_folders(layout: FolderLayout, warnings: list[str]) -> None:
     most = max(map(len, layout.subfolders.values()), default=0)
     if len(shared) < 2 or 2 * len(shared) < most:
         return
-    inside = _list_names(shared)
+    folder_names = _list_names(shared)
     if any(parse_splits(name) for name in names):
         raise UserError(
-            f"{layout.root}: {_list_names(names)} each hold the folders {inside}, as splits do. "
-            "Rename them train/, val/ and test/, or give data.splits=false if they are the classes."
+            f"{layout.root}: {_list_names(names)} each hold the folders {folder_names}, as splits "
+            "do. Rename them train/, val/ and test/, or give data.splits=false if they are the "
+            "classes."
         )
     warnings.append(
-        f"{_list_names(names)} count as classes, and each holds the folders {inside}. If they are "
-        "splits, rename them train/, val/ and test/. data.splits=false says that they are classes."
+        f"{_list_names(names)} count as classes, and each holds the folders {folder_names}. "
+        "If they are splits, rename them train/, val/ and test/. data.splits=false says that they "
+        "are classes."
     )
 
 

@@ -99,13 +99,13 @@ class ImageFolderDataModule(ListedDataModule):
         part, _, label = folder.rpartition("/")
         split = splits.get(part, TRAIN)
         if not items and split == TRAIN:
-            inside = {}
+            excluded = {}
             for reason, names in left_out.items():
                 below = [name for name in names if name.startswith(f"{folder}/")]
                 if below:
-                    inside[reason] = below
+                    excluded[reason] = below
             raise UserError(
-                f"{self._root / folder} holds no images (left out: {describe_counts(inside)}): "
+                f"{self._root / folder} holds no images (left out: {describe_counts(excluded)}): "
                 "add some or remove it."
             )
         for item in items:

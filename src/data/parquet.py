@@ -34,8 +34,8 @@ class ParquetColumns:
 
     @property
     def all(self) -> list[str]:
-        named = filter(None, (self.group, self.split))
-        return sorted({self.image, *self.labels, *named, *self.numbers.values()})
+        optional_columns = filter(None, (self.group, self.split))
+        return sorted({self.image, *self.labels, *optional_columns, *self.numbers.values()})
 
 
 @dataclass
@@ -164,8 +164,8 @@ class ParquetDataModule(ListedDataModule):
     def _find_columns(self, path: Path, schema: Any) -> ParquetColumns:
         """Return the columns, as stated or declared."""
         types = {column.name: str(column.type) for column in schema}
-        declared = _read_hugging_face_features(schema, types)
-        image = self._find_image_column(path, types, declared)
+        features = _read_hugging_face_features(schema, types)
+        image = self._find_image_column(path, types, features)
         group = find_column(list(types), str(self.group)) if self.group else ""
         split = find_column(list(types), "split")
         numbers = find_number_columns(self, path, list(types))
@@ -175,28 +175,28 @@ class ParquetDataModule(ListedDataModule):
                 for name in self._label_columns
             ]
             return ParquetColumns(image, labels, [], group, split, numbers)
-        classes = _list_declared(declared, "ClassLabel")
+        classes = _list_declared(features, "ClassLabel")
         column = self._label_column or (classes[0] if len(classes) == 1 else "label")
         label = require_column(path, list(types), column, "label_column")
         class_names = []
         if label in classes:
-            class_names = [str(name) for name in declared[label].get("names") or ()]
+            class_names = [str(name) for name in features[label].get("names") or ()]
         return ParquetColumns(image, [label], class_names, group, split, numbers)
 
     def _find_image_column(
-        self, path: Path, types: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]
+        self, path: Path, types: Mapping[str, str], features: Mapping[str, Mapping[str, Any]]
     ) -> str:
         image_columns = [
             name for name, kind in types.items() if "binary" in kind or "path: string" in kind
         ]
-        candidates = _list_declared(declared, "Image") or image_columns
+        candidates = _list_declared(features, "Image") or image_columns
         if self._image_column:
             candidates = [self._image_column]
         if len(candidates) != 1:
-            listed = ", ".join(candidates or list(types)[:20])
+            column_names = ", ".join(candidates or list(types)[:20])
             raise UserError(
                 f"{path}: the column of the images is not clear. Give data.image_column= one of "
-                f"{listed}."
+                f"{column_names}."
             )
         image = require_column(path, list(types), candidates[0], "image_column")
         if image not in image_columns and "string" not in types[image]:
@@ -218,8 +218,8 @@ def _read_hugging_face_features(schema: Any, types: Mapping[str, str]) -> dict[s
     return {}
 
 
-def _list_declared(declared: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
-    return [name for name, feature in declared.items() if feature.get("_type") == kind]
+def _list_declared(features: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
+    return [name for name, feature in features.items() if feature.get("_type") == kind]
 
 
 def _get_bytes_or_file(image: Any, location: str, folder: Path) -> bytes | Path:

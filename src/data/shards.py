@@ -168,17 +168,17 @@ class Shards:
                 f"data.root={root} holds no {self.suffix} file. Pass the folder that contains them."
             )
         splits: dict[str, int] = {}
-        others = []
+        unassigned = []
         for name in names:
             parts = _parse_path_splits(name)
             if parts:
                 splits[name] = parts[0]
             else:
-                others.append(name)
+                unassigned.append(name)
         if self.module.splits_option is False or not splits:
             return dict.fromkeys(names, TRAIN)
-        if others:
-            left_out[f"{self.suffix} files of no split"] = others
+        if unassigned:
+            left_out[f"{self.suffix} files of no split"] = unassigned
         return splits
 
 

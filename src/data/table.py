@@ -167,8 +167,8 @@ class CSVDataModule(ListedDataModule):
 
     def _check_other_columns(self, table: CSVTable, columns: Columns) -> None:
         """Refuse or report columns that say a split in a way that is not read."""
-        others = [name for name in table.names if name not in columns.used | {self.group}]
-        flags = [name for name in others if FLAG.fullmatch(name)]
+        unused_columns = [name for name in table.names if name not in columns.used | {self.group}]
+        flags = [name for name in unused_columns if FLAG.fullmatch(name)]
         if flags:
             raise UserError(
                 f"{self._table} has a column {flags[0]}: give one named split, with the names "
@@ -179,7 +179,7 @@ class CSVDataModule(ListedDataModule):
                 f"data.splits=true, but {self._table} has no column of splits: add a column split "
                 "with the names train, val and test."
             )
-        for name in others:
+        for name in unused_columns:
             if FOLD.fullmatch(name):
                 table.warnings.append(
                     f"The column {name} names no split and is not used. data.group={name} keeps "
@@ -242,22 +242,22 @@ class CSVDataModule(ListedDataModule):
     def _drop_repeats(self, items: Iterable[Item], faults: list[str]) -> tuple[list[Item], LeftOut]:
         """Return each image once, and the lines that repeat one. Contradictions are faults."""
         first_of: dict[str, Item] = {}
-        repeated = []
+        repeats = []
         for item in items:
-            first = first_of.setdefault(os.path.normpath(item.name), item)
-            is_same = (first.split, first.label, first.numbers) == (
+            earlier = first_of.setdefault(os.path.normpath(item.name), item)
+            is_same = (earlier.split, earlier.label, earlier.numbers) == (
                 item.split,
                 item.label,
                 item.numbers,
             )
             if not is_same:
                 faults.append(
-                    f"{self._table}, lines {first.line} and {item.line}: {item.name} is "
-                    f"{_describe(first)} and {_describe(item)}: give one."
+                    f"{self._table}, lines {earlier.line} and {item.line}: {item.name} is "
+                    f"{_describe(earlier)} and {_describe(item)}: give one."
                 )
-            elif first is not item:
-                repeated.append(f"line {item.line}: {item.name}")
-        return list(first_of.values()), {"repeated lines": repeated} if repeated else {}
+            elif earlier is not item:
+                repeats.append(f"line {item.line}: {item.name}")
+        return list(first_of.values()), {"repeated lines": repeats} if repeats else {}
 
     def _suggest_ending(self, table: CSVTable, columns: Columns) -> str:
         """Return what to type where the first path of the table lacks the ending of its file."""

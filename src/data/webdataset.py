@@ -58,11 +58,11 @@ class WebDatasetDataModule(ListedDataModule):
         image_of_key: dict[str, str] = {}
         for member in without_arrays(images, left_out, "members"):
             key = self._find_label_key(path, member.name, labels)
-            other = image_of_key.setdefault(key, member.name)
-            if other != member.name:
+            first_image = image_of_key.setdefault(key, member.name)
+            if first_image != member.name:
                 raise UserError(
-                    f"{path}: {other} and {member.name} have one label: keep one image for each "
-                    "key."
+                    f"{path}: {first_image} and {member.name} have one label: keep one image for "
+                    "each key."
                 )
             label = self._parse_label(path, key, labels[key])
             items.append((member.name, label, member.offset_data, member.size, None))

@@ -208,8 +208,8 @@ def _dicom_to_pillow(file: Path | bytes, frame: int) -> Image.Image:
     if window is None or values.dtype == np.uint8:
         return _array_to_pillow(values)
     black, white = window
-    shown = (values.astype(np.float64) - black) / (white - black)
-    return Image.fromarray(np.round(255 * shown.clip(0, 1)).astype(np.uint8))
+    unit_values = (values.astype(np.float64) - black) / (white - black)
+    return Image.fromarray(np.round(255 * unit_values.clip(0, 1)).astype(np.uint8))
 
 
 def to_8_bits(image: Image.Image, channels: int) -> Image.Image:

@@ -29,8 +29,8 @@ EXTREMES = "extremes.npy"
 
 def pick_evenly(positions: np.ndarray, count: int) -> list[int]:
     """Return at most `count` of the positions."""
-    places = np.linspace(0, len(positions) - 1, min(len(positions), count))
-    return positions[places.astype(int)].tolist()
+    indices = np.linspace(0, len(positions) - 1, min(len(positions), count))
+    return positions[indices.astype(int)].tolist()
 
 
 @dataclass
@@ -168,8 +168,8 @@ def measure_colours(
         pixels = to_array(framing.square(image)).astype(np.float64) / 255
         moments[i] = pixels.mean((0, 1)), (pixels**2).mean((0, 1))
         values = pixels.ravel()
-        places = np.linspace(0, len(values) - 1, PIXELS_OF_IMAGE).astype(int)
-        samples[i] = values[places]
+        indices = np.linspace(0, len(values) - 1, PIXELS_OF_IMAGE).astype(int)
+        samples[i] = values[indices]
 
     decode_all(len(positions), read, threads)
     if len(damaged) == len(positions):

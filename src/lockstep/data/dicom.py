@@ -52,7 +52,7 @@ def has_pydicom() -> bool:
 
 def read_dicom_header(file: Path | bytes) -> DicomHeader:
     """Return what the head of a DICOM file says; it may raise nearly anything."""
-    dataset = _read(file, with_pixels=False)
+    dataset = _read(file, reads_pixels=False)
     bits = int(dataset.get("BitsStored") or dataset.BitsAllocated)
     has_window = read_window(dataset, 0) is not None
     return DicomHeader(_get_dtype(dataset), bits, _count_frames(dataset), has_window)
@@ -67,7 +67,7 @@ def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | Non
         ValueError: pydicom is missing, or the file has no such frame.
         DecompressionBombError: the image is larger than Pillow's limit.
     """
-    dataset = _read(file, with_pixels=True)
+    dataset = _read(file, reads_pixels=True)
     count = _count_frames(dataset)
     if frame >= count:
         raise ValueError(f"data.page={frame} counts from 0, and its frames are {count}")
@@ -96,12 +96,12 @@ def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | Non
 
 def read_window(dataset: Any, frame: int) -> Window | None:
     """Return black and white of the first window, as DICOM's linear function has them."""
-    part = _get_frame_attributes(dataset, frame, "FrameVOILUTSequence")
-    center = _first_number(part.get("WindowCenter"))
-    width = _first_number(part.get("WindowWidth"))
+    attributes = _get_frame_attributes(dataset, frame, "FrameVOILUTSequence")
+    center = _first_number(attributes.get("WindowCenter"))
+    width = _first_number(attributes.get("WindowWidth"))
     if center is None or width is None or width <= 1:
         return None
-    if part.get("VOILUTFunction", "LINEAR") == "LINEAR_EXACT":
+    if attributes.get("VOILUTFunction", "LINEAR") == "LINEAR_EXACT":
         return center - width / 2, center + width / 2
     return center - 0.5 - (width - 1) / 2, center - 0.5 + (width - 1) / 2
 
@@ -114,13 +114,13 @@ def _first_number(value: Any) -> float | None:
     return float(numbers[0]) if len(numbers) else None
 
 
-def _read(file: Path | bytes, *, with_pixels: bool) -> Any:
+def _read(file: Path | bytes, *, reads_pixels: bool) -> Any:
     if not has_pydicom():
         raise ValueError(NEEDS_PYDICOM)
     import pydicom
 
     source = io.BytesIO(file) if isinstance(file, bytes) else file
-    dataset = pydicom.dcmread(source, stop_before_pixels=not with_pixels)
+    dataset = pydicom.dcmread(source, stop_before_pixels=not reads_pixels)
     if "Rows" not in dataset:
         raise ValueError("a DICOM file without pixels")
     return dataset
@@ -154,18 +154,21 @@ def _to_modality_values(stored: np.ndarray, dataset: Any, frame: int) -> np.ndar
     """Return the values of the modality; those that are not rescaled keep their type."""
     from pydicom.pixels import apply_modality_lut
 
-    part = _get_frame_attributes(dataset, frame, "PixelValueTransformationSequence")
-    if not _is_rescaled(part):
+    attributes = _get_frame_attributes(dataset, frame, "PixelValueTransformationSequence")
+    if not _is_rescaled(attributes):
         return stored
-    return apply_modality_lut(stored, part)
+    return apply_modality_lut(stored, attributes)
 
 
-def _is_rescaled(part: Any) -> bool:
+def _is_rescaled(attributes: Any) -> bool:
     """Return whether values are others than those that are stored."""
-    if part.get("ModalityLUTSequence"):
+    if attributes.get("ModalityLUTSequence"):
         return True
-    has_both = part.get("RescaleSlope") is not None and part.get("RescaleIntercept") is not None
-    return has_both and (float(part.RescaleSlope), float(part.RescaleIntercept)) != (1, 0)
+    slope = attributes.get("RescaleSlope")
+    intercept = attributes.get("RescaleIntercept")
+    if slope is None or intercept is None:
+        return False
+    return (float(slope), float(intercept)) != (1, 0)
 
 
 def _get_stored_range(dataset: Any, dtype: np.dtype) -> np.ndarray:
@@ -183,8 +186,8 @@ def _get_dtype(dataset: Any) -> np.dtype:
     if dataset.PhotometricInterpretation == "PALETTE COLOR":
         bits = int(dataset.RedPaletteColorLookupTableDescriptor[2])
     elif int(dataset.get("SamplesPerPixel") or 1) == 1:
-        part = _get_frame_attributes(dataset, 0, "PixelValueTransformationSequence")
-        if _is_rescaled(part):
+        attributes = _get_frame_attributes(dataset, 0, "PixelValueTransformationSequence")
+        if _is_rescaled(attributes):
             return np.dtype(np.float64)
     if bits <= 8:
         return np.dtype(np.int8 if is_signed else np.uint8)

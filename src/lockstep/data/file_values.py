@@ -105,10 +105,10 @@ def _read_colour_bits(file: Path | bytes, image: ImageFile) -> int:
         return 0
     mark, distance = BITS_OF_COLOURS[image.format]
     head = read_start(file, HEAD_BYTES)
-    place = head.find(mark)
-    if place < 0 or place + distance >= len(head):
+    start = head.find(mark)
+    if start < 0 or start + distance >= len(head):
         return 0
-    number = head[place + distance]
+    number = head[start + distance]
     # The first bit of JPEG 2000's number tells a sign, and the number is one too small.
     return (number & 0x7F) + 1 if image.format == "JPEG2000" else number
 
@@ -238,8 +238,8 @@ def needs_tifffile(file: Path | bytes) -> bool:
 def _read_tifffile_header(file: Path | bytes) -> Header:
     import tifffile
 
-    with tifffile.TiffFile(open_bytes(file)) as opened:
-        return Header(np.dtype(opened.pages[0].dtype), len(opened.pages))
+    with tifffile.TiffFile(open_bytes(file)) as tiff:
+        return Header(np.dtype(tiff.pages[0].dtype), len(tiff.pages))
 
 
 def read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
@@ -248,11 +248,11 @@ def read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
         raise ValueError(NEEDS_TIFFFILE)
     import tifffile
 
-    with tifffile.TiffFile(open_bytes(file)) as opened:
-        if page != ALL and int(page) >= len(opened.pages):
-            count = len(opened.pages)
+    with tifffile.TiffFile(open_bytes(file)) as tiff:
+        if page != ALL and int(page) >= len(tiff.pages):
+            count = len(tiff.pages)
             raise ValueError(f"data.page={page} counts from 0, and its pages are {count}")
-        pages: Sequence[Any] = opened.pages if page == ALL else [opened.pages[int(page)]]
+        pages: Sequence[Any] = tiff.pages if page == ALL else [tiff.pages[int(page)]]
         return np.concatenate([add_band_axis(_move_bands_last(each)) for each in pages], axis=2)
 
 

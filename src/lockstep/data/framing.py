@@ -183,7 +183,8 @@ class BatchTransforms:
         has_views = len(draws) > 3
         if has_views:
             views = [
-                self.resize_crop_flip(images, of_view, interpolation) for of_view in draws.split(3)
+                self.resize_crop_flip(images, view_draws, interpolation)
+                for view_draws in draws.split(3)
             ]
             return torch.stack(views, 1)
 
@@ -264,8 +265,8 @@ def index_rows(array: Tensor, *index: Tensor) -> Tensor:
     if array.is_contiguous() and len(index) == 1:
         rows = array.view(len(array), -1)
         if rows.shape[1] % 8 == 0:
-            chosen = rows.view(torch.int64)[index[0]].view(array.dtype)
-            return chosen.view(-1, *array.shape[1:])
+            chosen_rows = rows.view(torch.int64)[index[0]].view(array.dtype)
+            return chosen_rows.view(-1, *array.shape[1:])
     return array[index]
 
 
@@ -278,6 +279,6 @@ def _mirror(images: Tensor, flip: Tensor) -> Tensor:
     # A pixel at a time is several times as fast as a byte at a time.
     mirrored = images.numpy().copy()
     pixels = mirrored.view(f"V{mirrored.shape[3] * mirrored.itemsize}")[..., 0]
-    chosen = flip.numpy() > 0
-    pixels[chosen] = pixels[chosen, :, ::-1]
+    flips = flip.numpy() > 0
+    pixels[flips] = pixels[flips, :, ::-1]
     return torch.from_numpy(mirrored)

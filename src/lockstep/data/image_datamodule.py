@@ -154,13 +154,14 @@ class ImageDataModule(LightningDataModule):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.options = chosen = ImageOptions(**options)
-        self.name: str = chosen.name or type(self).__name__.removesuffix("DataModule").lower()
-        self.image_size = chosen.image_size
-        self.global_batch_size = chosen.global_batch_size
-        self.cache_dir = Path(chosen.cache_dir)
+        self.options = values = ImageOptions(**options)
+        class_name = type(self).__name__.removesuffix("DataModule")
+        self.name: str = values.name or class_name.lower()
+        self.image_size = values.image_size
+        self.global_batch_size = values.global_batch_size
+        self.cache_dir = Path(values.cache_dir)
         self.split_rule = SplitRule(
-            chosen.seed, chosen.val_fraction, chosen.num_val, chosen.fold, chosen.num_folds
+            values.seed, values.val_fraction, values.num_val, values.fold, values.num_folds
         )
         self.data_hash = ""
         # Of a check: what is listed and cannot be used.
@@ -501,9 +502,11 @@ class ImageDataModule(LightningDataModule):
                 "give both 0."
             )
         if views > 1 or self.target_kind not in ("class", "labels"):
-            what = f"data.views={views}" if views > 1 else f"targets of the kind {self.target_kind}"
+            refused = f"targets of the kind {self.target_kind}"
+            if views > 1:
+                refused = f"data.views={views}"
             raise UserError(
-                f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0."
+                f"augmentation.mixup_alpha and cutmix_alpha cannot mix {refused}: give both 0."
             )
 
     def _check_that_masks_move(self) -> None:

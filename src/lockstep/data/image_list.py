@@ -228,9 +228,9 @@ def _parse_number(folder: Path, item: Item, column: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         line = f" (line {item.line})" if item.line else ""
-        shown = str(value)[:50] or "empty"
+        text = str(value)[:50] or "empty"
         raise UserError(
-            f"{folder / item.name}: the column {column} is {shown}, which is not a number{line}. "
+            f"{folder / item.name}: the column {column} is {text}, which is not a number{line}. "
             "Write a number there, or leave the column out of the command."
         )
     return number

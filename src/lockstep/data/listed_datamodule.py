@@ -226,9 +226,9 @@ class ListedDataModule(ImageDataModule):
         def write(folder: Path) -> Content:
             return write_extremes(images, folder, skips_damaged=self.stage == CHECK)
 
-        is_whole = not load_or_build(folder, write).get("unreadable")
+        has_all_images = not load_or_build(folder, write).get("unreadable")
         extremes = np.load(folder / EXTREMES)
-        if not is_whole:
+        if not has_all_images:
             # The next check may be able to read them, without a change of any file.
             shutil.rmtree(folder, ignore_errors=True)
         train = self.splits.train
@@ -321,10 +321,12 @@ class ListedDataModule(ImageDataModule):
         if self.source.mask_names:
             return "loader", "masks are read with their images"
         if self._pipeline is not None and path != "loader":
-            why = f"single images are augmented, and an array would hold them resized to {side} px"
+            reason = (
+                f"single images are augmented, and an array would hold them resized to {side} px"
+            )
             if path == "array":
-                raise UserError(f"data.path=array is not possible: {why}. Set data.path=auto.")
-            return "loader", why
+                raise UserError(f"data.path=array is not possible: {reason}. Set data.path=auto.")
+            return "loader", reason
         gib = len(self.source) * side**2 * self.channels / 2**30
         if self.has_float_pixels:
             # Floats of four bytes.

@@ -146,10 +146,10 @@ def list_files(
         folders: gets the paths of all folders.
     """
     items: list[Item] = []
-    to_read: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     try:
-        while to_read:
-            folder, above = to_read.pop()
+        while pending:
+            folder, above = pending.pop()
             stat = os.stat(root / folder)
             inode = (stat.st_dev, stat.st_ino)
             if inode in above:
@@ -158,7 +158,7 @@ def list_files(
             if folders is not None and folder:
                 folders.append(folder)
             inner = _read_folder(root, folder, suffixes, items, left_out)
-            to_read += [(name, above | {inode}) for name in inner]
+            pending += [(name, above | {inode}) for name in inner]
     except OSError as error:
         raise UserError(
             f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it."
@@ -244,8 +244,8 @@ def hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def resolve_root(root: str | Path | None, what: str) -> Path:
-    """Return data.root as an absolute path, or raise UserError: `what` is missing."""
+def resolve_root(root: str | Path | None, description: str) -> Path:
+    """Return data.root as an absolute path, or raise UserError: `description` is missing."""
     if not root:
-        raise UserError(f"data.root= is missing: give {what}.")
+        raise UserError(f"data.root= is missing: give {description}.")
     return Path(root).expanduser().absolute()

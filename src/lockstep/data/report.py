@@ -265,9 +265,9 @@ def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[F
 
 
 def _make_finding(kind: FindingKind, names: list[str]) -> Finding:
-    one, several = IDENTICAL_PHRASES[kind]
+    singular, plural = IDENTICAL_PHRASES[kind]
     count = len(names)
-    return Finding(kind, f"{count} {several if count > 1 else one}", names)
+    return Finding(kind, f"{count} {plural if count > 1 else singular}", names)
 
 
 def _group_equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
@@ -286,11 +286,11 @@ def _add_pairs(data: Any, group: list[int], pairs: dict[FindingKind, list[str]])
     """Add the pairs among equal images that are in two splits or under two labels."""
     source = data.source
     splits = data.splits.split_ids
-    trained = [i for i in group if splits[i] == TRAIN]
-    if trained:
+    training_images = [i for i in group if splits[i] == TRAIN]
+    if training_images:
         for kind, split in ((FindingKind.TEST_IN_TRAIN, TEST), (FindingKind.VAL_IN_TRAIN, VAL)):
             others = [i for i in group if splits[i] == split]
-            pairs[kind] += [f"{source.name(i)} = {source.name(trained[0])}" for i in others]
+            pairs[kind] += [f"{source.name(i)} = {source.name(training_images[0])}" for i in others]
     first = group[0]
     others = [i for i in group if source.target_name(i) != source.target_name(first)]
     if others:

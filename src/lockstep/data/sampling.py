@@ -156,10 +156,10 @@ def describe_sampling(option: str | None, sampling: Sampling, count: int, source
     groups = f"{len(images)} classes"
     if source.target_kind == "labels":
         groups = f"{len(images)} groups of images by their rarest label"
-    drawn = f"{_list_counts(draws)} draws"
+    draws_text = f"{_list_counts(draws)} draws"
     if draws.min() == draws.max():
-        drawn = f"{draws[0]:,} draws of each"
-    return f"{method}: {groups}: {_list_counts(images)} images; {drawn}"
+        draws_text = f"{draws[0]:,} draws of each"
+    return f"{method}: {groups}: {_list_counts(images)} images; {draws_text}"
 
 
 def _list_counts(numbers: np.ndarray) -> str:

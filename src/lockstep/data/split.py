@@ -202,8 +202,8 @@ def _make_validation_test(source_split_ids: np.ndarray, *, validates: bool) -> S
 
 def _leaves_each_class(chosen: np.ndarray, index: np.ndarray, labels: np.ndarray) -> bool:
     """Return whether images are chosen and each of their classes keeps one to train on."""
-    rest = labels[np.setdiff1d(index, chosen)]
-    return len(chosen) > 0 and bool(np.isin(labels[chosen], rest).all())
+    remaining = labels[np.setdiff1d(index, chosen)]
+    return len(chosen) > 0 and bool(np.isin(labels[chosen], remaining).all())
 
 
 def _make_group_folds(
@@ -233,18 +233,18 @@ def _draw_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.nda
     _, first_seen, class_numbers, sizes = np.unique(
         labels[order], return_index=True, return_inverse=True, return_counts=True
     )
-    room = sizes - 1
+    most_chosen = sizes - 1
     shares = sizes * count / len(order)
-    chosen = np.minimum(np.floor(shares).astype(int), room)
+    chosen = np.minimum(np.floor(shares).astype(int), most_chosen)
 
     # `first_seen` breaks ties at random, because the order is random.
     for number in np.lexsort((first_seen, chosen - shares)):
-        if chosen.sum() < count and chosen[number] < room[number]:
+        if chosen.sum() < count and chosen[number] < most_chosen[number]:
             chosen[number] += 1
 
     # Classes of one image give none. The largest classes make up for it.
-    while chosen.sum() < count and (chosen < room).any():
-        chosen[np.argmax(room - chosen)] += 1
+    while chosen.sum() < count and (chosen < most_chosen).any():
+        chosen[np.argmax(most_chosen - chosen)] += 1
 
     by_class = np.argsort(class_numbers, kind="stable")
     rank_in_class = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

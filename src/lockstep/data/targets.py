@@ -95,11 +95,11 @@ def describe_grey_levels(class_names: Iterable[str]) -> Iterator[str]:
     levels = find_grey_levels(class_names)
     if levels is None or set(levels) <= BINARY:
         return
-    listed = ", ".join(map(str, levels))
+    level_names = ", ".join(map(str, levels))
     yield (
-        f"The masks have the grey levels {listed}, which are the classes 0 to {len(levels) - 1}. "
-        "If they mean anything else, save the class of each pixel as 0, 1, 2 …, and 255 where it "
-        "does not count."
+        f"The masks have the grey levels {level_names}, which are the classes 0 to "
+        f"{len(levels) - 1}. If they mean anything else, save the class of each pixel as 0, 1, "
+        "2 …, and 255 where it does not count."
     )
 
 
