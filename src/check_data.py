@@ -37,7 +37,7 @@ BLOCK_IMAGES = 1024  # images that are compared with all others at once
 DISTANCE_RATIO = 0.3
 LEAST_SIMILARITY = 0.9  # the least similarity of a pair
 COPY_SIMILARITY = 0.9995  # above it a pair counts, however many copies there are
-# Of more images, only those of validation and test are compared with all others.
+# Where there are more images, only those of validation and test are compared with all others.
 MAX_COMPARED_IMAGES = 100_000
 SHOWN_PAIRS = 40
 Pair = tuple[int, int]  # positions of two images
@@ -248,7 +248,7 @@ def list_data(config: Config) -> Any:
         )
     options = {**config["data"], "global_batch_size": 1}
     if "path" in options:
-        # It opens no image before it is needed.
+        # The loader opens no image before it is needed.
         options["path"] = "loader"
     if "num_workers" in options:
         options["num_workers"] = 0

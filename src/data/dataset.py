@@ -174,6 +174,7 @@ class DatasetImages(ImageList):
             if labels is None:
                 items = [_to_whole_number(dataset[i][1]) for i in range(len(dataset))]
                 return items, None if transform else classes
+            # A target_transform may number the classes anew. Then nothing says their names.
             if not transform:
                 return [_to_whole_number(label) for label in labels], classes
             python_labels = [_to_python(label) for label in labels]
@@ -238,9 +239,10 @@ class DatasetImages(ImageList):
         if not len(wrong):
             return
         dataset, i = self._dataset_items[wrong[0]]
+        prefix = f"{name}=" if name else ""
         raise UserError(
             f"data.dataset: item {i} of {type(dataset).__name__} has the target "
-            f"{name and f'{name}='}{numbers[wrong[0]]}, as {len(wrong)} of {len(numbers)} items "
+            f"{prefix}{numbers[wrong[0]]}, as {len(wrong)} of {len(numbers)} items "
             "that are not finite: remove them."
         )
 

@@ -9,7 +9,7 @@ from lockstep.data.listing import SPLIT_OF, TRAIN, Item, parse_splits
 from lockstep.process.errors import UserError
 
 AUTO = "auto"
-# What a folder named train may be.
+# A folder named train may be one of these.
 SPLIT = "split"
 CLASS = "class"
 UNCLEAR = "unclear"
@@ -146,6 +146,11 @@ def _find_rivals_of_train(layout: FolderLayout, splits: dict[str, int]) -> list[
 
 
 def _interpret_train(layout: FolderLayout, train: str, rivals: list[str]) -> str:
+    """Return SPLIT, CLASS or UNCLEAR for the folder `train`.
+
+    Args:
+        rivals: the folders with images beside it.
+    """
     nested = [name for name in rivals if layout.subfolders[name]]
     if not nested and len(rivals) < 2:
         return SPLIT

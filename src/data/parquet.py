@@ -43,9 +43,9 @@ class CopiedRows:
     """The facts beside the images that were copied out of a parquet file.
 
     Args:
-        items: of the images, as of ReadShard.
+        items: the images, in the form that ReadShard says.
         split_names: names of their splits, where a column tells them.
-        files: for each image the file that its row names, as of identify_file, or None.
+        files: for each image the file that its row names, as identify_file returns it, or None.
         unlabelled: the names of rows without a label.
     """
 

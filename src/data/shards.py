@@ -50,7 +50,7 @@ class ShardItem(NamedTuple):
     numbers: dict[str, Any] | None = None
 
 
-# As in the hub's own addresses: a revision such as refs/convert/parquet has two slashes.
+# A revision such as refs/convert/parquet has two slashes, as in the hub's own addresses.
 HUB_ADDRESS = re.compile(
     r"hf://datasets/(?P<repository>[^/@]+/[^/@]+)"
     r"(@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?(/(?P<folder>.+))?"
@@ -149,7 +149,8 @@ class Shards:
         cache = self.module.cache_folder([identity, self.options])
         shard = load_or_build(cache, partial(self.read, path))
         files = shard.get("files", [])
-        files_now = [file and identify_file(Path(file[0])) for file in files]
+        # None is an image in the shard itself.
+        files_now = [identify_file(Path(file[0])) if file else None for file in files]
         if files_now != files:
             # A file that the table names was replaced.
             cache = self.module.cache_folder([identity, self.options, files_now])
@@ -186,7 +187,7 @@ def _get_mtimes(shard: Content, identity: list[Any]) -> list[int]:
     """Return when the file of each image was changed.
 
     Args:
-        identity: of the shard itself, which most images lie in.
+        identity: what identify_file returns of the shard itself, which most images lie in.
     """
     # A cache of an older version does not know the files of its images.
     files = shard.get("files") or [None] * len(shard["items"])

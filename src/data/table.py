@@ -240,7 +240,11 @@ class CSVDataModule(ListedDataModule):
         return name
 
     def _drop_repeats(self, items: Iterable[Item], faults: list[str]) -> tuple[list[Item], LeftOut]:
-        """Return each image once, and the lines that repeat one. Contradictions are faults."""
+        """Return each image once, and the lines that repeat one.
+
+        Args:
+            faults: gets a sentence for each line that contradicts an earlier one.
+        """
         first_of: dict[str, Item] = {}
         repeats = []
         for item in items:

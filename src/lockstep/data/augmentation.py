@@ -35,7 +35,7 @@ class Mixing:
     """Options of mixup and CutMix.
 
     Args:
-        mixup_alpha: of Beta(alpha, alpha); 0: no mixup.
+        mixup_alpha: shares are drawn from Beta(alpha, alpha); 0: no mixup.
         cutmix_alpha: the same for CutMix.
         prob: share of the pairs that are mixed.
         epochs: mix only in the first so many epochs; None: in all.
@@ -129,14 +129,14 @@ def _mark_boxes(bounds: Tensor, images: Tensor) -> Tensor:
 class Augmentation:
     """Operations on single images, and mixing of pairs.
 
-    A subclass returns other `operations`, or another part of them.
+    A subclass overrides `operations`, or one part of them: `crop` or `policy`.
 
     Args:
         flip: mirror half of the images left to right; None: as data.flip says.
         color_jitter: up to four numbers, the largest change of brightness, contrast, saturation and
             hue; None: none.
         erasing_prob: share of the images in which a rectangle becomes the mean colour.
-        mixup_alpha, cutmix_alpha: as of Mixing.
+        mixup_alpha, cutmix_alpha: see Mixing.
         mix_prob, mix_epochs: `prob` and `epochs` of Mixing.
     """
 

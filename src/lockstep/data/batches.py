@@ -34,8 +34,8 @@ class Selection(NamedTuple):
 
     Attributes:
         positions: (n,) int64.
-        draws: for each view (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each
-            image.
+        draws: (3 · views, n) int64, the rows dy, dx and flip of each view; where workers augment
+            single images (views, n), a seed for each image and view.
         mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
     """
 

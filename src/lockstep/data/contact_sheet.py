@@ -19,8 +19,8 @@ class Tile(NamedTuple):
     """Pictures that stand side by side, with a caption.
 
     Attributes:
-        lines: of the caption.
-        colour: of the first line.
+        lines: the caption.
+        colour: the colour of its first line.
     """
 
     pictures: list[Any]

@@ -40,10 +40,10 @@ def hash_files(images: Any) -> str:
     single image that is replaced by one of the same size may go unnoticed then. Masks count as
     images do.
     """
-    arrays = {"targets": images.numbers, "sizes": images.size}
+    arrays = {"targets": images.target_values, "sizes": images.num_bytes}
     arrays |= {f"column {name}": values for name, values in images.columns.items()}
     with ThreadPoolExecutor(THREADS) as pool:
-        num_bytes = images.size.sum()
+        num_bytes = images.num_bytes.sum()
         if images.mask_names:
             mask_sizes = list(
                 pool.map(lambda i: _file_size(images.mask_path(i)), range(len(images)))
@@ -105,7 +105,7 @@ def _digest_content(images: Any, i: int, is_whole: bool) -> bytes:
     """
     digest = hashlib.blake2b()
     try:
-        digest.update(images.read(i, *_choose_bytes(int(images.size[i]), is_whole)))
+        digest.update(images.read(i, *_choose_bytes(int(images.num_bytes[i]), is_whole)))
         if images.mask_names:
             path = images.mask_path(i)
             first, count = _choose_bytes(_file_size(path), is_whole)

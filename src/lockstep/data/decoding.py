@@ -81,7 +81,7 @@ def open_image(
         channels: 3 for RGB, 1 for L.
         name: what errors call the image; None: the path.
         max_megapixels: the largest image, in millions of pixels; None: Pillow's limit, 179.
-        page: of a file with several, from 0.
+        page: the page of a file with several, from 0.
     Raises:
         CorruptImage: truncated, not an image, without that page, or larger than the limit against
             decompression bombs.
@@ -236,7 +236,7 @@ def open_mask(path: Path, max_megapixels: float | None = None) -> np.ndarray:
     """Return the class of each pixel, (height, width) uint8.
 
     Args:
-        max_megapixels: as of `open_image`.
+        max_megapixels: see `open_image`.
     Raises:
         CorruptImage: it cannot be read, or has several channels.
     """

@@ -191,7 +191,7 @@ def describe_narrow_range(percentiles: Any, limits: Any) -> str:
 
     Args:
         percentiles: a low and a high one, with 0 for black and 1 for white.
-        limits: black and white, as of Reading.
+        limits: black and white, see Reading.
     """
     low, high = percentiles
     if isinstance(limits, str) or limits is None or high - low >= LEAST_SHARE:

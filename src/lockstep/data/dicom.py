@@ -29,10 +29,10 @@ class DicomHeader:
     """The facts in the head of a DICOM file.
 
     Args:
-        dtype: of its numbers; 8-bit images that are not rescaled are uint8.
-        bits: that are stored for each number.
+        dtype: the type of its values; 8-bit images that are not rescaled are uint8.
+        bits: how many bits each value has in the file.
         frames: how many images it has.
-        has_window: it says which values are shown black and white.
+        has_window: whether it says which values are shown black and white.
     """
 
     dtype: np.dtype

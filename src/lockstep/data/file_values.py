@@ -30,7 +30,7 @@ ALL = "all"
 PAGED_FORMATS = ("TIFF", "GIF")
 NEEDS_TIFFFILE = "a TIFF of bits or bands that Pillow does not read: pip install tifffile"
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-# The bytes of a PNG that tell its bits for each colour, and what its bands are.
+# The positions in a PNG of two bytes: the bits for each colour, and what its bands are.
 PNG_BITS_BYTE = 24
 PNG_KIND_BYTE = 25
 # Kinds of several bands: colour, grey with alpha, colour with alpha.
@@ -49,11 +49,11 @@ class Header:
     """The facts in the head of an image file.
 
     Args:
-        dtype: of its numbers.
+        dtype: the type of its values.
         pages: pages of a TIFF, pictures of a GIF, or frames of a DICOM file; 1 of other formats.
-        loses_bits: Pillow reads 8 of its bits.
-        bits: that are in use; None: all of its numbers.
-        has_window: it says which of its values are shown black and white.
+        loses_bits: whether Pillow reads only 8 of its bits.
+        bits: how many bits of a value are in use; None: all of its type.
+        has_window: whether it says which values are shown black and white.
     """
 
     dtype: np.dtype
@@ -187,7 +187,7 @@ def _read_png(data: bytes, raw_mode: str) -> np.ndarray:
     """Return the colours of a PNG, whose bytes Pillow decodes by another raw mode.
 
     Args:
-        raw_mode: as of Pillow's tile: RGB;16B, RGBA;16B, or LA;16B.
+        raw_mode: Pillow's name of the layout in the file: RGB;16B, RGBA;16B, or LA;16B.
     """
     if raw_mode == GREY_WITH_ALPHA:
         # Each pixel has the four bytes of one in 8-bit colours with alpha.

@@ -43,12 +43,12 @@ class ImageOptions:
     """The options of every data module of images.
 
     Args:
-        name: of the cache folder, and shown in the logbook; None: from the class.
+        name: the name of the cache folder, shown in the logbook; None: from the class.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
-        image_size, resize, crop_padding, flip: as of Framing; resize=None: image_size / crop_pct.
-        crop_pct, interpolation, mean, std: as of `resolve_normalisation`.
-        val_fraction, num_val, fold, num_folds: as of SplitRule.
+        image_size, resize, crop_padding, flip: see Framing; resize=None: image_size / crop_pct.
+        crop_pct, interpolation, mean, std: see `resolve_normalisation`.
+        val_fraction, num_val, fold, num_folds: see SplitRule.
         cache_dir: folder of decoded images and downloads, one per node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
@@ -132,12 +132,12 @@ class ImageDataModule(LightningDataModule):
     ((images, inputs), targets), and inputs have (n,) float32 by name, standardised.
 
     Args:
-        options: as of ImageOptions.
+        options: see ImageOptions.
     """
 
     channels = 3
     fit = "crop"
-    # How data_hash is made. Data of one hash and method are the same.
+    # The method of data_hash. Data of one hash and method are the same.
     hash_method = HASH_METHOD
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
@@ -146,7 +146,7 @@ class ImageDataModule(LightningDataModule):
     stage = "fit"
     # Single images are floats, of more than 8 bits or of other channels than pictures.
     has_float_pixels = False
-    # How many bits the images have, and what black and white are, for the log and the page.
+    # A phrase for the log and the page on the bits of the images, their black and their white.
     depth_note = ""
     # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
     device_array_gib = 4.0
@@ -164,11 +164,11 @@ class ImageDataModule(LightningDataModule):
             values.seed, values.val_fraction, values.num_val, values.fold, values.num_folds
         )
         self.data_hash = ""
-        # Of a check: what is listed and cannot be used.
+        # Sentences of check_data.py on images that are listed and cannot be used.
         self.faults: list[str] = []
-        # What keeps images together, for the log and the page.
+        # A phrase for the log and the page on the groups that stay in one split.
         self.groups_note = ""
-        # How the images of an epoch are drawn, likewise; "": each is taken once.
+        # A phrase on how the images of an epoch are drawn; "": each is taken once.
         self.sampling_note = ""
         self.sampling: Sampling | None = None
         # Mean and deviation of each number beside the images, over the training images.
@@ -416,7 +416,7 @@ class ImageDataModule(LightningDataModule):
         """Number the labels as a checkpoint does; call it between `prepare` and `attach_to_ranks`.
 
         Args:
-            class_names: those of the checkpoint; the images may lack some of them.
+            class_names: the checkpoint's classes, of which the images may lack some.
 
         Raises:
             UserError: the images have a class that the checkpoint does not know.

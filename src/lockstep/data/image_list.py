@@ -30,8 +30,8 @@ class ImageList(Source):
     """A list of n images: first those to train on, then validation, then test.
 
     Attributes:
-        numbers: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros where
-            there are masks, nan where a label is unknown.
+        target_values: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros
+            where there are masks, nan where a label is unknown.
         reading: how a file becomes pixels.
 
     Args:
@@ -39,7 +39,7 @@ class ImageList(Source):
         target: what labels are: class, number, or mask, a path relative to `folder`.
         label_columns: with several labels, their names.
         unknown: the number of several labels that means "not known"; None: there is none.
-        left_out: for the log.
+        left_out: names of skipped files by reason, for the log.
         warnings: sentences for the log.
     """
 
@@ -71,7 +71,7 @@ class ImageList(Source):
             self.columns[column] = np.array(numbers)
         self._set_targets(items, target, label_columns)
         if unknown is not None and label_columns:
-            self.numbers[self.numbers == unknown] = np.nan
+            self.target_values[self.target_values == unknown] = np.nan
 
     def _set_targets(
         self, items: Sequence[Item], target: str, label_columns: Sequence[str]
@@ -83,16 +83,16 @@ class ImageList(Source):
         if target == "mask":
             self.has_grey_levels = True
             self.mask_names = [""]
-            self.numbers = np.zeros(len(items), np.int64)
+            self.target_values = np.zeros(len(items), np.int64)
             self.targets = {}
             self._masks = _encode_names(labels)
             return
         if label_columns or target == "number":
-            self.numbers = _parse_labels(self.folder, items, len(label_columns))
+            self.target_values = _parse_labels(self.folder, items, len(label_columns))
         else:
-            self.numbers = self._number_classes(labels)
+            self.target_values = self._number_classes(labels)
             self.warnings += describe_alike_names(self.class_names)
-        self.targets = {"": self.numbers}
+        self.targets = {"": self.target_values}
 
     def _store(self, items: Sequence[Item]) -> None:
         """Keep what the items have, in arrays that worker processes share.
@@ -101,7 +101,7 @@ class ImageList(Source):
         """
         self._names = _encode_names([item.name for item in items])
         self.splits = np.array([item.split for item in items], np.int8)
-        self.size = _collect(items, "size")
+        self.num_bytes = _collect(items, "size")
         self._line = _collect(items, "line")
         self._mtime = _collect(items, "mtime")
         self._start = _collect(items, "start")
@@ -112,7 +112,7 @@ class ImageList(Source):
         if None not in groups:
             self.groups = np.unique(np.array(groups), return_inverse=True)[1]
         names = [os.fsdecode(name) for name in self._names]
-        self.list_hash = hash_json([names, self.size.tolist()])
+        self.list_hash = hash_json([names, self.num_bytes.tolist()])
 
     def _number_classes(self, labels: Sequence[str]) -> np.ndarray:
         """Return (n,) int64 classes, and set their names."""
@@ -143,7 +143,7 @@ class ImageList(Source):
             CorruptImage: it cannot be read, or the file has become shorter.
         """
         file = self._shard(i) or self.path(i)
-        count = int(self.size[i]) if count is None else count
+        count = int(self.num_bytes[i]) if count is None else count
         try:
             with open(file, "rb") as opened:
                 opened.seek(int(self._start[i]) + first)
@@ -187,7 +187,7 @@ class ImageList(Source):
         for i in range(len(self._masks)):
             stat = os.stat(self.mask_path(i))
             masks.append((os.fsdecode(self._masks[i]), stat.st_size, stat.st_mtime_ns))
-        arrays = [array.tolist() for array in (self._mtime, self.numbers, self.splits)]
+        arrays = [array.tolist() for array in (self._mtime, self.target_values, self.splits)]
         return hash_json([self.list_hash, str(self.folder), self.class_names, masks, arrays])
 
     def hash(self) -> str:

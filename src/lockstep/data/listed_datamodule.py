@@ -47,17 +47,17 @@ class ListedDataModule(ImageDataModule):
     Args:
         test_fraction: share of all images that tests if the source defines no test split; it is
             the same under every seed.
-        fit: crop or squash, as of Framing.
+        fit: crop or squash, see Framing.
         group: table column, or regular expression on the path, whose value identifies images to
             keep in one split.
         splits: whether folders, files or a column name splits; auto: where they have such names.
         unknown: the number of several labels that means "not known" (nan in a batch); None: none.
         max_megapixels: the largest image that is decoded, in millions of pixels; None: Pillow's
             limit, 179.
-        range, page, bands: as of Reading, whose `limits` are the range; "auto": of images of more
+        range, page, bands: see Reading, whose `limits` are the range; "auto": of images of more
             than 8 bits, the windows of DICOM files, else the smallest and largest value of the
             training images.
-        options: as of ImageDataModule.
+        options: see ImageDataModule.
     """
 
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # ImageNet statistics
@@ -104,7 +104,7 @@ class ListedDataModule(ImageDataModule):
             self.own_mean = (0.449,)
             self.own_std = (0.226,)
         elif channels not in PICTURE:
-            # They are measured in the training images.
+            # Statistics of photographs do not fit. These are replaced by measured ones.
             self.own_mean = (0.5,)
             self.own_std = (0.5,)
         super().__init__(image_size=image_size, **options)
@@ -219,7 +219,7 @@ class ListedDataModule(ImageDataModule):
         images = self.source
         identity = ["extremes", images.identity, self.reading.facts, self.channels]
         if self.stage == CHECK:
-            # It lacks the images that cannot be read, and a training must not find it.
+            # This cache lacks the images that cannot be read, and a training must not find it.
             identity.append(CHECK)
         folder = self.cache_folder(identity)
 

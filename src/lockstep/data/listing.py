@@ -84,7 +84,7 @@ def describe_merged_labels(tidy: Mapping[str, str]) -> list[str]:
     """Return a sentence for each two labels that count as one class, such as "cat" and "cat ".
 
     Args:
-        tidy: as of `tidy_labels`.
+        tidy: what `tidy_labels` returns.
     """
     first_of: dict[str, str] = {}
     sentences = []

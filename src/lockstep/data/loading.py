@@ -236,7 +236,7 @@ def prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Yield each batch on a GPU. A thread makes the next one meanwhile and copies it there.
 
     Args:
-        batches: of tensors in CPU memory, pinned where they are large.
+        batches: any collections of tensors in CPU memory; large ones are pinned.
     """
     copy_stream = _copy_stream(device)
 

@@ -23,8 +23,8 @@ class LoadedBatch(NamedTuple):
         positions: (n,) int64 of the images in the source.
         pixels: (n, [views,] side, side, channels) of the images and of each mask; None: the device
             has those of all images.
-        draws: as of Selection; None: workers have cropped the images.
-        mixing: as of Selection.
+        draws: see Selection; None: workers have cropped the images.
+        mixing: see Selection.
         targets: (n, …) by name, all but the masks.
         inputs: (n,) float32 by name, the numbers beside each image; {}: there are none.
     """
@@ -42,10 +42,11 @@ class BatchMaker:
     """The maker of the batches of one rank.
 
     Args:
-        framing, std: of the images, for pixels from 0 to 1.
+        framing: the resize and the crop of the images, and their mean.
+        std: the deviation of each channel, for pixels from 0 to 1.
         pipeline: operations on single images, in training; None: the device crops whole batches.
         keep_on_device: keep all pixels of the source on the device; else workers read each image.
-        num_workers: as of `choose_num_workers`.
+        num_workers: see `choose_num_workers`.
         views: how often each training image is augmented.
         inputs: (n,) float32 by name, the numbers beside each image; {}: there are none.
     """

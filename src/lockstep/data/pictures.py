@@ -123,7 +123,7 @@ def describe_target(target: Tensor, names: Sequence[str], *, is_mixed: bool = Fa
 
     Args:
         target: (), (C,) or (H, W).
-        names: of the classes or labels.
+        names: the names of the classes or labels.
         is_mixed: the target has shares of classes, as mixup and CutMix make them.
     """
     target = target.detach().cpu()
@@ -202,7 +202,7 @@ def _make_tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) 
 
     Args:
         views: (views, H, W, 3) uint8.
-        targets: of the whole batch, by name.
+        targets: those of the whole batch by name.
     """
     names = [str(name) for name in getattr(data, "class_names", ())]
     is_of_classes = getattr(data, "target_kind", None) == "class"
@@ -226,7 +226,7 @@ class TestedImages(NamedTuple):
 
     Attributes:
         positions: (B,) int64 in the data set; NO_POSITION of an image without a file name.
-        predictions: as predict_step returns them.
+        predictions: what predict_step returns.
     """
 
     losses: Tensor

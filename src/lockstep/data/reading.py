@@ -69,9 +69,9 @@ class Reading:
     Args:
         channels: 1 for grey, 3 for colour; other numbers are the bands of a file.
         limits: black and white of images of more than 8 bits. Other images are from 0 to 255.
-        page: of a TIFF or GIF, or frame of a DICOM file, from 0; all: they are channels.
+        page: the page of a TIFF or GIF, or frame of a DICOM file, from 0; all: each is a channel.
         bands: which bands of the file are the channels, from 1; (): all in their order.
-        max_megapixels: as of `open_image`.
+        max_megapixels: see `open_image`.
 
     Raises:
         UserError: the options contradict each other.

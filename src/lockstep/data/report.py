@@ -64,7 +64,7 @@ class Finding:
 
     Args:
         reason: a phrase for the log and the list.
-        names: of the images, or of pairs of them, "a = b".
+        names: the images, or pairs of them as "a = b".
     """
 
     kind: FindingKind
@@ -126,10 +126,10 @@ def _count_per_class(data: Any) -> dict[str, dict[str, int]]:
 
 def _measure_sample(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
-    index = np.flatnonzero(data.splits.split_ids >= 0)
-    sampled = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
+    positions = np.flatnonzero(data.splits.split_ids >= 0)
+    sampled = np.linspace(0, len(positions) - 1, min(len(positions), SAMPLE)).astype(int)
     sizes = []
-    for position in index[sampled].tolist():
+    for position in positions[sampled].tolist():
         # The loader names an image that is damaged. An image of five channels is a TypeError.
         with suppress(CorruptImage, TypeError):
             sizes.append(get_size(data.source.open(position)[0]))
@@ -248,10 +248,11 @@ def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[F
     source = data.source
     if not source.is_comparable:
         return []
-    index = np.flatnonzero(data.splits.split_ids >= 0)
-    _, size_group, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
-    index = index[counts[size_group] > 1]
-    if source.reads_files and limit is not None and len(index) > limit:
+    positions = np.flatnonzero(data.splits.split_ids >= 0)
+    num_bytes = source.num_bytes[positions]
+    _, size_group, counts = np.unique(num_bytes, return_inverse=True, return_counts=True)
+    positions = positions[counts[size_group] > 1]
+    if source.reads_files and limit is not None and len(positions) > limit:
         too_many = (
             "not checked for identical images (too many files of equal size): run "
             "`python src/check_data.py`"
@@ -259,7 +260,7 @@ def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[F
         return [Finding(FindingKind.NOT_COMPARED, too_many, [])]
 
     pairs: dict[FindingKind, list[str]] = {kind: [] for kind in IDENTICAL_PHRASES}
-    for group in _group_equal_images(source, index):
+    for group in _group_equal_images(source, positions):
         _add_pairs(data, group, pairs)
     return [_make_finding(kind, names) for kind, names in pairs.items() if names]
 
@@ -270,13 +271,13 @@ def _make_finding(kind: FindingKind, names: list[str]) -> Finding:
     return Finding(kind, f"{count} {plural if count > 1 else singular}", names)
 
 
-def _group_equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
+def _group_equal_images(source: Source, positions: np.ndarray) -> list[list[int]]:
     """Return groups of images of equal content, two images or more in each.
 
     An image that cannot be read is in none of them: the loader will name it.
     """
     groups: dict[bytes, list[int]] = {}
-    for i in index.tolist():
+    for i in positions.tolist():
         with suppress(CorruptImage):
             groups.setdefault(hashlib.blake2b(source.read(i)).digest(), []).append(i)
     return [group for group in groups.values() if len(group) > 1]

@@ -22,19 +22,19 @@ class Source:
     """Images, with all that is said of them before one is opened.
 
     Attributes:
-        class_names: of each class, of each column of labels, or of each class in masks.
+        class_names: the names of the classes, of the label columns, or of the classes in masks.
         splits: (n,) int8: 0 train, 1 val, 2 test, in ascending order.
         targets: (n, …) by name, all but the masks.
-        mask_names: of the masks, which come with their image.
+        mask_names: the names of the masks, which `open` returns behind their image.
         columns: (n,) float64 by name, further numbers of each image, from the columns of a table.
         groups: (n,) int64, images that stay in one split together; None: each image is alone.
         has_grey_levels: the classes of pixels are numbered, and the masks have their grey levels.
         left_out: names of what is skipped, by reason.
         warnings: sentences for the log.
-        list_hash: of names and sizes, which runs of version 2.0.0 are compared by.
+        list_hash: a hash of names and sizes, by which runs of version 2.0.0 are compared.
         pixels: images and each mask, (n, side, side, channels) uint8; deep images are float32 from
             0 to 255. [] if they are not in memory.
-        size: (n,) bytes of each image; only images of one size can be equal.
+        num_bytes: (n,) the bytes of each image; only images of one size can be equal.
         is_comparable: the images can be compared with each other.
         reads_files: comparing the images takes as long as reading them.
     """
@@ -50,7 +50,7 @@ class Source:
     warnings: list[str]
     list_hash = ""
     pixels: Sequence[np.ndarray] = ()
-    size: np.ndarray
+    num_bytes: np.ndarray
     is_comparable = True
     reads_files = False
 
@@ -102,7 +102,7 @@ class Source:
             return ""
         target = self.targets[""][position]
         if self.target_kind == "number":
-            # As many digits as tell it from every other number of its type.
+            # It has as many digits as tell it from every other number of its type.
             return np.format_float_positional(target, trim="-")
         numbers = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
         return ", ".join(self.class_names[number] for number in numbers)
@@ -140,7 +140,7 @@ class ImageSet(Source):
         images: (n, size, size, channels) uint8.
         targets: (n,) integers from 0 the classes, (n, C) float several labels, (n,) float a number,
             (n, size, size) integers the class of each pixel, −1 where it does not count, or a dict.
-        class_names: of each class, of each column of labels, or of each class in masks.
+        class_names: the names of the classes, of the label columns, or of the classes in masks.
         num_test: how many of the last images test; 0: they are drawn.
         num_val: how many images before those validate; 0: drawn from the training images.
         columns: (n,) numbers of each image by name, for data.inputs and data.sampling.
@@ -163,7 +163,7 @@ class ImageSet(Source):
         count = len(self.images)
         counts = [max(count - self.num_val - self.num_test, 0), self.num_val, self.num_test]
         self.splits = np.repeat([TRAIN, VAL, TEST], counts).astype(np.int8)
-        self.size = np.zeros(count, np.int64)
+        self.num_bytes = np.zeros(count, np.int64)
 
         targets = self.targets if isinstance(self.targets, dict) else {"": self.targets}
         self.targets = {

@@ -62,8 +62,8 @@ class SplitDraw:
             )
         return count
 
-    def shuffle(self, index: np.ndarray) -> np.ndarray:
-        return index[random_stream(self.seed, self.purpose).permutation(len(index))]
+    def shuffle(self, positions: np.ndarray) -> np.ndarray:
+        return positions[random_stream(self.seed, self.purpose).permutation(len(positions))]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class SplitRule:
 
     Args:
         val_fraction: part of the training images that validates; 0: none.
-        num_val: the same as a count; takes precedence over val_fraction.
-        fold: which of `num_folds` equal parts validates; before both others.
+        num_val: how many of them validate; it takes precedence over val_fraction.
+        fold: which of `num_folds` equal parts validates; it takes precedence over both.
         test_fraction: part of all images that tests, where the source names none.
 
     Raises:
@@ -148,35 +148,35 @@ class SplitRule:
         self, draw: SplitDraw, split_ids: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         """Return the training images that are drawn: exactly as many, where there are no groups."""
-        index = np.flatnonzero(split_ids == TRAIN)
-        count = draw.count_drawn(len(index))
+        positions = np.flatnonzero(split_ids == TRAIN)
+        count = draw.count_drawn(len(positions))
         if draw.option == "num_folds":
-            return self._draw_fold(draw, index, labels, groups)
+            return self._draw_fold(draw, positions, labels, groups)
         if groups is None:
             part = "image"
-            choices = [_draw_per_class(draw.shuffle(index), labels, count)]
+            choices = [_draw_per_class(draw.shuffle(positions), labels, count)]
         else:
             part = "group"
-            num_groups = len(np.unique(groups[index]))
-            num_folds = max(2, min(round(len(index) / count), num_groups))
-            choices = _make_group_folds(index, labels, groups, num_folds, draw)
+            num_groups = len(np.unique(groups[positions]))
+            num_folds = max(2, min(round(len(positions) / count), num_groups))
+            choices = _make_group_folds(positions, labels, groups, num_folds, draw)
         for chosen in choices:
-            if _leaves_each_class(chosen, index, labels):
+            if _leaves_each_class(chosen, positions, labels):
                 return chosen
         raise UserError(
-            f"{draw.text} would draw {count} of {len(index)} images, but a class has no second "
+            f"{draw.text} would draw {count} of {len(positions)} images, but a class has no second "
             f"{part}: each keeps one to train on. Add images, or give data.{draw.option}=0."
         )
 
     def _draw_fold(
-        self, draw: SplitDraw, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
+        self, draw: SplitDraw, positions: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         num_folds = int(draw.value)
         if groups is not None:
-            return _make_group_folds(index, labels, groups, num_folds, draw)[self.fold or 0]
+            return _make_group_folds(positions, labels, groups, num_folds, draw)[self.fold or 0]
         # The images are dealt out like cards, class by class: folds differ by at most one image,
         # also in a class.
-        order = draw.shuffle(index)
+        order = draw.shuffle(positions)
         by_class = order[np.argsort(labels[order], kind="stable")]
         return by_class[self.fold :: num_folds]
 
@@ -200,16 +200,16 @@ def _make_validation_test(source_split_ids: np.ndarray, *, validates: bool) -> S
     return splits
 
 
-def _leaves_each_class(chosen: np.ndarray, index: np.ndarray, labels: np.ndarray) -> bool:
+def _leaves_each_class(chosen: np.ndarray, positions: np.ndarray, labels: np.ndarray) -> bool:
     """Return whether images are chosen and each of their classes keeps one to train on."""
-    remaining = labels[np.setdiff1d(index, chosen)]
+    remaining = labels[np.setdiff1d(positions, chosen)]
     return len(chosen) > 0 and bool(np.isin(labels[chosen], remaining).all())
 
 
 def _make_group_folds(
-    index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: SplitDraw
+    positions: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: SplitDraw
 ) -> list[np.ndarray]:
-    """Return folds of `index` that keep groups together, each with a like share of each class."""
+    """Return folds that keep groups together, each with a like share of each class."""
     from sklearn.model_selection import StratifiedGroupKFold
 
     folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=draw.seed)
@@ -217,10 +217,11 @@ def _make_group_folds(
         # scikit-learn warns of classes that have fewer images than there are folds.
         warnings.simplefilter("ignore", UserWarning)
         try:
-            return [index[fold] for _, fold in folds.split(index, labels[index], groups[index])]
+            parts = folds.split(positions, labels[positions], groups[positions])
+            return [positions[fold] for _, fold in parts]
         except ValueError as error:
             raise UserError(
-                f"{draw.text} does not fit the {len(np.unique(groups[index]))} groups: {error}."
+                f"{draw.text} does not fit the {len(np.unique(groups[positions]))} groups: {error}."
             ) from None
 
 

@@ -39,7 +39,7 @@ class FilesOrBlanks(Source):
         self.left_out = {}
         self.warnings = []
         self.splits = np.full(len(self.files), TEST, np.int8)
-        self.size = np.zeros(len(self.files), np.int64)
+        self.num_bytes = np.zeros(len(self.files), np.int64)
         self.is_damaged = torch.zeros(len(self.files), dtype=torch.uint8).share_memory_()
 
     def name(self, position: int) -> str:
@@ -78,11 +78,11 @@ class UnlabelledImages(ImageDataModule):
     Args:
         files: any images.
         reading: how the run's files become pixels.
-        framing: of the run's evaluation.
-        std: of the channels.
+        framing: the framing of the run's evaluation.
+        std: the deviation of each channel.
         scales: mean and deviation by the name of a number that the task takes beside an image.
-        numbers: those of each file by name, not standardised.
-        options: as of ImageOptions.
+        numbers: the numbers beside each file by name, not standardised.
+        options: see ImageOptions.
     """
 
     stage = "test"
