@@ -561,13 +561,13 @@ class ImageDataModule(LightningDataModule):
 
     def val_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.val, **self._ranks)
+        return self._make_eval_batches(self.splits.val, **self._ranks)
 
     def test_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.test, **self._ranks)
+        return self._make_eval_batches(self.splits.test, **self._ranks)
 
-    def _eval_batches(self, index: np.ndarray, **ranks: int) -> EvalBatches:
+    def _make_eval_batches(self, index: np.ndarray, **ranks: int) -> EvalBatches:
         maker = self._maker
         size = self.options.eval_batch_size
         return EvalBatches(maker.eval_batches, index, maker.centre_draw, batch_size=size, **ranks)
@@ -580,7 +580,7 @@ class ImageDataModule(LightningDataModule):
         """
         self.setup()
         images = []
-        for batch in self._eval_batches(self.splits.train[:count]):
+        for batch in self._make_eval_batches(self.splits.train[:count]):
             inputs = self.on_after_batch_transfer(batch, 0)[0]
             images.append((inputs[0] if self.inputs else inputs).cpu())
         return torch.cat(images)

@@ -106,12 +106,12 @@ class BatchMaker:
     def _deliver(
         self, selections: Iterable[Selection], pipeline: Operation | None
     ) -> Iterator[LoadedBatch]:
-        batches = self._batches(selections, pipeline)
+        batches = self._make_batches(selections, pipeline)
         if self.device.type == "cuda":
             return prefetch(batches, self.device)
         return batches
 
-    def _batches(
+    def _make_batches(
         self, selections: Iterable[Selection], pipeline: Operation | None
     ) -> Iterator[LoadedBatch]:
         for selection, pixels in self._load(selections, pipeline):

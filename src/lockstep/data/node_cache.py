@@ -41,19 +41,19 @@ def load_or_build(folder: Path, build: Callable[[Path], Content]) -> Content:
     if meta.exists():
         return json.loads(meta.read_text())
 
-    with _locked(folder):
+    with _hold_lock(folder):
         # Another process may have built it while this one waited.
         if meta.exists():
             return json.loads(meta.read_text())
         content = _build(folder, build)
 
-    if _size(folder) >= LARGE_BYTES:
+    if _folder_size(folder) >= LARGE_BYTES:
         _log_size(folder.parent)
     return content
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a cache folder.
 
     Raises:
@@ -110,14 +110,14 @@ def _sync_file(path: Path) -> None:
 def _log_size(cache: Path) -> None:
     """Log what a cache takes of the disk, as nothing in it is ever deleted."""
     folders = [path.parent for path in cache.glob(f"[!.]*/{META}")]
-    size = sum(map(_size, folders))
+    size = sum(map(_folder_size, folders))
     log.info(
         f"{cache} holds {size / 1e9:.1f} GB of prepared images in {len(folders)} folders. "
         "You may delete it between runs, which prepare their images anew."
     )
 
 
-def _size(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     """Return the bytes of the files in a folder; 0 if it is deleted meanwhile."""
     try:
         return sum(path.stat().st_size for path in folder.iterdir())

@@ -85,7 +85,7 @@ class Report:
     findings: list[Finding]
 
 
-def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
+def make_report(data: Any, limit: int | None = MAX_COMPARED) -> Report:
     """Return what a run says of its images: how many, which are left out, which occur twice.
 
     Args:
@@ -136,7 +136,7 @@ def _measure_sample(data: Any) -> list[str]:
     return ["×".join(map(str, size)) for size in sorted(sizes, key=np.prod)]
 
 
-def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
+def collect_settings(data: Any, augmentation: str | None) -> dict[str, Any]:
     """Return `images` of the record: how images are resized, normalised and augmented."""
     path, why = data.choose_path()
     depth = {}
@@ -196,7 +196,7 @@ def _describe_split_sizes(data: Any) -> str:
 
 def log_settings(data: Any, augmentation: str | None = None) -> None:
     """Log how images are read, augmented and normalised."""
-    settings = settings_of(data, augmentation)
+    settings = collect_settings(data, augmentation)
     parts = [f"images: {settings['path']}, as {settings['why']}"]
     if data.depth_note:
         parts.append(data.depth_note)

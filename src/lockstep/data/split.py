@@ -161,7 +161,7 @@ class SplitRule:
             num_folds = max(2, min(round(len(positions) / count), num_groups))
             choices = _make_group_folds(positions, labels, groups, num_folds, draw)
         for chosen in choices:
-            if _leaves_each_class(chosen, positions, labels):
+            if _keeps_each_class(chosen, positions, labels):
                 return chosen
         raise UserError(
             f"{draw.text} would draw {count} of {len(positions)} images, but a class has no second "
@@ -200,7 +200,7 @@ def _make_validation_test(source_split_ids: np.ndarray, *, validates: bool) -> S
     return splits
 
 
-def _leaves_each_class(chosen: np.ndarray, positions: np.ndarray, labels: np.ndarray) -> bool:
+def _keeps_each_class(chosen: np.ndarray, positions: np.ndarray, labels: np.ndarray) -> bool:
     """Return whether images are chosen and each of their classes keeps one to train on."""
     remaining = labels[np.setdiff1d(positions, chosen)]
     return len(chosen) > 0 and bool(np.isin(labels[chosen], remaining).all())

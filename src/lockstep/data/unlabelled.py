@@ -127,7 +127,7 @@ class UnlabelledImages(ImageDataModule):
 
     def predict_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.test).shard(**self._ranks)
+        return self._make_eval_batches(self.splits.test).shard(**self._ranks)
 
     def on_after_batch_transfer(  # type: ignore[override]
         self, batch: LoadedBatch, dataloader_idx: int

@@ -14,7 +14,7 @@ from lockstep.data.augmentation import CropFlip
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.image_datamodule import CHECK
 from lockstep.data.reading import Reading
-from lockstep.data.report import settings_of
+from lockstep.data.report import collect_settings
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import data_facts
 
@@ -172,7 +172,7 @@ def test_images_that_differ_in_depth_are_named(tmp_path):
 
 
 def test_log_and_record_state_depth_and_range(tmp_path):
-    settings = settings_of(module(folder(tmp_path / "x"), tmp_path), "none")
+    settings = collect_settings(module(folder(tmp_path / "x"), tmp_path), "none")
     assert settings["depth"].startswith("16 bits, black 244 and white 360 (data.range=auto")
     assert json.loads(json.dumps(settings))["range"] == [LOW, HIGH]
 

@@ -128,7 +128,7 @@ def test_one_of_several_builds_and_all_get_it(tmp_path):
 
 
 def test_two_nodes_whose_locks_do_not_meet_share_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_cache, "_locked", lambda folder: contextlib.nullcontext())
+    monkeypatch.setattr(node_cache, "_hold_lock", lambda folder: contextlib.nullcontext())
 
     def build(part):
         (part / "data.bin").write_bytes(b"whole")

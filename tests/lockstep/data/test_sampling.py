@@ -14,7 +14,7 @@ from kills import weights
 from lockstep.config.keys import may_resume_change
 from lockstep.data.batches import TrainBatches
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.data.report import report_of
+from lockstep.data.report import make_report
 from lockstep.data.sampling import Sampling
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import _warn_of_two_corrections, build_data
@@ -141,7 +141,7 @@ def test_the_note_says_what_an_epoch_holds():
     dm = Colours(targets=CLASSES, sampling="balanced")
     assert np.bincount(CLASSES[drawn_by(dm)]).tolist() == [30, 30, 30]
     note = "balanced: 3 classes: 60, 20, 10 images; 30 draws of each"
-    assert dm.sampling_note == note and report_of(dm).fields["sampling"] == note
+    assert dm.sampling_note == note and make_report(dm).fields["sampling"] == note
     dm = Colours(targets=CLASSES, sampling="sqrt", epoch_size=300)
     assert len(drawn_by(dm)) == 300 and dm.steps_per_epoch == 30
     assert dm.sampling_note == "sqrt: 3 classes: 60, 20, 10 images; 151, 87, 62 draws"
