@@ -81,8 +81,9 @@ class ImageFolderDataModule(ListedDataModule):
         if not splits:
             return self._sort_labels(layout.subfolders)
         folders = []
-        for part in sorted(splits, key=lambda name: (splits[name], name)):
-            folders += [f"{part}/{label}" for label in self._sort_labels(layout.subfolders[part])]
+        for split_folder in sorted(splits, key=lambda name: (splits[name], name)):
+            labels = self._sort_labels(layout.subfolders[split_folder])
+            folders += [f"{split_folder}/{label}" for label in labels]
         return folders
 
     def _sort_labels(self, folders: Iterable[str]) -> list[str]:
@@ -96,8 +97,8 @@ class ImageFolderDataModule(ListedDataModule):
         Raises:
             UserError: a folder to train on holds no images.
         """
-        part, _, label = folder.rpartition("/")
-        split = splits.get(part, TRAIN)
+        split_folder, _, label = folder.rpartition("/")
+        split = splits.get(split_folder, TRAIN)
         if not items and split == TRAIN:
             excluded = {}
             for reason, names in left_out.items():

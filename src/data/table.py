@@ -208,13 +208,18 @@ class CSVDataModule(ListedDataModule):
             label = self._localise(label)
             mask = self._folder / label
             if not is_file_name(mask):
-                name = shorten(str(mask), LONGEST_NAME, placeholder=" …")
-                raise UserError(f"{location}: the mask {name} does not exist.")
-        item = Item(name, label, split, stat.st_size, stat.st_mtime_ns)
-        item.group = self._find_group(row, name, location)
-        item.line = table.lines[i]
-        item.numbers = {name: row[column] for name, column in columns.numbers.items()}
-        return item
+                mask_text = shorten(str(mask), LONGEST_NAME, placeholder=" …")
+                raise UserError(f"{location}: the mask {mask_text} does not exist.")
+        return Item(
+            name=name,
+            label=label,
+            split=split,
+            size=stat.st_size,
+            mtime=stat.st_mtime_ns,
+            group=self._find_group(row, name, location),
+            line=table.lines[i],
+            numbers={key: row[column] for key, column in columns.numbers.items()},
+        )
 
     def _find_group(self, row: Mapping[str, str], name: str, location: str) -> str | None:
         """Return the group of an image, by a column or by its name.
@@ -249,19 +254,15 @@ class CSVDataModule(ListedDataModule):
         repeats = []
         for item in items:
             earlier = first_of.setdefault(os.path.normpath(item.name), item)
-            is_same = (earlier.split, earlier.label, earlier.numbers) == (
-                item.split,
-                item.label,
-                item.numbers,
-            )
-            if not is_same:
+            if _get_facts(earlier) != _get_facts(item):
                 faults.append(
                     f"{self._table}, lines {earlier.line} and {item.line}: {item.name} is "
                     f"{_describe(earlier)} and {_describe(item)}: give one."
                 )
             elif earlier is not item:
                 repeats.append(f"line {item.line}: {item.name}")
-        return list(first_of.values()), {"repeated lines": repeats} if repeats else {}
+        left_out = {"repeated lines": repeats} if repeats else {}
+        return list(first_of.values()), left_out
 
     def _suggest_ending(self, table: CSVTable, columns: Columns) -> str:
         """Return what to type where the first path of the table lacks the ending of its file."""
@@ -281,6 +282,11 @@ def is_file_name(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+def _get_facts(item: Item) -> tuple[Any, ...]:
+    """Return what two lines on one image must agree in."""
+    return item.split, item.label, item.numbers
 
 
 def _describe(item: Item) -> str:

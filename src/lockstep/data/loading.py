@@ -32,8 +32,6 @@ from lockstep.process.errors import UserError
 
 OpenSample = Callable[[int], tuple[Any, ...]]
 """position → the whole image (Pillow's, RGB or L, or torchvision's) and its masks (Mask)"""
-# An empty selection is read as this one, for the shapes.
-FIRST_IMAGE = Selection(np.zeros(1, np.int64), np.zeros((1, 1), np.int64))
 # The processes of all loaders, which end with this one.
 _workers: WeakSet[BaseProcess] = WeakSet()
 
@@ -72,7 +70,8 @@ class Samples(Dataset):
         positions = selection.positions.tolist()
         seeds = selection.draws.T.tolist()
         if not positions:
-            return [array[:0] for array in self._read(FIRST_IMAGE)]
+            # An empty batch has the shapes of the first image.
+            return [np.stack([part])[:0] for part in self._read_sample(0, [0])]
         pairs = zip(positions, seeds, strict=True)
         samples = [self._read_sample(position, image_seeds) for position, image_seeds in pairs]
         return [np.stack(part) for part in zip(*samples)]
