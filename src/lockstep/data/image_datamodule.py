@@ -548,7 +548,7 @@ class ImageDataModule(LightningDataModule):
                 f"{self.per_device_batch_size} at a time: choose one that makes this number even."
             )
         return TrainBatches(
-            self._maker.train_batches,
+            self._maker.make_train_batches,
             self.splits.train,
             self._maker.draw,
             global_batch_size=self.global_batch_size,
@@ -570,7 +570,9 @@ class ImageDataModule(LightningDataModule):
     def _make_eval_batches(self, index: np.ndarray, **ranks: int) -> EvalBatches:
         maker = self._maker
         size = self.options.eval_batch_size
-        return EvalBatches(maker.eval_batches, index, maker.centre_draw, batch_size=size, **ranks)
+        return EvalBatches(
+            maker.make_eval_batches, index, maker.centre_draw, batch_size=size, **ranks
+        )
 
     def sample_images(self, count: int) -> Tensor:
         """Return the first training images, not augmented, on the CPU.

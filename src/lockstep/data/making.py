@@ -97,10 +97,10 @@ class BatchMaker:
         generator = random_stream(seed, MIXING_STREAM, epoch)
         return draws, mixing.draw(generator, n // 2, self.framing.image_size)
 
-    def train_batches(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
+    def make_train_batches(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
         return self._deliver(selections, self.pipeline)
 
-    def eval_batches(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
+    def make_eval_batches(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
         return self._deliver(selections, None)
 
     def _deliver(
