@@ -31,38 +31,39 @@ log = logging.getLogger(__name__)
 
 SIDE = 8  # pixels along each side of a thumbnail
 NEIGHBOURS = 10
-BLOCK = 1024  # images that are compared with all others at once
-# Of the distance to the tenth neighbour: finds 303 of CIFAR-10's test images. ciFAIR counts 325.
-RATIO = 0.3
-ALIKE = 0.9  # the least similarity of a pair
-SAME = 0.9995  # above it a pair counts, however many copies there are
-# Of more images, only those of validation and test are compared with all others.
-EVERY_PAIR = 100_000
+BLOCK_IMAGES = 1024  # images that are compared with all others at once
+# A near duplicate is nearer than this share of the distance to the tenth neighbour. It finds 303 of
+# CIFAR-10's test images; ciFAIR counts 325.
+DISTANCE_RATIO = 0.3
+LEAST_SIMILARITY = 0.9  # the least similarity of a pair
+COPY_SIMILARITY = 0.9995  # above it a pair counts, however many copies there are
+# Where there are more images, only those of validation and test are compared with all others.
+MAX_COMPARED_IMAGES = 100_000
 SHOWN_PAIRS = 40
 Pair = tuple[int, int]  # positions of two images
 
 
-def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[Pair]:
+def find_near_duplicates(thumbnail_pixels: np.ndarray, rows: np.ndarray) -> list[Pair]:
     """Return pairs of similar thumbnails, the most similar first.
 
     Args:
-        thumbs: (n, 64), zero-mean with norm 1.
+        thumbnail_pixels: (n, 64), zero-mean with norm 1.
         rows: the positions that are compared with all others.
     """
     import torch
 
-    thumbnails = torch.from_numpy(thumbs)
+    thumbnails = torch.from_numpy(thumbnail_pixels)
     distance_of: dict[Pair, float] = {}
-    for start in range(0, len(rows), BLOCK):
-        block = torch.from_numpy(rows[start : start + BLOCK])
+    for start in range(0, len(rows), BLOCK_IMAGES):
+        block = torch.from_numpy(rows[start : start + BLOCK_IMAGES])
         similarity = thumbnails[block] @ thumbnails.T
         # No image is its own neighbour.
         similarity[torch.arange(len(block)), block] = -1
         neighbours = similarity.topk(min(NEIGHBOURS, len(thumbnails) - 1), dim=1)
         distance = 1 - neighbours.values
-        is_far_nearer = distance <= RATIO * distance[:, -1:]
-        stands_out = (neighbours.values >= ALIKE) & is_far_nearer
-        is_copy = neighbours.values >= SAME
+        is_far_nearer = distance <= DISTANCE_RATIO * distance[:, -1:]
+        stands_out = (neighbours.values >= LEAST_SIMILARITY) & is_far_nearer
+        is_copy = neighbours.values >= COPY_SIMILARITY
         for row, number in (stands_out | is_copy).nonzero().tolist():
             first, second = sorted((int(block[row]), int(neighbours.indices[row, number])))
             distance_of[first, second] = float(distance[row, number])
@@ -83,7 +84,7 @@ def read_thumbnails(data: Any) -> Thumbnails:
     """Open all images of a prepared data module."""
     from PIL import Image
 
-    from lockstep.data.decoding import CorruptImage, decode_all, size_of, to_pillow
+    from lockstep.data.decoding import CorruptImage, decode_all, get_size, to_pillow
 
     count = len(data.source)
     thumbnails = Thumbnails(np.zeros((count, SIDE * SIDE), np.float32))
@@ -94,7 +95,7 @@ def read_thumbnails(data: Any) -> Thumbnails:
         except CorruptImage as error:
             thumbnails.damaged.append(error.args[0])
             return
-        thumbnails.sizes.append(size_of(image))
+        thumbnails.sizes.append(get_size(image))
         small = to_pillow(image).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
         pixels = np.asarray(small, np.float32).ravel()
         scale = max(pixels.std() * SIDE, 1e-6)
@@ -129,47 +130,47 @@ class Likeness:
         return not self.has_one_label or "test" in self.splits
 
 
-def similar_pairs(data: Any, thumbs: np.ndarray) -> dict[Pair, Likeness]:
+def find_similar_pairs(data: Any, thumbnail_pixels: np.ndarray) -> dict[Pair, Likeness]:
     """Return the pairs of nearly identical images, the most similar first."""
-    from lockstep.data.listing import SPLITS
+    from lockstep.data.listing import SPLITS, TRAIN, VAL
 
     split_of = data.splits.split_ids
-    least_split = 0 if len(thumbs) <= EVERY_PAIR else 1
-    rows = np.flatnonzero(thumbs.any(1) & (split_of >= least_split))
-    likeness_of = {}
-    for i, j in near_duplicates(thumbs, rows):
+    least_split = TRAIN if len(thumbnail_pixels) <= MAX_COMPARED_IMAGES else VAL
+    rows = np.flatnonzero(thumbnail_pixels.any(1) & (split_of >= least_split))
+    likenesses = {}
+    for i, j in find_near_duplicates(thumbnail_pixels, rows):
         if min(split_of[i], split_of[j]) < 0:
             continue
         splits = tuple(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
         has_one_label = data.source.target_name(i) == data.source.target_name(j)
-        likeness_of[i, j] = Likeness(splits, has_one_label)
-    return likeness_of
+        likenesses[i, j] = Likeness(splits, has_one_label)
+    return likenesses
 
 
-def findings_of(data: Any, likeness_of: Mapping[Pair, Likeness]) -> "list[Finding]":
+def list_findings(data: Any, likenesses: Mapping[Pair, Likeness]) -> "list[Finding]":
     """Return the names of similar pairs, those of one kind together."""
     from lockstep.data.report import Finding, FindingKind
 
     names_of: dict[Likeness, list[str]] = {}
-    for (i, j), likeness in likeness_of.items():
+    for (i, j), likeness in likenesses.items():
         pair = f"{data.source.name(i)} = {data.source.name(j)}"
         names_of.setdefault(likeness, []).append(pair)
     return [Finding(FindingKind.SIMILAR, each.reason, names) for each, names in names_of.items()]
 
 
-def draw_pairs(data: Any, likeness_of: Mapping[Pair, Likeness], path: Path) -> None:
+def draw_pairs(data: Any, likenesses: Mapping[Pair, Likeness], path: Path) -> None:
     """Draw the most suspicious pairs first: those of two labels, or with test images."""
-    from lockstep.data.contact_sheet import Tile, contact_sheet
+    from lockstep.data.contact_sheet import Tile, write_contact_sheet
 
-    suspicious = [pair for pair in likeness_of if likeness_of[pair].is_suspicious]
-    harmless = [pair for pair in likeness_of if not likeness_of[pair].is_suspicious]
+    suspicious = [pair for pair in likenesses if likenesses[pair].is_suspicious]
+    harmless = [pair for pair in likenesses if not likenesses[pair].is_suspicious]
     tiles = []
     for pair in (suspicious + harmless)[:SHOWN_PAIRS]:
         labels = dict.fromkeys(data.source.target_name(i) for i in pair)
-        caption = [likeness_of[pair].splits_text, " | ".join(labels)]
+        caption = [likenesses[pair].splits_text, " | ".join(labels)]
         tiles.append(Tile([data.source.open(i)[0] for i in pair], caption))
     if tiles:
-        contact_sheet(path, tiles, columns=4)
+        write_contact_sheet(path, tiles, columns=4)
 
 
 def draw_batch(data: Any, path: Path) -> None:
@@ -196,7 +197,7 @@ def log_report(data: Any, *, names_model: bool) -> "list[Finding]":
     """Log what a run says of its data, and return the images that it counts."""
     from lockstep.data import report
 
-    findings = report.report_of(data, limit=None).findings
+    findings = report.make_report(data, limit=None).findings
     report.log_classes(data)
     # Without a model of the user's there are no weights that say how images are normalised.
     if names_model:
@@ -231,7 +232,7 @@ def log_pairs(findings: "Iterable[Finding]") -> None:
         log.info(f"{finding.reason}: {len(finding.names)} pairs")
 
 
-def listed_data(config: Config) -> Any:
+def list_data(config: Config) -> Any:
     """Return the data module of a config, which lists its images and decodes none.
 
     Raises:
@@ -247,7 +248,7 @@ def listed_data(config: Config) -> Any:
         )
     options = {**config["data"], "global_batch_size": 1}
     if "path" in options:
-        # It opens no image before it is needed.
+        # The loader opens no image before it is needed.
         options["path"] = "loader"
     if "num_workers" in options:
         options["num_workers"] = 0
@@ -262,13 +263,13 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
     """
     from lockstep.data.report import LISTS, FindingKind, write_findings
 
-    data = listed_data(config)
+    data = list_data(config)
     groups = [key_of(override).partition(".")[0] for override in config["overrides"]]
     findings = log_report(data, names_model="model" in groups)
     thumbnails = read_thumbnails(data)
     findings += log_images(thumbnails)
-    likeness_of = similar_pairs(data, thumbnails.pixels)
-    similar = findings_of(data, likeness_of)
+    likenesses = find_similar_pairs(data, thumbnails.pixels)
+    similar = list_findings(data, likenesses)
     log_pairs(similar)
     findings += similar
 
@@ -276,10 +277,10 @@ def check(config: Config, *, is_augmented: bool = False) -> int:
     folder = Path(config["paths"]["log_dir"]) / "check_data" / name
     folder.mkdir(parents=True, exist_ok=True)
     # An earlier check may have been of other images.
-    for name in (LISTS, "pairs.png", "batch.png"):
-        (folder / name).unlink(missing_ok=True)
+    for file_name in (LISTS, "pairs.png", "batch.png"):
+        (folder / file_name).unlink(missing_ok=True)
     write_findings(folder, findings)
-    draw_pairs(data, likeness_of, folder / "pairs.png")
+    draw_pairs(data, likenesses, folder / "pairs.png")
     if is_augmented:
         draw_batch(data, folder / "batch.png")
     if any(finding.names for finding in findings):

@@ -123,7 +123,7 @@ def predict_on(
     files: dict[str, Path],
 ) -> int:
     """Predict the part of this rank on its device; rank 0 writes what all have predicted."""
-    from data.predicted import listed_images
+    from data.predicted import read_listed_images
     from lockstep.ranks.collectives import gather_objects
     from lockstep.training.inference import load_finished
     from lockstep.training.prediction import (
@@ -138,7 +138,7 @@ def predict_on(
     model.check_prediction()
     numbers: dict[str, dict[str, float]] = {}
     if is_table(options):
-        files, numbers = listed_images(Path(options["images"]), model.facts.get("inputs", ()))
+        files, numbers = read_listed_images(Path(options["images"]), model.facts.get("inputs", ()))
     elif files:
         refuse_missing_numbers(model)
     set_test_time_flip(model, options["task.test_time_flip"])
@@ -286,9 +286,9 @@ def _files_of(path: Path, left_out: dict[str, list[str]]) -> dict[str, Path]:
 
 
 def _images_below(folder: Path, left_out: dict[str, list[str]]) -> list[str]:
-    from lockstep.data.listing import files_below
+    from lockstep.data.listing import list_files
 
-    return [image.name for image in files_below(folder, left_out)]
+    return [image.name for image in list_files(folder, left_out)]
 
 
 def _shown(reason: str, names: list[str]) -> str:
@@ -332,7 +332,7 @@ def predict_files(
         whole = []
         for position in positions:
             if data.source.is_damaged[position]:
-                rows[names[position]] = {"error": data.source.error_of(position)}
+                rows[names[position]] = {"error": data.source.explain_damage(position)}
             else:
                 whole.append(names[position])
         rows |= zip(whole, rows_of(predictor.model, outputs, whole, masks, top), strict=True)
@@ -401,10 +401,10 @@ def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Pa
     import torch
     from PIL import Image
 
-    from lockstep.data.targets import grey_levels_of
+    from lockstep.data.targets import find_grey_levels
 
     # Masks have the grey levels of those that the run was trained on.
-    levels = grey_levels_of(classes)
+    levels = find_grey_levels(classes)
     if levels is not None:
         outputs = torch.tensor(levels)[outputs.long().cpu()]
     rows: list[Row] = []
@@ -479,7 +479,7 @@ def _cell(value: str | float) -> str | float:
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:
     """Draw images with their classes, and captions below UNSURE in red."""
-    from lockstep.data.contact_sheet import Tile, contact_sheet
+    from lockstep.data.contact_sheet import Tile, write_contact_sheet
 
     tiles = []
     for file, row in classified:
@@ -487,7 +487,7 @@ def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) ->
         caption = f"{str(row['class'])[:CAPTION_LENGTH]} {probability:.0%}"
         colour = "black" if probability >= UNSURE else RED
         tiles.append(Tile([reading.open(file)], [caption, file.name], colour))
-    contact_sheet(path, tiles, columns=SHEET_COLUMNS)
+    write_contact_sheet(path, tiles, columns=SHEET_COLUMNS)
     log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
 
 

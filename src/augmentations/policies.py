@@ -5,7 +5,7 @@ from typing import Any
 
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from lockstep.data.augmentation import Augmentation, Operation, check
+from lockstep.data.augmentation import Augmentation, Operation, check_option
 from lockstep.data.framing import Framing
 from lockstep.process.errors import UserError
 
@@ -30,7 +30,7 @@ class ResizedCrop(Augmentation):
     def __init__(self, *, scale: Sequence[float] | None = (0.08, 1.0), **options: Any) -> None:
         super().__init__(**options)
         is_valid = scale is None or (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1)
-        check("scale", scale, is_valid, "two numbers above 0, ascending, to 1")
+        check_option("scale", scale, is_valid, "two numbers above 0, ascending, to 1")
         self.scale = scale
 
     def crop(self, framing: Framing) -> list[Operation]:
@@ -55,9 +55,9 @@ class RandAugment(ResizedCrop):
 
     def __init__(self, *, num_ops: int = 2, magnitude: int = 9, **options: Any) -> None:
         super().__init__(**options)
-        check("num_ops", num_ops, num_ops >= 1, "at least 1")
+        check_option("num_ops", num_ops, num_ops >= 1, "at least 1")
         highest = MAGNITUDES - 1
-        check("magnitude", magnitude, 0 <= magnitude <= highest, f"from 0 to {highest}")
+        check_option("magnitude", magnitude, 0 <= magnitude <= highest, f"from 0 to {highest}")
         self.num_ops = num_ops
         self.magnitude = magnitude
 
@@ -90,7 +90,7 @@ class AutoAugment(ResizedCrop):
     def __init__(self, *, found_on: str = "imagenet", **options: Any) -> None:
         super().__init__(**options)
         names = [policy.value for policy in AutoAugmentPolicy]
-        check("found_on", found_on, found_on in names, f"one of {', '.join(names)}")
+        check_option("found_on", found_on, found_on in names, f"one of {', '.join(names)}")
         self.found_on = AutoAugmentPolicy(found_on)
 
     def policy(self, framing: Framing) -> list[Operation]:

@@ -28,7 +28,7 @@ def find_column(names: Sequence[str], column: str) -> str:
     return ""
 
 
-def column_of(path: Path, names: Sequence[str], column: str, option: str) -> str:
+def require_column(path: Path, names: Sequence[str], column: str, option: str) -> str:
     """Return the column of a name as `find_column` does.
 
     Raises:
@@ -37,11 +37,11 @@ def column_of(path: Path, names: Sequence[str], column: str, option: str) -> str
     name = find_column(names, column)
     if name:
         return name
-    listed = ", ".join(names[:20])
-    raise UserError(f"{path} has no column {column}: it has {listed}. Give data.{option}=COLUMN.")
+    columns = ", ".join(names[:20])
+    raise UserError(f"{path} has no column {column}: it has {columns}. Give data.{option}=COLUMN.")
 
 
-def columns_of_numbers(
+def find_number_columns(
     module: ListedDataModule, path: Path, names: Sequence[str]
 ) -> dict[str, str]:
     """Return the table's column for each name that the module's options give."""
@@ -50,15 +50,17 @@ def columns_of_numbers(
         # Weights are of training images alone: the table of an evaluation need not have them.
         is_needed = option != "sampling" or module.stage != "test"
         if is_needed or find_column(names, name):
-            columns[name] = column_of(path, names, name, option)
+            columns[name] = require_column(path, names, name, option)
     return columns
 
 
-def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -> list[int]:
+def parse_split_column(
+    values: Sequence[str], column: str, location: Callable[[int], str]
+) -> list[int]:
     """Return the split that each value of a column names; [] where it is about something else.
 
     Args:
-        where: what to call the row of a number.
+        location: returns what to call the row of a number.
     Raises:
         UserError: some values name splits, and others do not; or none does in a column named
             split, which has several.
@@ -70,7 +72,7 @@ def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -
     for i, name in enumerate(tidy):
         if name not in SPLIT_OF:
             raise UserError(
-                f"{where(i)}: {column} is {name or 'empty'}: give one of {', '.join(SPLITS)}. If "
-                "the column is no split, give data.splits=false."
+                f"{location(i)}: {column} is {name or 'empty'}: give one of {', '.join(SPLITS)}. "
+                "If the column is no split, give data.splits=false."
             )
     return [SPLIT_OF[name] for name in tidy]

@@ -27,7 +27,7 @@ class CSVTable:
     lines: list[int] = field(default_factory=list)  # the line of each row in the file
     warnings: list[str] = field(default_factory=list)
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return what messages call a row."""
         return f"{self.path}, line {self.lines[row]}"
 
@@ -48,7 +48,7 @@ class CSVTable:
                     continue
                 if self.delimiter == "," and THOUSANDS.fullmatch(value):
                     raise UserError(
-                        f"{self.where(i)}: {column} is {value}, which may be "
+                        f"{self.location(i)}: {column} is {value}, which may be "
                         f"{value.replace(',', '.')} or {value.replace(',', '')}: write one of them."
                     )
                 example = example or value
@@ -57,7 +57,7 @@ class CSVTable:
             number = example.replace(",", ".")
             self.warnings.append(f"{self.path} has decimal commas: {example} is read as {number}.")
 
-    def one_hot_columns(self, names: Iterable[str]) -> list[str]:
+    def find_one_hot_columns(self, names: Iterable[str]) -> list[str]:
         """Return the columns of 0 and 1 among these if each row has a single 1; [] otherwise."""
         columns = [name for name in names if set(self.column(name)) <= FLAGS]
         if len(columns) < 2:
@@ -80,9 +80,9 @@ def read_csv(path: Path) -> CSVTable:
         raise UserError(
             f"data.root={path} cannot be read ({error.strerror}): give a CSV file."
         ) from None
-    text, encoding = _decoded(path, data)
+    text, encoding = _decode(path, data)
     try:
-        table = _parsed(path, text)
+        table = _parse(path, text)
     except csv.Error as error:
         raise UserError(f"data.root={path} is not a CSV file ({error}).") from None
     if not table.rows:
@@ -96,21 +96,21 @@ def read_csv(path: Path) -> CSVTable:
     return table
 
 
-def _parsed(path: Path, text: str) -> CSVTable:
+def _parse(path: Path, text: str) -> CSVTable:
     delimiter = max(",;\t|", key=text.partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    table = CSVTable(path, _column_names(path, next(reader, [])), delimiter)
+    table = CSVTable(path, _read_column_names(path, next(reader, [])), delimiter)
     for cells in filter(any, reader):
         table.lines.append(reader.line_num)
         if len(cells) != len(table.names):
             raise UserError(
-                f"{table.where(-1)}: {len(cells)} values for {len(table.names)} columns."
+                f"{table.location(-1)}: {len(cells)} values for {len(table.names)} columns."
             )
         table.rows.append(dict(zip(table.names, map(str.strip, cells))))
     return table
 
 
-def _decoded(path: Path, data: bytes) -> tuple[str, str]:
+def _decode(path: Path, data: bytes) -> tuple[str, str]:
     """Return the text of a file, and its encoding: UTF-8, UTF-16 or Excel's own."""
     encodings = ["utf-16"] if data[:2] in UTF_16 else ["utf-8-sig", "cp1252"]
     for encoding in encodings:
@@ -123,9 +123,9 @@ def _decoded(path: Path, data: bytes) -> tuple[str, str]:
     raise UserError(f"data.root={path} is not a CSV file in UTF-8 or UTF-16: {SAVE_AS}.")
 
 
-def _column_names(path: Path, cells: Sequence[str]) -> list[str]:
+def _read_column_names(path: Path, cells: Sequence[str]) -> list[str]:
     names = [name.strip() for name in cells]
-    named = [name for name in names if name]
-    if len(set(named)) < len(named):
+    nonempty = [name for name in names if name]
+    if len(set(nonempty)) < len(nonempty):
         raise UserError(f"{path}: two columns have one name.")
     return names

@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 
-from lockstep.data.content_hash import hash_of_arrays
+from lockstep.data.content_hash import hash_arrays
 from lockstep.data.decoding import to_8_bits
-from lockstep.data.depth import measure
-from lockstep.data.file_values import Header, with_bands
+from lockstep.data.depth import measure_colours
+from lockstep.data.file_values import Header, add_band_axis
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLITS, Item
@@ -24,11 +24,11 @@ from lockstep.data.loading import OpenSample
 from lockstep.data.reading import AUTO, BY_WINDOW, FileValues, Reading
 from lockstep.data.targets import (
     VOID,
-    as_masks,
-    classes_of_pixels,
-    levels_in,
-    mask_classes,
-    note_on_levels,
+    describe_grey_levels,
+    find_levels,
+    name_mask_classes,
+    number_pixels,
+    to_masks,
 )
 from lockstep.process.errors import UserError
 
@@ -88,7 +88,7 @@ class DatasetDataModule(ListedDataModule):
         """Measure some images where they are deep, and leave them all to the workers."""
         depth = self.source.depth
         if self.has_float_pixels:
-            self.depth_note = self._note_on_depth(depth)
+            self.depth_note = self._describe_depth(depth)
             self._measure_colours()
         elif self.range_option == AUTO and depth != EIGHT_BITS:
             self.source.warnings.append(
@@ -102,9 +102,9 @@ class DatasetDataModule(ListedDataModule):
         Each rank measures the same ones from the same seeds. Nothing tells whether a cached value
         is still right.
         """
-        positions = self._measured_positions(MEASURED_ITEMS)
-        with seeded():
-            colours = measure(self.source, positions, self.framing, threads=1)
+        positions = self._pick_measured_positions(MEASURED_ITEMS)
+        with fixed_seeds():
+            colours = measure_colours(self.source, positions, self.framing, threads=1)
         self._set_colours(colours)
 
     def choose_path(self) -> tuple[str, str]:
@@ -134,18 +134,18 @@ class DatasetImages(ImageList):
         for split, dataset in enumerate(datasets):
             if dataset is None:
                 continue
-            labels, classes = self._labels_of(dataset)
-            for i, title in enumerate(_titles(labels, classes, SPLITS[split])):
+            labels, classes = self._read_labels(dataset)
+            for i, title in enumerate(_name_labels(labels, classes, SPLITS[split])):
                 items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
                 self._dataset_items.append((dataset, i))
         super().__init__(Path(), items)
 
         # Whether images can be used is known before training.
         self.open(0)
-        self.depth = self._depth()
+        self.depth = self._find_depth()
         if target != "class":
             self._read_targets(getattr(datasets[0], "classes", None))
-        self.list_hash = self._hash_of_items()
+        self.list_hash = self._hash_items()
         first = self.class_names[0] if target == "class" else ""
         if first.startswith("-") and first[1:].isdigit():
             self.warnings.append(
@@ -153,32 +153,33 @@ class DatasetImages(ImageList):
                 "unknown, remove such items."
             )
 
-    def _depth(self) -> str:
+    def _find_depth(self) -> str:
         """Return "16 bits", by the first image. Floats from 0 to 1 count as 8 bits by default."""
         dataset, i = self._dataset_items[0]
-        with seeded():
-            dtype = _array_of(dataset[i][0]).dtype
+        with fixed_seeds():
+            dtype = _to_array(dataset[i][0]).dtype
         is_picture = dtype.kind == "b" or (dtype.kind == "f" and not self.reading.has_float_pixels)
         if is_picture:
             return EIGHT_BITS
         return Header(dtype).depth
 
-    def _labels_of(self, dataset: Any) -> tuple[list[int], Any]:
+    def _read_labels(self, dataset: Any) -> tuple[list[int], Any]:
         """Return the label of each item, and the names of the classes or None."""
         if self._target != "class":
             return [0] * len(dataset), None
-        change = getattr(dataset, "target_transform", None)
+        transform = getattr(dataset, "target_transform", None)
         classes = getattr(dataset, "classes", None)
-        labels = _labels_attribute(dataset)
+        labels = _get_labels(dataset)
         try:
             if labels is None:
-                items = [_whole(dataset[i][1]) for i in range(len(dataset))]
-                return items, None if change else classes
-            if not change:
-                return [_whole(label) for label in labels], classes
-            plain = [_plain(label) for label in labels]
-            changed = [_whole(change(label)) for label in plain]
-            return changed, classes if changed == plain else None
+                items = [_to_whole_number(dataset[i][1]) for i in range(len(dataset))]
+                return items, None if transform else classes
+            # A target_transform may number the classes anew. Then nothing says their names.
+            if not transform:
+                return [_to_whole_number(label) for label in labels], classes
+            python_labels = [_to_python(label) for label in labels]
+            transformed = [_to_whole_number(transform(label)) for label in python_labels]
+            return transformed, classes if transformed == python_labels else None
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"data.dataset: a label of {type(dataset).__name__} is not an integer ({error}); "
@@ -187,49 +188,43 @@ class DatasetImages(ImageList):
 
     def _read_targets(self, classes: Sequence[Any] | None) -> None:
         """Read the targets of all items but their masks, which are read with their images."""
-        self.mask_names = self._names_of_masks()
-        names = [name for name in self._target_of(0) if name not in self.mask_names]
+        self.mask_names = self._find_mask_names()
+        names = [name for name in self._read_target(0) if name not in self.mask_names]
         columns: dict[str, list[Any]] = {name: [] for name in names}
         # An item may be slow to make, and without such names it is not needed.
         for i in range(len(self) if names else 0):
-            target = self._target_of(i)
+            target = self._read_target(i)
             for name in names:
-                columns[name].append(_value(target, name))
-        self.targets = {name: self._array(name, values) for name, values in columns.items()}
+                columns[name].append(_get_target(target, name))
+        self.targets = {
+            name: self._convert_targets(name, values) for name, values in columns.items()
+        }
         if self._target not in ("any", self.target_kind):
             raise UserError(
                 f"data.target={self._target}: the items' targets are of the kind "
                 f"{self.target_kind}."
             )
-        self.class_names = self._names_of_classes(classes)
+        self.class_names = self._name_classes(classes)
 
-    def _target_of(self, position: int) -> dict[str, Any]:
+    def _read_target(self, position: int) -> dict[str, Any]:
         """Return the targets of an item by name."""
         dataset, i = self._dataset_items[position]
-        return _by_name(dataset[i][1])
+        return _name_targets(dataset[i][1])
 
-    def _names_of_masks(self) -> list[str]:
+    def _find_mask_names(self) -> list[str]:
         """Return the names of the masks: pictures, or arrays of the image's size."""
         dataset, i = self._dataset_items[0]
         image, target = dataset[i]
-        size = _array_of(image).shape[:2]
+        size = _to_array(image).shape[:2]
         any_size = self._target == "mask"
-        by_name = _by_name(target)
+        by_name = _name_targets(target)
         return [name for name in by_name if _is_mask(by_name[name], size, any_size=any_size)]
 
-    def _array(self, name: str, items: list[Any]) -> np.ndarray:
-        """Return the targets of one name, (n, …) int64 or float32."""
-        try:
-            values = np.stack([np.asarray(item) for item in items])
-            if values.dtype.kind not in "biu":
-                values = values.astype(np.float32)
-        except (ValueError, TypeError) as error:
-            raise UserError(
-                f"data.dataset: the targets{f' {name!r}' if name else ''} are not numbers or "
-                f"arrays of one shape ({error})."
-            ) from None
-        are_classes = values.dtype.kind in "biu" and self._target != "number"
-        if are_classes and (name or values.ndim == 1):
+    def _convert_targets(self, name: str, items: list[Any]) -> np.ndarray:
+        """Return the targets of one name, (n, …) int64 for classes, else float32."""
+        values = _stack_targets(name, items)
+        are_whole = values.dtype.kind in "biu" and self._target != "number"
+        if are_whole and (name or values.ndim == 1):
             return values.astype(np.int64)
         numbers = values.astype(np.float32)
         if self._unknown is not None and numbers.ndim == 2:
@@ -244,13 +239,14 @@ class DatasetImages(ImageList):
         if not len(wrong):
             return
         dataset, i = self._dataset_items[wrong[0]]
+        prefix = f"{name}=" if name else ""
         raise UserError(
             f"data.dataset: item {i} of {type(dataset).__name__} has the target "
-            f"{name and f'{name}='}{numbers[wrong[0]]}, as {len(wrong)} of {len(numbers)} items "
+            f"{prefix}{numbers[wrong[0]]}, as {len(wrong)} of {len(numbers)} items "
             "that are not finite: remove them."
         )
 
-    def _names_of_classes(self, classes: Sequence[Any] | None) -> list[str]:
+    def _name_classes(self, classes: Sequence[Any] | None) -> list[str]:
         kind = self.target_kind
         if classes is not None:
             return [str(name) for name in classes]
@@ -261,11 +257,13 @@ class DatasetImages(ImageList):
         if kind != "mask":
             return []
         self.has_grey_levels = True
-        names = mask_classes(levels_in(_mask_of(self._target_of(i)[""]) for i in range(len(self))))
-        self.warnings += note_on_levels(names)
+        names = name_mask_classes(
+            find_levels(_to_mask(self._read_target(i)[""]) for i in range(len(self)))
+        )
+        self.warnings += describe_grey_levels(names)
         return names
 
-    def _hash_of_items(self) -> str:
+    def _hash_items(self) -> str:
         """Return a hash of the targets and of the images of 32 evenly spaced items.
 
         The images do not count where an item is another one each time it is read, although random
@@ -277,7 +275,7 @@ class DatasetImages(ImageList):
             first = _read_from_seed(self.open, position)
             if all(map(np.array_equal, first, _read_from_seed(self.open, position))):
                 pixels += first
-        return hash_of_arrays(pixels, self.targets, self.class_names, self.splits)
+        return hash_arrays(pixels, self.targets, self.class_names, self.splits)
 
     def hash(self) -> str:
         return self.list_hash
@@ -285,23 +283,23 @@ class DatasetImages(ImageList):
     def open(self, position: int) -> tuple[Any, ...]:
         dataset, i = self._dataset_items[position]
         image, target = dataset[i]
-        masks = [_mask_of(_by_name(target)[name]) for name in self.mask_names]
+        masks = [_to_mask(_name_targets(target)[name]) for name in self.mask_names]
         levels = self.grey_levels
         try:
-            masks = [classes_of_pixels(mask, levels) for mask in masks]
-            return self._pixels(image), *as_masks(masks)
+            masks = [number_pixels(mask, levels) for mask in masks]
+            return self._convert_image(image), *to_masks(masks)
         except (ValueError, TypeError) as error:
             raise UserError(
                 f"data.dataset: item {i} of {type(dataset).__name__}: {error}."
             ) from None
 
-    def _pixels(self, image: Any) -> Any:
+    def _convert_image(self, image: Any) -> Any:
         reading = self.reading
         if not reading.has_float_pixels:
-            return to_8_bits(_as_pillow(image), reading.channels)
+            return to_8_bits(_to_pillow(image), reading.channels)
         if isinstance(image, Image.Image):
-            return reading.image_of(FileValues(reading.bands_of(image)))
-        array = with_bands(_array_of(image))
+            return reading.to_image(FileValues(reading.to_bands(image)))
+        array = add_band_axis(_to_array(image))
         if array.dtype == bool:
             array = array.astype(np.uint8) * 255
         if reading.limits is None and array.dtype.kind == "f":
@@ -309,10 +307,10 @@ class DatasetImages(ImageList):
             reading = replace(reading, limits=(0.0, 1.0))
         elif reading.limits is None and array.dtype != np.uint8:
             raise ValueError(f"the image has the type {array.dtype}: {GIVE_RANGE}")
-        return reading.image_of(FileValues(array))
+        return reading.to_image(FileValues(array))
 
 
-def _titles(labels: Sequence[int], classes: Any, split: str) -> list[str]:
+def _name_labels(labels: Sequence[int], classes: Any, split: str) -> list[str]:
     """Return the class name of each label; a name that two classes have gets its number.
 
     Raises:
@@ -333,25 +331,37 @@ def _titles(labels: Sequence[int], classes: Any, split: str) -> list[str]:
     return [titles[label] for label in labels]
 
 
-def _whole(label: Any) -> int:
+def _to_whole_number(label: Any) -> int:
     number = int(label)
     if number != label and not isinstance(label, str):
         raise ValueError(label)
     return number
 
 
-def _plain(label: Any) -> Any:
+def _to_python(label: Any) -> Any:
     return label.item() if hasattr(label, "item") else label
 
 
-def _by_name(target: Any) -> dict[str, Any]:
+def _name_targets(target: Any) -> dict[str, Any]:
     return target if isinstance(target, dict) else {"": target}
 
 
-def _value(target: dict[str, Any], name: str) -> Any:
+def _get_target(target: dict[str, Any], name: str) -> Any:
     if name not in target:
         raise UserError(f"data.dataset: an item has no target {name!r}, which the first item has.")
     return target[name]
+
+
+def _stack_targets(name: str, items: list[Any]) -> np.ndarray:
+    """Return the targets of one name in an array, whole numbers as they are, else float32."""
+    try:
+        values = np.stack([np.asarray(item) for item in items])
+        return values if values.dtype.kind in "biu" else values.astype(np.float32)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"data.dataset: the targets{f' {name!r}' if name else ''} are not numbers or "
+            f"arrays of one shape ({error})."
+        ) from None
 
 
 def _is_mask(value: Any, size: tuple[int, ...], *, any_size: bool) -> bool:
@@ -360,7 +370,7 @@ def _is_mask(value: Any, size: tuple[int, ...], *, any_size: bool) -> bool:
     return any_size and np.ndim(value) == 2
 
 
-def _mask_of(value: Any) -> np.ndarray:
+def _to_mask(value: Any) -> np.ndarray:
     pixels = np.asarray(value)
     if pixels.max() > VOID:
         raise UserError(
@@ -371,7 +381,7 @@ def _mask_of(value: Any) -> np.ndarray:
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
+def fixed_seeds() -> Iterator[None]:
     """Draw from the same seeds in every process, and restore the streams of random numbers."""
     with isolate_rng(include_cuda=False):
         torch.default_generator.manual_seed(0)
@@ -382,12 +392,12 @@ def seeded() -> Iterator[None]:
 
 def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
     """Return the pixels of an item and its masks, [] where the loader will refuse it."""
-    with seeded(), suppress(UserError):
+    with fixed_seeds(), suppress(UserError):
         return [np.asarray(picture) for picture in open_sample(position)]
     return []
 
 
-def _array_of(image: Any) -> np.ndarray:
+def _to_array(image: Any) -> np.ndarray:
     """Return (height, width) or (height, width, channels) of an image of any kind."""
     if hasattr(image, "movedim") and image.ndim == 3:
         image = image.movedim(0, -1)
@@ -395,9 +405,10 @@ def _array_of(image: Any) -> np.ndarray:
 
 
 def _refuse_other_floats(pixels: np.ndarray) -> None:
-    """
+    """Refuse floats that are not from 0 to 1.
+
     Raises:
-        ValueError: they are not from 0 to 1.
+        ValueError: with the range of the values.
     """
     low = pixels.min()
     high = pixels.max()
@@ -408,10 +419,10 @@ def _refuse_other_floats(pixels: np.ndarray) -> None:
         )
 
 
-def _as_pillow(image: Any) -> Image.Image:
+def _to_pillow(image: Any) -> Image.Image:
     if isinstance(image, Image.Image):
         return image
-    pixels = _array_of(image)
+    pixels = _to_array(image)
     if pixels.dtype.kind == "f":
         _refuse_other_floats(pixels)
         pixels = np.round(255 * pixels).astype(np.uint8)
@@ -424,7 +435,7 @@ def _as_pillow(image: Any) -> Image.Image:
     return Image.fromarray(pixels[..., 0] if is_grey else pixels)
 
 
-def _labels_attribute(dataset: Any) -> Any:
+def _get_labels(dataset: Any) -> Any:
     """Return the labels that a data set has as an attribute, or None."""
     labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
     # An attribute of that name may be another thing, such as the list of the classes.

@@ -13,11 +13,11 @@ from lockstep.data.listing import (
     TRAIN,
     Item,
     LeftOut,
-    counts_of,
-    files_below,
-    group_of,
-    local_root,
-    ordered_classes,
+    describe_counts,
+    list_files,
+    match_group,
+    resolve_root,
+    sort_classes,
 )
 from lockstep.process.errors import UserError
 
@@ -34,30 +34,30 @@ class ImageFolderDataModule(ListedDataModule):
         self, *, root: str | Path | None = None, name: str = "image_folder", **options: Any
     ) -> None:
         super().__init__(name=name, **options)
-        self._root = local_root(root, "a folder with one folder of images per class")
+        self._root = resolve_root(root, "a folder with one folder of images per class")
 
     def list_images(self) -> ImageList:
         left_out: LeftOut = {}
         warnings: list[str] = []
         layout, images = self._read_layout(left_out)
-        of_classes = self.target == "class"
-        splits = split_folders(layout, self.splits_option, warnings, of_classes=of_classes)
+        holds_classes = self.target == "class"
+        splits = split_folders(layout, self.splits_option, warnings, holds_classes=holds_classes)
 
         by_folder: dict[str, list[Item]] = {
-            folder: [] for folder in self._label_folders(layout, splits)
+            folder: [] for folder in self._list_label_folders(layout, splits)
         }
         for item in images:
-            folder = _label_folder(item.name, has_splits=bool(splits))
+            folder = _get_label_folder(item.name, has_splits=bool(splits))
             if folder in by_folder:
                 by_folder[folder].append(item)
             else:
-                left_out.setdefault(_why_left_out(item.name, splits), []).append(item.name)
+                left_out.setdefault(_explain_left_out(item.name, splits), []).append(item.name)
         for folder, items in by_folder.items():
-            self._label(folder, items, splits, left_out)
+            self._label_items(folder, items, splits, left_out)
 
         labelled = list(itertools.chain.from_iterable(by_folder.values()))
         if self.target == "mask":
-            labelled = self._with_masks(labelled)
+            labelled = self._pair_with_masks(labelled)
         return ImageList(
             self._root, labelled, left_out=left_out, target=self.target, warnings=warnings
         )
@@ -70,25 +70,26 @@ class ImageFolderDataModule(ListedDataModule):
                 f"data.root={root} {fault}: give a folder with one folder of images per class."
             )
         folders: list[str] = []
-        images = files_below(root, left_out, folders)
-        layout = FolderLayout.of(root, folders, images)
-        if not layout.inner:
+        images = list_files(root, left_out, folders)
+        layout = FolderLayout.from_listing(root, folders, images)
+        if not layout.subfolders:
             raise UserError(f"{root} has no class folders: put the images into {root}/<class>/.")
         return layout, images
 
-    def _label_folders(self, layout: FolderLayout, splits: dict[str, int]) -> list[str]:
+    def _list_label_folders(self, layout: FolderLayout, splits: dict[str, int]) -> list[str]:
         """Return <class>, or <split>/<class>, in the order of the splits and classes."""
         if not splits:
-            return self._labels(layout.inner)
+            return self._sort_labels(layout.subfolders)
         folders = []
-        for part in sorted(splits, key=lambda name: (splits[name], name)):
-            folders += [f"{part}/{label}" for label in self._labels(layout.inner[part])]
+        for split_folder in sorted(splits, key=lambda name: (splits[name], name)):
+            labels = self._sort_labels(layout.subfolders[split_folder])
+            folders += [f"{split_folder}/{label}" for label in labels]
         return folders
 
-    def _labels(self, folders: Iterable[str]) -> list[str]:
-        return ["images", "masks"] if self.target == "mask" else ordered_classes(folders)
+    def _sort_labels(self, folders: Iterable[str]) -> list[str]:
+        return ["images", "masks"] if self.target == "mask" else sort_classes(folders)
 
-    def _label(
+    def _label_items(
         self, folder: str, items: list[Item], splits: dict[str, int], left_out: LeftOut
     ) -> None:
         """Set label, split and group of the images of one folder.
@@ -96,25 +97,25 @@ class ImageFolderDataModule(ListedDataModule):
         Raises:
             UserError: a folder to train on holds no images.
         """
-        part, _, label = folder.rpartition("/")
-        split = splits.get(part, TRAIN)
+        split_folder, _, label = folder.rpartition("/")
+        split = splits.get(split_folder, TRAIN)
         if not items and split == TRAIN:
-            inside = {}
+            excluded = {}
             for reason, names in left_out.items():
                 below = [name for name in names if name.startswith(f"{folder}/")]
                 if below:
-                    inside[reason] = below
+                    excluded[reason] = below
             raise UserError(
-                f"{self._root / folder} holds no images (left out: {counts_of(inside)}): add some "
-                "or remove it."
+                f"{self._root / folder} holds no images (left out: {describe_counts(excluded)}): "
+                "add some or remove it."
             )
         for item in items:
             item.label = label
             item.split = split
             if self.group:
-                item.group = group_of(self.group, item.name)
+                item.group = match_group(self.group, item.name)
 
-    def _with_masks(self, items: list[Item]) -> list[Item]:
+    def _pair_with_masks(self, items: list[Item]) -> list[Item]:
         """Return the images with the paths of their masks: images/NAME.* has masks/NAME.*."""
         masks = {os.path.splitext(item.name)[0]: item.name for item in items if _is_mask(item)}
         images = []
@@ -136,12 +137,12 @@ def _is_mask(item: Item) -> bool:
     return item.label == "masks"
 
 
-def _label_folder(name: str, *, has_splits: bool) -> str:
+def _get_label_folder(name: str, *, has_splits: bool) -> str:
     """Return the first folder of a path, or the first two where the first one is a split."""
     return "/".join(name.split("/", 2 if has_splits else 1)[:-1])
 
 
-def _why_left_out(name: str, splits: dict[str, int]) -> str:
+def _explain_left_out(name: str, splits: dict[str, int]) -> str:
     top, _, rest = name.partition("/")
     if splits and rest:
         return f"images in {top}/, which is no split of class folders"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.columns import column_of, columns_of_numbers, find_column, splits_of
-from data.shards import Shards, identity_of
+from data.columns import find_column, find_number_columns, parse_split_column, require_column
+from data.shards import Shards, identify_file
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.node_cache import Content
@@ -30,12 +30,12 @@ class ParquetColumns:
     class_names: list[str]  # as the file declares them; [] if it does not
     group: str
     split: str
-    numbers: dict[str, str]  # as of `columns_of_numbers`
+    numbers: dict[str, str]  # as of `find_number_columns`
 
     @property
     def all(self) -> list[str]:
-        named = filter(None, (self.group, self.split))
-        return sorted({self.image, *self.labels, *named, *self.numbers.values()})
+        optional_columns = filter(None, (self.group, self.split))
+        return sorted({self.image, *self.labels, *optional_columns, *self.numbers.values()})
 
 
 @dataclass
@@ -43,9 +43,9 @@ class CopiedRows:
     """The facts beside the images that were copied out of a parquet file.
 
     Args:
-        items: of the images, as of ReadShard.
+        items: the images, in the form that ReadShard says.
         split_names: names of their splits, where a column tells them.
-        files: for each image the file that its row names, as of identity_of, or None.
+        files: for each image the file that its row names, as identify_file returns it, or None.
         unlabelled: the names of rows without a label.
     """
 
@@ -96,7 +96,7 @@ class ParquetDataModule(ListedDataModule):
 
         try:
             with parquet.ParquetFile(path) as file:
-                columns = self._columns(path, file.schema_arrow)
+                columns = self._find_columns(path, file.schema_arrow)
                 batches = file.iter_batches(ROWS, columns=columns.all)
                 rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
                 copied = self._copy_rows(path, rows, columns, folder / ENCODED)
@@ -107,8 +107,8 @@ class ParquetDataModule(ListedDataModule):
             ) from None
         splits = []
         if self.splits_option is not False:
-            where = [f"{path}, {item[0]}" for item in copied.items]
-            splits = splits_of(copied.split_names, columns.split, where.__getitem__)
+            locations = [f"{path}, {item[0]}" for item in copied.items]
+            splits = parse_split_column(copied.split_names, columns.split, locations.__getitem__)
         left_out = {"rows without a label": copied.unlabelled} if copied.unlabelled else {}
         return {
             "items": copied.items,
@@ -130,74 +130,75 @@ class ParquetDataModule(ListedDataModule):
         with destination.open("wb") as out:
             for row_number, row in enumerate(rows):
                 name = f"row {row_number}"
-                label = self._label(row, columns, f"{path}, {name}")
+                label = self._read_label(row, columns, f"{path}, {name}")
                 if label is None and self.target == "class":
                     copied.unlabelled.append(name)
                     continue
-                where = f"{path}, {name}: {columns.image}"
-                image = _bytes_or_file(row[columns.image], where, path.parent)
+                location = f"{path}, {name}: {columns.image}"
+                image = _get_bytes_or_file(row[columns.image], location, path.parent)
                 file = None
                 if isinstance(image, Path):
-                    file = identity_of(image)
+                    file = identify_file(image)
                     image = image.read_bytes()
                 start = out.tell()
                 size = out.write(image)
-                group = _group_of_row(row, columns.group, f"{path}, {name}")
-                numbers = {key: _plain(row[column]) for key, column in columns.numbers.items()}
+                group = _read_group(row, columns.group, f"{path}, {name}")
+                numbers = {key: _to_json(row[column]) for key, column in columns.numbers.items()}
                 copied.items.append([name, label, start, size, group, numbers])
                 copied.files.append(file)
                 if columns.split:
                     copied.split_names.append(str(row[columns.split]))
         return copied
 
-    def _label(self, row: Mapping[str, Any], columns: ParquetColumns, where: str) -> Any:
+    def _read_label(self, row: Mapping[str, Any], columns: ParquetColumns, location: str) -> Any:
         """Return the label of a row; None if its class is missing."""
         if self._label_columns:
-            return _plain([row[column] for column in columns.labels])
+            return _to_json([row[column] for column in columns.labels])
         value = row[columns.labels[0]]
         if self.target != "class":
-            return _plain(value)
+            return _to_json(value)
         if value in (None, -1):
             return None
-        return _class_of(value, f"{where}: {columns.labels[0]}", columns.class_names)
+        return _name_class(value, f"{location}: {columns.labels[0]}", columns.class_names)
 
-    def _columns(self, path: Path, schema: Any) -> ParquetColumns:
+    def _find_columns(self, path: Path, schema: Any) -> ParquetColumns:
         """Return the columns, as stated or declared."""
         types = {column.name: str(column.type) for column in schema}
-        declared = _hugging_face_features(schema, types)
-        image = self._image_of(path, types, declared)
+        features = _read_hugging_face_features(schema, types)
+        image = self._find_image_column(path, types, features)
         group = find_column(list(types), str(self.group)) if self.group else ""
         split = find_column(list(types), "split")
-        numbers = columns_of_numbers(self, path, list(types))
+        numbers = find_number_columns(self, path, list(types))
         if self._label_columns:
             labels = [
-                column_of(path, list(types), name, "label_columns") for name in self._label_columns
+                require_column(path, list(types), name, "label_columns")
+                for name in self._label_columns
             ]
             return ParquetColumns(image, labels, [], group, split, numbers)
-        classes = _declared_as(declared, "ClassLabel")
+        classes = _list_declared(features, "ClassLabel")
         column = self._label_column or (classes[0] if len(classes) == 1 else "label")
-        label = column_of(path, list(types), column, "label_column")
+        label = require_column(path, list(types), column, "label_column")
         class_names = []
         if label in classes:
-            class_names = [str(name) for name in declared[label].get("names") or ()]
+            class_names = [str(name) for name in features[label].get("names") or ()]
         return ParquetColumns(image, [label], class_names, group, split, numbers)
 
-    def _image_of(
-        self, path: Path, types: Mapping[str, str], declared: Mapping[str, Mapping[str, Any]]
+    def _find_image_column(
+        self, path: Path, types: Mapping[str, str], features: Mapping[str, Mapping[str, Any]]
     ) -> str:
         image_columns = [
             name for name, kind in types.items() if "binary" in kind or "path: string" in kind
         ]
-        candidates = _declared_as(declared, "Image") or image_columns
+        candidates = _list_declared(features, "Image") or image_columns
         if self._image_column:
             candidates = [self._image_column]
         if len(candidates) != 1:
-            listed = ", ".join(candidates or list(types)[:20])
+            column_names = ", ".join(candidates or list(types)[:20])
             raise UserError(
                 f"{path}: the column of the images is not clear. Give data.image_column= one of "
-                f"{listed}."
+                f"{column_names}."
             )
-        image = column_of(path, list(types), candidates[0], "image_column")
+        image = require_column(path, list(types), candidates[0], "image_column")
         if image not in image_columns and "string" not in types[image]:
             raise UserError(
                 f"{path}: the column {image} holds no encoded images, but {types[image]}."
@@ -205,7 +206,7 @@ class ParquetDataModule(ListedDataModule):
         return image
 
 
-def _hugging_face_features(schema: Any, types: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _read_hugging_face_features(schema: Any, types: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return what Hugging Face's datasets write about the columns, {} where they did not."""
     with suppress(KeyError, TypeError, ValueError):
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
@@ -217,11 +218,11 @@ def _hugging_face_features(schema: Any, types: Mapping[str, str]) -> dict[str, d
     return {}
 
 
-def _declared_as(declared: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
-    return [name for name, feature in declared.items() if feature.get("_type") == kind]
+def _list_declared(features: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
+    return [name for name, feature in features.items() if feature.get("_type") == kind]
 
 
-def _bytes_or_file(image: Any, where: str, folder: Path) -> bytes | Path:
+def _get_bytes_or_file(image: Any, location: str, folder: Path) -> bytes | Path:
     """Return the bytes of one image, or the file beside the table that holds them."""
     value = image
     if isinstance(image, Mapping):
@@ -230,16 +231,16 @@ def _bytes_or_file(image: Any, where: str, folder: Path) -> bytes | Path:
         # Path.is_file raises for a name that is too long.
         if not os.path.isfile(folder / value):
             raise UserError(
-                f"{where} names {value[:100]}, and there is no file of that name in {folder}."
+                f"{location} names {value[:100]}, and there is no file of that name in {folder}."
             )
         return folder / value
     if not value or not isinstance(value, bytes):
         kind = f", but a {type(value).__name__}" if value else ""
-        raise UserError(f"{where} holds no image{kind}.")
+        raise UserError(f"{location} holds no image{kind}.")
     return value
 
 
-def _group_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None:
+def _read_group(row: Mapping[str, Any], column: str, location: str) -> str | None:
     """Return the group of a row of a parquet file; None without a column of groups.
 
     Raises:
@@ -248,22 +249,22 @@ def _group_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None
     if not column:
         return None
     if row[column] is None:
-        raise UserError(f"{where}: {column} is empty, and data.group needs it for each image.")
+        raise UserError(f"{location}: {column} is empty, and data.group needs it for each image.")
     return str(row[column])
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Return a number as it is, and text of anything else, such as a decimal, for JSON."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     return value if isinstance(value, int | float) else str(value)
 
 
-def _class_of(value: Any, where: str, names: list[str]) -> str:
+def _name_class(value: Any, location: str, names: list[str]) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and 0 <= value < (len(names) or math.inf):
         return names[value] if names else str(value)
     if isinstance(value, str) and value.strip():
         return value
-    raise UserError(f"{where} is {str(value)[:50]}, which is not a class.")
+    raise UserError(f"{location} is {str(value)[:50]}, which is not a class.")

@@ -4,14 +4,16 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from data.columns import column_of
+from data.columns import require_column
 from data.csv_file import read_csv
 from lockstep.process.errors import UserError
 
 Numbers = dict[str, float]
 
 
-def listed_images(path: Path, inputs: Iterable[str]) -> tuple[dict[str, Path], dict[str, Numbers]]:
+def read_listed_images(
+    path: Path, inputs: Iterable[str]
+) -> tuple[dict[str, Path], dict[str, Numbers]]:
     """Return the files of a table with a column path, and the numbers of each, by name.
 
     Args:
@@ -21,24 +23,26 @@ def listed_images(path: Path, inputs: Iterable[str]) -> tuple[dict[str, Path], d
         UserError: a column is missing, a value is no number, or an image has different numbers.
     """
     table = read_csv(path)
-    names = table.column(column_of(path, table.names, "path", "path_column"))
-    columns = {name: _column(path, table.names, name) for name in inputs}
+    names = table.column(require_column(path, table.names, "path", "path_column"))
+    columns = {name: _require_column(path, table.names, name) for name in inputs}
     table.read_decimal_commas(list(columns.values()))
     files = {name: path.parent / name for name in names}
     numbers: dict[str, Numbers] = {}
     for i, name in enumerate(names):
         row = table.rows[i]
-        where = table.where(i)
-        of_row = {key: _number(row[column], column, where) for key, column in columns.items()}
-        if numbers.setdefault(name, of_row) != of_row:
+        location = table.location(i)
+        row_numbers = {
+            key: _parse_number(row[column], column, location) for key, column in columns.items()
+        }
+        if numbers.setdefault(name, row_numbers) != row_numbers:
             raise UserError(
-                f"{where}: {name} is listed before with other numbers, and a prediction has one "
+                f"{location}: {name} is listed before with other numbers, and a prediction has one "
                 "row for each path. Predict them from two tables."
             )
     return files, numbers
 
 
-def _column(path: Path, names: list[str], name: str) -> str:
+def _require_column(path: Path, names: list[str], name: str) -> str:
     if name in names:
         return name
     raise UserError(
@@ -46,11 +50,11 @@ def _column(path: Path, names: list[str], name: str) -> str:
     )
 
 
-def _number(text: str, column: str, where: str) -> float:
+def _parse_number(text: str, column: str, location: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise UserError(f"{where}: {column} is {text or 'empty'}. Write a number there.")
+        raise UserError(f"{location}: {column} is {text or 'empty'}. Write a number there.")
     return number

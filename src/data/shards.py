@@ -17,10 +17,10 @@ from lockstep.data.listing import (
     TRAIN,
     Item,
     LeftOut,
-    files_below,
-    group_of,
-    local_root,
-    splits_in,
+    list_files,
+    match_group,
+    parse_splits,
+    resolve_root,
 )
 from lockstep.data.node_cache import Content, load_or_build
 from lockstep.process.errors import UserError
@@ -33,8 +33,8 @@ items: for each image its name in the file, its label (text, or a list of number
     name.
 left_out: names by reason.
 data: the file that it wrote into `folder` with images that cannot be read in place; else None.
-files: for each image the file beside this one that it is a copy of, as of identity_of, or None; []
-    where there are none.
+files: for each image the file beside this one that it is a copy of, as of identify_file, or None;
+    [] where there are none.
 splits: those of images in a file to train on, if a column says.
 """
 
@@ -50,7 +50,7 @@ class ShardItem(NamedTuple):
     numbers: dict[str, Any] | None = None
 
 
-# As in the hub's own addresses: a revision such as refs/convert/parquet has two slashes.
+# A revision such as refs/convert/parquet has two slashes, as in the hub's own addresses.
 HUB_ADDRESS = re.compile(
     r"hf://datasets/(?P<repository>[^/@]+/[^/@]+)"
     r"(@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?(/(?P<folder>.+))?"
@@ -74,29 +74,31 @@ class Shards:
     options: Sequence[Any]
 
     def __post_init__(self) -> None:
-        # Whether a column tells the splits of the images, and the first file of which it is so.
-        self._splits_told: dict[bool, str] = {}
+        # The first file in which a column tells the splits (True), and the first without (False).
+        self._first_files: dict[bool, str] = {}
         root = self.root
         if str(root).startswith("hf://"):
-            root = from_hub(str(root), self.suffix, self.module.cache_dir / "hub")
-        self._root = local_root(root, f"a folder with {self.suffix} files")
+            root = download_from_hub(str(root), self.suffix, self.module.cache_dir / "hub")
+        self._root = resolve_root(root, f"a folder with {self.suffix} files")
 
     def list_images(self, label_columns: Sequence[str] = ()) -> ImageList:
         module = self.module
         left_out: LeftOut = {}
-        shards = self._find(left_out)
+        shards = self._find_files(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
         items: list[Item] = []
-        self._splits_told = {}
+        self._first_files = {}
         for name, split in tqdm(shards.items(), f"Reading {len(shards)} files", disable=None):
-            items += self._items_of(folder, name, split, left_out)
-        if len(self._splits_told) == 2:
+            items += self._list_items(folder, name, split, left_out)
+        if len(self._first_files) == 2:
             raise UserError(
-                f"{self._root}: a column of {self._splits_told[True]} names splits, and none of "
-                f"{self._splits_told[False]} does. Give train, val or test in each file, or "
+                f"{self._root}: a column of {self._first_files[True]} names splits, and none of "
+                f"{self._first_files[False]} does. Give train, val or test in each file, or "
                 "data.splits=false to draw the splits."
             )
-        has_splits = any(map(_splits_of, shards)) or any(item.split != TRAIN for item in items)
+        has_splits = any(map(_parse_path_splits, shards)) or any(
+            item.split != TRAIN for item in items
+        )
         if module.splits_option is True and not has_splits:
             raise UserError(
                 f"data.splits=true, but no file in {self._root} is named as a split: rename the "
@@ -111,22 +113,22 @@ class Shards:
             unknown=module.unknown,
         )
 
-    def _items_of(self, folder: Path, name: str, split: int, left_out: LeftOut) -> Iterator[Item]:
+    def _list_items(self, folder: Path, name: str, split: int, left_out: LeftOut) -> Iterator[Item]:
         """Yield the images of one file."""
         path = folder / name
         group_option = self.module.group
         cache, shard = self._read_once(path)
         file = str(cache / shard["data"] if shard["data"] else path)
-        mtimes = _mtimes(shard, identity_of(path))
+        mtimes = _get_mtimes(shard, identify_file(path))
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
         if split == TRAIN and shard["items"]:
-            self._splits_told.setdefault(bool(splits), name)
+            self._first_files.setdefault(bool(splits), name)
         for i, values in enumerate(shard["items"]):
             image = ShardItem(*values)
             group = image.group
             if group_option and group is None:
-                group = group_of(group_option, image.name)
+                group = match_group(group_option, image.name)
             yield Item(
                 name=f"{name}: {image.name}",
                 label=image.label,
@@ -143,55 +145,56 @@ class Shards:
 
     def _read_once(self, path: Path) -> tuple[Path, Content]:
         """Return the folder of the cache for a file, and what the file holds."""
-        identity = identity_of(path)
+        identity = identify_file(path)
         cache = self.module.cache_folder([identity, self.options])
         shard = load_or_build(cache, partial(self.read, path))
         files = shard.get("files", [])
-        files_now = [file and identity_of(Path(file[0])) for file in files]
+        # None is an image in the shard itself.
+        files_now = [identify_file(Path(file[0])) if file else None for file in files]
         if files_now != files:
             # A file that the table names was replaced.
             cache = self.module.cache_folder([identity, self.options, files_now])
             shard = load_or_build(cache, partial(self.read, path))
         return cache, shard
 
-    def _find(self, left_out: LeftOut) -> dict[str, int]:
+    def _find_files(self, left_out: LeftOut) -> dict[str, int]:
         """Return the split of each file by its path, as its name or else its folders say."""
         root = self._root
         if root.is_file() and root.suffix.lower() == self.suffix:
             return {root.name: TRAIN}
-        files = files_below(root, {}, suffixes={self.suffix}) if root.is_dir() else []
+        files = list_files(root, {}, suffixes={self.suffix}) if root.is_dir() else []
         names = [file.name for file in files]
         if not names:
             raise UserError(
                 f"data.root={root} holds no {self.suffix} file. Pass the folder that contains them."
             )
         splits: dict[str, int] = {}
-        others = []
+        unassigned = []
         for name in names:
-            parts = _splits_of(name)
+            parts = _parse_path_splits(name)
             if parts:
                 splits[name] = parts[0]
             else:
-                others.append(name)
+                unassigned.append(name)
         if self.module.splits_option is False or not splits:
             return dict.fromkeys(names, TRAIN)
-        if others:
-            left_out[f"{self.suffix} files of no split"] = others
+        if unassigned:
+            left_out[f"{self.suffix} files of no split"] = unassigned
         return splits
 
 
-def _mtimes(shard: Content, identity: list[Any]) -> list[int]:
+def _get_mtimes(shard: Content, identity: list[Any]) -> list[int]:
     """Return when the file of each image was changed.
 
     Args:
-        identity: of the shard itself, which most images lie in.
+        identity: what identify_file returns of the shard itself, which most images lie in.
     """
     # A cache of an older version does not know the files of its images.
     files = shard.get("files") or [None] * len(shard["items"])
     return [(file or identity)[-1] for file in files]
 
 
-def identity_of(file: Path) -> list[Any]:
+def identify_file(file: Path) -> list[Any]:
     """Return path, size and time of a file, which tell whether it was replaced."""
     # A file that is gone has none. Reading it anew names it.
     if not file.is_file():
@@ -200,12 +203,12 @@ def identity_of(file: Path) -> list[Any]:
     return [str(file), stat.st_size, stat.st_mtime_ns]
 
 
-def _splits_of(name: str) -> list[int]:
+def _parse_path_splits(name: str) -> list[int]:
     """Return the splits that a file's name, or else its folders, stand for."""
-    return splits_in("/".join(reversed(Path(name).parts)))
+    return parse_splits("/".join(reversed(Path(name).parts)))
 
 
-def from_hub(address: str, suffix: str, cache: Path) -> Path:
+def download_from_hub(address: str, suffix: str, cache: Path) -> Path:
     """Copy the files of hf://datasets/OWNER/NAME[@REVISION][/FOLDER].
 
     Returns:

@@ -46,7 +46,7 @@ class SyntheticDataModule(ImageDataModule):
     def read(self) -> ImageSet:
         generator = np.random.default_rng(0)
         size = self._stored_size or self.framing.resize
-        patterns = self._patterns(generator, size)
+        patterns = self._make_patterns(generator, size)
         labels = generator.permutation(np.arange(self._count) % self._num_patterns)
         images = np.empty((self._count, size, size, self.channels), np.uint8)
         for start in range(0, self._count, CHUNK):
@@ -58,7 +58,7 @@ class SyntheticDataModule(ImageDataModule):
         names = [f"pattern {number}" for number in range(self._num_patterns)]
         return ImageSet(images, labels, names, num_test=self._num_test)
 
-    def _patterns(self, generator: np.random.Generator, size: int) -> np.ndarray:
+    def _make_patterns(self, generator: np.random.Generator, size: int) -> np.ndarray:
         """Return a smooth pattern for each class, (classes, size, size, channels) of unit variance.
 
         They are sums of a few waves.

@@ -8,7 +8,13 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from data.columns import ALIASES, column_of, columns_of_numbers, find_column, splits_of
+from data.columns import (
+    ALIASES,
+    find_column,
+    find_number_columns,
+    parse_split_column,
+    require_column,
+)
 from data.csv_file import CSVTable, read_csv
 
 # Configs of older runs name it here.
@@ -16,7 +22,7 @@ from data.parquet import ParquetDataModule as ParquetDataModule
 from lockstep.data.decoding import SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, SPLITS, TRAIN, Item, LeftOut, group_of, local_root
+from lockstep.data.listing import SPLIT_OF, SPLITS, TRAIN, Item, LeftOut, match_group, resolve_root
 from lockstep.process.errors import UserError
 
 # A column of 0 and 1 that says which rows are of one split.
@@ -33,7 +39,7 @@ class Columns:
     labels: list[str]
     are_several: bool = False  # several labels for each image
     are_one_hot: bool = False  # a column for each class, with a single 1 in each row
-    numbers: dict[str, str] = field(default_factory=dict)  # as of `columns_of_numbers`
+    numbers: dict[str, str] = field(default_factory=dict)  # as of `find_number_columns`
 
     @property
     def used(self) -> set[str]:
@@ -68,8 +74,8 @@ class CSVDataModule(ListedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._table = local_root(root, "a CSV file with the columns path and label")
-        self._folder = local_root(images or self._table.parent, "")
+        self._table = resolve_root(root, "a CSV file with the columns path and label")
+        self._folder = resolve_root(images or self._table.parent, "")
         self._path_column = path_column
         self._label_column = label_column
         self._label_columns = list(label_columns or [])
@@ -77,9 +83,9 @@ class CSVDataModule(ListedDataModule):
 
     def list_images(self) -> ImageList:
         table = read_csv(self._table)
-        columns = self._columns(table)
-        columns.numbers = columns_of_numbers(self, self._table, table.names)
-        splits = self._splits(table, columns)
+        columns = self._find_columns(table)
+        columns.numbers = find_number_columns(self, self._table, table.names)
+        splits = self._read_splits(table, columns)
         if self.target == "number" or columns.are_several:
             table.read_decimal_commas(columns.labels)
         table.read_decimal_commas(list(columns.numbers.values()))
@@ -88,11 +94,11 @@ class CSVDataModule(ListedDataModule):
         items = []
         for i, split in enumerate(splits):
             try:
-                items.append(self._item(table, columns, i, split))
+                items.append(self._make_item(table, columns, i, split))
             except UserError as error:
                 faults.append(str(error))
-        items, left_out = self._without_repeats(items, faults)
-        self.refuse_faults(faults, items, self._hint_on_endings(table, columns))
+        items, left_out = self._drop_repeats(items, faults)
+        self.refuse_faults(faults, items, self._suggest_ending(table, columns))
         if left_out:
             table.warnings.append(
                 "Lines that repeat an earlier one count once. To give rare classes more weight, "
@@ -108,22 +114,22 @@ class CSVDataModule(ListedDataModule):
             warnings=table.warnings,
         )
 
-    def _columns(self, table: CSVTable) -> Columns:
-        path = column_of(self._table, table.names, self._path_column, "path_column")
+    def _find_columns(self, table: CSVTable) -> Columns:
+        path = require_column(self._table, table.names, self._path_column, "path_column")
         if self._label_columns:
-            return self._several_labels(table, path)
-        one_hot = self._one_hot_columns(table, path)
+            return self._find_label_columns(table, path)
+        one_hot = self._find_one_hot_columns(table, path)
         if one_hot:
             return Columns(path, one_hot, are_one_hot=True)
-        label = column_of(self._table, table.names, self._label_column, "label_column")
+        label = require_column(self._table, table.names, self._label_column, "label_column")
         return Columns(path, [label])
 
-    def _one_hot_columns(self, table: CSVTable, path: str) -> list[str]:
+    def _find_one_hot_columns(self, table: CSVTable, path: str) -> list[str]:
         """Return a column for each class where the table has them in place of a column label."""
         names_default = self._label_column == "label" and self.target == "class"
         if not names_default or find_column(table.names, "label"):
             return []
-        columns = table.one_hot_columns(_possible_classes(table.names, path))
+        columns = table.find_one_hot_columns(_list_possible_classes(table.names, path))
         if columns:
             table.warnings.append(
                 f"{self._table} has no column label. The columns {', '.join(columns[:20])} are "
@@ -131,29 +137,29 @@ class CSVDataModule(ListedDataModule):
             )
         return columns
 
-    def _several_labels(self, table: CSVTable, path: str) -> Columns:
+    def _find_label_columns(self, table: CSVTable, path: str) -> Columns:
         labels = [
-            column_of(self._table, table.names, name, "label_columns")
+            require_column(self._table, table.names, name, "label_columns")
             for name in self._label_columns
         ]
-        if table.one_hot_columns(labels) == labels:
+        if table.find_one_hot_columns(labels) == labels:
             table.warnings.append(
                 "The label columns have a single 1 in each row. Leave data.label_columns out to "
                 "read them as classes."
             )
         return Columns(path, labels, are_several=True)
 
-    def _splits(self, table: CSVTable, columns: Columns) -> list[int]:
+    def _read_splits(self, table: CSVTable, columns: Columns) -> list[int]:
         """Return the split of each row, as a column says."""
         everything_trains = [TRAIN] * len(table.rows)
         if self.splits_option is False:
             return everything_trains
         candidates = [find_column(table.names, "split")]
         for name in table.names:
-            if name not in columns.used and _tells_splits(table.column(name)):
+            if name not in columns.used and _names_splits(table.column(name)):
                 candidates.append(name)
         for name in filter(None, candidates):
-            splits = splits_of(table.column(name), name, table.where)
+            splits = parse_split_column(table.column(name), name, table.location)
             if splits:
                 return splits
         self._check_other_columns(table, columns)
@@ -161,8 +167,8 @@ class CSVDataModule(ListedDataModule):
 
     def _check_other_columns(self, table: CSVTable, columns: Columns) -> None:
         """Refuse or report columns that say a split in a way that is not read."""
-        others = [name for name in table.names if name not in columns.used | {self.group}]
-        flags = [name for name in others if FLAG.fullmatch(name)]
+        unused_columns = [name for name in table.names if name not in columns.used | {self.group}]
+        flags = [name for name in unused_columns if FLAG.fullmatch(name)]
         if flags:
             raise UserError(
                 f"{self._table} has a column {flags[0]}: give one named split, with the names "
@@ -173,7 +179,7 @@ class CSVDataModule(ListedDataModule):
                 f"data.splits=true, but {self._table} has no column of splits: add a column split "
                 "with the names train, val and test."
             )
-        for name in others:
+        for name in unused_columns:
             if FOLD.fullmatch(name):
                 table.warnings.append(
                     f"The column {name} names no split and is not used. data.group={name} keeps "
@@ -181,35 +187,41 @@ class CSVDataModule(ListedDataModule):
                     "and test assigns them."
                 )
 
-    def _item(self, table: CSVTable, columns: Columns, i: int, split: int) -> Item:
-        """
+    def _make_item(self, table: CSVTable, columns: Columns, i: int, split: int) -> Item:
+        """Return the image of a row.
+
         Raises:
             UserError: the row lacks a value, or names a file that cannot be read.
         """
         row = table.rows[i]
-        where = table.where(i)
+        location = table.location(i)
         if not all(row[column] for column in columns.used):
-            raise UserError(f"{where}: a path and a label are needed.")
-        name = self._local(row[columns.path] + self._suffix)
+            raise UserError(f"{location}: a path and a label are needed.")
+        name = self._localise(row[columns.path] + self._suffix)
         try:
             stat = os.stat(self._folder / name)
         except OSError as error:
             path = self._folder / name
-            raise UserError(f"{where}: {path} cannot be read ({error.strerror}).") from None
+            raise UserError(f"{location}: {path} cannot be read ({error.strerror}).") from None
         label = columns.label(row)
         if self.target == "mask" and isinstance(label, str):
-            label = self._local(label)
+            label = self._localise(label)
             mask = self._folder / label
             if not is_file_name(mask):
-                name = shorten(str(mask), LONGEST_NAME, placeholder=" …")
-                raise UserError(f"{where}: the mask {name} does not exist.")
-        item = Item(name, label, split, stat.st_size, stat.st_mtime_ns)
-        item.group = self._group_of(row, name, where)
-        item.line = table.lines[i]
-        item.numbers = {name: row[column] for name, column in columns.numbers.items()}
-        return item
+                mask_text = shorten(str(mask), LONGEST_NAME, placeholder=" …")
+                raise UserError(f"{location}: the mask {mask_text} does not exist.")
+        return Item(
+            name=name,
+            label=label,
+            split=split,
+            size=stat.st_size,
+            mtime=stat.st_mtime_ns,
+            group=self._find_group(row, name, location),
+            line=table.lines[i],
+            numbers={key: row[column] for key, column in columns.numbers.items()},
+        )
 
-    def _group_of(self, row: Mapping[str, str], name: str, where: str) -> str | None:
+    def _find_group(self, row: Mapping[str, str], name: str, location: str) -> str | None:
         """Return the group of an image, by a column or by its name.
 
         Raises:
@@ -219,42 +231,42 @@ class CSVDataModule(ListedDataModule):
             return None
         column = find_column(list(row), self.group)
         if not column:
-            return group_of(self.group, name)
+            return match_group(self.group, name)
         if not row[column]:
-            raise UserError(f"{where}: {column} is empty, and data.group needs it for each image.")
+            raise UserError(
+                f"{location}: {column} is empty, and data.group needs it for each image."
+            )
         return row[column]
 
-    def _local(self, name: str) -> str:
+    def _localise(self, name: str) -> str:
         """Return a path as this system writes it, also of one that was written on Windows."""
         if "\\" in name and not is_file_name(self._folder / name):
             return name.replace("\\", "/")
         return name
 
-    def _without_repeats(
-        self, items: Iterable[Item], faults: list[str]
-    ) -> tuple[list[Item], LeftOut]:
-        """Return each image once, and the lines that repeat one. Contradictions are faults."""
-        first_of: dict[str, Item] = {}
-        repeated = []
-        for item in items:
-            first = first_of.setdefault(os.path.normpath(item.name), item)
-            is_same = (first.split, first.label, first.numbers) == (
-                item.split,
-                item.label,
-                item.numbers,
-            )
-            if not is_same:
-                faults.append(
-                    f"{self._table}, lines {first.line} and {item.line}: {item.name} is "
-                    f"{_description(first)} and {_description(item)}: give one."
-                )
-            elif first is not item:
-                repeated.append(f"line {item.line}: {item.name}")
-        return list(first_of.values()), {"repeated lines": repeated} if repeated else {}
+    def _drop_repeats(self, items: Iterable[Item], faults: list[str]) -> tuple[list[Item], LeftOut]:
+        """Return each image once, and the lines that repeat one.
 
-    def _hint_on_endings(self, table: CSVTable, columns: Columns) -> str:
+        Args:
+            faults: gets a sentence for each line that contradicts an earlier one.
+        """
+        first_of: dict[str, Item] = {}
+        repeats = []
+        for item in items:
+            earlier = first_of.setdefault(os.path.normpath(item.name), item)
+            if _get_facts(earlier) != _get_facts(item):
+                faults.append(
+                    f"{self._table}, lines {earlier.line} and {item.line}: {item.name} is "
+                    f"{_describe(earlier)} and {_describe(item)}: give one."
+                )
+            elif earlier is not item:
+                repeats.append(f"line {item.line}: {item.name}")
+        left_out = {"repeated lines": repeats} if repeats else {}
+        return list(first_of.values()), left_out
+
+    def _suggest_ending(self, table: CSVTable, columns: Columns) -> str:
         """Return what to type where the first path of the table lacks the ending of its file."""
-        path = self._folder / self._local(table.rows[0][columns.path])
+        path = self._folder / self._localise(table.rows[0][columns.path])
         if self._suffix or path.exists():
             return ""
         for suffix in sorted(SUFFIXES):
@@ -272,19 +284,24 @@ def is_file_name(path: Path) -> bool:
         return False
 
 
-def _description(item: Item) -> str:
+def _get_facts(item: Item) -> tuple[Any, ...]:
+    """Return what two lines on one image must agree in."""
+    return item.split, item.label, item.numbers
+
+
+def _describe(item: Item) -> str:
     """Return "train cat 63", the split, the label and further numbers of an image."""
     return " ".join(map(str, (SPLITS[item.split], item.label, *item.numbers.values())))
 
 
-def _possible_classes(names: Iterable[str], path: str) -> list[str]:
+def _list_possible_classes(names: Iterable[str], path: str) -> list[str]:
     """Return the columns that may be classes."""
     usual = {path.lower(), "split", *ALIASES["split"]}
     rest = [name for name in names if name and name.lower() not in usual]
     return [name for name in rest if not FLAG.fullmatch(name)]
 
 
-def _tells_splits(values: Iterable[str]) -> bool:
+def _names_splits(values: Iterable[str]) -> bool:
     """Return whether a column has names of several splits and nothing else."""
     names = {value.lower() for value in values}
     return len(names) > 1 and names <= SPLIT_OF.keys()

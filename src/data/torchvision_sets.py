@@ -30,32 +30,32 @@ class TorchvisionDataModule(ImageDataModule):
 
     def read(self) -> ImageSet:
         try:
-            train, test = self._parts(download=False)
+            train, test = self._load_parts(download=False)
         except (RuntimeError, ValueError, AssertionError):
             # The files are missing or damaged.
-            train, test = self._downloaded()
+            train, test = self._download()
         images = np.concatenate([np.asarray(part.data) for part in (train, test)])
         labels = np.concatenate([np.asarray(part.targets) for part in (train, test)])
         # Some are spelt "0 - zero" and "T-shirt/top".
         names = [name.split(" - ")[0].split("/")[0].lower() for name in train.classes]
         return ImageSet(images.reshape(*images.shape[:3], -1), labels, names, num_test=len(test))
 
-    def _parts(self, download: bool) -> list[Any]:
+    def _load_parts(self, download: bool) -> list[Any]:
         import torchvision.datasets
 
         read = getattr(torchvision.datasets, self.class_in_torchvision)
         return [read(self._root, train=is_train, download=download) for is_train in (True, False)]
 
-    def _downloaded(self) -> list[Any]:
+    def _download(self) -> list[Any]:
         """Let torchvision unpack or download what is missing, and verify it.
 
         One process does so at a time.
         """
-        before = socket.getdefaulttimeout()
+        default_timeout = socket.getdefaulttimeout()
         try:
             with locked_file(self._root / ".lock"):
                 socket.setdefaulttimeout(TIMEOUT_S)
-                return self._parts(download=True)
+                return self._load_parts(download=True)
         except (RuntimeError, OSError, EOFError, ValueError, AssertionError) as error:
             raise UserError(
                 f"{self.class_in_torchvision} in {self._root} is missing or damaged, and could not "
@@ -63,7 +63,7 @@ class TorchvisionDataModule(ImageDataModule):
                 "files as torchvision stores them. data=digits and data=synthetic need no download."
             ) from None
         finally:
-            socket.setdefaulttimeout(before)
+            socket.setdefaulttimeout(default_timeout)
 
 
 class CIFAR10DataModule(TorchvisionDataModule):

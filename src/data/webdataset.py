@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from data.shards import Shards
-from lockstep.data.decoding import ARRAY_SUFFIX, SUFFIXES
+from lockstep.data.decoding import SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import LeftOut
+from lockstep.data.listing import LeftOut, without_arrays
 from lockstep.data.node_cache import Content
 from lockstep.process.errors import UserError
 
@@ -46,7 +46,7 @@ class WebDatasetDataModule(ListedDataModule):
         try:
             with tarfile.open(path, "r:") as archive:
                 for member in filter(tarfile.TarInfo.isfile, archive):
-                    self._sort(archive, member, images, labels, left_out)
+                    self._sort_member(archive, member, images, labels, left_out)
                 if archive.offset > path.stat().st_size:
                     raise EOFError("it ends within a member")
         except (tarfile.TarError, EOFError, OSError) as error:
@@ -56,19 +56,19 @@ class WebDatasetDataModule(ListedDataModule):
 
         items = []
         image_of_key: dict[str, str] = {}
-        for member in _without_arrays(images, left_out):
-            key = self._key_of(path, member.name, labels)
-            other = image_of_key.setdefault(key, member.name)
-            if other != member.name:
+        for member in without_arrays(images, left_out, "members"):
+            key = self._find_label_key(path, member.name, labels)
+            first_image = image_of_key.setdefault(key, member.name)
+            if first_image != member.name:
                 raise UserError(
-                    f"{path}: {other} and {member.name} have one label: keep one image for each "
-                    "key."
+                    f"{path}: {first_image} and {member.name} have one label: keep one image for "
+                    "each key."
                 )
-            label = self._label_in(path, key, labels[key])
+            label = self._parse_label(path, key, labels[key])
             items.append((member.name, label, member.offset_data, member.size, None))
         return {"items": items, "data": None, "left_out": left_out, "splits": []}
 
-    def _sort(
+    def _sort_member(
         self,
         archive: tarfile.TarFile,
         member: tarfile.TarInfo,
@@ -88,7 +88,7 @@ class WebDatasetDataModule(ListedDataModule):
         else:
             left_out.setdefault(f"{ending or 'nameless'} members", []).append(member.name)
 
-    def _key_of(self, path: Path, name: str, labels: dict[str, bytes]) -> str:
+    def _find_label_key(self, path: Path, name: str, labels: dict[str, bytes]) -> str:
         """Return the key of an image's label: its name up to its last dot, else to its first."""
         folder, base = os.path.split(name)
         for key in (os.path.splitext(name)[0], os.path.join(folder, base.partition(".")[0])):
@@ -97,7 +97,7 @@ class WebDatasetDataModule(ListedDataModule):
         hint = "" if self._label_field else HINT_ON_FIELD
         raise UserError(f"{path}: {name} has no {self._label_suffix} file beside it{hint}.")
 
-    def _label_in(self, path: Path, key: str, content: bytes) -> str:
+    def _parse_label(self, path: Path, key: str, content: bytes) -> str:
         try:
             label = content.decode().strip()
             if self._label_field:
@@ -110,16 +110,3 @@ class WebDatasetDataModule(ListedDataModule):
                 f"{error})."
             ) from None
         return str(label)
-
-
-def _without_arrays(images: list[tarfile.TarInfo], left_out: LeftOut) -> list[tarfile.TarInfo]:
-    """Return the images. NumPy files beside pictures, as of their features, are left out."""
-    arrays = [image for image in images if _is_array(image)]
-    if len(arrays) in (0, len(images)):
-        return images
-    left_out.setdefault(f"{ARRAY_SUFFIX} members", []).extend(image.name for image in arrays)
-    return [image for image in images if not _is_array(image)]
-
-
-def _is_array(member: tarfile.TarInfo) -> bool:
-    return member.name.lower().endswith(ARRAY_SUFFIX)

@@ -126,7 +126,7 @@ def test_random_transforms_differ_between_epochs_and_seeds(tmp_path):
     def epoch(seed, number):
         loader = module(tmp_path, dataset=Noise(), seed=seed).train_dataloader()
         loader.set_epoch(number)
-        return torch.cat([batch["pixels"][0].reshape(-1) for batch in loader])
+        return torch.cat([batch.pixels[0].reshape(-1) for batch in loader])
 
     first = epoch(0, 0)
     assert torch.equal(first, epoch(0, 0))

@@ -8,7 +8,7 @@ from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data.augmentation import CropFlip
-from lockstep.data.listing import files_below
+from lockstep.data.listing import list_files
 from lockstep.process.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -310,6 +310,6 @@ def test_names_with_leading_zeros_have_one_order_on_every_disk(tmp_path, monkeyp
             return sorted(scandir(path), key=lambda entry: entry.name, reverse=reverse)
 
         monkeypatch.setattr(os, "scandir", in_order)
-        orders.append([item.name for item in files_below(tmp_path, {})])
+        orders.append([item.name for item in list_files(tmp_path, {})])
         monkeypatch.setattr(os, "scandir", scandir)
     assert orders[0] == orders[1] and len(orders[0]) == 3

@@ -127,8 +127,8 @@ def test_classes_that_differ_in_blanks_alone_are_one_and_reported(tmp_path):
 
 
 def test_groups_are_named_in_the_log_and_the_record(tmp_path):
-    from lockstep.data.report import report_of
+    from lockstep.data.report import make_report
 
     root = write(tmp_path / "set", [f"{c}/p{i}" for c in ("cat", "dog") for i in range(10)], 2)
-    fields = report_of(prepared(tmp_path, root, group="(p[0-9])")).fields
+    fields = make_report(prepared(tmp_path, root, group="(p[0-9])")).fields
     assert fields["groups"].startswith("(p[0-9]): 10 groups, ")

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from lockstep.data.pictures import (
     MAX_SHEET_IMAGES,
-    images_of,
+    NO_POSITION,
+    TestedImages,
+    find_images,
     is_mask,
-    small_images,
-    small_mask,
+    shrink_images,
+    shrink_mask,
     write_batch,
     write_mistakes,
 )
@@ -23,17 +25,6 @@ log = logging.getLogger(__name__)
 
 BATCH = "batch.png"
 MISTAKES = "mistakes.png"
-NO_POSITION = -1
-
-
-class TestedImages(NamedTuple):
-    """Tested images of this rank; the position of one without a file name is NO_POSITION."""
-
-    losses: Tensor
-    positions: Tensor
-    images: Tensor
-    targets: Tensor
-    predictions: Tensor
 
 
 class Pictures(pl.Callback):
@@ -94,7 +85,7 @@ class Pictures(pl.Callback):
         if worst and trainer.is_global_zero:
             path = self.folder / MISTAKES
             data = getattr(trainer, "datamodule", None)
-            _try(lambda: write_mistakes(path, worst, data), path)
+            _try(lambda: write_mistakes(path, TestedImages(*worst), data), path)
 
 
 def _try(write: Callable[[], Any], path: Path) -> None:
@@ -107,7 +98,7 @@ def _try(write: Callable[[], Any], path: Path) -> None:
 
 def _tested(outputs: Any, batch: Any) -> TestedImages | None:
     """Return the images of a batch with what test_step gives of them; None if it gives nothing."""
-    images = images_of(batch)
+    images = find_images(batch)
     if not isinstance(outputs, dict) or images is None:
         return None
     parts = [outputs.get("losses"), images, batch[1], outputs.get("predictions")]
@@ -131,10 +122,10 @@ def _with_small_pictures(tested: TestedImages) -> TestedImages:
     return TestedImages(
         tested.losses,
         tested.positions,
-        images=small_images(tested.images),
-        targets=small_mask(tested.targets) if is_mask(tested.targets) else tested.targets,
+        images=shrink_images(tested.images),
+        targets=shrink_mask(tested.targets) if is_mask(tested.targets) else tested.targets,
         predictions=(
-            small_mask(tested.predictions) if is_mask(tested.predictions) else tested.predictions
+            shrink_mask(tested.predictions) if is_mask(tested.predictions) else tested.predictions
         ),
     )
 

@@ -25,7 +25,7 @@ Operation = Callable[[Any], Any]
 UNMIXED = np.array([[1.0], [1], [0], [0], [0], [0]])
 
 
-def check(option: str, value: Any, is_valid: bool, requirement: str) -> None:
+def check_option(option: str, value: Any, is_valid: bool, requirement: str) -> None:
     if not is_valid:
         raise UserError(f"augmentation.{option}={value} must be {requirement}.")
 
@@ -35,7 +35,7 @@ class Mixing:
     """Options of mixup and CutMix.
 
     Args:
-        mixup_alpha: of Beta(alpha, alpha); 0: no mixup.
+        mixup_alpha: shares are drawn from Beta(alpha, alpha); 0: no mixup.
         cutmix_alpha: the same for CutMix.
         prob: share of the pairs that are mixed.
         epochs: mix only in the first so many epochs; None: in all.
@@ -56,8 +56,8 @@ class Mixing:
         """
         # The order of these draws is part of the recipe: another one changes every run's pixels.
         mix_draw, cut_draw = generator.random((2, num_pairs))
-        mixup_share = _beta(generator, self.mixup_alpha, num_pairs)
-        cutmix_share = _beta(generator, self.cutmix_alpha, num_pairs)
+        mixup_share = _draw_beta(generator, self.mixup_alpha, num_pairs)
+        cutmix_share = _draw_beta(generator, self.cutmix_alpha, num_pairs)
         centre = generator.integers(0, image_size, (2, num_pairs))
         is_cut = self._is_cut(cut_draw)
 
@@ -80,7 +80,7 @@ class Mixing:
         return self.cutmix_alpha > 0
 
 
-def _beta(generator: np.random.Generator, alpha: float, num_pairs: int) -> np.ndarray:
+def _draw_beta(generator: np.random.Generator, alpha: float, num_pairs: int) -> np.ndarray:
     """Return draws of Beta(alpha, alpha); ones, without a draw, for alpha 0."""
     if not alpha:
         return np.ones(num_pairs)
@@ -96,7 +96,7 @@ def mix(images: Tensor, labels: Tensor, mixing: Tensor, num_classes: int) -> tup
         mixing: (6, B/2) float, the columns of Mixing.draw for these pairs.
     """
     share, blend = mixing[:2].float().view(2, -1, 1, 1)
-    is_in_box = _boxes(mixing[2:], images)[:, None, None]
+    is_in_box = _mark_boxes(mixing[2:], images)[:, None, None]
 
     # (B/2, 2, …): both images of a pair, and each one's other image.
     pairs = images.unflatten(0, (-1, 2))
@@ -111,7 +111,7 @@ def mix(images: Tensor, labels: Tensor, mixing: Tensor, num_classes: int) -> tup
     return mixed.flatten(0, 1), soft_targets.flatten(0, 1)
 
 
-def _boxes(bounds: Tensor, images: Tensor) -> Tensor:
+def _mark_boxes(bounds: Tensor, images: Tensor) -> Tensor:
     """Return (B/2, H, W) bool: the pixels in the box of each pair.
 
     Args:
@@ -129,14 +129,14 @@ def _boxes(bounds: Tensor, images: Tensor) -> Tensor:
 class Augmentation:
     """Operations on single images, and mixing of pairs.
 
-    A subclass returns other `operations`, or another part of them.
+    A subclass overrides `operations`, or one part of them: `crop` or `policy`.
 
     Args:
         flip: mirror half of the images left to right; None: as data.flip says.
         color_jitter: up to four numbers, the largest change of brightness, contrast, saturation and
             hue; None: none.
         erasing_prob: share of the images in which a rectangle becomes the mean colour.
-        mixup_alpha, cutmix_alpha: as of Mixing.
+        mixup_alpha, cutmix_alpha: see Mixing.
         mix_prob, mix_epochs: `prob` and `epochs` of Mixing.
     """
 
@@ -157,9 +157,11 @@ class Augmentation:
         mix_prob: float = 1.0,
         mix_epochs: int | None = None,
     ) -> None:
-        check("mix_prob", mix_prob, 0 <= mix_prob <= 1, "from 0 to 1")
+        check_option("mix_prob", mix_prob, 0 <= mix_prob <= 1, "from 0 to 1")
         is_valid = mixup_alpha >= 0 and cutmix_alpha >= 0
-        check("mixup_alpha", f"{mixup_alpha} and cutmix_alpha={cutmix_alpha}", is_valid, "from 0")
+        check_option(
+            "mixup_alpha", f"{mixup_alpha} and cutmix_alpha={cutmix_alpha}", is_valid, "from 0"
+        )
 
         self.flip = flip
         self.color_jitter = list(color_jitter or ())

@@ -34,8 +34,8 @@ class Selection(NamedTuple):
 
     Attributes:
         positions: (n,) int64.
-        draws: for each view (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each
-            image.
+        draws: (3 · views, n) int64, the rows dy, dx and flip of each view; where workers augment
+            single images (views, n), a seed for each image and view.
         mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
     """
 
@@ -94,7 +94,7 @@ class TrainBatches:
         accumulate_grad_batches: int = 1,
         seed: int = 0,
         sampling: Sampling | None = None,
-        fixed: bool = False,
+        repeats_first_epoch: bool = False,
     ) -> None:
         self.seed = seed
         epoch_size = sampling.epoch_size if sampling else len(indices)
@@ -113,7 +113,7 @@ class TrainBatches:
         self._micro_batches_done = 0
         # A sequential sampler tells Lightning that nothing is shuffled between epochs, and has no
         # set_epoch.
-        self.sampler = SequentialSampler(range(len(indices))) if fixed else self
+        self.sampler = SequentialSampler(range(len(indices))) if repeats_first_epoch else self
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self._accumulate
@@ -163,7 +163,7 @@ class TrainBatches:
     def _selections(self, first_step: int) -> Iterator[Selection]:
         size = self._global_batch_size
         count = self.steps_per_epoch * size
-        order = self._order(count)
+        order = self._draw_order(count)
         draws, mixing = self._draw(self.seed, self._epoch, count)
 
         for start in range(first_step * size, count, size):
@@ -175,7 +175,7 @@ class TrainBatches:
                     pairs = mixing[:, first // 2 : end // 2]
                 yield Selection(order[first:end], draws[:, first:end], pairs)
 
-    def _order(self, count: int) -> np.ndarray:
+    def _draw_order(self, count: int) -> np.ndarray:
         """Return the positions of this epoch's images, `count` at least, in their order."""
         generator = random_stream(self.seed, ORDER_STREAM, self._epoch)
         if self._sampling is None:

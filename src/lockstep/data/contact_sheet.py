@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.data.decoding import size_of, to_pillow
+from lockstep.data.decoding import get_size, to_pillow
 from lockstep.process.files import write_atomically
 from lockstep.process.output import printable
 
@@ -19,8 +19,8 @@ class Tile(NamedTuple):
     """Pictures that stand side by side, with a caption.
 
     Attributes:
-        lines: of the caption.
-        colour: of the first line.
+        lines: the caption.
+        colour: the colour of its first line.
     """
 
     pictures: list[Any]
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     colour: str = "black"
 
 
-def contact_sheet(
+def write_contact_sheet(
     path: Path,
     tiles: Sequence[Tile],
     columns: int,
@@ -53,16 +53,16 @@ def contact_sheet(
         x = 8 + i % columns * width
         y = 8 + i // columns * height
         for k, picture in enumerate(pictures):
-            sheet.paste(_thumbnail(picture), (x + k * TILE, y))
+            sheet.paste(_make_thumbnail(picture), (x + k * TILE, y))
         for k, line in enumerate(lines):
-            text = _fitting(printable(line), TILE * len(pictures), font)
+            text = _shorten_to_width(printable(line), TILE * len(pictures), font)
             fill = "#777777" if k else colour
             draw.text((x, y + TILE + 2 + 14 * k), text, fill, font)
-    data = _small_png(sheet) if is_small else _png(sheet)
+    data = _encode_small_png(sheet) if is_small else _encode_png(sheet)
     write_atomically(path, lambda file: file.write(data), binary=True)
 
 
-def _fitting(text: str, width: int, font: Any) -> str:
+def _shorten_to_width(text: str, width: int, font: Any) -> str:
     """Return a text that is at most `width` pixels wide."""
     if font.getlength(text) <= width:
         return text
@@ -71,29 +71,29 @@ def _fitting(text: str, width: int, font: Any) -> str:
     return f"{text}…"
 
 
-def _png(picture: Any) -> bytes:
+def _encode_png(picture: Any) -> bytes:
     file = io.BytesIO()
     picture.save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
-def _small_png(picture: Any) -> bytes:
+def _encode_small_png(picture: Any) -> bytes:
     """Return a PNG of at most SMALL_BYTES, or one of the fewest colours."""
     from PIL.Image import Dither
 
     data = b""
     for colours in COLOURS:
-        data = _png(picture.quantize(colours, dither=Dither.NONE))
+        data = _encode_png(picture.quantize(colours, dither=Dither.NONE))
         if len(data) <= SMALL_BYTES:
             break
     return data
 
 
-def _thumbnail(picture: Any) -> Any:
+def _make_thumbnail(picture: Any) -> Any:
     """Return a picture in TILE × TILE pixels, of its own shape; small ones show their pixels."""
     from PIL import Image, ImageOps
 
-    is_small = max(size_of(picture)) < TILE
+    is_small = max(get_size(picture)) < TILE
     resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
     picture = to_pillow(picture).convert("RGB")
     return ImageOps.pad(picture, (TILE, TILE), resampling, color="white")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.decoding import CorruptImage
-from lockstep.data.listing import hash_of_json
+from lockstep.data.listing import hash_json
 
-# Raise it with any change of a hash, here or in `with_drawn_test`: hashes of two methods are not
+# Raise it with any change of a hash, here or in `add_drawn_test`: hashes of two methods are not
 # compared. Checkpoints of version 2.0.0 name no method.
 HASH_METHOD = 3
 WHOLE_BYTES = 64 * 2**20
@@ -27,12 +27,12 @@ PIECE_BYTES = 64 * 2**10
 THREADS = 8  # reads on a network disk wait most of the time
 
 
-def with_drawn_test(data_hash: str, test: np.ndarray) -> str:
+def add_drawn_test(data_hash: str, test: np.ndarray) -> str:
     """Return the hash of the same data with these drawn test images."""
-    return hash_of_json([data_hash, test.tolist()])
+    return hash_json([data_hash, test.tolist()])
 
 
-def hash_of_files(images: Any) -> str:
+def hash_files(images: Any) -> str:
     """Return the hash of an ImageList: splits, targets, sizes and content of the files.
 
     The content is all bytes of the files if they are at most 64 MiB in at most 2,048 images.
@@ -40,37 +40,39 @@ def hash_of_files(images: Any) -> str:
     single image that is replaced by one of the same size may go unnoticed then. Masks count as
     images do.
     """
-    arrays = {"targets": images.numbers, "sizes": images.size}
+    arrays = {"targets": images.target_values, "sizes": images.num_bytes}
     arrays |= {f"column {name}": values for name, values in images.columns.items()}
     with ThreadPoolExecutor(THREADS) as pool:
-        num_bytes = images.size.sum()
+        num_bytes = images.num_bytes.sum()
         if images.mask_names:
-            mask_sizes = list(pool.map(lambda i: _size(images.mask_path(i)), range(len(images))))
+            mask_sizes = list(
+                pool.map(lambda i: _file_size(images.mask_path(i)), range(len(images)))
+            )
             arrays["mask sizes"] = np.array(mask_sizes, np.int64)
             num_bytes += sum(mask_sizes)
 
-        digest = _digest_of_targets(images.class_names, images.splits, arrays)
+        digest = _begin_digest(images.class_names, images.splits, arrays)
         is_whole = len(images) <= WHOLE_IMAGES and num_bytes <= WHOLE_BYTES
-        positions = range(len(images)) if is_whole else _sampled_positions(len(images))
-        for content in pool.map(lambda i: _content(images, i, is_whole), positions):
+        positions = range(len(images)) if is_whole else _sample_positions(len(images))
+        for content in pool.map(lambda i: _digest_content(images, i, is_whole), positions):
             digest.update(content)
     return digest.hexdigest()
 
 
-def hash_of_arrays(
+def hash_arrays(
     images: Iterable[np.ndarray],
     targets: Mapping[str, np.ndarray],
     class_names: Sequence[str],
     splits: np.ndarray,
 ) -> str:
     """Return the hash of images in memory: splits, targets and every pixel."""
-    digest = _digest_of_targets(class_names, splits, targets)
+    digest = _begin_digest(class_names, splits, targets)
     for image in images:
         digest.update(np.ascontiguousarray(image).data)
     return digest.hexdigest()
 
 
-def _digest_of_targets(
+def _begin_digest(
     class_names: Sequence[str], splits: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> Any:
     """Begin a digest with class names, splits, and the arrays in the order of their names."""
@@ -83,12 +85,12 @@ def _digest_of_targets(
     return digest
 
 
-def _sampled_positions(num_images: int) -> Sequence[int]:
+def _sample_positions(num_images: int) -> Sequence[int]:
     count = min(num_images, SAMPLED_IMAGES)
     return np.linspace(0, num_images - 1, count).astype(int).tolist()
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     """Return the bytes of a file; 0 if it cannot be read, which is reported when it is needed."""
     try:
         return path.stat().st_size
@@ -96,17 +98,17 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _content(images: Any, i: int, is_whole: bool) -> bytes:
+def _digest_content(images: Any, i: int, is_whole: bool) -> bytes:
     """Return a digest of an image and its mask, or of the middle of both.
 
     A file that cannot be read is reported when it is needed.
     """
     digest = hashlib.blake2b()
     try:
-        digest.update(images.read(i, *_part(int(images.size[i]), is_whole)))
+        digest.update(images.read(i, *_choose_bytes(int(images.num_bytes[i]), is_whole)))
         if images.mask_names:
             path = images.mask_path(i)
-            first, count = _part(_size(path), is_whole)
+            first, count = _choose_bytes(_file_size(path), is_whole)
             with path.open("rb") as file:
                 file.seek(first)
                 digest.update(file.read(count))
@@ -115,7 +117,7 @@ def _content(images: Any, i: int, is_whole: bool) -> bytes:
     return digest.digest()
 
 
-def _part(size: int, is_whole: bool) -> tuple[int, int]:
+def _choose_bytes(size: int, is_whole: bool) -> tuple[int, int]:
     """Return the first byte of a file that is read, and how many."""
     count = size if is_whole else min(size, PIECE_BYTES)
     return (size - count) // 2, count

@@ -81,7 +81,7 @@ def open_image(
         channels: 3 for RGB, 1 for L.
         name: what errors call the image; None: the path.
         max_megapixels: the largest image, in millions of pixels; None: Pillow's limit, 179.
-        page: of a file with several, from 0.
+        page: the page of a file with several, from 0.
     Raises:
         CorruptImage: truncated, not an image, without that page, or larger than the limit against
             decompression bombs.
@@ -111,9 +111,9 @@ def decoding_errors(name: object, max_megapixels: float | None) -> Iterator[None
 def open_upright(file: Path | bytes, page: int = 0) -> Image.Image:
     """Return one page of an image file, rotated by its EXIF data, in the file's own mode."""
     if is_array(file):
-        return _image_of_array(load_array(file))
+        return _array_to_pillow(load_array(file))
     if is_dicom(file):
-        return _image_of_dicom(file, page)
+        return _dicom_to_pillow(file, page)
     with open_header(file) as opened:
         seek_page(opened, page)
         image = ImageOps.exif_transpose(opened)
@@ -124,7 +124,7 @@ def open_upright(file: Path | bytes, page: int = 0) -> Image.Image:
 def open_header(file: Path | bytes) -> ImageFile:
     """Return an image whose pixels are not read yet."""
     try:
-        return Image.open(source_of(file), formats=FORMATS)
+        return Image.open(open_bytes(file), formats=FORMATS)
     except UnidentifiedImageError:
         if not is_tiff(file):
             raise
@@ -134,10 +134,10 @@ def open_header(file: Path | bytes) -> ImageFile:
 
 
 def is_tiff(file: Path | bytes) -> bool:
-    return start_of(file, 4) in TIFF_MAGIC
+    return read_start(file, 4) in TIFF_MAGIC
 
 
-def start_of(file: Path | bytes, count: int) -> bytes:
+def read_start(file: Path | bytes, count: int) -> bytes:
     """Return at most `count` bytes from the start of a file."""
     if isinstance(file, bytes):
         return file[:count]
@@ -168,7 +168,7 @@ def is_dicom(file: Path | bytes) -> bool:
         suffix = Path(file).suffix.lower()
         if suffix in SUFFIXES:
             return suffix in DICOM_SUFFIXES
-    return has_magic(start_of(file, MAGIC_END))
+    return has_magic(read_start(file, MAGIC_END))
 
 
 def load_array(file: Path | bytes) -> np.ndarray:
@@ -176,7 +176,7 @@ def load_array(file: Path | bytes) -> np.ndarray:
 
     The channels are the first axis where that is the shortest one.
     """
-    array = np.load(source_of(file), allow_pickle=False)
+    array = np.load(open_bytes(file), allow_pickle=False)
     if array.dtype.kind not in "buif" or array.ndim not in (2, 3):
         raise ValueError(f"an array {array.shape} of {array.dtype} is no image")
     if array.ndim == 3 and array.shape[0] < min(array.shape[1:]):
@@ -186,11 +186,12 @@ def load_array(file: Path | bytes) -> np.ndarray:
     return array
 
 
-def source_of(file: Path | bytes) -> Any:
+def open_bytes(file: Path | bytes) -> Any:
+    """Return bytes as an open file, and a path as it is."""
     return io.BytesIO(file) if isinstance(file, bytes) else file
 
 
-def _image_of_array(array: np.ndarray) -> Image.Image:
+def _array_to_pillow(array: np.ndarray) -> Image.Image:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
     if array.ndim == 3 and array.dtype == np.uint16:
@@ -201,14 +202,14 @@ def _image_of_array(array: np.ndarray) -> Image.Image:
     return Image.fromarray(array.astype(np.float32))
 
 
-def _image_of_dicom(file: Path | bytes, frame: int) -> Image.Image:
+def _dicom_to_pillow(file: Path | bytes, frame: int) -> Image.Image:
     """Return a frame in the 8 bits of its window; without a window in the depth of the file."""
     values, window = read_dicom(file, frame)
     if window is None or values.dtype == np.uint8:
-        return _image_of_array(values)
+        return _array_to_pillow(values)
     black, white = window
-    shown = (values.astype(np.float64) - black) / (white - black)
-    return Image.fromarray(np.round(255 * shown.clip(0, 1)).astype(np.uint8))
+    unit_values = (values.astype(np.float64) - black) / (white - black)
+    return Image.fromarray(np.round(255 * unit_values.clip(0, 1)).astype(np.uint8))
 
 
 def to_8_bits(image: Image.Image, channels: int) -> Image.Image:
@@ -235,7 +236,7 @@ def open_mask(path: Path, max_megapixels: float | None = None) -> np.ndarray:
     """Return the class of each pixel, (height, width) uint8.
 
     Args:
-        max_megapixels: as of `open_image`.
+        max_megapixels: see `open_image`.
     Raises:
         CorruptImage: it cannot be read, or has several channels.
     """
@@ -254,7 +255,7 @@ def open_mask(path: Path, max_megapixels: float | None = None) -> np.ndarray:
     return pixels.astype(np.uint8)
 
 
-def pixels_of(image: Any) -> np.ndarray:
+def to_array(image: Any) -> np.ndarray:
     """Return an image or a mask as (height, width, channels).
 
     Pillow's images and masks are uint8. Deep images, torchvision's of floats from 0 to 1, are
@@ -268,7 +269,7 @@ def pixels_of(image: Any) -> np.ndarray:
     return pixels
 
 
-def size_of(image: Any) -> tuple[int, int]:
+def get_size(image: Any) -> tuple[int, int]:
     """Return width and height of Pillow's image, or torchvision's."""
     if isinstance(image, Image.Image):
         return image.size
@@ -279,7 +280,7 @@ def to_pillow(image: Any) -> Image.Image:
     """Return what contact sheets show: the first three channels, or the first one."""
     if isinstance(image, Image.Image):
         return image
-    pixels = pixels_of(image).round().astype(np.uint8)
+    pixels = to_array(image).round().astype(np.uint8)
     if pixels.shape[2] < 3:
         return Image.fromarray(pixels[..., 0])
     return Image.fromarray(np.ascontiguousarray(pixels[..., :3]))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import THREADS, CorruptImage, decode_all, pixels_of
-from lockstep.data.file_values import Header, header_of
+from lockstep.data.decoding import THREADS, CorruptImage, decode_all, to_array
+from lockstep.data.file_values import Header, read_header
 from lockstep.data.framing import Framing
 from lockstep.data.image_list import ImageList
 from lockstep.data.node_cache import Content
@@ -27,26 +27,26 @@ LEAST_SHARE = 0.1
 EXTREMES = "extremes.npy"
 
 
-def evenly_spaced(positions: np.ndarray, count: int) -> list[int]:
+def pick_evenly(positions: np.ndarray, count: int) -> list[int]:
     """Return at most `count` of the positions."""
-    places = np.linspace(0, len(positions) - 1, min(len(positions), count))
-    return positions[places.astype(int)].tolist()
+    indices = np.linspace(0, len(positions) - 1, min(len(positions), count))
+    return positions[indices.astype(int)].tolist()
 
 
 @dataclass
 class Survey:
-    """The headers of some images by position; images that cannot be read have none."""
+    """The headers of some images by position, without those of images that cannot be read."""
 
     images: ImageList
     headers: dict[int, Header]
 
     @classmethod
-    def of(cls, images: ImageList, positions: Iterable[int]) -> "Survey":
+    def read_headers(cls, images: ImageList, positions: Iterable[int]) -> "Survey":
         headers = {}
         for position in positions:
             # A damaged image is named when its pixels are needed.
             with suppress(Exception):
-                headers[position] = header_of(images.file(position))
+                headers[position] = read_header(images.file(position))
         return cls(images, headers)
 
     @property
@@ -56,15 +56,15 @@ class Survey:
     @property
     def has_windows(self) -> bool:
         """Return whether each deep image says which of its values are black and white."""
-        deep = [header for header in self.headers.values() if header.has_over_8_bits]
-        return bool(deep) and all(header.has_window for header in deep)
+        deep_images = [header for header in self.headers.values() if header.has_over_8_bits]
+        return bool(deep_images) and all(header.has_window for header in deep_images)
 
     @property
     def depth(self) -> str:
         """Return "16 bits", or "8 bits, 16 bits" of images that differ."""
         return ", ".join(sorted({header.depth for header in self.headers.values()}))
 
-    def sentences(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Return what users have to know of the images' bits and pages."""
         sentences = []
         examples: dict[str, str] = {}
@@ -77,15 +77,15 @@ class Survey:
                 "whatever data.range says."
             )
         for position, header in self.headers.items():
-            if header.is_cut:
+            if header.loses_bits:
                 sentences.append(
                     f"{self.images.name(position)} has {header.depth} for each colour, of which "
                     "Pillow reads 8. Save such images as NPY, or as TIFF and pip install tifffile."
                 )
                 break
-        return sentences + self._on_pages()
+        return sentences + self._describe_pages()
 
-    def _on_pages(self) -> list[str]:
+    def _describe_pages(self) -> list[str]:
         page = self.images.reading.page
         if isinstance(page, str) or not self.headers:
             return []
@@ -113,7 +113,7 @@ def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> C
 
     def read(i: int) -> None:
         try:
-            values = images.reading.values_of(images.file(i), images.path(i))
+            values = images.reading.read_values(images.file(i), images.path(i))
         except CorruptImage:
             if not skips_damaged:
                 raise
@@ -128,20 +128,26 @@ def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> C
     return {"unreadable": unreadable}
 
 
-def range_in(extremes: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest of all values; of equal ones, they are black."""
-    deep = extremes[np.isfinite(extremes).all(1)]
-    if not len(deep):
+def find_range(extremes: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest of all values. Where all are equal, they become black.
+
+    Args:
+        extremes: as `write_extremes` writes them.
+    """
+    deep_images = extremes[np.isfinite(extremes).all(1)]
+    if not len(deep_images):
         return 0.0, 1.0
-    low = float(deep[:, 0].min())
-    high = float(deep[:, 1].max())
+    low = float(deep_images[:, 0].min())
+    high = float(deep_images[:, 1].max())
     return low, high if high > low else low + 1
 
 
-def measure(
+def measure_colours(
     images: ImageList, positions: list[int], framing: Framing, threads: int = THREADS
 ) -> Content:
-    """Return mean and deviation of each channel and two percentiles, of pixels from 0 to 1.
+    """Return the mean and the deviation of each channel, and two percentiles as `filled`.
+
+    Pixels are from 0 to 1.
 
     Args:
         threads: 1: the images are opened in order.
@@ -159,11 +165,11 @@ def measure(
         except CorruptImage as error:
             damaged.append(error)
             return
-        pixels = pixels_of(framing.square(image)).astype(np.float64) / 255
+        pixels = to_array(framing.square(image)).astype(np.float64) / 255
         moments[i] = pixels.mean((0, 1)), (pixels**2).mean((0, 1))
         values = pixels.ravel()
-        places = np.linspace(0, len(values) - 1, PIXELS_OF_IMAGE).astype(int)
-        samples[i] = values[places]
+        indices = np.linspace(0, len(values) - 1, PIXELS_OF_IMAGE).astype(int)
+        samples[i] = values[indices]
 
     decode_all(len(positions), read, threads)
     if len(damaged) == len(positions):
@@ -180,9 +186,14 @@ def measure(
     }
 
 
-def narrow_range_warning(filled: Any, limits: Any) -> str:
-    """Return a sentence where most values lie in a small part of their range, else ""."""
-    low, high = filled
+def describe_narrow_range(percentiles: Any, limits: Any) -> str:
+    """Return a sentence where most values lie in a small part of their range, else "".
+
+    Args:
+        percentiles: a low and a high one, with 0 for black and 1 for white.
+        limits: black and white, see Reading.
+    """
+    low, high = percentiles
     if isinstance(limits, str) or limits is None or high - low >= LEAST_SHARE:
         return ""
     black, white = limits

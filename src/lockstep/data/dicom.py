@@ -29,10 +29,10 @@ class DicomHeader:
     """The facts in the head of a DICOM file.
 
     Args:
-        dtype: of its numbers; 8-bit images that are not rescaled are uint8.
-        bits: that are stored for each number.
+        dtype: the type of its values; 8-bit images that are not rescaled are uint8.
+        bits: how many bits each value has in the file.
         frames: how many images it has.
-        has_window: it says which values are shown black and white.
+        has_window: whether it says which values are shown black and white.
     """
 
     dtype: np.dtype
@@ -50,12 +50,12 @@ def has_pydicom() -> bool:
     return find_spec("pydicom") is not None
 
 
-def dicom_header(file: Path | bytes) -> DicomHeader:
+def read_dicom_header(file: Path | bytes) -> DicomHeader:
     """Return what the head of a DICOM file says; it may raise nearly anything."""
-    dataset = _read(file, with_pixels=False)
+    dataset = _read(file, reads_pixels=False)
     bits = int(dataset.get("BitsStored") or dataset.BitsAllocated)
-    has_window = window_of(dataset, 0) is not None
-    return DicomHeader(_dtype_of(dataset), bits, _num_frames(dataset), has_window)
+    has_window = read_window(dataset, 0) is not None
+    return DicomHeader(_get_dtype(dataset), bits, _count_frames(dataset), has_window)
 
 
 def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | None]:
@@ -67,8 +67,8 @@ def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | Non
         ValueError: pydicom is missing, or the file has no such frame.
         DecompressionBombError: the image is larger than Pillow's limit.
     """
-    dataset = _read(file, with_pixels=True)
-    count = _num_frames(dataset)
+    dataset = _read(file, reads_pixels=True)
+    count = _count_frames(dataset)
     if frame >= count:
         raise ValueError(f"data.page={frame} counts from 0, and its frames are {count}")
     _check_size(dataset)
@@ -81,25 +81,27 @@ def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | Non
         return apply_color_lut(stored, dataset), None
     if stored.ndim == 3:
         return stored, None
-    values = _of_modality(stored, dataset, frame)
-    window = window_of(dataset, frame)
+    values = _to_modality_values(stored, dataset, frame)
+    window = read_window(dataset, frame)
     if dataset.PhotometricInterpretation != "MONOCHROME1":
         return values, window
 
-    low, high = _of_modality(_stored_range(dataset, stored.dtype), dataset, frame).tolist()
+    low, high = _to_modality_values(
+        _get_stored_range(dataset, stored.dtype), dataset, frame
+    ).tolist()
     if window is not None:
         window = (low + high - window[1], low + high - window[0])
     return low + high - values, window
 
 
-def window_of(dataset: Any, frame: int) -> Window | None:
+def read_window(dataset: Any, frame: int) -> Window | None:
     """Return black and white of the first window, as DICOM's linear function has them."""
-    part = _part(dataset, frame, "FrameVOILUTSequence")
-    center = _first_number(part.get("WindowCenter"))
-    width = _first_number(part.get("WindowWidth"))
+    attributes = _get_frame_attributes(dataset, frame, "FrameVOILUTSequence")
+    center = _first_number(attributes.get("WindowCenter"))
+    width = _first_number(attributes.get("WindowWidth"))
     if center is None or width is None or width <= 1:
         return None
-    if part.get("VOILUTFunction", "LINEAR") == "LINEAR_EXACT":
+    if attributes.get("VOILUTFunction", "LINEAR") == "LINEAR_EXACT":
         return center - width / 2, center + width / 2
     return center - 0.5 - (width - 1) / 2, center - 0.5 + (width - 1) / 2
 
@@ -112,13 +114,13 @@ def _first_number(value: Any) -> float | None:
     return float(numbers[0]) if len(numbers) else None
 
 
-def _read(file: Path | bytes, *, with_pixels: bool) -> Any:
+def _read(file: Path | bytes, *, reads_pixels: bool) -> Any:
     if not has_pydicom():
         raise ValueError(NEEDS_PYDICOM)
     import pydicom
 
     source = io.BytesIO(file) if isinstance(file, bytes) else file
-    dataset = pydicom.dcmread(source, stop_before_pixels=not with_pixels)
+    dataset = pydicom.dcmread(source, stop_before_pixels=not reads_pixels)
     if "Rows" not in dataset:
         raise ValueError("a DICOM file without pixels")
     return dataset
@@ -130,43 +132,46 @@ def _check_size(dataset: Any) -> None:
         raise Image.DecompressionBombError
 
 
-def _num_frames(dataset: Any) -> int:
+def _count_frames(dataset: Any) -> int:
     return int(dataset.get("NumberOfFrames") or 1)
 
 
-def _part(dataset: Any, frame: int, sequence: str) -> Any:
+def _get_frame_attributes(dataset: Any, frame: int, sequence: str) -> Any:
     """Return what holds the attributes of a frame.
 
     Files of the enhanced kind have them in sequences, of each frame or of all. Others have them
     at the top.
     """
-    of_frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
-    of_all = dataset.get("SharedFunctionalGroupsSequence") or []
-    for groups in (*of_frames[frame : frame + 1], *of_all[:1]):
+    frame_groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    shared_groups = dataset.get("SharedFunctionalGroupsSequence") or []
+    for groups in (*frame_groups[frame : frame + 1], *shared_groups[:1]):
         if groups.get(sequence):
             return groups[sequence][0]
     return dataset
 
 
-def _of_modality(stored: np.ndarray, dataset: Any, frame: int) -> np.ndarray:
+def _to_modality_values(stored: np.ndarray, dataset: Any, frame: int) -> np.ndarray:
     """Return the values of the modality; those that are not rescaled keep their type."""
     from pydicom.pixels import apply_modality_lut
 
-    part = _part(dataset, frame, "PixelValueTransformationSequence")
-    if not _is_rescaled(part):
+    attributes = _get_frame_attributes(dataset, frame, "PixelValueTransformationSequence")
+    if not _is_rescaled(attributes):
         return stored
-    return apply_modality_lut(stored, part)
+    return apply_modality_lut(stored, attributes)
 
 
-def _is_rescaled(part: Any) -> bool:
+def _is_rescaled(attributes: Any) -> bool:
     """Return whether values are others than those that are stored."""
-    if part.get("ModalityLUTSequence"):
+    if attributes.get("ModalityLUTSequence"):
         return True
-    has_both = part.get("RescaleSlope") is not None and part.get("RescaleIntercept") is not None
-    return has_both and (float(part.RescaleSlope), float(part.RescaleIntercept)) != (1, 0)
+    slope = attributes.get("RescaleSlope")
+    intercept = attributes.get("RescaleIntercept")
+    if slope is None or intercept is None:
+        return False
+    return (float(slope), float(intercept)) != (1, 0)
 
 
-def _stored_range(dataset: Any, dtype: np.dtype) -> np.ndarray:
+def _get_stored_range(dataset: Any, dtype: np.dtype) -> np.ndarray:
     """Return the smallest and the largest value that the stored bits can have."""
     bits = int(dataset.BitsStored)
     if int(dataset.PixelRepresentation):
@@ -174,15 +179,15 @@ def _stored_range(dataset: Any, dtype: np.dtype) -> np.ndarray:
     return np.array([0, 2**bits - 1]).astype(dtype)
 
 
-def _dtype_of(dataset: Any) -> np.dtype:
+def _get_dtype(dataset: Any) -> np.dtype:
     """Return the type of the values that `read_dicom` returns."""
     bits = int(dataset.BitsAllocated)
     is_signed = bool(dataset.get("PixelRepresentation"))
     if dataset.PhotometricInterpretation == "PALETTE COLOR":
         bits = int(dataset.RedPaletteColorLookupTableDescriptor[2])
     elif int(dataset.get("SamplesPerPixel") or 1) == 1:
-        part = _part(dataset, 0, "PixelValueTransformationSequence")
-        if _is_rescaled(part):
+        attributes = _get_frame_attributes(dataset, 0, "PixelValueTransformationSequence")
+        if _is_rescaled(attributes):
             return np.dtype(np.float64)
     if bits <= 8:
         return np.dtype(np.int8 if is_signed else np.uint8)

@@ -20,21 +20,21 @@ from lockstep.data.decoding import (
     is_dicom,
     is_tiff,
     load_array,
+    open_bytes,
     open_header,
-    source_of,
-    start_of,
+    read_start,
 )
-from lockstep.data.dicom import dicom_header
+from lockstep.data.dicom import read_dicom_header
 
 ALL = "all"
-PAGED = ("TIFF", "GIF")
+PAGED_FORMATS = ("TIFF", "GIF")
 NEEDS_TIFFFILE = "a TIFF of bits or bands that Pillow does not read: pip install tifffile"
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-# The bytes of a PNG that tell its bits for each colour, and what its bands are.
-PNG_BITS = 24
-PNG_KIND = 25
+# The positions in a PNG of two bytes: the bits for each colour, and what its bands are.
+PNG_BITS_BYTE = 24
+PNG_KIND_BYTE = 25
 # Kinds of several bands: colour, grey with alpha, colour with alpha.
-PNG_OF_BANDS = (2, 4, 6)
+PNG_KINDS_WITH_BANDS = (2, 4, 6)
 GREY_WITH_ALPHA = "LA;16B"  # Pillow's name
 # Two formats whose colours Pillow reads in 8 bits: what to look for, and how far behind its start
 # the bits of the first colour lie.
@@ -49,22 +49,22 @@ class Header:
     """The facts in the head of an image file.
 
     Args:
-        dtype: of its numbers.
+        dtype: the type of its values.
         pages: pages of a TIFF, pictures of a GIF, or frames of a DICOM file; 1 of other formats.
-        is_cut: Pillow reads 8 of its bits.
-        bits: that are in use; None: all of its numbers.
-        has_window: it says which of its values are shown black and white.
+        loses_bits: whether Pillow reads only 8 of its bits.
+        bits: how many bits of a value are in use; None: all of its type.
+        has_window: whether it says which values are shown black and white.
     """
 
     dtype: np.dtype
     pages: int = 1
-    is_cut: bool = False
+    loses_bits: bool = False
     bits: int | None = None
     has_window: bool = False
 
     @property
     def has_over_8_bits(self) -> bool:
-        return self.dtype != np.uint8 and not self.is_cut
+        return self.dtype != np.uint8 and not self.loses_bits
 
     @property
     def depth(self) -> str:
@@ -75,28 +75,28 @@ class Header:
         return f"{bits}-bit floats" if self.dtype.kind == "f" else f"{bits} bits"
 
 
-def header_of(file: Path | bytes) -> Header:
+def read_header(file: Path | bytes) -> Header:
     """Return what the head of an image file says; it may raise nearly anything."""
     if is_array(file):
         return Header(load_array(file).dtype)
     if is_dicom(file):
-        header = dicom_header(file)
+        header = read_dicom_header(file)
         return Header(header.dtype, header.frames, bits=header.bits, has_window=header.has_window)
     if needs_tifffile(file) and has_tifffile():
-        return _header_by_tifffile(file)
+        return _read_tifffile_header(file)
     if has_deep_colours(file):
         return Header(np.dtype(np.uint16))
     with open_header(file) as image:
-        pages = getattr(image, "n_frames", 1) if image.format in PAGED else 1
-        if _is_cut(image):
-            return Header(np.dtype(np.uint16), pages, is_cut=True)
-        bits = _bits_of_colours(file, image)
+        pages = getattr(image, "n_frames", 1) if image.format in PAGED_FORMATS else 1
+        if _loses_bits(image):
+            return Header(np.dtype(np.uint16), pages, loses_bits=True)
+        bits = _read_colour_bits(file, image)
         if bits > 8:
-            return Header(np.dtype(np.uint16), pages, is_cut=True, bits=bits)
-        return Header(_dtype_of(image), pages)
+            return Header(np.dtype(np.uint16), pages, loses_bits=True, bits=bits)
+        return Header(_get_dtype(image), pages)
 
 
-def _bits_of_colours(file: Path | bytes, image: ImageFile) -> int:
+def _read_colour_bits(file: Path | bytes, image: ImageFile) -> int:
     """Return the bits of a colour of JPEG 2000 or AVIF; 0 where Pillow reads all of them.
 
     Source: ISO/IEC 15444-1, A.5.1, the size segment; ISO/IEC 23008-12, 6.5.6, pixel information.
@@ -104,16 +104,16 @@ def _bits_of_colours(file: Path | bytes, image: ImageFile) -> int:
     if image.format not in BITS_OF_COLOURS or len(image.getbands()) == 1:
         return 0
     mark, distance = BITS_OF_COLOURS[image.format]
-    head = start_of(file, HEAD_BYTES)
-    place = head.find(mark)
-    if place < 0 or place + distance >= len(head):
+    head = read_start(file, HEAD_BYTES)
+    start = head.find(mark)
+    if start < 0 or start + distance >= len(head):
         return 0
-    number = head[place + distance]
+    number = head[start + distance]
     # The first bit of JPEG 2000's number tells a sign, and the number is one too small.
     return (number & 0x7F) + 1 if image.format == "JPEG2000" else number
 
 
-def _dtype_of(image: ImageFile) -> np.dtype:
+def _get_dtype(image: ImageFile) -> np.dtype:
     if image.mode == "F":
         return np.dtype(np.float32)
     if image.mode == "I" and image.format != "PPM":
@@ -123,24 +123,24 @@ def _dtype_of(image: ImageFile) -> np.dtype:
     return np.dtype(np.uint8)
 
 
-def _is_cut(image: ImageFile) -> bool:
+def _loses_bits(image: ImageFile) -> bool:
     """Return whether Pillow keeps 8 bits of each of several bands that have 16."""
     tiles = getattr(image, "tile", ())
     if len(image.getbands()) == 1 or not tiles:
         return False
     if image.format == "PPM":
-        return _largest_of_ppm(image) > 255
-    return any("16" in _raw_mode(tile.args) for tile in tiles)
+        return _read_ppm_white(image) > 255
+    return any("16" in _get_raw_mode(tile.args) for tile in tiles)
 
 
-def _raw_mode(arguments: str | tuple[Any, ...] | None) -> str:
+def _get_raw_mode(arguments: str | tuple[Any, ...] | None) -> str:
     """Return the raw mode, as "RGB;16B", of the arguments of Pillow's decoder."""
     if isinstance(arguments, tuple):
         return str(arguments[0]) if arguments else ""
     return arguments or ""
 
 
-def _largest_of_ppm(image: ImageFile) -> int:
+def _read_ppm_white(image: ImageFile) -> int:
     """Return the number that is white in an open PPM file."""
     tile = image.tile[0]
     if tile.codec_name == "raw":
@@ -149,20 +149,20 @@ def _largest_of_ppm(image: ImageFile) -> int:
     return int(white)
 
 
-def with_bands(values: np.ndarray) -> np.ndarray:
+def add_band_axis(values: np.ndarray) -> np.ndarray:
     """Return (height, width, bands) of an image that may have two axes."""
     return values[..., None] if values.ndim == 2 else values
 
 
 def has_deep_colours(file: Path | bytes) -> bool:
     """Return whether a file is a PNG or PPM of 16 bits for each of several bands."""
-    start = start_of(file, PNG_KIND + 1)
+    start = read_start(file, PNG_KIND_BYTE + 1)
     if start.startswith(PNG_MAGIC):
-        return start[PNG_BITS] == 16 and start[PNG_KIND] in PNG_OF_BANDS
+        return start[PNG_BITS_BYTE] == 16 and start[PNG_KIND_BYTE] in PNG_KINDS_WITH_BANDS
     if not start.startswith(PPM_MAGIC):
         return False
     with open_header(file) as image:
-        return _is_cut(image)
+        return _loses_bits(image)
 
 
 def read_deep_colours(file: Path | bytes) -> np.ndarray:
@@ -179,7 +179,7 @@ def _read_ppm(data: bytes, image: ImageFile) -> np.ndarray:
     """Return the colours of an open PPM, of which 65,535 is white as in one of grey."""
     count = 3 * image.width * image.height
     values = np.frombuffer(data, ">u2", count, image.tile[0].offset)
-    scale = WHITE_16 / _largest_of_ppm(image)
+    scale = WHITE_16 / _read_ppm_white(image)
     return np.round(values * scale).astype(np.uint16).reshape(image.height, image.width, 3)
 
 
@@ -187,19 +187,19 @@ def _read_png(data: bytes, raw_mode: str) -> np.ndarray:
     """Return the colours of a PNG, whose bytes Pillow decodes by another raw mode.
 
     Args:
-        raw_mode: as of Pillow's tile: RGB;16B, RGBA;16B, or LA;16B.
+        raw_mode: Pillow's name of the layout in the file: RGB;16B, RGBA;16B, or LA;16B.
     """
     if raw_mode == GREY_WITH_ALPHA:
         # Each pixel has the four bytes of one in 8-bit colours with alpha.
-        pixels = _decoded(data, "RGBA")
+        pixels = _decode(data, "RGBA")
         return 256 * pixels[..., 0::2] + pixels[..., 1::2]
     # Pillow keeps the first of two bytes, which is the low one where it believes the other order.
-    high = _decoded(data, raw_mode)
-    low = _decoded(data, raw_mode.replace("16B", "16L"))
+    high = _decode(data, raw_mode)
+    low = _decode(data, raw_mode.replace("16B", "16L"))
     return 256 * high + low
 
 
-def _decoded(data: bytes, raw_mode: str) -> np.ndarray:
+def _decode(data: bytes, raw_mode: str) -> np.ndarray:
     """Return (height, width, bands) uint16 of the bytes that a raw mode takes from a PNG."""
     with open_header(data) as image:
         tile = image.tile[0]
@@ -207,7 +207,7 @@ def _decoded(data: bytes, raw_mode: str) -> np.ndarray:
         return np.asarray(ImageOps.exif_transpose(image)).astype(np.uint16)
 
 
-def on_white(values: np.ndarray) -> np.ndarray:
+def blend_on_white(values: np.ndarray) -> np.ndarray:
     """Return 16-bit colours without alpha, on white as `to_8_bits` puts them.
 
     Args:
@@ -229,17 +229,17 @@ def needs_tifffile(file: Path | bytes) -> bool:
     if not is_tiff(file):
         return False
     try:
-        with Image.open(source_of(file), formats=FORMATS) as image:
-            return _is_cut(image)
+        with Image.open(open_bytes(file), formats=FORMATS) as image:
+            return _loses_bits(image)
     except UnidentifiedImageError:
         return True
 
 
-def _header_by_tifffile(file: Path | bytes) -> Header:
+def _read_tifffile_header(file: Path | bytes) -> Header:
     import tifffile
 
-    with tifffile.TiffFile(source_of(file)) as opened:
-        return Header(np.dtype(opened.pages[0].dtype), len(opened.pages))
+    with tifffile.TiffFile(open_bytes(file)) as tiff:
+        return Header(np.dtype(tiff.pages[0].dtype), len(tiff.pages))
 
 
 def read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
@@ -248,15 +248,15 @@ def read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
         raise ValueError(NEEDS_TIFFFILE)
     import tifffile
 
-    with tifffile.TiffFile(source_of(file)) as opened:
-        if page != ALL and int(page) >= len(opened.pages):
-            count = len(opened.pages)
+    with tifffile.TiffFile(open_bytes(file)) as tiff:
+        if page != ALL and int(page) >= len(tiff.pages):
+            count = len(tiff.pages)
             raise ValueError(f"data.page={page} counts from 0, and its pages are {count}")
-        pages: Sequence[Any] = opened.pages if page == ALL else [opened.pages[int(page)]]
-        return np.concatenate([with_bands(_bands_last(each)) for each in pages], axis=2)
+        pages: Sequence[Any] = tiff.pages if page == ALL else [tiff.pages[int(page)]]
+        return np.concatenate([add_band_axis(_move_bands_last(each)) for each in pages], axis=2)
 
 
-def _bands_last(page: Any) -> np.ndarray:
+def _move_bands_last(page: Any) -> np.ndarray:
     """Return a page of tifffile, whose bands may lie in separate planes."""
     values = page.asarray()
     if values.ndim == 3 and page.planarconfig == 2:

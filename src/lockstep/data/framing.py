@@ -69,7 +69,7 @@ class Framing:
     def crop_pct(self) -> float:
         """Return image_size / resize for exports, so that timm's rounding gives `resize` again."""
         share = self.image_size / self.resize
-        if resize_of(self.image_size, None, share) == self.resize:
+        if resolve_resize(self.image_size, None, share) == self.resize:
             return share
         return math.nextafter(share, 0)
 
@@ -110,7 +110,7 @@ class Framing:
         return F.crop(image, top, left, self.resize, self.resize)
 
 
-def resize_of(image_size: int, resize: int | None, crop_pct: float) -> int:
+def resolve_resize(image_size: int, resize: int | None, crop_pct: float) -> int:
     """Return the side to resize to: `resize`, else image_size / crop_pct with timm's rounding.
 
     Raises:
@@ -183,7 +183,8 @@ class BatchTransforms:
         has_views = len(draws) > 3
         if has_views:
             views = [
-                self.resize_crop_flip(images, of_view, interpolation) for of_view in draws.split(3)
+                self.resize_crop_flip(images, view_draws, interpolation)
+                for view_draws in draws.split(3)
             ]
             return torch.stack(views, 1)
 
@@ -191,18 +192,18 @@ class BatchTransforms:
         if self.framing.flip:
             # Images are mirrored before the resize, where they are small. The crop of a mirrored
             # image starts as far from the right as that of the image would from the left.
-            images = _mirrored(images, flip)
+            images = _mirror(images, flip)
             dx = dx + flip * (self.num_crop_starts - 1 - 2 * dx)
-        images = self._resized(images, interpolation)
+        images = self._resize(images, interpolation)
         if self.num_crop_starts == 1:
             return images
 
         # Binding the name anew frees the images before the padding. The crop is then written into
         # their memory, which is in the cache of the CPU.
-        images = self._padded(images, fill=VOID if interpolation == "nearest" else 0)
-        return self._cropped(images, dy, dx)
+        images = self._pad(images, fill=VOID if interpolation == "nearest" else 0)
+        return self._crop(images, dy, dx)
 
-    def _resized(self, images: Tensor, interpolation: str) -> Tensor:
+    def _resize(self, images: Tensor, interpolation: str) -> Tensor:
         side = self.framing.resize
         if images.shape[1] == side:
             return images
@@ -210,7 +211,7 @@ class BatchTransforms:
         resized = F.resize(images.permute(0, 3, 1, 2), [side, side], mode, antialias=True)
         return resized.permute(0, 2, 3, 1)
 
-    def _padded(self, images: Tensor, fill: int) -> Tensor:
+    def _pad(self, images: Tensor, fill: int) -> Tensor:
         """Return images with the border that crops may reach into, contiguous in memory."""
         border = self.framing.crop_padding
         if images.device.type != "cpu":
@@ -225,7 +226,7 @@ class BatchTransforms:
         padded[:, middle, middle] = pixels
         return torch.from_numpy(padded)
 
-    def _cropped(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
+    def _crop(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
         """Return one window of each image, which begins at (dy, dx)."""
         n, _, width, channels = images.shape
         crop = self.framing.image_size
@@ -264,12 +265,12 @@ def index_rows(array: Tensor, *index: Tensor) -> Tensor:
     if array.is_contiguous() and len(index) == 1:
         rows = array.view(len(array), -1)
         if rows.shape[1] % 8 == 0:
-            chosen = rows.view(torch.int64)[index[0]].view(array.dtype)
-            return chosen.view(-1, *array.shape[1:])
+            chosen_rows = rows.view(torch.int64)[index[0]].view(array.dtype)
+            return chosen_rows.view(-1, *array.shape[1:])
     return array[index]
 
 
-def _mirrored(images: Tensor, flip: Tensor) -> Tensor:
+def _mirror(images: Tensor, flip: Tensor) -> Tensor:
     """Mirror images (n, height, width, channels) left to right where flip (n,) is 1."""
     if images.device.type != "cpu":
         is_flipped = (flip > 0).view(-1, 1, 1, 1)
@@ -278,6 +279,6 @@ def _mirrored(images: Tensor, flip: Tensor) -> Tensor:
     # A pixel at a time is several times as fast as a byte at a time.
     mirrored = images.numpy().copy()
     pixels = mirrored.view(f"V{mirrored.shape[3] * mirrored.itemsize}")[..., 0]
-    chosen = flip.numpy() > 0
-    pixels[chosen] = pixels[chosen, :, ::-1]
+    flips = flip.numpy() > 0
+    pixels[flips] = pixels[flips, :, ::-1]
     return torch.from_numpy(mirrored)

@@ -21,16 +21,15 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.data.batches import EvalBatches, TrainBatches
-from lockstep.data.content_hash import HASH_METHOD, with_drawn_test
-from lockstep.data.framing import Framing, resize_of
+from lockstep.data.content_hash import HASH_METHOD, add_drawn_test
+from lockstep.data.framing import Framing, resolve_resize
 from lockstep.data.listing import SPLITS, TEST, LeftOut
-from lockstep.data.loading import LoadedBatch
-from lockstep.data.making import BatchMaker
+from lockstep.data.making import BatchMaker, LoadedBatch
 from lockstep.data.normalisation import resolve_normalisation
-from lockstep.data.sampling import Sampling, check_sampling, note_on_sampling, sampling_of
+from lockstep.data.sampling import Sampling, check_sampling, describe_sampling, make_sampling
 from lockstep.data.source import ImageSet, Source
 from lockstep.data.split import VAL_FRACTION, SplitRule, Splits
-from lockstep.data.targets import as_masks, scale_of
+from lockstep.data.targets import compute_scale, to_masks
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
@@ -44,12 +43,12 @@ class ImageOptions:
     """The options of every data module of images.
 
     Args:
-        name: of the cache folder, and shown in the logbook; None: from the class.
+        name: the name of the cache folder, shown in the logbook; None: from the class.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
-        image_size, resize, crop_padding, flip: as of Framing; resize=None: image_size / crop_pct.
-        crop_pct, interpolation, mean, std: as of `resolve_normalisation`.
-        val_fraction, num_val, fold, num_folds: as of SplitRule.
+        image_size, resize, crop_padding, flip: see Framing; resize=None: image_size / crop_pct.
+        crop_pct, interpolation, mean, std: see `resolve_normalisation`.
+        val_fraction, num_val, fold, num_folds: see SplitRule.
         cache_dir: folder of decoded images and downloads, one per node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
@@ -133,12 +132,12 @@ class ImageDataModule(LightningDataModule):
     ((images, inputs), targets), and inputs have (n,) float32 by name, standardised.
 
     Args:
-        options: as of ImageOptions.
+        options: see ImageOptions.
     """
 
     channels = 3
     fit = "crop"
-    # How data_hash is made. Data of one hash and method are the same.
+    # The method of data_hash. Data of one hash and method are the same.
     hash_method = HASH_METHOD
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
@@ -147,7 +146,7 @@ class ImageDataModule(LightningDataModule):
     stage = "fit"
     # Single images are floats, of more than 8 bits or of other channels than pictures.
     has_float_pixels = False
-    # How many bits the images have, and what black and white are, for the log and the page.
+    # A phrase for the log and the page on the bits of the images, their black and their white.
     depth_note = ""
     # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
     device_array_gib = 4.0
@@ -155,20 +154,21 @@ class ImageDataModule(LightningDataModule):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.options = chosen = ImageOptions(**options)
-        self.name: str = chosen.name or type(self).__name__.removesuffix("DataModule").lower()
-        self.image_size = chosen.image_size
-        self.global_batch_size = chosen.global_batch_size
-        self.cache_dir = Path(chosen.cache_dir)
+        self.options = values = ImageOptions(**options)
+        class_name = type(self).__name__.removesuffix("DataModule")
+        self.name: str = values.name or class_name.lower()
+        self.image_size = values.image_size
+        self.global_batch_size = values.global_batch_size
+        self.cache_dir = Path(values.cache_dir)
         self.split_rule = SplitRule(
-            chosen.seed, chosen.val_fraction, chosen.num_val, chosen.fold, chosen.num_folds
+            values.seed, values.val_fraction, values.num_val, values.fold, values.num_folds
         )
         self.data_hash = ""
-        # Of a check: what is listed and cannot be used.
+        # Sentences of check_data.py on images that are listed and cannot be used.
         self.faults: list[str] = []
-        # What keeps images together, for the log and the page.
+        # A phrase for the log and the page on the groups that stay in one split.
         self.groups_note = ""
-        # How the images of an epoch are drawn, likewise; "": each is taken once.
+        # A phrase on how the images of an epoch are drawn; "": each is taken once.
         self.sampling_note = ""
         self.sampling: Sampling | None = None
         # Mean and deviation of each number beside the images, over the training images.
@@ -180,41 +180,43 @@ class ImageDataModule(LightningDataModule):
     def set_augmentation(
         self,
         augmentation: Augmentation | None = None,
-        of_weights: Mapping[str, Any] | None = None,
+        weight_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Set the augmentation and the values of pretrained weights; call it before `prepare`.
 
         Args:
             augmentation: what training does to the images; None: crop and flip.
-            of_weights: the pretrained weights' mean, std, crop_pct and interpolation, for options
-                that are auto.
+            weight_settings: mean, std, crop_pct and interpolation of the pretrained weights, for
+                options that are auto.
 
         Raises:
             UserError: values contradict each other.
         """
         self.augmentation = augmentation or CropFlip()
-        self._of_weights = dict(of_weights or {})
+        self._weight_settings = dict(weight_settings or {})
         self._set_framing()
 
     def _set_framing(self) -> None:
         """Resolve normalisation and framing, and make the operations on single images."""
         options = self.options
         names = ("mean", "std", "crop_pct", "interpolation")
-        of_weights = self._of_weights
+        weight_settings = self._weight_settings
         if self.has_float_pixels:
             # Weights say the colours of photographs.
-            of_weights = {key: of_weights[key] for key in of_weights if key not in ("mean", "std")}
+            weight_settings = {
+                key: weight_settings[key] for key in weight_settings if key not in ("mean", "std")
+            }
         self.normalisation = resolve_normalisation(
             {name: getattr(options, name) for name in names},
             {"mean": self.own_mean, "std": self.own_std},
-            of_weights,
+            weight_settings,
             self.channels,
         )
         self.mean = self.normalisation.mean
         self.std = self.normalisation.std
         self.framing = Framing(
             image_size=self.image_size,
-            resize=resize_of(self.image_size, options.resize, self.normalisation.crop_pct),
+            resize=resolve_resize(self.image_size, options.resize, self.normalisation.crop_pct),
             fit=self.fit,
             interpolation=self.normalisation.interpolation,
             crop_padding=options.crop_padding,
@@ -252,18 +254,18 @@ class ImageDataModule(LightningDataModule):
             check_sampling(self.options.sampling, self.source)
         self.data_hash = self.source.hash()
         self._check_inputs()
-        self._set_splits(self._assigned())
+        self._set_splits(self._assign_splits())
         self.decode_source()
         self._set_inputs()
         if self.splits.drew_test:
-            self.data_hash = with_drawn_test(self.data_hash, self.splits.test)
+            self.data_hash = add_drawn_test(self.data_hash, self.splits.test)
         if self.source.groups is not None:
-            self.groups_note = self._note_on_groups(self.source.groups)
+            self.groups_note = self._describe_groups(self.source.groups)
         if self.stage != "test":
             self._set_sampling()
             self._check_training_images()
 
-    def _assigned(self) -> Splits:
+    def _assign_splits(self) -> Splits:
         """Return the splits. An evaluation that cannot draw any tests on all images."""
         source = self.source
         try:
@@ -273,7 +275,7 @@ class ImageDataModule(LightningDataModule):
                 raise
             return Splits(np.full_like(source.splits, TEST), drew_test=True)
 
-    def _note_on_groups(self, groups: np.ndarray) -> str:
+    def _describe_groups(self, groups: np.ndarray) -> str:
         """Return "patient_id: 30 groups, 24 to train, 3 to validate, 3 to test"."""
         counts = [len(np.unique(groups[getattr(self.splits, name)])) for name in SPLITS]
         return (
@@ -299,9 +301,9 @@ class ImageDataModule(LightningDataModule):
         """Set the scale of the numbers beside the images: that of the training images."""
         for name in self.options.inputs:
             numbers = self.source.columns[name][self.splits.train]
-            self.inputs[name] = list(scale_of(numbers).values()) or [0.0, 1.0]
+            self.inputs[name] = list(compute_scale(numbers).values()) or [0.0, 1.0]
 
-    def _standardised_inputs(self) -> dict[str, np.ndarray]:
+    def _standardise_inputs(self) -> dict[str, np.ndarray]:
         """Return (n,) float32 by name."""
         inputs = {}
         for name, (mean, std) in self.inputs.items():
@@ -315,7 +317,7 @@ class ImageDataModule(LightningDataModule):
                 f"{self.name} has no images to train on: all are for validation or test."
             )
         options = self.options
-        self.sampling = sampling_of(
+        self.sampling = make_sampling(
             options.sampling, options.epoch_size, self.source, self.splits.train
         )
         if not 1 <= self.global_batch_size <= self.epoch_size:
@@ -328,7 +330,7 @@ class ImageDataModule(LightningDataModule):
             )
         if self.sampling is not None:
             count = self.steps_per_epoch * self.global_batch_size
-            self.sampling_note = note_on_sampling(
+            self.sampling_note = describe_sampling(
                 options.sampling, self.sampling, count, self.source
             )
 
@@ -408,13 +410,13 @@ class ImageDataModule(LightningDataModule):
         """Mean and deviation of the training targets; empty if they are no numbers."""
         if self.target_kind != "number":
             return {}
-        return scale_of(self.source.targets[""][self.splits.train])
+        return compute_scale(self.source.targets[""][self.splits.train])
 
     def match_classes(self, class_names: Sequence[str]) -> None:
         """Number the labels as a checkpoint does; call it between `prepare` and `attach_to_ranks`.
 
         Args:
-            class_names: those of the checkpoint; the images may lack some of them.
+            class_names: the checkpoint's classes, of which the images may lack some.
 
         Raises:
             UserError: the images have a class that the checkpoint does not know.
@@ -433,9 +435,10 @@ class ImageDataModule(LightningDataModule):
         return path, f"data.path={path}"
 
     def refuse_labels_outside(self, low: float, high: float) -> None:
-        """
+        """Refuse several labels of which one is not from `low` to `high`.
+
         Raises:
-            UserError: one of several labels is not from `low` to `high`; it names the image.
+            UserError: it names the image.
         """
         if self.target_kind != "labels":
             return
@@ -446,8 +449,8 @@ class ImageDataModule(LightningDataModule):
         value = labels[images[0], columns[0]]
         name = self.class_names[columns[0]] if self.class_names else columns[0]
         raise UserError(
-            f"{self.source.where(int(images[0]))}: the label {name} is {value:g}, and labels are "
-            f"from {low:g} to {high:g}. If {value:g} means that it is not known, give "
+            f"{self.source.location(int(images[0]))}: the label {name} is {value:g}, and labels "
+            f"are from {low:g} to {high:g}. If {value:g} means that it is not known, give "
             f"data.unknown={value:g}."
         )
 
@@ -483,10 +486,10 @@ class ImageDataModule(LightningDataModule):
             self.augmentation,
             self._pipeline,
             device,
-            on_device=fits and self.choose_path()[0] == "array",
+            keep_on_device=fits and self.choose_path()[0] == "array",
             num_workers=self.options.num_workers,
             views=self.options.views,
-            inputs=self._standardised_inputs(),
+            inputs=self._standardise_inputs(),
         )
 
     def _check_mixing(self) -> None:
@@ -499,9 +502,11 @@ class ImageDataModule(LightningDataModule):
                 "give both 0."
             )
         if views > 1 or self.target_kind not in ("class", "labels"):
-            what = f"data.views={views}" if views > 1 else f"targets of the kind {self.target_kind}"
+            refused = f"targets of the kind {self.target_kind}"
+            if views > 1:
+                refused = f"data.views={views}"
             raise UserError(
-                f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0."
+                f"augmentation.mixup_alpha and cutmix_alpha cannot mix {refused}: give both 0."
             )
 
     def _check_that_masks_move(self) -> None:
@@ -509,7 +514,7 @@ class ImageDataModule(LightningDataModule):
             return
         blank = np.zeros((self.framing.resize, self.framing.resize), np.uint8)
         try:
-            self._pipeline((Image.fromarray(blank), *as_masks([blank])))
+            self._pipeline((Image.fromarray(blank), *to_masks([blank])))
         except TypeError as error:
             hint = "take augmentation=crop_flip or resized_crop"
             raise UserError(f"This augmentation cannot move masks ({error}): {hint}.") from None
@@ -530,7 +535,8 @@ class ImageDataModule(LightningDataModule):
         )
 
     def train_dataloader(self) -> TrainBatches:
-        """
+        """Return the loader of this rank's training batches.
+
         Raises:
             UserError: images are to be mixed in pairs, and a device gets an odd number at a time.
         """
@@ -542,29 +548,31 @@ class ImageDataModule(LightningDataModule):
                 f"{self.per_device_batch_size} at a time: choose one that makes this number even."
             )
         return TrainBatches(
-            self._maker.train_batches,
+            self._maker.make_train_batches,
             self.splits.train,
             self._maker.draw,
             global_batch_size=self.global_batch_size,
             accumulate_grad_batches=self._accumulate,
             seed=self.options.seed,
             sampling=self.sampling,
-            fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
+            repeats_first_epoch=bool(getattr(self.trainer, "overfit_batches", 0)),
             **self._ranks,
         )
 
     def val_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.val, **self._ranks)
+        return self._make_eval_batches(self.splits.val, **self._ranks)
 
     def test_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.test, **self._ranks)
+        return self._make_eval_batches(self.splits.test, **self._ranks)
 
-    def _eval_batches(self, index: np.ndarray, **ranks: int) -> EvalBatches:
+    def _make_eval_batches(self, index: np.ndarray, **ranks: int) -> EvalBatches:
         maker = self._maker
         size = self.options.eval_batch_size
-        return EvalBatches(maker.eval_batches, index, maker.centre, batch_size=size, **ranks)
+        return EvalBatches(
+            maker.make_eval_batches, index, maker.centre_draw, batch_size=size, **ranks
+        )
 
     def sample_images(self, count: int) -> Tensor:
         """Return the first training images, not augmented, on the CPU.
@@ -574,18 +582,18 @@ class ImageDataModule(LightningDataModule):
         """
         self.setup()
         images = []
-        for batch in self._eval_batches(self.splits.train[:count]):
+        for batch in self._make_eval_batches(self.splits.train[:count]):
             inputs = self.on_after_batch_transfer(batch, 0)[0]
             images.append((inputs[0] if self.inputs else inputs).cpu())
         return torch.cat(images)
 
     def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Any, Any]:
         """Return images and targets. Mixed images have shares of classes, (n, num_classes)."""
-        finished = self._maker.finish(batch)
+        images_and_targets = self._maker.to_images_and_targets(batch)
         if self.trainer is None:
-            return finished
+            return images_and_targets
         # Floats become float64 and half under the "true" precisions. Whole numbers stay.
-        return self.trainer.precision_plugin.convert_input(finished)
+        return self.trainer.precision_plugin.convert_input(images_and_targets)
 
 
 # The constructor's signature names the options, for help() and for the check of configs.

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.content_hash import hash_of_files
-from lockstep.data.decoding import CorruptImage, open_mask, size_of
+from lockstep.data.content_hash import hash_files
+from lockstep.data.decoding import CorruptImage, get_size, open_mask
 from lockstep.data.listing import (
     Item,
     LeftOut,
-    alike_names,
-    counts_of,
-    hash_of_json,
-    merged_labels,
-    ordered_classes,
+    describe_alike_names,
+    describe_counts,
+    describe_merged_labels,
+    hash_json,
+    sort_classes,
     tidy_labels,
 )
 from lockstep.data.reading import Reading
 from lockstep.data.source import Source
-from lockstep.data.targets import as_masks, classes_of_pixels
+from lockstep.data.targets import number_pixels, to_masks
 from lockstep.process.errors import UserError
 
 
@@ -30,8 +30,8 @@ class ImageList(Source):
     """A list of n images: first those to train on, then validation, then test.
 
     Attributes:
-        numbers: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros where
-            there are masks, nan where a label is unknown.
+        target_values: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros
+            where there are masks, nan where a label is unknown.
         reading: how a file becomes pixels.
 
     Args:
@@ -39,7 +39,7 @@ class ImageList(Source):
         target: what labels are: class, number, or mask, a path relative to `folder`.
         label_columns: with several labels, their names.
         unknown: the number of several labels that means "not known"; None: there is none.
-        left_out: for the log.
+        left_out: names of skipped files by reason, for the log.
         warnings: sentences for the log.
     """
 
@@ -61,68 +61,71 @@ class ImageList(Source):
         self.left_out = left_out or {}
         self.warnings = list(warnings)
         if not items:
-            raise UserError(f"{folder} has no images (left out: {counts_of(self.left_out)}).")
+            raise UserError(f"{folder} has no images (left out: {describe_counts(self.left_out)}).")
         items = sorted(items, key=lambda item: item.split)
         self._store(items)
 
         self.columns = {}
         for column in items[0].numbers:
-            numbers = [_further_number(folder, item, column) for item in items]
+            numbers = [_parse_number(folder, item, column) for item in items]
             self.columns[column] = np.array(numbers)
         self._set_targets(items, target, label_columns)
         if unknown is not None and label_columns:
-            self.numbers[self.numbers == unknown] = np.nan
+            self.target_values[self.target_values == unknown] = np.nan
 
     def _set_targets(
         self, items: Sequence[Item], target: str, label_columns: Sequence[str]
     ) -> None:
         """Make the labels of the items numbers, or the names of masks."""
         labels = [item.label for item in items]
-        self._masks = _as_bytes([])
+        self._masks = _encode_names([])
         self.class_names = list(label_columns)
         if target == "mask":
             self.has_grey_levels = True
             self.mask_names = [""]
-            self.numbers = np.zeros(len(items), np.int64)
+            self.target_values = np.zeros(len(items), np.int64)
             self.targets = {}
-            self._masks = _as_bytes(labels)
+            self._masks = _encode_names(labels)
             return
         if label_columns or target == "number":
-            self.numbers = _numbers(self.folder, items, len(label_columns))
+            self.target_values = _parse_labels(self.folder, items, len(label_columns))
         else:
-            self.numbers = self._classes_of(labels)
-            self.warnings += alike_names(self.class_names)
-        self.targets = {"": self.numbers}
+            self.target_values = self._number_classes(labels)
+            self.warnings += describe_alike_names(self.class_names)
+        self.targets = {"": self.target_values}
 
     def _store(self, items: Sequence[Item]) -> None:
         """Keep what the items have, in arrays that worker processes share.
 
         They would copy strings one by one.
         """
-        self._names = _as_bytes([item.name for item in items])
+        self._names = _encode_names([item.name for item in items])
         self.splits = np.array([item.split for item in items], np.int8)
-        self.size = _column(items, "size")
-        self._line = _column(items, "line")
-        self._mtime = _column(items, "mtime")
-        self._start = _column(items, "start")
-        self._files = _numbered([item.file for item in items])
-        groups = _numbered([item.group for item in items])
-        self.groups = groups[1] if groups else None
+        self.num_bytes = _collect(items, "size")
+        self._line = _collect(items, "line")
+        self._mtime = _collect(items, "mtime")
+        self._start = _collect(items, "start")
+        # The distinct files of several images, and the number of each image's file; "": its own.
+        files = [item.file or "" for item in items]
+        self._shards, self._shard_numbers = np.unique(files, return_inverse=True)
+        groups = [item.group for item in items]
+        if None not in groups:
+            self.groups = np.unique(np.array(groups), return_inverse=True)[1]
         names = [os.fsdecode(name) for name in self._names]
-        self.list_hash = hash_of_json([names, self.size.tolist()])
+        self.list_hash = hash_json([names, self.num_bytes.tolist()])
 
-    def _classes_of(self, labels: Sequence[str]) -> np.ndarray:
+    def _number_classes(self, labels: Sequence[str]) -> np.ndarray:
         """Return (n,) int64 classes, and set their names."""
         tidy = tidy_labels(set(labels))
-        self.warnings += merged_labels(tidy)
-        self.class_names = ordered_classes(tidy.values())
+        self.warnings += describe_merged_labels(tidy)
+        self.class_names = sort_classes(tidy.values())
         number_of = {name: number for number, name in enumerate(self.class_names)}
         return np.array([number_of[tidy[label]] for label in labels], np.int64)
 
     def name(self, i: int) -> str:
         return os.fsdecode(self._names[i])
 
-    def where(self, i: int) -> str:
+    def location(self, i: int) -> str:
         line = int(self._line[i])
         return f"{self.name(i)} (line {line})" if line else self.name(i)
 
@@ -139,8 +142,8 @@ class ImageList(Source):
         Raises:
             CorruptImage: it cannot be read, or the file has become shorter.
         """
-        file = self._files[0][self._files[1][i]] if self._files else self.path(i)
-        count = int(self.size[i]) if count is None else count
+        file = self._shard(i) or self.path(i)
+        count = int(self.num_bytes[i]) if count is None else count
         try:
             with open(file, "rb") as opened:
                 opened.seek(int(self._start[i]) + first)
@@ -153,7 +156,11 @@ class ImageList(Source):
 
     def file(self, i: int) -> Path | bytes:
         """Return the path of an image's own file, or its bytes in a file of several images."""
-        return self.read(i) if self._files else Path(self.path(i))
+        return self.read(i) if self._shard(i) else Path(self.path(i))
+
+    def _shard(self, i: int) -> str:
+        """Return the path of the file of several images that holds an image; "": it has its own."""
+        return self._shards[self._shard_numbers[i]]
 
     def read_mask(self, i: int) -> np.ndarray:
         """Return the grey level of each pixel, (height, width) uint8."""
@@ -165,13 +172,13 @@ class ImageList(Source):
         if not self.mask_names:
             return (image,)
         mask = self.read_mask(i)
-        width, height = size_of(image)
+        width, height = get_size(image)
         if mask.shape != (height, width):
             raise CorruptImage(
                 f"the mask of {name} has {mask.shape[1]}×{mask.shape[0]} "
                 f"pixels and its image {width}×{height}"
             )
-        return image, *as_masks([classes_of_pixels(mask, self.grey_levels)])
+        return image, *to_masks([number_pixels(mask, self.grey_levels)])
 
     @property
     def identity(self) -> str:
@@ -180,36 +187,28 @@ class ImageList(Source):
         for i in range(len(self._masks)):
             stat = os.stat(self.mask_path(i))
             masks.append((os.fsdecode(self._masks[i]), stat.st_size, stat.st_mtime_ns))
-        arrays = [array.tolist() for array in (self._mtime, self.numbers, self.splits)]
-        return hash_of_json([self.list_hash, str(self.folder), self.class_names, masks, arrays])
+        arrays = [array.tolist() for array in (self._mtime, self.target_values, self.splits)]
+        return hash_json([self.list_hash, str(self.folder), self.class_names, masks, arrays])
 
     def hash(self) -> str:
-        return hash_of_files(self)
+        return hash_files(self)
 
 
-def _column(items: Sequence[Item], name: str) -> np.ndarray:
+def _collect(items: Sequence[Item], name: str) -> np.ndarray:
     return np.array([getattr(item, name) for item in items], np.int64)
 
 
-def _as_bytes(names: Sequence[str]) -> np.ndarray:
+def _encode_names(names: Sequence[str]) -> np.ndarray:
     return np.array([os.fsencode(name) for name in names], np.bytes_)
 
 
-def _numbered(values: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the distinct values and the number of each value; None where a value is missing."""
-    if None in values:
-        return None
-    distinct, numbers = np.unique(values, return_inverse=True)
-    return distinct, numbers
-
-
-def _numbers(folder: Path, items: Sequence[Item], columns: int) -> np.ndarray:
+def _parse_labels(folder: Path, items: Sequence[Item], columns: int) -> np.ndarray:
     """Return (n,) float32, or (n, columns) where an item has several labels."""
     shape = (columns,) if columns else ()
-    return np.array([_number(folder, item, shape) for item in items], np.float32)
+    return np.array([_parse_label(folder, item, shape) for item in items], np.float32)
 
 
-def _number(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
+def _parse_label(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
     try:
         number = np.asarray(item.label, np.float32)
     except (TypeError, ValueError):
@@ -221,7 +220,7 @@ def _number(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
     return number
 
 
-def _further_number(folder: Path, item: Item, column: str) -> float:
+def _parse_number(folder: Path, item: Item, column: str) -> float:
     value: Any = item.numbers.get(column)
     try:
         number = float(value)
@@ -229,9 +228,9 @@ def _further_number(folder: Path, item: Item, column: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         line = f" (line {item.line})" if item.line else ""
-        shown = str(value)[:50] or "empty"
+        text = str(value)[:50] or "empty"
         raise UserError(
-            f"{folder / item.name}: the column {column} is {shown}, which is not a number{line}. "
+            f"{folder / item.name}: the column {column} is {text}, which is not a number{line}. "
             "Write a number there, or leave the column out of the command."
         )
     return number

@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import decode_all, pixels_of
+from lockstep.data.decoding import decode_all, to_array
 from lockstep.data.depth import (
     EXTREMES,
     MEASURED_IMAGES,
     SAMPLE,
     Survey,
-    evenly_spaced,
-    measure,
-    narrow_range_warning,
-    range_in,
+    describe_narrow_range,
+    find_range,
+    measure_colours,
+    pick_evenly,
     write_extremes,
 )
 from lockstep.data.image_datamodule import CHECK, ImageDataModule
 from lockstep.data.image_list import ImageList
-from lockstep.data.listing import hash_of_json
+from lockstep.data.listing import hash_json
 from lockstep.data.node_cache import Content, load_or_build
-from lockstep.data.reading import AUTO, BY_WINDOW, PICTURE, Range, Reading, range_of
+from lockstep.data.reading import AUTO, BY_WINDOW, PICTURE, Range, Reading, parse_range
 from lockstep.data.sampling import BY_CLASS
 from lockstep.data.source import Source
-from lockstep.data.targets import levels_in, mask_classes, note_on_levels
+from lockstep.data.targets import describe_grey_levels, find_levels, name_mask_classes
 from lockstep.process.errors import UserError
 
 CACHE_VERSION = 8
@@ -47,17 +47,17 @@ class ListedDataModule(ImageDataModule):
     Args:
         test_fraction: share of all images that tests if the source defines no test split; it is
             the same under every seed.
-        fit: crop or squash, as of Framing.
+        fit: crop or squash, see Framing.
         group: table column, or regular expression on the path, whose value identifies images to
             keep in one split.
         splits: whether folders, files or a column name splits; auto: where they have such names.
         unknown: the number of several labels that means "not known" (nan in a batch); None: none.
         max_megapixels: the largest image that is decoded, in millions of pixels; None: Pillow's
             limit, 179.
-        range, page, bands: as of Reading, whose `limits` are the range; "auto": of images of more
+        range, page, bands: see Reading, whose `limits` are the range; "auto": of images of more
             than 8 bits, the windows of DICOM files, else the smallest and largest value of the
             training images.
-        options: as of ImageDataModule.
+        options: see ImageDataModule.
     """
 
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # ImageNet statistics
@@ -97,14 +97,14 @@ class ListedDataModule(ImageDataModule):
         self.target = target
         self.splits_option = splits
         self.unknown = unknown
-        self.range_option = range_of(range)
+        self.range_option = parse_range(range)
         self.reading = Reading(channels, None, page, tuple(bands or ()), max_megapixels)
         self.has_float_pixels = self.reading.has_float_pixels
         if channels == 1:
             self.own_mean = (0.449,)
             self.own_std = (0.226,)
         elif channels not in PICTURE:
-            # They are measured in the training images.
+            # Statistics of photographs do not fit. These are replaced by measured ones.
             self.own_mean = (0.5,)
             self.own_std = (0.5,)
         super().__init__(image_size=image_size, **options)
@@ -119,24 +119,25 @@ class ListedDataModule(ImageDataModule):
         return options | dict.fromkeys(self.options.inputs, "inputs")
 
     def list_images(self) -> ImageList:
-        """
+        """Return all images with their labels, without opening any.
+
         Raises:
             UserError: there is nothing to list, or it does not fit together.
         """
         raise NotImplementedError
 
-    def refuse_faults(self, faults: list[str], rest: Collection[Any], hint: str = "") -> None:
+    def refuse_faults(self, faults: list[str], usable: Collection[Any], hint: str = "") -> None:
         """Refuse images that are listed and cannot be used; check_data.py lists all of them.
 
         Args:
             faults: a sentence for each.
-            rest: the images that can be used.
+            usable: the images that can be used.
             hint: how to avoid them.
 
         Raises:
             UserError: there are faults, and it is no check or no image is left.
         """
-        if self.stage == CHECK and rest:
+        if self.stage == CHECK and usable:
             self.faults += [f"{fault} {hint}".strip() for fault in faults]
         elif faults:
             sentences = [faults[0], hint]
@@ -149,7 +150,7 @@ class ListedDataModule(ImageDataModule):
 
     def cache_folder(self, identity: Any) -> Path:
         """Return the folder on this node for what depends on `identity`, JSON values."""
-        key = hash_of_json([CACHE_VERSION, type(self).__name__, identity])
+        key = hash_json([CACHE_VERSION, type(self).__name__, identity])
         return self.cache_dir / f"{self.name}-{key[:16]}"
 
     def open_source(self) -> Source:
@@ -169,8 +170,8 @@ class ListedDataModule(ImageDataModule):
         if images.mask_names:
             folder = self.cache_folder(["grey levels", images.identity])
             levels = load_or_build(folder, self._read_levels)["levels"]
-            images.class_names = mask_classes(levels)
-            images.warnings += note_on_levels(images.class_names)
+            images.class_names = name_mask_classes(levels)
+            images.warnings += describe_grey_levels(images.class_names)
         elif self.choose_path()[0] == "array":
             framing = self.framing
             decoding = [
@@ -179,7 +180,7 @@ class ListedDataModule(ImageDataModule):
                 framing.image_size,
                 framing.fit,
                 framing.interpolation,
-                *self._deep_identity(),
+                *self._identify_depth(),
             ]
             folder = self.cache_folder([images.identity, decoding])
             load_or_build(folder, self._write_array)
@@ -190,55 +191,56 @@ class ListedDataModule(ImageDataModule):
         images = self.source
         everything = np.arange(len(images))
         is_check = self.stage == CHECK
-        survey = Survey.of(images, evenly_spaced(everything, len(images) if is_check else SAMPLE))
-        images.warnings += survey.sentences()
+        sampled = pick_evenly(everything, len(images) if is_check else SAMPLE)
+        survey = Survey.read_headers(images, sampled)
+        images.warnings += survey.warnings()
 
         limits = self.range_option
         if limits == AUTO:
-            limits = self._automatic_range(survey)
+            limits = self._choose_range(survey)
         elif limits is not None and not survey.has_over_8_bits:
             images.warnings.append(
                 f"data.range={limits} changes nothing: the images have 8 bits, from 0 to 255."
             )
         self.reading = images.reading = replace(self.reading, limits=limits)
         self.has_float_pixels = self.reading.has_float_pixels
-        self.depth_note = self._note_on_depth(survey.depth)
+        self.depth_note = self._describe_depth(survey.depth)
         if self.has_float_pixels:
             self._measure_colours()
 
-    def _automatic_range(self, survey: Survey) -> Range:
+    def _choose_range(self, survey: Survey) -> Range:
         """Return black and white of data.range=auto."""
         if not survey.has_over_8_bits:
             return None
-        return BY_WINDOW if survey.has_windows else self._measured_range()
+        return BY_WINDOW if survey.has_windows else self._measure_range()
 
-    def _measured_range(self) -> Range:
+    def _measure_range(self) -> Range:
         """Return the smallest and largest value of the training images, else of all."""
         images = self.source
         identity = ["extremes", images.identity, self.reading.facts, self.channels]
         if self.stage == CHECK:
-            # It lacks the images that cannot be read, and a training must not find it.
+            # This cache lacks the images that cannot be read, and a training must not find it.
             identity.append(CHECK)
         folder = self.cache_folder(identity)
 
         def write(folder: Path) -> Content:
             return write_extremes(images, folder, skips_damaged=self.stage == CHECK)
 
-        is_whole = not load_or_build(folder, write).get("unreadable")
+        has_all_images = not load_or_build(folder, write).get("unreadable")
         extremes = np.load(folder / EXTREMES)
-        if not is_whole:
+        if not has_all_images:
             # The next check may be able to read them, without a change of any file.
             shutil.rmtree(folder, ignore_errors=True)
         train = self.splits.train
-        return range_in(extremes[train] if len(train) else extremes)
+        return find_range(extremes[train] if len(train) else extremes)
 
-    def _deep_identity(self) -> list[Any]:
+    def _identify_depth(self) -> list[Any]:
         """Return what deep pixels depend on; nothing of pictures, whose cache is that of before."""
         if self.has_float_pixels or self.reading.page:
             return [self.reading.facts, self.channels]
         return []
 
-    def _note_on_depth(self, depth: str) -> str:
+    def _describe_depth(self, depth: str) -> str:
         """Return "16 bits, black 0 and white 4095 (data.range=auto, of the training images)".
 
         Args:
@@ -263,24 +265,24 @@ class ListedDataModule(ImageDataModule):
             self._set_framing()
             return
         images = self.source
-        positions = self._measured_positions(MEASURED_IMAGES)
-        identity = ["colours", images.identity, self._deep_identity(), positions]
+        positions = self._pick_measured_positions(MEASURED_IMAGES)
+        identity = ["colours", images.identity, self._identify_depth(), positions]
         framing = self.framing
         folder = self.cache_folder([*identity, framing.resize, framing.fit, framing.interpolation])
-        colours = load_or_build(folder, lambda _: measure(images, positions, framing))
+        colours = load_or_build(folder, lambda _: measure_colours(images, positions, framing))
         self._set_colours(colours)
 
-    def _measured_positions(self, count: int) -> list[int]:
+    def _pick_measured_positions(self, count: int) -> list[int]:
         """Return the positions of some training images, else of some of all."""
         train = self.splits.train
-        return evenly_spaced(train if len(train) else np.arange(len(self.source)), count)
+        return pick_evenly(train if len(train) else np.arange(len(self.source)), count)
 
     def _set_colours(self, colours: Content) -> None:
-        """Set what `measure` returned."""
+        """Set what `measure_colours` returned."""
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
         self._set_framing()
-        sentence = narrow_range_warning(colours["filled"], self.reading.limits)
+        sentence = describe_narrow_range(colours["filled"], self.reading.limits)
         if sentence:
             self.source.warnings.append(sentence)
 
@@ -289,7 +291,7 @@ class ListedDataModule(ImageDataModule):
         levels: set[int] = set()
 
         def read(i: int) -> None:
-            levels.update(levels_in([self.source.read_mask(i)]))
+            levels.update(find_levels([self.source.read_mask(i)]))
 
         decode_all(len(self.source), read)
         return {"levels": sorted(levels)}
@@ -307,7 +309,7 @@ class ListedDataModule(ImageDataModule):
             os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
 
         def decode_one(i: int) -> None:
-            out[i] = pixels_of(self.framing.square(self.source.open(i)[0]))
+            out[i] = to_array(self.framing.square(self.source.open(i)[0]))
 
         decode_all(n, decode_one)
         out.flush()
@@ -319,10 +321,12 @@ class ListedDataModule(ImageDataModule):
         if self.source.mask_names:
             return "loader", "masks are read with their images"
         if self._pipeline is not None and path != "loader":
-            why = f"single images are augmented, and an array would hold them resized to {side} px"
+            reason = (
+                f"single images are augmented, and an array would hold them resized to {side} px"
+            )
             if path == "array":
-                raise UserError(f"data.path=array is not possible: {why}. Set data.path=auto.")
-            return "loader", why
+                raise UserError(f"data.path=array is not possible: {reason}. Set data.path=auto.")
+            return "loader", reason
         gib = len(self.source) * side**2 * self.channels / 2**30
         if self.has_float_pixels:
             # Floats of four bytes.

@@ -80,11 +80,11 @@ def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
     return {label: unicodedata.normalize("NFC", name) for label, name in tidy.items()}
 
 
-def merged_labels(tidy: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each two labels that differ in blanks alone, which are one class.
+def describe_merged_labels(tidy: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each two labels that count as one class, such as "cat" and "cat ".
 
     Args:
-        tidy: as of `tidy_labels`.
+        tidy: what `tidy_labels` returns.
     """
     first_of: dict[str, str] = {}
     sentences = []
@@ -98,8 +98,8 @@ def merged_labels(tidy: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def alike_names(class_names: Iterable[str]) -> list[str]:
-    """Return a sentence for each two class names that differ in case or blanks alone."""
+def describe_alike_names(class_names: Iterable[str]) -> list[str]:
+    """Return a sentence for each two class names that look alike, such as Cat and cat."""
     first_of: dict[str, str] = {}
     sentences = []
     for name in class_names:
@@ -112,13 +112,13 @@ def alike_names(class_names: Iterable[str]) -> list[str]:
     return sentences
 
 
-def splits_in(name: str) -> list[int]:
-    """Return the splits that words of a name say, as of train_images, testset or val-0."""
+def parse_splits(name: str) -> list[int]:
+    """Return the splits that words of a name say: [TRAIN] for train_images, [VAL] for val-0."""
     stems = [re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", name.lower())]
     return [SPLIT_OF[stem] for stem in stems if stem in SPLIT_OF]
 
 
-def ordered_classes(names: Iterable[str]) -> list[str]:
+def sort_classes(names: Iterable[str]) -> list[str]:
     """Sort class names: whole numbers as numbers, others as torchvision's ImageFolder does."""
     distinct = sorted(set(names))
     if all(WHOLE_NUMBER.fullmatch(name) for name in distinct):
@@ -133,7 +133,7 @@ def natural_key(name: str) -> list[str | int]:
     return parts
 
 
-def files_below(
+def list_files(
     root: Path,
     left_out: LeftOut,
     folders: list[str] | None = None,
@@ -146,10 +146,10 @@ def files_below(
         folders: gets the paths of all folders.
     """
     items: list[Item] = []
-    to_read: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     try:
-        while to_read:
-            folder, above = to_read.pop()
+        while pending:
+            folder, above = pending.pop()
             stat = os.stat(root / folder)
             inode = (stat.st_dev, stat.st_ino)
             if inode in above:
@@ -158,26 +158,34 @@ def files_below(
             if folders is not None and folder:
                 folders.append(folder)
             inner = _read_folder(root, folder, suffixes, items, left_out)
-            to_read += [(name, above | {inode}) for name in inner]
+            pending += [(name, above | {inode}) for name in inner]
     except OSError as error:
         raise UserError(
             f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it."
         ) from None
-    items = _without_arrays(items, left_out)
+    items = without_arrays(items, left_out, "files")
     # 1.png and 01.png have one key: the order of the disk, which copies do not share, would count.
     return sorted(items, key=lambda image: (natural_key(image.name), image.name))
 
 
-def _without_arrays(items: list[Item], left_out: LeftOut) -> list[Item]:
-    """Return the images. NumPy files beside pictures, as of their features, are left out."""
-    arrays: list[Item] = []
-    pictures: list[Item] = []
-    for item in items:
-        is_array = item.name.lower().endswith(ARRAY_SUFFIX)
-        (arrays if is_array else pictures).append(item)
+def without_arrays(files: list[Any], left_out: LeftOut, kind: str) -> list[Any]:
+    """Return the pictures. NumPy files beside them, such as their features, are left out.
+
+    Args:
+        files: with their `name`.
+        left_out: gets the names of the NumPy files.
+        kind: what they are called there: files or members.
+    """
+    arrays: list[Any] = []
+    pictures: list[Any] = []
+    for file in files:
+        if file.name.lower().endswith(ARRAY_SUFFIX):
+            arrays.append(file)
+        else:
+            pictures.append(file)
     if not arrays or not pictures:
-        return items
-    left_out.setdefault(f"{ARRAY_SUFFIX} files", []).extend(item.name for item in arrays)
+        return files
+    left_out.setdefault(f"{ARRAY_SUFFIX} {kind}", []).extend(file.name for file in arrays)
     return pictures
 
 
@@ -206,16 +214,17 @@ def _read_folder(
     return inner
 
 
-def counts_of(left_out: LeftOut) -> str:
+def describe_counts(left_out: LeftOut) -> str:
     """Return "2 .txt files, 1 hidden images"."""
     counts = [f"{len(names)} {reason}" for reason, names in left_out.items()]
     return ", ".join(counts) or "nothing"
 
 
-def group_of(pattern: str, name: str) -> str:
-    """Return what a regular expression matches in a path.
+def match_group(pattern: str, name: str) -> str:
+    """Return the group of an image: what a regular expression matches in its path.
 
-    It is the first group that took part, or else the whole match.
+    "([^/_]+)_[0-9]+" gives p7 for cats/p7_12.png, and "p[0-9]+", without brackets, gives it too.
+    Of several brackets the first that matched counts.
     """
     try:
         match = re.search(pattern, name)
@@ -230,13 +239,13 @@ def group_of(pattern: str, name: str) -> str:
     return next((part for part in match.groups() if part is not None), match[0])
 
 
-def hash_of_json(value: Any) -> str:
+def hash_json(value: Any) -> str:
     """Return a SHA-256 of JSON values in hex."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def local_root(root: str | Path | None, what: str) -> Path:
-    """Return data.root as an absolute path, or raise UserError: `what` is missing."""
+def resolve_root(root: str | Path | None, description: str) -> Path:
+    """Return data.root as an absolute path, or raise UserError: `description` is missing."""
     if not root:
-        raise UserError(f"data.root= is missing: give {what}.")
+        raise UserError(f"data.root= is missing: give {description}.")
     return Path(root).expanduser().absolute()

@@ -9,30 +9,31 @@ import signal
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.augmentation import Operation
 from lockstep.data.batches import Selection
-from lockstep.data.decoding import pixels_of
+from lockstep.data.decoding import to_array
 from lockstep.data.framing import Framing
 from lockstep.process.environment import cores_of_rank, cores_of_task
 from lockstep.process.errors import UserError
 
-LoadedBatch = dict[str, Any]
-"""`targets` by name; `pixels` of images and each mask, (n, side, side, channels), or `index`
-into the device's arrays; `draws` (3, n) unless the images are augmented already; `mixing` where
-images are mixed; `inputs` by name where there are numbers beside the images."""
 OpenSample = Callable[[int], tuple[Any, ...]]
 """position → the whole image (Pillow's, RGB or L, or torchvision's) and its masks (Mask)"""
+# The processes of all loaders, which end with this one.
+_workers: WeakSet[BaseProcess] = WeakSet()
 
 
 @dataclass
@@ -51,42 +52,57 @@ class Samples(Dataset):
     num_workers: int = 0
 
     def __getitem__(self, selection: Selection) -> tuple[Selection, list[Any]] | UserError:
-        # An empty selection opens the first image, for its shape.
-        positions = selection.positions.tolist() or [0]
-        draws = selection.draws.T.tolist() or [[]]
         try:
-            samples = [self._pixels(*pair) for pair in zip(positions, draws, strict=True)]
+            arrays = self._read(selection)
         except UserError as error:
             # Raised here it would carry the worker's traceback.
             return error
-        arrays = [np.stack(part)[: len(selection.positions)] for part in zip(*samples)]
 
         # A worker that finds no shared memory (64 MB in a container by default) fails without a
         # word to the loader. Arrays go through a pipe, more slowly.
-        needed = (self.num_workers + 1) * sum(array.nbytes for array in arrays)
-        if free_shared_memory() > needed:
+        num_bytes = (self.num_workers + 1) * sum(array.nbytes for array in arrays)
+        if free_shared_memory() > num_bytes:
             return selection, [torch.from_numpy(array) for array in arrays]
         return selection, arrays
 
-    def _pixels(self, position: int, draws: list[int]) -> list[np.ndarray]:
+    def _read(self, selection: Selection) -> list[np.ndarray]:
+        """Return the pixels of the images, then those of each mask."""
+        positions = selection.positions.tolist()
+        seeds = selection.draws.T.tolist()
+        if not positions:
+            # An empty batch has the shapes of the first image.
+            return [np.stack([part])[:0] for part in self._read_sample(0, [0])]
+        pairs = zip(positions, seeds, strict=True)
+        samples = [self._read_sample(position, image_seeds) for position, image_seeds in pairs]
+        return [np.stack(part) for part in zip(*samples)]
+
+    def _read_sample(self, position: int, seeds: Sequence[int]) -> list[np.ndarray]:
+        """Return the pixels of one image and of its masks, in all views.
+
+        Args:
+            seeds: one for each view, if there is a pipeline.
+        """
         sample = self.open_sample(position)
         if self.pipeline is None:
-            return [pixels_of(self.framing.square(part)) for part in sample]
-
-        views = []
-        for seed in draws:
-            with torch.random.fork_rng(devices=[]):
-                # torch.manual_seed would seed the GPU's generator as well.
-                torch.default_generator.manual_seed(seed)
-                moved = self.pipeline(sample if len(sample) > 1 else sample[0])
-            parts = moved if len(sample) > 1 else (moved,)
-            views.append([pixels_of(part) for part in parts])
+            return [to_array(self.framing.square(part)) for part in sample]
+        views = [augment(self.pipeline, sample, seed) for seed in seeds]
         if len(views) == 1:
             return views[0]
         return [np.stack(part) for part in zip(*views)]
 
 
-def workers_of(requested: int | str, device: torch.device) -> int:
+def augment(pipeline: Operation, sample: tuple[Any, ...], seed: int) -> list[np.ndarray]:
+    """Return the pixels of an image and of its masks after all operations of a pipeline."""
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed the GPU's generator as well.
+        torch.default_generator.manual_seed(seed)
+        if len(sample) == 1:
+            # An image without masks goes alone: some operations take no tuple.
+            return [to_array(pipeline(sample[0]))]
+        return [to_array(part) for part in pipeline(sample)]
+
+
+def choose_num_workers(requested: int | str, device: torch.device) -> int:
     """Return how many worker processes load the images of this rank.
 
     Args:
@@ -119,10 +135,12 @@ def free_shared_memory() -> int:
         return 0
 
 
-def stream(
+def load_pixels(
     samples: Samples, selections: Iterable[Selection], *, pin_memory: bool = False
-) -> Iterator[tuple[Selection, LoadedBatch]]:
-    """Yield each selection with its pixels, in order; workers prepare some batches ahead.
+) -> Iterator[tuple[Selection, list[Tensor]]]:
+    """Yield each selection with the pixels of its images and of each mask, in order.
+
+    Workers prepare some batches ahead.
 
     Raises:
         UserError: names an image that cannot be read or decoded.
@@ -131,7 +149,8 @@ def stream(
     first = next(selections, None)
     if first is None:
         return
-    # It differs by seed, epoch and rank. The global stream is the one that a resume restores.
+    # The workers' seed differs by seed, epoch and rank. Without it the loader would draw one from
+    # torch's generator, which a resume restores.
     seed = zlib.crc32(first.positions.tobytes() + first.draws.tobytes())
     batches = _start_workers(samples, itertools.chain([first], selections), pin_memory, seed)
     try:
@@ -139,7 +158,7 @@ def stream(
             if isinstance(batch, UserError):
                 raise batch
             selection, pixels = batch
-            yield selection, {"pixels": [torch.as_tensor(part) for part in pixels]}
+            yield selection, [torch.as_tensor(part) for part in pixels]
     finally:
         # The workers end now. An error's traceback would keep them, and the program's end would
         # wait for them.
@@ -147,19 +166,21 @@ def stream(
 
 
 def _start_workers(
-    samples: "Samples", selections: Iterable[Selection], pin_memory: bool, seed: int
+    samples: Samples, selections: Iterable[Selection], pin_memory: bool, seed: int
 ) -> Iterator[Any]:
-    # Workers are born with these blocked: a signal to all processes of a job is for the rank, which
-    # saves first.
+    children = multiprocessing.active_children()
+    # Workers are born with these signals blocked: one that is sent to all processes of a job is for
+    # the rank, which saves first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
-        return _loader_iterator(samples, selections, pin_memory, seed)
+        return _start_loader(samples, selections, pin_memory, seed)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _workers.update(set(multiprocessing.active_children()).difference(children))
 
 
-def _loader_iterator(
-    samples: "Samples", selections: Iterable[Selection], pin_memory: bool, seed: int
+def _start_loader(
+    samples: Samples, selections: Iterable[Selection], pin_memory: bool, seed: int
 ) -> Iterator[Any]:
     with warnings.catch_warnings():
         # Every DataLoader forks beside idle threads, of which Python 3.12 warns.
@@ -170,7 +191,7 @@ def _loader_iterator(
             samples,
             batch_size=None,
             sampler=selections,
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             num_workers=samples.num_workers,
             pin_memory=pin_memory,
             multiprocessing_context=start_method(samples.num_workers),
@@ -181,8 +202,11 @@ def _loader_iterator(
 
 @atexit.register
 def _kill_workers() -> None:
-    """Run before multiprocessing's exit handler, which waits for workers that ignore SIGTERM."""
-    workers = [process for process in multiprocessing.active_children() if process.daemon]
+    """Kill the workers before multiprocessing's exit handler waits for them in vain.
+
+    It sends SIGTERM, which they block.
+    """
+    workers = [process for process in multiprocessing.active_children() if process in _workers]
     if workers:
         # torch's handler would report them as failed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -190,40 +214,43 @@ def _kill_workers() -> None:
         worker.kill()
 
 
-def _unchanged(batch: Any) -> Any:
-    """Return the batch; a worker that is not forked imports this by its name."""
+def _identity(batch: Any) -> Any:
+    """Return the batch as it is.
+
+    A worker that is not forked imports this function by its name.
+    """
     return batch
 
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all epochs.
+    """Return the CUDA stream that copies batches in all epochs.
 
-    torch has 32, and never gives memory that one has freed to another.
+    torch has 32 streams, and never gives memory that one has freed to another.
     """
     return torch.cuda.Stream(device)
 
 
-def prefetch(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield each batch on a GPU. A thread makes the next one meanwhile and copies it on a stream.
+def prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Yield each batch on a GPU. A thread makes the next one meanwhile and copies it there.
 
     Args:
-        batches: dicts with tensors in CPU memory, pinned where they are large.
+        batches: any collections of tensors in CPU memory; large ones are pinned.
     """
-    stream = _copy_stream(device)
+    copy_stream = _copy_stream(device)
 
-    def copy_next() -> dict[str, Any] | None:
+    def copy_next() -> Any:
         # The context also sets the stream's device, which pinned memory belongs to.
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(copy_stream):
             batch = next(batches, None)
             return None if batch is None else move_data_to_device(batch, device)
 
     with ThreadPoolExecutor(1, "next batch") as thread:
-        coming = thread.submit(copy_next)
-        while (batch := coming.result()) is not None:
-            computing = torch.cuda.current_stream(device)
-            computing.wait_stream(stream)
-            coming = thread.submit(copy_next)
-            # Its memory is not given to a later copy before the step is done with it.
-            apply_to_collection(batch, torch.Tensor, torch.Tensor.record_stream, computing)
+        next_batch = thread.submit(copy_next)
+        while (batch := next_batch.result()) is not None:
+            step_stream = torch.cuda.current_stream(device)
+            step_stream.wait_stream(copy_stream)
+            next_batch = thread.submit(copy_next)
+            # The batch's memory is not given to a later copy before the step is done with it.
+            apply_to_collection(batch, Tensor, Tensor.record_stream, step_stream)
             yield batch

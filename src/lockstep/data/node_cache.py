@@ -41,28 +41,28 @@ def load_or_build(folder: Path, build: Callable[[Path], Content]) -> Content:
     if meta.exists():
         return json.loads(meta.read_text())
 
-    with _locked(folder):
+    with _hold_lock(folder):
         # Another process may have built it while this one waited.
         if meta.exists():
             return json.loads(meta.read_text())
         content = _build(folder, build)
 
-    if _size(folder) >= LARGE_BYTES:
+    if _folder_size(folder) >= LARGE_BYTES:
         _log_size(folder.parent)
     return content
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a cache folder.
 
     Raises:
         UserError: the disk has no locks, or nobody may write there.
     """
     lock = locked_file(folder.with_name(f"{folder.name}.lock"), required=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(lock)
+            stack.enter_context(lock)
         except OSError as error:
             raise UserError(
                 f"{folder.parent} cannot be written or locked ({error.strerror}): "
@@ -77,8 +77,8 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.part")
     for incomplete in (folder, part):
         shutil.rmtree(incomplete, ignore_errors=True)
-    part.mkdir()
     try:
+        part.mkdir()
         content = build(part)
         (part / META).write_text(json.dumps(content))
         for path in part.iterdir():
@@ -91,8 +91,11 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
                 raise
             content = json.loads((folder / META).read_text())
     except Exception as error:
-        advice = "give data.cache_dir=FOLDER on a larger disk"
-        raise as_disk_full_error(error, folder.parent, advice) or error from None
+        remedy = "give data.cache_dir=FOLDER on a larger disk"
+        full_disk = as_disk_full_error(error, folder.parent, remedy)
+        if full_disk is None:
+            raise
+        raise full_disk from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     sync_folder(folder.parent)
@@ -107,14 +110,14 @@ def _sync_file(path: Path) -> None:
 def _log_size(cache: Path) -> None:
     """Log what a cache takes of the disk, as nothing in it is ever deleted."""
     folders = [path.parent for path in cache.glob(f"[!.]*/{META}")]
-    size = sum(map(_size, folders))
+    size = sum(map(_folder_size, folders))
     log.info(
         f"{cache} holds {size / 1e9:.1f} GB of prepared images in {len(folders)} folders. "
         "You may delete it between runs, which prepare their images anew."
     )
 
 
-def _size(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     """Return the bytes of the files in a folder; 0 if it is deleted meanwhile."""
     try:
         return sum(path.stat().st_size for path in folder.iterdir())

@@ -31,37 +31,37 @@ class Normalisation:
 
 def resolve_normalisation(
     options: Mapping[str, Any],
-    of_data: Mapping[str, Any],
-    of_weights: Mapping[str, Any],
+    data_statistics: Mapping[str, Any],
+    weight_settings: Mapping[str, Any],
     channels: int,
 ) -> Normalisation:
     """Return the values to use: stated ones, those of the pretrained weights, or the data's own.
 
     Args:
         options: a value by name; None: the data's own; auto: the weights', else the data's own.
-        of_data: mean and std of the data.
-        of_weights: what the pretrained weights were trained with; {} without.
+        data_statistics: mean and std of the data.
+        weight_settings: what the pretrained weights were trained with; {} without.
 
     Raises:
         UserError: a value is invalid, or has another number of channels.
     """
-    settings = {"crop_pct": 1.0, "interpolation": "bilinear", **of_data}
+    settings = {"crop_pct": 1.0, "interpolation": "bilinear", **data_statistics}
     for name, value in options.items():
         if value not in (None, AUTO):
             settings[name] = value
 
-    from_weights = tuple(name for name in of_weights if options[name] == AUTO)
+    from_weights = tuple(name for name in weight_settings if options[name] == AUTO)
     for name in from_weights:
-        settings[name] = _usable(name, of_weights[name], channels)
+        settings[name] = _adapt_value(name, weight_settings[name], channels)
 
     for name in ("mean", "std"):
-        settings[name] = _per_channel(name, settings[name], channels)
+        settings[name] = _repeat_per_channel(name, settings[name], channels)
     if min(settings["std"]) <= 0:
         raise UserError(f"data.std={settings['std']} must be positive.")
     return Normalisation(**settings, from_weights=from_weights)
 
 
-def _usable(name: str, value: Any, channels: int) -> Any:
+def _adapt_value(name: str, value: Any, channels: int) -> Any:
     """Return a value of the weights as these images can use it."""
     # The weights may be for colour images, and these are grey.
     if name in ("mean", "std") and len(value) != channels:
@@ -72,7 +72,7 @@ def _usable(name: str, value: Any, channels: int) -> Any:
     return value
 
 
-def _per_channel(name: str, value: Any, channels: int) -> list[float]:
+def _repeat_per_channel(name: str, value: Any, channels: int) -> list[float]:
     try:
         return np.broadcast_to(np.asarray(value, float), channels).tolist()
     except ValueError:

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.contact_sheet import TILE, Tile, contact_sheet
+from lockstep.data.contact_sheet import TILE, Tile, write_contact_sheet
 
 MAX_SHEET_IMAGES = 16  # images of a picture
 # Classes of pixels after the first one, which keeps the colours of the image.
@@ -29,6 +29,7 @@ MASK_SHARE = 0.6  # of the colour of a class in a pixel
 # A name in a caption.
 NAME_LENGTH = 14  # characters
 RED = "#c22745"
+NO_POSITION = -1
 
 
 class ChannelStatistics(NamedTuple):
@@ -38,7 +39,7 @@ class ChannelStatistics(NamedTuple):
     std: Sequence[float]
 
 
-def images_of(batch: Any) -> Tensor | None:
+def find_images(batch: Any) -> Tensor | None:
     """Return the images of a batch, (B, [views,] C, H, W); None if it holds none at its place."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         return None
@@ -56,7 +57,7 @@ def is_mask(values: Any) -> bool:
     return isinstance(values, Tensor) and values.ndim == 3 and not values.is_floating_point()
 
 
-def small_images(images: Tensor) -> Tensor:
+def shrink_images(images: Tensor) -> Tensor:
     """Return images (B, …, C, H, W) with at most TILE pixels a side, in float32."""
     images = images.detach().float()
     if max(images.shape[-2:]) <= TILE:
@@ -70,7 +71,7 @@ def small_images(images: Tensor) -> Tensor:
     )
 
 
-def small_mask(mask: Tensor) -> Tensor:
+def shrink_mask(mask: Tensor) -> Tensor:
     """Return classes of pixels (B, H, W) with at most TILE pixels a side."""
     rows, columns = (
         torch.linspace(0, side - 1, min(side, TILE), device=mask.device).round().long()
@@ -79,19 +80,20 @@ def small_mask(mask: Tensor) -> Tensor:
     return mask[:, rows][:, :, columns]
 
 
-def as_pixels(images: Tensor, normalisation: ChannelStatistics | None) -> Tensor:
-    """Return (…, H, W, 3) uint8 on the CPU, of which one channel or two are shown in grey.
+def to_pixels(images: Tensor, statistics: ChannelStatistics | None) -> Tensor:
+    """Return (…, H, W, 3) uint8 on the CPU; images of one channel or two become grey.
 
     Args:
         images: (…, C, H, W).
-        normalisation: it is undone; None: the values are stretched over all levels.
+        statistics: by which the images were normalised; None: the values are stretched over all
+            levels.
     """
     images = images.detach().cpu().float()
-    if normalisation is None:
+    if statistics is None:
         low = images.min()
         images = (images - low) / (images.max() - low).clamp(min=1e-6)
     else:
-        mean, std = (torch.tensor(values).float().view(-1, 1, 1) for values in normalisation)
+        mean, std = (torch.tensor(values).float().view(-1, 1, 1) for values in statistics)
         images = images * std + mean
     if images.shape[-3] < 3:
         images = images[..., :1, :, :].expand(*images.shape[:-3], 3, *images.shape[-2:])
@@ -99,17 +101,17 @@ def as_pixels(images: Tensor, normalisation: ChannelStatistics | None) -> Tensor
     return levels.byte().movedim(-3, -1)
 
 
-def with_mask(pixels: Tensor, mask: Tensor) -> Tensor:
-    """Return an image (H, W, 3) in the colours of its mask (H, W); pixels that do not count dark.
+def paint_mask(pixels: Tensor, mask: Tensor) -> Tensor:
+    """Return an image (H, W, 3) in the colours of the classes of its mask (H, W).
 
-    The first class keeps the colours of the image.
+    The first class keeps the colours of the image. Pixels that do not count are dark.
     """
     mask = mask.cpu()
     table = torch.tensor(CLASS_COLOURS).float()
     colours = table[(mask - 1).clamp(min=0) % len(table)]
     mixed = pixels * (1 - MASK_SHARE) + colours * MASK_SHARE
-    shown = torch.where(mask[..., None] > 0, mixed, pixels.float())
-    return torch.where(mask[..., None] < 0, pixels * 0.2, shown).byte()
+    painted = torch.where(mask[..., None] > 0, mixed, pixels.float())
+    return torch.where(mask[..., None] < 0, pixels * 0.2, painted).byte()
 
 
 def pixels_to_pillow(pixels: Tensor) -> Image.Image:
@@ -121,39 +123,39 @@ def describe_target(target: Tensor, names: Sequence[str], *, is_mixed: bool = Fa
 
     Args:
         target: (), (C,) or (H, W).
-        names: of the classes or labels.
+        names: the names of the classes or labels.
         is_mixed: the target has shares of classes, as mixup and CutMix make them.
     """
     target = target.detach().cpu()
     if target.ndim == 0:
         number = target.item()
-        return _name(number, names) if isinstance(number, int) else f"{number:.4g}"
+        return _class_name(number, names) if isinstance(number, int) else f"{number:.4g}"
     if target.ndim == 2:
         counted = target[target >= 0]
         shares = torch.bincount(counted, minlength=1) / max(len(counted), 1)
-        return _shares(shares, names, first=1)
+        return _describe_shares(shares, names, first=1)
     if is_mixed:
-        return _shares(target, names)
-    present = [_name(i, names) for i, value in enumerate(target.tolist()) if value > 0.5]
+        return _describe_shares(target, names)
+    present = [_class_name(i, names) for i, value in enumerate(target.tolist()) if value > 0.5]
     return ", ".join(present) or "none"
 
 
-def _name(number: int, names: Sequence[str]) -> str:
+def _class_name(number: int, names: Sequence[str]) -> str:
     return str(names[number])[:NAME_LENGTH] if 0 <= number < len(names) else str(number)
 
 
-def _shares(shares: Tensor, names: Sequence[str], first: int = 0) -> str:
+def _describe_shares(shares: Tensor, names: Sequence[str], first: int = 0) -> str:
     """Return "cat: 70%, dog: 30%", the two largest shares among those from the number `first`."""
     largest = shares[first:].topk(min(2, len(shares[first:])))
     parts = []
     for share, number in zip(largest.values.tolist(), largest.indices.tolist(), strict=True):
         if share >= 0.005:
-            parts.append(f"{_name(number + first, names)}: {share:.0%}")
+            parts.append(f"{_class_name(number + first, names)}: {share:.0%}")
     return ", ".join(parts)
 
 
-def normalisation_of(data: Any) -> ChannelStatistics | None:
-    """Return the normalisation of a data module; None if it says none."""
+def get_channel_statistics(data: Any) -> ChannelStatistics | None:
+    """Return the mean and the deviation that a data module says; None if it says none."""
     mean = getattr(data, "mean", None)
     std = getattr(data, "std", None)
     if isinstance(mean, list | tuple) and isinstance(std, list | tuple):
@@ -171,23 +173,23 @@ def write_batch(path: Path, batch: Any, data: Any) -> bool:
     Returns:
         False if the batch holds no images.
     """
-    images = images_of(batch)
+    images = find_images(batch)
     if images is None or not len(images):
         return False
-    pixels = as_pixels(small_images(images[:MAX_SHEET_IMAGES]), normalisation_of(data))
+    pixels = to_pixels(shrink_images(images[:MAX_SHEET_IMAGES]), get_channel_statistics(data))
     if pixels.ndim == 4:
         pixels = pixels[:, None]
 
-    targets = _shown_targets(batch[1])
-    tiles = [_tile(views, i, targets, data) for i, views in enumerate(pixels)]
+    targets = _copy_first_targets(batch[1])
+    tiles = [_make_tile(views, i, targets, data) for i, views in enumerate(pixels)]
     _write_sheet(path, tiles)
     return True
 
 
-def _shown_targets(targets: Any) -> dict[str, Tensor]:
+def _copy_first_targets(targets: Any) -> dict[str, Tensor]:
     """Return the targets of the first images by name, on the CPU."""
     by_name = targets if isinstance(targets, Mapping) else {"": targets}
-    # One copy of all: each of its own would make the host wait for the device.
+    # All images are copied at once: a copy of each one would wait for the device.
     return {
         name: values[:MAX_SHEET_IMAGES].detach().cpu()
         for name, values in by_name.items()
@@ -195,12 +197,12 @@ def _shown_targets(targets: Any) -> dict[str, Tensor]:
     }
 
 
-def _tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) -> Tile:
+def _make_tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) -> Tile:
     """Return the views of image `i` of a batch, its masks and a line for each target.
 
     Args:
         views: (views, H, W, 3) uint8.
-        targets: of the whole batch, by name.
+        targets: those of the whole batch by name.
     """
     names = [str(name) for name in getattr(data, "class_names", ())]
     is_of_classes = getattr(data, "target_kind", None) == "class"
@@ -208,7 +210,7 @@ def _tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) -> Ti
     lines = []
     for name, values in targets.items():
         if is_mask(values):
-            pictures.append(with_mask(views[0], small_mask(values[i : i + 1])[0]))
+            pictures.append(paint_mask(views[0], shrink_mask(values[i : i + 1])[0]))
         text = describe_target(values[i], names, is_mixed=is_of_classes)
         lines.append(f"{name}: {text}" if name else text)
     return Tile([pixels_to_pillow(picture) for picture in pictures], lines)
@@ -216,65 +218,92 @@ def _tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) -> Ti
 
 def _write_sheet(path: Path, tiles: list[Tile]) -> None:
     columns = max(3, 8 // len(tiles[0].pictures))
-    contact_sheet(path, tiles, columns, is_small=True)
+    write_contact_sheet(path, tiles, columns, is_small=True)
 
 
-def write_mistakes(path: Path, worst: Sequence[Tensor], data: Any) -> None:
+class TestedImages(NamedTuple):
+    """Tested images, the largest loss first.
+
+    Attributes:
+        positions: (B,) int64 in the data set; NO_POSITION of an image without a file name.
+        predictions: what predict_step returns.
+    """
+
+    losses: Tensor
+    positions: Tensor
+    images: Tensor
+    targets: Tensor
+    predictions: Tensor
+
+
+def write_mistakes(path: Path, tested: TestedImages, data: Any) -> None:
     """Write tested images with what the task predicts, in red where it is wrong, and the truth.
 
     Args:
-        worst: losses, positions, images, targets and predictions, the largest loss first. Without
-            a position, −1, an image has no name.
         data: the data module.
     """
-    losses, positions, images, targets, predictions = (part.cpu() for part in worst)
+    losses, positions, images, targets, predictions = (part.cpu() for part in tested)
     names = [str(name) for name in getattr(data, "class_names", ())]
-    pixels = as_pixels(images, normalisation_of(data))
+    pixels = to_pixels(images, get_channel_statistics(data))
     tiles: list[Tile] = []
     for i, loss in enumerate(losses.tolist()):
         pictures = [pixels[i]]
         if is_mask(targets) and is_mask(predictions):
-            pictures += [with_mask(pixels[i], targets[i]), with_mask(pixels[i], predictions[i])]
-        verdict = _verdict(targets[i], predictions[i], names)
-        lines = [verdict.predicted, verdict.true, f"loss {loss:.3g}"]
-        if positions[i] >= 0 and hasattr(data, "source"):
+            pictures += [paint_mask(pixels[i], targets[i]), paint_mask(pixels[i], predictions[i])]
+        result = _compare(targets[i], predictions[i], names)
+        lines = [result.predicted, result.true, f"loss {loss:.3g}"]
+        if positions[i] != NO_POSITION and hasattr(data, "source"):
             lines.append(Path(data.source.name(int(positions[i]))).name)
-        colour = "black" if verdict.is_right else RED
+        colour = RED if result.is_right is False else "black"
         tiles.append(Tile([pixels_to_pillow(picture) for picture in pictures], lines, colour))
     if tiles:
         _write_sheet(path, tiles)
 
 
-class Verdict(NamedTuple):
-    """Sentences on what is predicted for an image and what is true, and whether they agree."""
+class Comparison(NamedTuple):
+    """Captions of what is predicted for an image and of what is true.
+
+    Attributes:
+        is_right: whether they agree; None of numbers and masks, which agree more or less.
+    """
 
     predicted: str
     true: str
-    is_right: bool
+    is_right: bool | None = None
 
 
-def _verdict(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Verdict:
-    if is_class(target) and predicted.ndim == 1:
-        shares = predicted.float()
-        best = shares.argmax()
-        return Verdict(
-            f"{describe_target(best, names)} ({shares[best]:.0%})",
-            f"true: {describe_target(target, names)} ({shares[target]:.0%})",
-            bool(best == target),
-        )
+def _compare(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Comparison:
+    """Compare the target of one image with what the task predicts.
+
+    Args:
+        target: (), (C,) or (H, W).
+    """
     if target.ndim == 2 and predicted.ndim == 2:
-        is_counted = target >= 0
-        share = (target == predicted)[is_counted].float().mean()
-        return Verdict(f"{share:.1%} of the pixels right", "image, true, predicted", True)
+        return _compare_masks(target, predicted)
     if target.ndim == 1:
-        # A label that nobody knows is neither right nor wrong.
-        predicted = predicted.where(target.isfinite(), target)
-    text = describe_target(predicted, names)
+        return _compare_labels(target, predicted, names)
     true = describe_target(target, names)
-    if target.ndim == 0:
-        return Verdict(f"predicted: {text}", f"true: {true}", True)
-    return Verdict(text, f"true: {true}", text == true)
+    if target.is_floating_point() or predicted.ndim != 1:
+        return Comparison(f"predicted: {describe_target(predicted, names)}", f"true: {true}")
+
+    shares = predicted.float()
+    best = shares.argmax()
+    return Comparison(
+        f"{describe_target(best, names)} ({shares[best]:.0%})",
+        f"true: {true} ({shares[target]:.0%})",
+        bool(best == target),
+    )
 
 
-def is_class(target: Tensor) -> bool:
-    return target.ndim == 0 and not target.is_floating_point()
+def _compare_masks(target: Tensor, predicted: Tensor) -> Comparison:
+    is_counted = target >= 0
+    share = (target == predicted)[is_counted].float().mean()
+    return Comparison(f"{share:.1%} of the pixels right", "image, true, predicted")
+
+
+def _compare_labels(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Comparison:
+    # A label that nobody knows is neither right nor wrong.
+    predicted = predicted.where(target.isfinite(), target)
+    labels = describe_target(predicted, names)
+    true = describe_target(target, names)
+    return Comparison(labels, f"true: {true}", labels == true)

@@ -24,13 +24,13 @@ from lockstep.data.decoding import (
 from lockstep.data.dicom import Window, read_dicom
 from lockstep.data.file_values import (
     ALL,
+    add_band_axis,
+    blend_on_white,
     has_deep_colours,
-    header_of,
     needs_tifffile,
-    on_white,
     read_deep_colours,
+    read_header,
     read_tiff,
-    with_bands,
 )
 from lockstep.process.errors import UserError
 
@@ -69,9 +69,9 @@ class Reading:
     Args:
         channels: 1 for grey, 3 for colour; other numbers are the bands of a file.
         limits: black and white of images of more than 8 bits. Other images are from 0 to 255.
-        page: of a TIFF or GIF, or frame of a DICOM file, from 0; all: they are channels.
+        page: the page of a TIFF or GIF, or frame of a DICOM file, from 0; all: each is a channel.
         bands: which bands of the file are the channels, from 1; (): all in their order.
-        max_megapixels: as of `open_image`.
+        max_megapixels: see `open_image`.
 
     Raises:
         UserError: the options contradict each other.
@@ -126,37 +126,37 @@ class Reading:
                 page=int(self.page),
             )
         with decoding_errors(name or file, self.max_megapixels):
-            return self.image_of(self._read(file))
+            return self.to_image(self._read(file))
 
-    def image_of(self, values: FileValues) -> Any:
+    def to_image(self, values: FileValues) -> Any:
         """Return torchvision's image of the values of a file.
 
         Raises:
             ValueError: they have other channels, or nothing says what is white.
         """
-        fitting = self._fitting(values.array)
-        return _as_tensor(self._in_unit_range(fitting, values.window))
+        fitting = self._select_channels(values.array)
+        return _to_tensor(self._scale_to_unit_range(fitting, values.window))
 
-    def values_of(self, file: Path | bytes, name: object = None) -> np.ndarray:
+    def read_values(self, file: Path | bytes, name: object = None) -> np.ndarray:
         """Return (height, width, channels) as the file has them.
 
         Raises:
             CorruptImage: as of `open`.
         """
         with decoding_errors(name or file, self.max_megapixels):
-            return self._fitting(self._read(file).array)
+            return self._select_channels(self._read(file).array)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of it, as plain values; `of_facts` is the way back."""
+        """Return what a checkpoint stores of it, as plain values; `from_facts` is the way back."""
         limits = list(self.limits) if isinstance(self.limits, tuple) else self.limits
         return {"range": limits, "page": self.page, "bands": list(self.bands) or None}
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> "Reading":
+    def from_facts(cls, facts: Mapping[str, Any]) -> "Reading":
         return cls(
             facts.get("channels", 3),
-            range_of(facts.get("range")),
+            parse_range(facts.get("range")),
             facts.get("page", 0),
             tuple(facts.get("bands") or ()),
         )
@@ -164,41 +164,43 @@ class Reading:
     def _read(self, file: Path | bytes) -> FileValues:
         """Return the bands of the chosen pages; 8-bit pictures on white."""
         if is_array(file):
-            return FileValues(with_bands(load_array(file)))
+            return FileValues(add_band_axis(load_array(file)))
         if needs_tifffile(file):
             return FileValues(read_tiff(file, self.page))
         if self.page != ALL:
             return self._read_page(file, int(self.page))
-        pages = [self._read_page(file, page) for page in range(header_of(file).pages)]
+        pages = [self._read_page(file, page) for page in range(read_header(file).pages)]
         return FileValues(np.concatenate([page.array for page in pages], axis=2), pages[0].window)
 
     def _read_page(self, file: Path | bytes, page: int) -> FileValues:
         if is_dicom(file):
             array, window = read_dicom(file, page)
-            return FileValues(with_bands(array), window)
+            return FileValues(add_band_axis(array), window)
         if not has_deep_colours(file):
-            return FileValues(self.bands_of(open_upright(file, page)))
+            return FileValues(self.to_bands(open_upright(file, page)))
         if page:
             raise ValueError(f"data.page={page} counts from 0, and its pages are 1")
         colours = read_deep_colours(file)
-        return FileValues(colours if self._keeps_bands else on_white(colours))
+        return FileValues(colours if self._keeps_bands else blend_on_white(colours))
 
     @property
     def _keeps_bands(self) -> bool:
         """Return whether bands are taken as they are, also an alpha."""
         return bool(self.bands) or self.channels not in PICTURE
 
-    def bands_of(self, image: Image.Image) -> np.ndarray:
+    def to_bands(self, image: Image.Image) -> np.ndarray:
         """Return (height, width, bands) of Pillow's image; 8-bit pictures on white."""
         is_grey = len(image.getbands()) == 1
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-            return with_bands(np.asarray(image))
+            return add_band_axis(np.asarray(image))
         if self._keeps_bands and image.mode not in ("1", "P", "PA"):
-            return with_bands(np.asarray(image))
+            return add_band_axis(np.asarray(image))
         # A palette has colours.
-        return with_bands(np.asarray(to_8_bits(image, 1 if is_grey and image.mode != "P" else 3)))
+        return add_band_axis(
+            np.asarray(to_8_bits(image, 1 if is_grey and image.mode != "P" else 3))
+        )
 
-    def _fitting(self, values: np.ndarray) -> np.ndarray:
+    def _select_channels(self, values: np.ndarray) -> np.ndarray:
         """Return the bands that are the channels."""
         count = values.shape[2]
         if self.bands:
@@ -215,17 +217,17 @@ class Reading:
             f"its bands are {count}: give data.channels={count}, or choose data.bands=[1,2,3]"
         )
 
-    def _in_unit_range(self, values: np.ndarray, window: Window | None) -> np.ndarray:
+    def _scale_to_unit_range(self, values: np.ndarray, window: Window | None) -> np.ndarray:
         """Return float32 from 0, black, to 1, white."""
         if values.dtype == np.uint8:
             return values.astype(np.float32) / 255
-        low, high = self._limits_of(values, window)
+        low, high = self._find_limits(values, window)
         # Equal values are black.
         width = high - low if high > low else 1.0
         scaled = (values.astype(np.float64) - low) / width
         return np.nan_to_num(scaled.clip(0, 1)).astype(np.float32)
 
-    def _limits_of(self, values: np.ndarray, window: Window | None) -> tuple[float, float]:
+    def _find_limits(self, values: np.ndarray, window: Window | None) -> tuple[float, float]:
         if self.limits == BY_WINDOW and window is not None:
             return window
         if isinstance(self.limits, str):
@@ -239,7 +241,7 @@ class Reading:
         return self.limits
 
 
-def range_of(option: Any) -> Range:
+def parse_range(option: Any) -> Range:
     """Return data.range as `Reading` has it; auto stays.
 
     Raises:
@@ -260,7 +262,7 @@ def range_of(option: Any) -> Range:
     return low, high
 
 
-def _as_tensor(values: np.ndarray) -> Any:
+def _to_tensor(values: np.ndarray) -> Any:
     """Return torchvision's image of (height, width, channels)."""
     import torch
     from torchvision.tv_tensors import Image as TensorImage

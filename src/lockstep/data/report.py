@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import CorruptImage, size_of
-from lockstep.data.listing import TEST, TRAIN, VAL, counts_of
+from lockstep.data.decoding import CorruptImage, get_size
+from lockstep.data.listing import TEST, TRAIN, VAL, describe_counts
 from lockstep.data.source import Source
 from lockstep.process.files import write_atomically
 
@@ -64,7 +64,7 @@ class Finding:
 
     Args:
         reason: a phrase for the log and the list.
-        names: of the images, or of pairs of them, "a = b".
+        names: the images, or pairs of them as "a = b".
     """
 
     kind: FindingKind
@@ -85,15 +85,16 @@ class Report:
     findings: list[Finding]
 
 
-def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
-    """
+def make_report(data: Any, limit: int | None = MAX_COMPARED) -> Report:
+    """Return what a run says of its images: how many, which are left out, which occur twice.
+
     Args:
         limit: the most files of equal size that are compared; None: all.
     """
-    identical = identical_images(data, limit)
-    sizes = _sampled_sizes(data)
+    identical = find_identical_images(data, limit)
+    sizes = _measure_sample(data)
     fields = {
-        "images_per_class": _counts_per_class(data),
+        "images_per_class": _count_per_class(data),
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
         "identical_images": [finding.reason for finding in identical],
         "smallest_image": sizes[0] if sizes else None,
@@ -102,40 +103,40 @@ def report_of(data: Any, limit: int | None = MAX_COMPARED) -> Report:
     if data.groups_note:
         fields["groups"] = data.groups_note
     if data.inputs:
-        fields["inputs"] = "; ".join(_scales(data))
+        fields["inputs"] = "; ".join(_describe_scales(data))
     if data.sampling_note:
         fields["sampling"] = data.sampling_note
     left_out = [Finding(FindingKind.LEFT_OUT, *entry) for entry in data.left_out.items()]
     return Report(fields, left_out + identical)
 
 
-def _scales(data: Any) -> list[str]:
+def _describe_scales(data: Any) -> list[str]:
     """Return "age: mean 61.2, deviation 9.4" for each number beside the images."""
     return [
         f"{name}: mean {mean:.6g}, deviation {std:.6g}" for name, (mean, std) in data.inputs.items()
     ]
 
 
-def _counts_per_class(data: Any) -> dict[str, dict[str, int]]:
+def _count_per_class(data: Any) -> dict[str, dict[str, int]]:
     """Return the number of images in each split by class."""
     counts = data.counts_per_split
     classes = zip(data.class_names, *counts.values())
     return {name: dict(zip(counts, numbers)) for name, *numbers in classes}
 
 
-def _sampled_sizes(data: Any) -> list[str]:
+def _measure_sample(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
-    index = np.flatnonzero(data.splits.split_ids >= 0)
-    sampled = np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(int)
+    positions = np.flatnonzero(data.splits.split_ids >= 0)
+    sampled = np.linspace(0, len(positions) - 1, min(len(positions), SAMPLE)).astype(int)
     sizes = []
-    for position in index[sampled].tolist():
+    for position in positions[sampled].tolist():
         # The loader names an image that is damaged. An image of five channels is a TypeError.
         with suppress(CorruptImage, TypeError):
-            sizes.append(size_of(data.source.open(position)[0]))
+            sizes.append(get_size(data.source.open(position)[0]))
     return ["×".join(map(str, size)) for size in sorted(sizes, key=np.prod)]
 
 
-def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
+def collect_settings(data: Any, augmentation: str | None) -> dict[str, Any]:
     """Return `images` of the record: how images are resized, normalised and augmented."""
     path, why = data.choose_path()
     depth = {}
@@ -179,14 +180,14 @@ def log_classes(data: Any) -> None:
     if data.target_scale:
         mean, std = data.target_scale.values()
         targets = f"numbers, mean {mean:.6g} and deviation {std:.6g} of the training images"
-    log.info(f"data: {targets} · {_split_sizes_text(data)}")
+    log.info(f"data: {targets} · {_describe_split_sizes(data)}")
     if data.inputs:
-        log.info(f"inputs: images and numbers beside them · {' · '.join(_scales(data))}")
+        log.info(f"inputs: images and numbers beside them · {' · '.join(_describe_scales(data))}")
     if data.sampling_note:
         log.info(f"sampling: {data.sampling_note}")
 
 
-def _split_sizes_text(data: Any) -> str:
+def _describe_split_sizes(data: Any) -> str:
     if data.stage == "test":
         others = data.num_train or data.num_val
         return f"testing on {'' if others else 'all '}{data.num_test} images"
@@ -195,7 +196,7 @@ def _split_sizes_text(data: Any) -> str:
 
 def log_settings(data: Any, augmentation: str | None = None) -> None:
     """Log how images are read, augmented and normalised."""
-    settings = settings_of(data, augmentation)
+    settings = collect_settings(data, augmentation)
     parts = [f"images: {settings['path']}, as {settings['why']}"]
     if data.depth_note:
         parts.append(data.depth_note)
@@ -215,7 +216,7 @@ def log_remarks(data: Any) -> None:
     if data.groups_note:
         log.info(f"groups: {data.groups_note}")
     if data.left_out:
-        log.info(f"left out: {counts_of(data.left_out)} ({LISTS})")
+        log.info(f"left out: {describe_counts(data.left_out)} ({LISTS})")
     for sentence in data.warnings:
         log.warning(sentence)
 
@@ -238,7 +239,7 @@ def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
-def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
+def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
     """Return the findings on equal images that are in two splits or under two labels.
 
     Args:
@@ -247,10 +248,11 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
     source = data.source
     if not source.is_comparable:
         return []
-    index = np.flatnonzero(data.splits.split_ids >= 0)
-    _, size_group, counts = np.unique(source.size[index], return_inverse=True, return_counts=True)
-    index = index[counts[size_group] > 1]
-    if source.reads_files and limit is not None and len(index) > limit:
+    positions = np.flatnonzero(data.splits.split_ids >= 0)
+    num_bytes = source.num_bytes[positions]
+    _, size_group, counts = np.unique(num_bytes, return_inverse=True, return_counts=True)
+    positions = positions[counts[size_group] > 1]
+    if source.reads_files and limit is not None and len(positions) > limit:
         too_many = (
             "not checked for identical images (too many files of equal size): run "
             "`python src/check_data.py`"
@@ -258,24 +260,24 @@ def identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Findin
         return [Finding(FindingKind.NOT_COMPARED, too_many, [])]
 
     pairs: dict[FindingKind, list[str]] = {kind: [] for kind in IDENTICAL_PHRASES}
-    for group in _equal_images(source, index):
+    for group in _group_equal_images(source, positions):
         _add_pairs(data, group, pairs)
-    return [_finding_of(kind, names) for kind, names in pairs.items() if names]
+    return [_make_finding(kind, names) for kind, names in pairs.items() if names]
 
 
-def _finding_of(kind: FindingKind, names: list[str]) -> Finding:
-    one, several = IDENTICAL_PHRASES[kind]
+def _make_finding(kind: FindingKind, names: list[str]) -> Finding:
+    singular, plural = IDENTICAL_PHRASES[kind]
     count = len(names)
-    return Finding(kind, f"{count} {several if count > 1 else one}", names)
+    return Finding(kind, f"{count} {plural if count > 1 else singular}", names)
 
 
-def _equal_images(source: Source, index: np.ndarray) -> list[list[int]]:
+def _group_equal_images(source: Source, positions: np.ndarray) -> list[list[int]]:
     """Return groups of images of equal content, two images or more in each.
 
     An image that cannot be read is in none of them: the loader will name it.
     """
     groups: dict[bytes, list[int]] = {}
-    for i in index.tolist():
+    for i in positions.tolist():
         with suppress(CorruptImage):
             groups.setdefault(hashlib.blake2b(source.read(i)).digest(), []).append(i)
     return [group for group in groups.values() if len(group) > 1]
@@ -285,11 +287,11 @@ def _add_pairs(data: Any, group: list[int], pairs: dict[FindingKind, list[str]])
     """Add the pairs among equal images that are in two splits or under two labels."""
     source = data.source
     splits = data.splits.split_ids
-    trained = [i for i in group if splits[i] == TRAIN]
-    if trained:
+    training_images = [i for i in group if splits[i] == TRAIN]
+    if training_images:
         for kind, split in ((FindingKind.TEST_IN_TRAIN, TEST), (FindingKind.VAL_IN_TRAIN, VAL)):
             others = [i for i in group if splits[i] == split]
-            pairs[kind] += [f"{source.name(i)} = {source.name(trained[0])}" for i in others]
+            pairs[kind] += [f"{source.name(i)} = {source.name(training_images[0])}" for i in others]
     first = group[0]
     others = [i for i in group if source.target_name(i) != source.target_name(first)]
     if others:

@@ -50,7 +50,7 @@ class Sampling:
         draws = np.diff(ends, prepend=0)
         return generator.permutation(np.repeat(self.positions[by_group], draws))
 
-    def expected(self, count: int) -> np.ndarray:
+    def expect_counts(self, count: int) -> np.ndarray:
         """Return (groups,) float64, the images of each group among `count`."""
         shares = np.bincount(self.groups, self.weights)
         return count * shares / shares.sum()
@@ -81,12 +81,12 @@ def _check_weights(option: str, source: Source) -> None:
     if len(negative):
         i = int(negative[0])
         raise UserError(
-            f"{source.where(i)}: the weight in the column {option} is {weights[i]:g}. Give numbers "
-            "from 0 on."
+            f"{source.location(i)}: the weight in the column {option} is {weights[i]:g}. "
+            "Give numbers from 0 on."
         )
 
 
-def sampling_of(
+def make_sampling(
     option: str | None, epoch_size: int | None, source: Source, train: np.ndarray
 ) -> Sampling | None:
     """Return how the images of an epoch are drawn; None: each training image once.
@@ -101,8 +101,8 @@ def sampling_of(
     """
     if option is None and epoch_size is None:
         return None
-    groups = _groups_of(source, train)
-    weights = _weights_of(option, source, train, groups)
+    groups = _group_images(source, train)
+    weights = _weigh_images(option, source, train, groups)
     is_drawn = weights > 0
     if not is_drawn.any():
         raise UserError(
@@ -113,7 +113,7 @@ def sampling_of(
     return Sampling(train[is_drawn], groups[is_drawn], weights[is_drawn], size)
 
 
-def _groups_of(source: Source, train: np.ndarray) -> np.ndarray:
+def _group_images(source: Source, train: np.ndarray) -> np.ndarray:
     """Return (n,) int64, the class of each training image, or the rarest of its labels.
 
     An image without a label is of a group after those of the labels.
@@ -127,7 +127,7 @@ def _groups_of(source: Source, train: np.ndarray) -> np.ndarray:
     return np.where(has_label.any(1), counts.argmin(1), has_label.shape[1])
 
 
-def _weights_of(
+def _weigh_images(
     option: str | None, source: Source, train: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
     if option is None:
@@ -138,31 +138,31 @@ def _weights_of(
     return 1 / (counts if option == BALANCED else np.sqrt(counts))
 
 
-def note_on_sampling(option: str | None, sampling: Sampling, count: int, source: Source) -> str:
+def describe_sampling(option: str | None, sampling: Sampling, count: int, source: Source) -> str:
     """Return "balanced: 3 classes: 9,120, 410, 38 images; 3,189 draws of each".
 
     Args:
         count: images of an epoch's whole batches.
     """
-    way = option or f"data.epoch_size={sampling.epoch_size}"
+    method = option or f"data.epoch_size={sampling.epoch_size}"
     if option is not None and option not in BY_CLASS:
-        way = f"by the column {option}"
+        method = f"by the column {option}"
     images = np.bincount(sampling.groups)
-    draws = np.rint(sampling.expected(count)[images > 0]).astype(int)
+    draws = np.rint(sampling.expect_counts(count)[images > 0]).astype(int)
     images = images[images > 0]
     if source.target_kind not in ("class", "labels"):
-        return f"{way}: {len(sampling.positions):,} images; {count:,} draws"
+        return f"{method}: {len(sampling.positions):,} images; {count:,} draws"
 
     groups = f"{len(images)} classes"
     if source.target_kind == "labels":
         groups = f"{len(images)} groups of images by their rarest label"
-    drawn = f"{_listed(draws)} draws"
+    draws_text = f"{_list_counts(draws)} draws"
     if draws.min() == draws.max():
-        drawn = f"{draws[0]:,} draws of each"
-    return f"{way}: {groups}: {_listed(images)} images; {drawn}"
+        draws_text = f"{draws[0]:,} draws of each"
+    return f"{method}: {groups}: {_list_counts(images)} images; {draws_text}"
 
 
-def _listed(numbers: np.ndarray) -> str:
+def _list_counts(numbers: np.ndarray) -> str:
     """Return "9,120, 410, 38", or of many numbers "38 to 9,120"."""
     if len(numbers) > SHOWN_CLASSES:
         return f"{numbers.min():,} to {numbers.max():,}"

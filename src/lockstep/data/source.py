@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lockstep.data.content_hash import hash_of_arrays
+from lockstep.data.content_hash import hash_arrays
 from lockstep.data.listing import TEST, TRAIN, VAL, LeftOut
-from lockstep.data.targets import VOID, Arrays, as_masks, grey_levels_of, target_kind_of
+from lockstep.data.targets import VOID, Arrays, find_grey_levels, find_target_kind, to_masks
 from lockstep.process.errors import UserError
 
 
@@ -22,19 +22,19 @@ class Source:
     """Images, with all that is said of them before one is opened.
 
     Attributes:
-        class_names: of each class, of each column of labels, or of each class in masks.
+        class_names: the names of the classes, of the label columns, or of the classes in masks.
         splits: (n,) int8: 0 train, 1 val, 2 test, in ascending order.
         targets: (n, …) by name, all but the masks.
-        mask_names: of the masks, which come with their image.
+        mask_names: the names of the masks, which `open` returns behind their image.
         columns: (n,) float64 by name, further numbers of each image, from the columns of a table.
         groups: (n,) int64, images that stay in one split together; None: each image is alone.
         has_grey_levels: the classes of pixels are numbered, and the masks have their grey levels.
         left_out: names of what is skipped, by reason.
         warnings: sentences for the log.
-        list_hash: of names and sizes, which runs of version 2.0.0 are compared by.
+        list_hash: a hash of names and sizes, by which runs of version 2.0.0 are compared.
         pixels: images and each mask, (n, side, side, channels) uint8; deep images are float32 from
             0 to 255. [] if they are not in memory.
-        size: (n,) bytes of each image; only images of one size can be equal.
+        num_bytes: (n,) the bytes of each image; only images of one size can be equal.
         is_comparable: the images can be compared with each other.
         reads_files: comparing the images takes as long as reading them.
     """
@@ -50,7 +50,7 @@ class Source:
     warnings: list[str]
     list_hash = ""
     pixels: Sequence[np.ndarray] = ()
-    size: np.ndarray
+    num_bytes: np.ndarray
     is_comparable = True
     reads_files = False
 
@@ -72,7 +72,7 @@ class Source:
     def name(self, position: int) -> str:
         return f"image {position}"
 
-    def where(self, position: int) -> str:
+    def location(self, position: int) -> str:
         """Return what errors call an image, with its line in a table."""
         return self.name(position)
 
@@ -82,12 +82,12 @@ class Source:
     @property
     def target_kind(self) -> str:
         """Return class, labels, number, mask or dict."""
-        return target_kind_of(self.targets, self.mask_names)
+        return find_target_kind(self.targets, self.mask_names)
 
     @property
     def grey_levels(self) -> list[int] | None:
         """Return the grey level of each class in masks; None: masks have the classes' numbers."""
-        return grey_levels_of(self.class_names) if self.has_grey_levels else None
+        return find_grey_levels(self.class_names) if self.has_grey_levels else None
 
     @property
     def classes(self) -> np.ndarray:
@@ -102,12 +102,12 @@ class Source:
             return ""
         target = self.targets[""][position]
         if self.target_kind == "number":
-            # As many digits as tell it from every other number of its type.
+            # It has as many digits as tell it from every other number of its type.
             return np.format_float_positional(target, trim="-")
         numbers = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
         return ", ".join(self.class_names[number] for number in numbers)
 
-    def match_classes(self, class_names: Sequence[str], name_of_data: str) -> None:
+    def match_classes(self, class_names: Sequence[str], data_name: str) -> None:
         """Number the labels as a checkpoint's `class_names` do, of which the images may lack some.
 
         Raises:
@@ -118,7 +118,7 @@ class Source:
         for name in names:
             if name not in class_names:
                 raise UserError(
-                    f"{name_of_data} has the class {name}, which the checkpoint does not know; it "
+                    f"{data_name} has the class {name}, which the checkpoint does not know; it "
                     f"knows {', '.join(class_names[:20])}. Rename the class or remove its images."
                 )
         number_of = np.array([class_names.index(name) for name in names], np.int64)
@@ -140,7 +140,7 @@ class ImageSet(Source):
         images: (n, size, size, channels) uint8.
         targets: (n,) integers from 0 the classes, (n, C) float several labels, (n,) float a number,
             (n, size, size) integers the class of each pixel, −1 where it does not count, or a dict.
-        class_names: of each class, of each column of labels, or of each class in masks.
+        class_names: the names of the classes, of the label columns, or of the classes in masks.
         num_test: how many of the last images test; 0: they are drawn.
         num_val: how many images before those validate; 0: drawn from the training images.
         columns: (n,) numbers of each image by name, for data.inputs and data.sampling.
@@ -163,22 +163,24 @@ class ImageSet(Source):
         count = len(self.images)
         counts = [max(count - self.num_val - self.num_test, 0), self.num_val, self.num_test]
         self.splits = np.repeat([TRAIN, VAL, TEST], counts).astype(np.int8)
-        self.size = np.zeros(count, np.int64)
+        self.num_bytes = np.zeros(count, np.int64)
 
         targets = self.targets if isinstance(self.targets, dict) else {"": self.targets}
-        self.targets = {name: self._array(name, np.asarray(each)) for name, each in targets.items()}
+        self.targets = {
+            name: self._convert_targets(name, np.asarray(each)) for name, each in targets.items()
+        }
         self.mask_names = [name for name, each in self.targets.items() if each.dtype == np.uint8]
-        if target_kind_of(self.targets, ()) == "class":
+        if find_target_kind(self.targets, ()) == "class":
             self._refuse_other_classes(self.targets[""])
         arrays = self.targets | {f"column {name}": each for name, each in self.columns.items()}
-        self._hash = hash_of_arrays([self.images], arrays, self.class_names, self.splits)
+        self._hash = hash_arrays([self.images], arrays, self.class_names, self.splits)
 
         masks = [self.targets.pop(name)[..., None] for name in self.mask_names]
         # torchvision's CIFAR10 has the channels outermost.
         self.pixels = [np.ascontiguousarray(array) for array in (self.images, *masks)]
         self.images = self.pixels[0]
 
-    def _array(self, name: str, values: np.ndarray) -> np.ndarray:
+    def _convert_targets(self, name: str, values: np.ndarray) -> np.ndarray:
         if len(values) != len(self.images):
             raise UserError(
                 f"There are {len(self.images)} images and {len(values)} labels: one of the files "
@@ -202,7 +204,7 @@ class ImageSet(Source):
         pixels, *masks = (array[position] for array in self.pixels)
         is_grey = pixels.shape[2] == 1
         image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
-        return image, *as_masks([mask[..., 0] for mask in masks])
+        return image, *to_masks([mask[..., 0] for mask in masks])
 
     def read(self, position: int) -> bytes:
         return self.pixels[0][position].tobytes()

@@ -44,7 +44,7 @@ class SplitDraw:
     def text(self) -> str:
         return f"data.{self.option}={self.value}"
 
-    def count(self, n: int) -> int:
+    def count_drawn(self, n: int) -> int:
         """Return how many of n images are drawn.
 
         Raises:
@@ -62,8 +62,8 @@ class SplitDraw:
             )
         return count
 
-    def shuffled(self, index: np.ndarray) -> np.ndarray:
-        return index[random_stream(self.seed, self.purpose).permutation(len(index))]
+    def shuffle(self, positions: np.ndarray) -> np.ndarray:
+        return positions[random_stream(self.seed, self.purpose).permutation(len(positions))]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class SplitRule:
 
     Args:
         val_fraction: part of the training images that validates; 0: none.
-        num_val: the same as a count; takes precedence over val_fraction.
-        fold: which of `num_folds` equal parts validates; before both others.
+        num_val: how many of them validate; it takes precedence over val_fraction.
+        fold: which of `num_folds` equal parts validates; it takes precedence over both.
         test_fraction: part of all images that tests, where the source names none.
 
     Raises:
@@ -100,42 +100,43 @@ class SplitRule:
             )
 
     def assign(
-        self, labels: np.ndarray, of_source: np.ndarray, groups: np.ndarray | None = None
+        self, labels: np.ndarray, source_split_ids: np.ndarray, groups: np.ndarray | None = None
     ) -> Splits:
         """Return the splits of n images.
 
         Args:
             labels: (n,) int64.
-            of_source: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
+            source_split_ids: (n,) 0 train, 1 val, 2 test. Test images are drawn where none of them
+                is 1 or 2.
             groups: (n,) int64; images of one group stay together.
 
         Raises:
             UserError: a part would be empty, or one group lies in several parts.
         """
-        has_val = bool((of_source == VAL).any())
-        has_test = bool((of_source == TEST).any())
-        validation = self._validation()
+        has_val = bool((source_split_ids == VAL).any())
+        has_test = bool((source_split_ids == TEST).any())
+        validation = self._choose_validation_draw()
         if groups is not None:
-            _refuse_divided_groups(groups, of_source)
+            _refuse_divided_groups(groups, source_split_ids)
         if has_val and self.fold is not None:
             raise UserError(
                 f"data.fold={self.fold}: the data have validation images of their own. Leave it "
                 "out."
             )
         if has_val and not has_test:
-            return _test_on_validation(of_source, validates=validation.value != 0)
+            return _make_validation_test(source_split_ids, validates=validation.value != 0)
 
-        split_ids = of_source.copy()
+        split_ids = source_split_ids.copy()
         if not has_test:
             test = SplitDraw("test_fraction", self.test_fraction, TEST_SEED, TEST_STREAM)
-            split_ids[self._drawn(test, split_ids, labels, groups)] = TEST
+            split_ids[self._draw(test, split_ids, labels, groups)] = TEST
         if validation.value == 0:
             split_ids[split_ids == VAL] = -1
         elif not has_val and (split_ids == TRAIN).any():
-            split_ids[self._drawn(validation, split_ids, labels, groups)] = VAL
+            split_ids[self._draw(validation, split_ids, labels, groups)] = VAL
         return Splits(split_ids, drew_test=not has_test)
 
-    def _validation(self) -> SplitDraw:
+    def _choose_validation_draw(self) -> SplitDraw:
         """Return the draw of the validation images, by the option that takes precedence."""
         for option in ("num_folds", "num_val"):
             value = getattr(self, option)
@@ -143,45 +144,45 @@ class SplitRule:
                 return SplitDraw(option, value, self.seed)
         return SplitDraw("val_fraction", self.val_fraction, self.seed)
 
-    def _drawn(
+    def _draw(
         self, draw: SplitDraw, split_ids: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         """Return the training images that are drawn: exactly as many, where there are no groups."""
-        index = np.flatnonzero(split_ids == TRAIN)
-        count = draw.count(len(index))
+        positions = np.flatnonzero(split_ids == TRAIN)
+        count = draw.count_drawn(len(positions))
         if draw.option == "num_folds":
-            return self._fold(draw, index, labels, groups)
+            return self._draw_fold(draw, positions, labels, groups)
         if groups is None:
             part = "image"
-            choices = [_drawn_per_class(draw.shuffled(index), labels, count)]
+            choices = [_draw_per_class(draw.shuffle(positions), labels, count)]
         else:
             part = "group"
-            num_groups = len(np.unique(groups[index]))
-            num_folds = max(2, min(round(len(index) / count), num_groups))
-            choices = _folds_of_groups(index, labels, groups, num_folds, draw)
+            num_groups = len(np.unique(groups[positions]))
+            num_folds = max(2, min(round(len(positions) / count), num_groups))
+            choices = _make_group_folds(positions, labels, groups, num_folds, draw)
         for chosen in choices:
-            if _leaves_each_class(chosen, index, labels):
+            if _keeps_each_class(chosen, positions, labels):
                 return chosen
         raise UserError(
-            f"{draw.text} would draw {count} of {len(index)} images, but a class has no second "
+            f"{draw.text} would draw {count} of {len(positions)} images, but a class has no second "
             f"{part}: each keeps one to train on. Add images, or give data.{draw.option}=0."
         )
 
-    def _fold(
-        self, draw: SplitDraw, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
+    def _draw_fold(
+        self, draw: SplitDraw, positions: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
         num_folds = int(draw.value)
         if groups is not None:
-            return _folds_of_groups(index, labels, groups, num_folds, draw)[self.fold or 0]
+            return _make_group_folds(positions, labels, groups, num_folds, draw)[self.fold or 0]
         # The images are dealt out like cards, class by class: folds differ by at most one image,
         # also in a class.
-        order = draw.shuffled(index)
+        order = draw.shuffle(positions)
         by_class = order[np.argsort(labels[order], kind="stable")]
         return by_class[self.fold :: num_folds]
 
 
-def _refuse_divided_groups(groups: np.ndarray, of_source: np.ndarray) -> None:
-    parts = np.unique(np.stack([groups, of_source]), axis=1).shape[1]
+def _refuse_divided_groups(groups: np.ndarray, source_split_ids: np.ndarray) -> None:
+    parts = np.unique(np.stack([groups, source_split_ids]), axis=1).shape[1]
     count = len(np.unique(groups))
     if parts > count:
         raise UserError(
@@ -191,24 +192,24 @@ def _refuse_divided_groups(groups: np.ndarray, of_source: np.ndarray) -> None:
         )
 
 
-def _test_on_validation(of_source: np.ndarray, *, validates: bool) -> Splits:
-    split_ids = np.where(of_source == VAL, TEST, of_source)
+def _make_validation_test(source_split_ids: np.ndarray, *, validates: bool) -> Splits:
+    split_ids = np.where(source_split_ids == VAL, TEST, source_split_ids)
     splits = Splits(split_ids, note="no test images: the validation images are tested")
     if validates:
         splits.val = splits.test
     return splits
 
 
-def _leaves_each_class(chosen: np.ndarray, index: np.ndarray, labels: np.ndarray) -> bool:
+def _keeps_each_class(chosen: np.ndarray, positions: np.ndarray, labels: np.ndarray) -> bool:
     """Return whether images are chosen and each of their classes keeps one to train on."""
-    rest = labels[np.setdiff1d(index, chosen)]
-    return len(chosen) > 0 and bool(np.isin(labels[chosen], rest).all())
+    remaining = labels[np.setdiff1d(positions, chosen)]
+    return len(chosen) > 0 and bool(np.isin(labels[chosen], remaining).all())
 
 
-def _folds_of_groups(
-    index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: SplitDraw
+def _make_group_folds(
+    positions: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: SplitDraw
 ) -> list[np.ndarray]:
-    """Return folds of `index` that keep groups together, each with a like share of each class."""
+    """Return folds that keep groups together, each with a like share of each class."""
     from sklearn.model_selection import StratifiedGroupKFold
 
     folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=draw.seed)
@@ -216,35 +217,36 @@ def _folds_of_groups(
         # scikit-learn warns of classes that have fewer images than there are folds.
         warnings.simplefilter("ignore", UserWarning)
         try:
-            return [index[fold] for _, fold in folds.split(index, labels[index], groups[index])]
+            parts = folds.split(positions, labels[positions], groups[positions])
+            return [positions[fold] for _, fold in parts]
         except ValueError as error:
             raise UserError(
-                f"{draw.text} does not fit the {len(np.unique(groups[index]))} groups: {error}."
+                f"{draw.text} does not fit the {len(np.unique(groups[positions]))} groups: {error}."
             ) from None
 
 
-def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+def _draw_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
     """Take from each class in proportion (largest remainder), and leave one image in each class.
 
     Args:
         order: positions in random order.
     """
-    _, first_seen, of_class, sizes = np.unique(
+    _, first_seen, class_numbers, sizes = np.unique(
         labels[order], return_index=True, return_inverse=True, return_counts=True
     )
-    room = sizes - 1
+    most_chosen = sizes - 1
     shares = sizes * count / len(order)
-    chosen = np.minimum(np.floor(shares).astype(int), room)
+    chosen = np.minimum(np.floor(shares).astype(int), most_chosen)
 
     # `first_seen` breaks ties at random, because the order is random.
     for number in np.lexsort((first_seen, chosen - shares)):
-        if chosen.sum() < count and chosen[number] < room[number]:
+        if chosen.sum() < count and chosen[number] < most_chosen[number]:
             chosen[number] += 1
 
     # Classes of one image give none. The largest classes make up for it.
-    while chosen.sum() < count and (chosen < room).any():
-        chosen[np.argmax(room - chosen)] += 1
+    while chosen.sum() < count and (chosen < most_chosen).any():
+        chosen[np.argmax(most_chosen - chosen)] += 1
 
-    by_class = np.argsort(of_class, kind="stable")
+    by_class = np.argsort(class_numbers, kind="stable")
     rank_in_class = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return order[by_class[rank_in_class < np.repeat(chosen, sizes)]]

@@ -20,7 +20,7 @@ MOST_GREY_LEVELS = 32
 BINARY = {0, VOID}
 
 
-def target_kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
+def find_target_kind(targets: Arrays, mask_names: Iterable[str]) -> str:
     """Return class, labels, number, mask or dict."""
     if {*targets, *mask_names} != {""}:
         return "dict"
@@ -31,7 +31,7 @@ def target_kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
     return "number" if targets[""].ndim == 1 else "labels"
 
 
-def scale_of(numbers: np.ndarray) -> dict[str, float]:
+def compute_scale(numbers: np.ndarray) -> dict[str, float]:
     """Return mean and standard deviation of training targets (n,), by which a task standardises.
 
     The deviation of equal numbers is 1. Without numbers there is no scale.
@@ -42,14 +42,14 @@ def scale_of(numbers: np.ndarray) -> dict[str, float]:
     return {"target_mean": float(numbers.mean(dtype=np.float64)), "target_std": std or 1.0}
 
 
-def as_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
+def to_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
     """Return masks that torchvision's transforms move with their image."""
     from torchvision.tv_tensors import Mask
 
     return tuple(Mask(torch.from_numpy(np.array(array, np.uint8))) for array in arrays)
 
 
-def levels_in(masks: Iterable[np.ndarray]) -> list[int]:
+def find_levels(masks: Iterable[np.ndarray]) -> list[int]:
     """Return the grey levels that occur in masks (height, width) uint8, ascending."""
     occurs = np.zeros(256, bool)
     for mask in masks:
@@ -57,7 +57,7 @@ def levels_in(masks: Iterable[np.ndarray]) -> list[int]:
     return np.flatnonzero(occurs).tolist()
 
 
-def mask_classes(levels: list[int]) -> list[str]:
+def name_mask_classes(levels: list[int]) -> list[str]:
     """Return the names of the classes in masks that have these grey levels.
 
     255 does not count, but in levels that are evenly spaced up to 255, as 0, 255 or 0, 128, 255,
@@ -66,7 +66,7 @@ def mask_classes(levels: list[int]) -> list[str]:
     """
     if VOID in levels and set(levels) <= BINARY:
         return ["0", "255"]
-    if VOID in levels and _are_even(levels):
+    if VOID in levels and _are_evenly_spaced(levels):
         return [str(level) for level in levels]
     numbers = [level for level in levels if level != VOID]
     largest = max(numbers, default=-1)
@@ -75,13 +75,13 @@ def mask_classes(levels: list[int]) -> list[str]:
     return [str(level) for level in range(largest + 1)]
 
 
-def _are_even(levels: list[int]) -> bool:
+def _are_evenly_spaced(levels: list[int]) -> bool:
     """Return whether levels divide 0 to 255 evenly; an export rounds up or down."""
     even = np.linspace(0, VOID, len(levels))
     return len(levels) <= MOST_GREY_LEVELS and bool((np.abs(even - levels) <= 1).all())
 
 
-def grey_levels_of(class_names: Iterable[str]) -> list[int] | None:
+def find_grey_levels(class_names: Iterable[str]) -> list[int] | None:
     """Return the grey level of each class in its masks; None where it is the class's number."""
     names = list(class_names)
     levels = [int(name) for name in names if name.isascii() and name.isdecimal()]
@@ -90,20 +90,20 @@ def grey_levels_of(class_names: Iterable[str]) -> list[int] | None:
     return None if levels == list(range(len(names))) else levels
 
 
-def note_on_levels(class_names: Iterable[str]) -> Iterator[str]:
+def describe_grey_levels(class_names: Iterable[str]) -> Iterator[str]:
     """Yield a sentence where grey levels are numbered as classes, but not for 0 and 255."""
-    levels = grey_levels_of(class_names)
+    levels = find_grey_levels(class_names)
     if levels is None or set(levels) <= BINARY:
         return
-    listed = ", ".join(map(str, levels))
+    level_names = ", ".join(map(str, levels))
     yield (
-        f"The masks have the grey levels {listed}, which are the classes 0 to {len(levels) - 1}. "
-        "If they mean anything else, save the class of each pixel as 0, 1, 2 …, and 255 where it "
-        "does not count."
+        f"The masks have the grey levels {level_names}, which are the classes 0 to "
+        f"{len(levels) - 1}. If they mean anything else, save the class of each pixel as 0, 1, "
+        "2 …, and 255 where it does not count."
     )
 
 
-def classes_of_pixels(mask: np.ndarray, levels: list[int] | None) -> np.ndarray:
+def number_pixels(mask: np.ndarray, levels: list[int] | None) -> np.ndarray:
     """Return the class of each pixel, 255 where it does not count.
 
     Args:

@@ -14,7 +14,7 @@ from lockstep.data.decoding import CorruptImage
 from lockstep.data.framing import Framing
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.listing import TEST
-from lockstep.data.loading import LoadedBatch
+from lockstep.data.making import LoadedBatch
 from lockstep.data.reading import Reading
 from lockstep.data.source import Source
 from lockstep.data.split import Splits
@@ -39,7 +39,7 @@ class FilesOrBlanks(Source):
         self.left_out = {}
         self.warnings = []
         self.splits = np.full(len(self.files), TEST, np.int8)
-        self.size = np.zeros(len(self.files), np.int64)
+        self.num_bytes = np.zeros(len(self.files), np.int64)
         self.is_damaged = torch.zeros(len(self.files), dtype=torch.uint8).share_memory_()
 
     def name(self, position: int) -> str:
@@ -50,9 +50,9 @@ class FilesOrBlanks(Source):
             return (self.reading.open(self.files[position]),)
         except CorruptImage:
             self.is_damaged[position] = 1
-            return (self._blank(),)
+            return (self._make_blank(),)
 
-    def _blank(self) -> Any:
+    def _make_blank(self) -> Any:
         channels = self.reading.channels
         size = (self.blank_side, self.blank_side)
         if self.reading.has_float_pixels:
@@ -60,7 +60,7 @@ class FilesOrBlanks(Source):
             return TensorImage(torch.zeros(channels, *size, dtype=torch.float32))
         return Image.new("L" if channels == 1 else "RGB", size)
 
-    def error_of(self, position: int) -> str:
+    def explain_damage(self, position: int) -> str:
         """Return why a damaged image cannot be decoded."""
         try:
             self.reading.open(self.files[position])
@@ -78,11 +78,11 @@ class UnlabelledImages(ImageDataModule):
     Args:
         files: any images.
         reading: how the run's files become pixels.
-        framing: of the run's evaluation.
-        std: of the channels.
+        framing: the framing of the run's evaluation.
+        std: the deviation of each channel.
         scales: mean and deviation by the name of a number that the task takes beside an image.
-        numbers: those of each file by name, not standardised.
-        options: as of ImageOptions.
+        numbers: the numbers beside each file by name, not standardised.
+        options: see ImageOptions.
     """
 
     stage = "test"
@@ -127,7 +127,7 @@ class UnlabelledImages(ImageDataModule):
 
     def predict_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self.splits.test).shard(**self._ranks)
+        return self._make_eval_batches(self.splits.test).shard(**self._ranks)
 
     def on_after_batch_transfer(  # type: ignore[override]
         self, batch: LoadedBatch, dataloader_idx: int

@@ -23,7 +23,7 @@ from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.config.instantiate import build as build_node
 from lockstep.config.instantiate import parameters_of
-from lockstep.data.report import settings_of
+from lockstep.data.report import collect_settings
 from lockstep.loggers.experiment import SkippingLogger, skip_other_methods
 from lockstep.process.errors import UserError
 from lockstep.records.config import model_name, seconds_of
@@ -355,5 +355,5 @@ def facts_of_parts(run: Run, parts: Parts) -> dict[str, Any]:
         "left_out_per_epoch": 0 if data.sampling else data.num_train % data.global_batch_size,
         "data_hash": data.data_hash,
         "data_report": {} if comparison is None else comparison.fields,
-        "images": settings_of(data, run.choices.get("augmentation")),
+        "images": collect_settings(data, run.choices.get("augmentation")),
     }

@@ -48,7 +48,7 @@ class DataReport(pl.Callback):
 
     def _make(self) -> None:
         try:
-            made = report.report_of(self.data)
+            made = report.make_report(self.data)
         except OSError as error:
             log.warning(f"The images were not compared with each other ({error}).")
             return

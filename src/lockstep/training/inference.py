@@ -71,7 +71,7 @@ class FinishedModel:
     @property
     def reading(self) -> Reading:
         """Return how files become pixels."""
-        return Reading.of_facts(self.facts)
+        return Reading.from_facts(self.facts)
 
     def check_prediction(self) -> None:
         """Refuse a task that does not say what it predicts.

@@ -31,7 +31,7 @@ def sequence(optimizer, trainer):
     return SequentialLR(optimizer, parts, milestones=[1])
 
 
-def fixed(optimizer, trainer):
+def repeats_first_epoch(optimizer, trainer):
     return MultiStepLR(optimizer, [1, 4])
 
 
@@ -74,11 +74,11 @@ def test_another_length_of_a_modules_schedule_is_refused(make, tmp_path):
         resume(make, tmp_path, 5)
 
 
-@pytest.mark.parametrize("make", [cosine, one_cycle, sequence, fixed])
+@pytest.mark.parametrize("make", [cosine, one_cycle, sequence, repeats_first_epoch])
 def test_the_same_length_of_a_modules_schedule_resumes(make, tmp_path):
     assert resume(make, tmp_path, 3) == 12
 
 
-@pytest.mark.parametrize("make", [fixed, computed])
+@pytest.mark.parametrize("make", [repeats_first_epoch, computed])
 def test_a_schedule_without_an_old_length_takes_more_epochs(make, tmp_path):
     assert resume(make, tmp_path, 5) == 20

@@ -103,7 +103,7 @@ def test_another_global_batch_cannot_continue_within_an_epoch():
 
 
 def test_overfitting_repeats_the_same_epoch():
-    loader = train(fixed=True)
+    loader = train(repeats_first_epoch=True)
     assert not hasattr(loader.sampler, "set_epoch")
     assert np.array_equal(pixels(loader), pixels(train()))
 

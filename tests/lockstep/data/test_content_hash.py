@@ -74,7 +74,7 @@ def test_inverted_files_of_one_size_have_another_hash(sampled, tmp_path, root, m
 
 def test_of_many_images_some_are_read(monkeypatch):
     monkeypatch.setattr(content_hash, "SAMPLED_IMAGES", 3)
-    assert content_hash._sampled_positions(24) == [0, 11, 23]
+    assert content_hash._sample_positions(24) == [0, 11, 23]
 
 
 def test_of_few_large_images_the_middle_is_read(tmp_path, root, monkeypatch):

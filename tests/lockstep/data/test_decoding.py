@@ -21,7 +21,7 @@ from lockstep.data.decoding import (
     TooLargeImage,
     open_image,
     open_mask,
-    pixels_of,
+    to_array,
 )
 from lockstep.data.framing import Framing
 from lockstep.data.image_list import ImageList
@@ -30,7 +30,7 @@ from lockstep.data.reading import Reading
 
 
 def decode(path, framing):
-    return pixels_of(framing.square(open_image(path, framing.channels)))
+    return to_array(framing.square(open_image(path, framing.channels)))
 
 
 SQUARE, GREY = Framing(24, 24), Framing(24, 24, channels=1)

@@ -14,7 +14,7 @@ from lockstep.data.augmentation import CropFlip
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.image_datamodule import CHECK
 from lockstep.data.reading import Reading
-from lockstep.data.report import settings_of
+from lockstep.data.report import collect_settings
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import data_facts
 
@@ -172,7 +172,7 @@ def test_images_that_differ_in_depth_are_named(tmp_path):
 
 
 def test_log_and_record_state_depth_and_range(tmp_path):
-    settings = settings_of(module(folder(tmp_path / "x"), tmp_path), "none")
+    settings = collect_settings(module(folder(tmp_path / "x"), tmp_path), "none")
     assert settings["depth"].startswith("16 bits, black 244 and white 360 (data.range=auto")
     assert json.loads(json.dumps(settings))["range"] == [LOW, HIGH]
 
@@ -227,14 +227,14 @@ def test_masks_move_with_deep_images(tmp_path):
 
 def test_a_check_that_cannot_read_spoils_no_training(tmp_path, monkeypatch):
     root = folder(tmp_path / "x")
-    read = Reading.values_of
+    read = Reading.read_values
 
     def fail(self, file, name=""):
         raise CorruptImage(f"{name} cannot be read")
 
-    monkeypatch.setattr(Reading, "values_of", fail)
+    monkeypatch.setattr(Reading, "read_values", fail)
     with contextlib.suppress(CorruptImage):
         module(root, tmp_path / "cache", stage=CHECK)
-    monkeypatch.setattr(Reading, "values_of", read)
+    monkeypatch.setattr(Reading, "read_values", read)
     for stage in (CHECK, "fit"):
         assert module(root, tmp_path / "cache", stage=stage).reading.limits == (LOW, HIGH)

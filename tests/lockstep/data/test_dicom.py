@@ -6,8 +6,8 @@ from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data import dicom
-from lockstep.data.decoding import CorruptImage, open_image, pixels_of
-from lockstep.data.file_values import header_of
+from lockstep.data.decoding import CorruptImage, open_image, to_array
+from lockstep.data.file_values import read_header
 from lockstep.data.reading import Reading
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import data_facts
@@ -42,19 +42,19 @@ def write(path, values, photometric="MONOCHROME2", bits=None, **attributes):
 
 
 def values_in(path, **options):
-    return Reading(1, **options).values_of(path)[..., 0]
+    return Reading(1, **options).read_values(path)[..., 0]
 
 
 def test_values_are_rescaled_to_those_of_the_modality(tmp_path):
     path = write(tmp_path / "x.dcm", GREY, RescaleSlope=2, RescaleIntercept=-1024)
     assert np.array_equal(values_in(path), GREY * 2.0 - 1024)
-    assert header_of(path).has_over_8_bits and header_of(path).depth == "16 bits"
+    assert read_header(path).has_over_8_bits and read_header(path).depth == "16 bits"
 
 
 def test_values_without_a_rescale_keep_their_type(tmp_path):
     path = write(tmp_path / "x.dcm", GREY.astype(np.int16) // 2 - 500, bits=12)
     assert values_in(path).dtype == np.int16 and values_in(path).min() == -500
-    assert header_of(path).depth == "12 bits"
+    assert read_header(path).depth == "12 bits"
 
 
 def test_monochrome1_is_mirrored_within_its_bits(tmp_path):
@@ -88,7 +88,7 @@ def test_the_first_window_is_black_and_white(function, black, white, tmp_path):
     )
     image = Reading(1, "window").open(path)[0]
     assert np.allclose(image, ((GREY - float(black)) / (white - black)).clip(0, 1), atol=1e-6)
-    assert header_of(path).has_window
+    assert read_header(path).has_window
 
 
 def test_a_window_around_zero_counts(tmp_path):
@@ -100,7 +100,7 @@ def test_8_bit_colours_are_a_picture(tmp_path):
     colours = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     path = write(tmp_path / "x.dcm", colours, "RGB")
     assert np.array_equal(np.asarray(open_image(path, 3)), colours)
-    assert not header_of(path).has_over_8_bits
+    assert not read_header(path).has_over_8_bits
 
 
 def test_ybr_becomes_rgb(tmp_path):
@@ -113,9 +113,9 @@ def test_ybr_becomes_rgb(tmp_path):
 def test_frames_are_pages(tmp_path):
     frames = np.stack([GREY, GREY + 1, GREY + 2])
     path = write(tmp_path / "x.dcm", frames, NumberOfFrames=3)
-    assert header_of(path).pages == 3
+    assert read_header(path).pages == 3
     assert np.array_equal(values_in(path, page=1), GREY + 1)
-    everything = Reading(3, page="all").values_of(path)
+    everything = Reading(3, page="all").read_values(path)
     assert np.array_equal(everything, np.moveaxis(frames, 0, 2))
     with pytest.raises(CorruptImage, match="data.page=3 counts from 0, and its frames are 3"):
         values_in(path, page=3)
@@ -149,7 +149,7 @@ def test_a_viewers_8_bits_are_those_of_the_window(tmp_path):
 def test_a_file_without_an_ending_is_known_by_its_magic(tmp_path):
     path = write(tmp_path / "IM0001", GREY)
     assert np.array_equal(values_in(path), GREY)
-    assert np.array_equal(Reading(1).values_of(path.read_bytes())[..., 0], GREY)
+    assert np.array_equal(Reading(1).read_values(path.read_bytes())[..., 0], GREY)
 
 
 def test_a_missing_pydicom_is_named(tmp_path, monkeypatch):
@@ -220,4 +220,4 @@ def test_a_folder_of_dicom_without_pydicom_is_refused(tmp_path, monkeypatch):
 def test_deep_pixels_keep_their_values(tmp_path):
     path = write(tmp_path / "x.dcm", GREY)
     image = Reading(1, (0.0, 3500.0)).open(path)
-    assert np.allclose(pixels_of(image)[..., 0], GREY / 3500 * 255, atol=1e-3)
+    assert np.allclose(to_array(image)[..., 0], GREY / 3500 * 255, atol=1e-3)

@@ -11,8 +11,8 @@ from PIL import Image, features
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data import file_values
-from lockstep.data.decoding import CorruptImage, pixels_of
-from lockstep.data.file_values import Header, header_of
+from lockstep.data.decoding import CorruptImage, to_array
+from lockstep.data.file_values import Header, read_header
 from lockstep.data.reading import Reading
 from lockstep.training.build_data import data_facts
 
@@ -62,42 +62,42 @@ def test_colours_of_8_bits_are_not_cut_wherever_they_lie(tmp_path):
     for size in range(60, 100):
         pixels = random.integers(0, 256, (size, 64, 3)).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / "x.tif", compression="tiff_lzw")
-        assert not header_of(tmp_path / "x.tif").is_cut
+        assert not read_header(tmp_path / "x.tif").loses_bits
 
 
 @pytest.mark.parametrize("write", [png, ppm])
 def test_colours_of_16_bits_are_read_in_full(write, tmp_path):
     (tmp_path / "x.img").write_bytes(write(VALUES[..., :3]))
     for file in (tmp_path / "x.img", write(VALUES[..., :3])):
-        assert np.array_equal(Reading(3).values_of(file), VALUES[..., :3])
-        header = header_of(file)
-        assert header.has_over_8_bits and not header.is_cut and header.depth == "16 bits"
+        assert np.array_equal(Reading(3).read_values(file), VALUES[..., :3])
+        header = read_header(file)
+        assert header.has_over_8_bits and not header.loses_bits and header.depth == "16 bits"
 
 
 def test_a_ppm_of_12_bits_has_the_white_of_16():
     values = np.full((2, 2, 3), 4095, np.uint16)
-    assert (Reading(3).values_of(ppm(values, 4095)) == 65535).all()
+    assert (Reading(3).read_values(ppm(values, 4095)) == 65535).all()
 
 
 def test_alpha_of_16_bits_is_put_on_white():
     values = VALUES.copy()
     values[0, 0] = (1000, 2000, 3000, 0)
     values[0, 1] = (1000, 2000, 3000, 65535)
-    pixels = Reading(3).values_of(png(values))
+    pixels = Reading(3).read_values(png(values))
     assert pixels[0, :2].tolist() == [[65535] * 3, [1000, 2000, 3000]]
-    grey = Reading(1).values_of(png(values[..., 2:]))
+    grey = Reading(1).read_values(png(values[..., 2:]))
     assert grey[0, :2, 0].tolist() == [65535, 3000]
 
 
 def test_alpha_of_16_bits_is_a_fourth_band():
-    assert np.array_equal(Reading(4).values_of(png(VALUES)), VALUES)
+    assert np.array_equal(Reading(4).read_values(png(VALUES)), VALUES)
 
 
 def test_exif_data_rotate_a_png_of_16_bits():
     exif = Image.Exif()
     exif[0x0112] = 6
     rotated = png(VALUES[..., :3], chunk(b"eXIf", exif.tobytes()[6:]))
-    assert np.array_equal(Reading(3).values_of(rotated), np.rot90(VALUES[..., :3], -1))
+    assert np.array_equal(Reading(3).read_values(rotated), np.rot90(VALUES[..., :3], -1))
 
 
 def test_a_damaged_png_of_16_bits_is_named():
@@ -132,13 +132,13 @@ def test_colours_of_8_bits_do_not_become_deep(tmp_path, monkeypatch):
     pixels = (VALUES[..., :3] >> 8).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "x.png")
     monkeypatch.setattr(file_values, "read_deep_colours", None)
-    assert not header_of(tmp_path / "x.png").has_over_8_bits
-    assert np.allclose(pixels_of(Reading(3, (0, 9)).open(tmp_path / "x.png")), pixels, atol=1e-4)
+    assert not read_header(tmp_path / "x.png").has_over_8_bits
+    assert np.allclose(to_array(Reading(3, (0, 9)).open(tmp_path / "x.png")), pixels, atol=1e-4)
 
 
 def test_colours_that_pillow_cuts_to_8_bits_are_known():
     plain = b"P3 1 1 4095 4095 0 0"
-    assert header_of(plain).is_cut and not header_of(plain).has_over_8_bits
+    assert read_header(plain).loses_bits and not read_header(plain).has_over_8_bits
 
 
 # 4 by 4 pixels of 10 bits, as avifenc writes them; Pillow writes 8 bits alone.
@@ -162,15 +162,15 @@ def jpeg_2000(bits):
 
 @pytest.mark.skipif(not features.check("jpg_2000"), reason="this Pillow has no JPEG 2000")
 def test_deep_colours_of_jpeg_2000_are_cut():
-    assert header_of(jpeg_2000(8)) == Header(np.dtype(np.uint8))
-    header = header_of(jpeg_2000(12))
-    assert header.is_cut and not header.has_over_8_bits and header.depth == "12 bits"
+    assert read_header(jpeg_2000(8)) == Header(np.dtype(np.uint8))
+    header = read_header(jpeg_2000(12))
+    assert header.loses_bits and not header.has_over_8_bits and header.depth == "12 bits"
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
 def test_deep_colours_of_avif_are_cut():
     file = io.BytesIO()
     Image.fromarray((VALUES[..., :3] >> 8).astype(np.uint8)).save(file, "AVIF")
-    assert header_of(file.getvalue()) == Header(np.dtype(np.uint8))
-    header = header_of(AVIF_OF_10_BITS)
-    assert header.is_cut and not header.has_over_8_bits and header.depth == "10 bits"
+    assert read_header(file.getvalue()) == Header(np.dtype(np.uint8))
+    header = read_header(AVIF_OF_10_BITS)
+    assert header.loses_bits and not header.has_over_8_bits and header.depth == "10 bits"

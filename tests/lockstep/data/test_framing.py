@@ -14,7 +14,7 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from lockstep.data.framing import BatchTransforms, Framing, resize_of
+from lockstep.data.framing import BatchTransforms, Framing, resolve_resize
 from lockstep.data.normalisation import resolve_normalisation
 from lockstep.process.errors import UserError
 
@@ -39,7 +39,7 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
     theirs = create_transform(
         **{**wanted, "input_size": (3, image_size, image_size)}, is_training=False
     )
-    resize = resize_of(image_size, None, wanted["crop_pct"])
+    resize = resolve_resize(image_size, None, wanted["crop_pct"])
     framing = Framing(
         image_size, resize, "crop", wanted["interpolation"], mean=tuple(wanted["mean"])
     )
@@ -56,8 +56,12 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
 def test_the_exported_crop_share_gives_the_resized_side():
     for image_size in range(1, 300, 7):
         for resize in range(image_size, image_size + 60):
-            assert resize_of(image_size, None, Framing(image_size, resize).crop_pct) == resize
-    assert [resize_of(224, None, 0.875), resize_of(224, 300, 0.875), resize_of(32, None, 1)] == [
+            assert resolve_resize(image_size, None, Framing(image_size, resize).crop_pct) == resize
+    assert [
+        resolve_resize(224, None, 0.875),
+        resolve_resize(224, 300, 0.875),
+        resolve_resize(32, None, 1),
+    ] == [
         256,
         300,
         32,

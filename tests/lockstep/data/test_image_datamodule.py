@@ -18,7 +18,7 @@ from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.data.report import (
     Finding,
     FindingKind,
-    identical_images,
+    find_identical_images,
     log_findings,
     write_findings,
 )
@@ -216,7 +216,7 @@ def test_a_users_data_set_needs_no_name_and_cache(tmp_path):
     assert (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4) and not list(tmp_path.iterdir())
     pairs = ["image 0 = image 1", "image 3 = image 4"]
     finding = Finding(FindingKind.TWO_LABELS, "2 images occur under two labels", pairs)
-    assert finding in identical_images(dm)
+    assert finding in find_identical_images(dm)
     alone = Own(image_size=4, global_batch_size=4)  # its loaders, without a Trainer
     assert [
         len(list(getattr(alone, f"{name}_dataloader")())) for name in ("train", "val", "test")
@@ -236,7 +236,7 @@ def test_an_unreadable_image_hides_no_equal_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(dm.source, "read", read_but_one)
     pairs = ["image 0 = image 1", "image 3 = image 4"]
     finding = Finding(FindingKind.TWO_LABELS, "2 images occur under two labels", pairs)
-    assert finding in identical_images(dm)
+    assert finding in find_identical_images(dm)
 
 
 def test_numbers_of_equal_images_differ_in_their_seventh_digit():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.predicted import listed_images
+from data.predicted import read_listed_images
 from data.table import CSVDataModule
 from lockstep.config.instantiate import build
 from lockstep.data.augmentation import CropFlip
@@ -156,12 +156,12 @@ def test_the_task_needs_numbers():
 
 
 def test_a_table_to_predict_needs_its_numbers(tmp_path):
-    files, numbers = listed_images(table(tmp_path), ["age"])
+    files, numbers = read_listed_images(table(tmp_path), ["age"])
     assert files["3.png"] == tmp_path / "3.png" and numbers["3.png"] == {"age": 23.0}
     with pytest.raises(UserError, match="no column weight"):
-        listed_images(table(tmp_path), ["weight"])
+        read_listed_images(table(tmp_path), ["weight"])
     with pytest.raises(UserError, match="line 2: age is old"):
-        listed_images(table(tmp_path, age=["old"] * COUNT), ["age"])
+        read_listed_images(table(tmp_path, age=["old"] * COUNT), ["age"])
 
 
 @pytest.mark.slow
@@ -198,4 +198,4 @@ def test_a_run_is_evaluated_and_predicts_with_its_numbers(tmp_path):
 def test_one_image_with_two_numbers_is_refused(tmp_path):
     root = table(tmp_path, path=["0.png"] * COUNT)
     with pytest.raises(UserError, match="line 3: 0.png is listed before with other numbers"):
-        listed_images(root, ["age"])
+        read_listed_images(root, ["age"])

@@ -29,14 +29,14 @@ import multiprocessing, os, signal, time, numpy as np
 from PIL import Image
 from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
-from lockstep.data.loading import Samples, stream
+from lockstep.data.loading import Samples, load_pixels
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def open_sample(position):
     return (Image.new("L", (2, 2), position),)
 selections = [Selection(np.array([i, i]), np.zeros((1, 2), np.int64)) for i in range(50)]
-batches = stream(Samples(open_sample, Framing(2, 2), num_workers=2), selections)
+batches = load_pixels(Samples(open_sample, Framing(2, 2), num_workers=2), selections)
 def show():
-    print(next(batches)[1]["pixels"][0].sum().item(), flush=True)
+    print(next(batches)[1][0].sum().item(), flush=True)
 show()
 """
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "src"}
@@ -75,7 +75,7 @@ def test_workers_follow_the_cores_of_a_rank(
         {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": bound}.items() if bound else ()
     ):
         monkeypatch.setenv(name, value)
-    assert loading.workers_of(stated, torch.device(device)) == wanted
+    assert loading.choose_num_workers(stated, torch.device(device)) == wanted
 
 
 @pytest.mark.parametrize("free", [0, 2**40])
@@ -89,7 +89,7 @@ def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     ]
     _, [handed_over] = samples[selections[0]]
     assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
-    found = [batch["pixels"][0] for _, batch in loading.stream(samples, selections)]
+    found = [pixels[0] for _, pixels in loading.load_pixels(samples, selections)]
     assert [(len(images), images.unique().tolist()) for images in found] == [
         (1, [3]),
         (0, []),
@@ -128,7 +128,7 @@ def test_one_of_several_builds_and_all_get_it(tmp_path):
 
 
 def test_two_nodes_whose_locks_do_not_meet_share_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_cache, "_locked", lambda folder: contextlib.nullcontext())
+    monkeypatch.setattr(node_cache, "_hold_lock", lambda folder: contextlib.nullcontext())
 
     def build(part):
         (part / "data.bin").write_bytes(b"whole")
@@ -155,6 +155,28 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     ):
         load_or_build(tmp_path / "entry", build)
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
+
+
+def test_a_folder_without_room_names_data_cache_dir(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+
+    def refuse_part(path, *arguments, **options):
+        if path.suffix == ".part":
+            raise OSError(errno.ENOSPC, "full", str(path))
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse_part)
+    with pytest.raises(DiskFullError, match="data.cache_dir=FOLDER"):
+        load_or_build(tmp_path / "entry", build_slowly)
+
+
+def test_an_error_of_a_build_keeps_its_cause(tmp_path):
+    def build(part):
+        raise RuntimeError("no images") from ValueError("the reason")
+
+    with pytest.raises(RuntimeError) as raised:
+        load_or_build(tmp_path / "entry", build)
+    assert str(raised.value.__cause__) == "the reason"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -185,8 +207,28 @@ def test_workers_that_cannot_start_leave_signals_unblocked(monkeypatch):
     selection = Selection(np.arange(2), np.zeros((2, 1), np.int64))
     samples = loading.Samples(None, None, num_workers=1)
     with pytest.raises(OSError, match="no memory"):
-        list(loading.stream(samples, [selection]))
+        list(loading.load_pixels(samples, [selection]))
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_at_exit_only_the_workers_of_loaders_are_killed():
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    other.start()
+    samples = loading.Samples(lambda i: (Image.new("L", (2, 2), i),), Framing(2, 2), num_workers=1)
+    selections = [Selection(np.array([i]), np.zeros((3, 1), int)) for i in range(2)]
+    handler = signal.getsignal(signal.SIGCHLD)
+    batches = loading.load_pixels(samples, selections)
+    next(batches)
+    [worker] = {*multiprocessing.active_children()} - {other}
+    try:
+        loading._kill_workers()
+        worker.join(30)
+        assert worker.exitcode == -signal.SIGKILL and other.is_alive()
+    finally:
+        batches.close()
+        signal.signal(signal.SIGCHLD, handler)
+        other.kill()
+        other.join()
 
 
 def test_workers_share_the_list_where_python_has_a_fork_server():
@@ -199,9 +241,9 @@ def test_workers_share_the_list_where_python_has_a_fork_server():
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)
     try:
-        batches = loading.stream(
+        batches = loading.load_pixels(
             loading.Samples(open_sample, Framing(2, 2), num_workers=1), selections
         )
-        assert [int(batch["pixels"][0].max()) for _, batch in batches] == [3, 4]
+        assert [int(pixels[0].max()) for _, pixels in batches] == [3, 4]
     finally:
         multiprocessing.set_start_method(before, force=True)

@@ -9,11 +9,11 @@ from PIL import Image
 from lockstep.data import pictures
 from lockstep.data.pictures import (
     ChannelStatistics,
-    as_pixels,
     describe_target,
-    small_images,
-    small_mask,
-    with_mask,
+    paint_mask,
+    shrink_images,
+    shrink_mask,
+    to_pixels,
     write_batch,
     write_mistakes,
 )
@@ -27,27 +27,27 @@ def test_a_normalised_image_gets_its_pixels_back():
     normalisation = ChannelStatistics([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalisation)
     images = (pixels.movedim(-1, 1) / 255 - mean) / std
-    assert torch.equal(as_pixels(images, normalisation), pixels)
+    assert torch.equal(to_pixels(images, normalisation), pixels)
     # Half precision costs a step.
-    rough = as_pixels(images.bfloat16(), normalisation)
+    rough = to_pixels(images.bfloat16(), normalisation)
     assert (rough.int() - pixels.int()).abs().max() <= 4
 
 
 def test_images_of_unknown_normalisation_use_all_levels():
-    pixels = as_pixels(torch.tensor([[[[-3.0, 1.0]]]]), None)
+    pixels = to_pixels(torch.tensor([[[[-3.0, 1.0]]]]), None)
     assert pixels.tolist() == [[[[0] * 3, [255] * 3]]]
 
 
 def test_large_images_and_masks_become_small():
-    assert small_images(torch.zeros(2, 3, 4, 300, 300)).shape == (2, 3, 4, 128, 128)
-    assert small_images(torch.zeros(0, 3, 300, 300)).shape == (0, 3, 128, 128)
-    mask = small_mask(torch.arange(256).expand(1, 256, 256))
+    assert shrink_images(torch.zeros(2, 3, 4, 300, 300)).shape == (2, 3, 4, 128, 128)
+    assert shrink_images(torch.zeros(0, 3, 300, 300)).shape == (0, 3, 128, 128)
+    mask = shrink_mask(torch.arange(256).expand(1, 256, 256))
     assert mask.shape == (1, 128, 128) and mask[0, 0, 0] == 0 and mask[0, 0, -1] == 255
 
 
 def test_a_mask_colours_classes_and_darkens_the_rest():
     pixels = torch.full((1, 3, 3), 100, dtype=torch.uint8)
-    mixed = with_mask(pixels, torch.tensor([[0, 1, -1]]))
+    mixed = paint_mask(pixels, torch.tensor([[0, 1, -1]]))
     blue = [int(100 * 0.4 + value * 0.6) for value in pictures.CLASS_COLOURS[0]]
     assert mixed.tolist() == [[[100] * 3, blue, [20] * 3]]
 
@@ -73,7 +73,7 @@ def tiles(monkeypatch):
     """The tiles of each sheet that is written."""
     sheets = []
     monkeypatch.setattr(
-        pictures, "contact_sheet", lambda path, tiles, *_, **__: sheets.append(tiles)
+        pictures, "write_contact_sheet", lambda path, tiles, *_, **__: sheets.append(tiles)
     )
     return sheets
 
@@ -97,7 +97,8 @@ def test_numbers_beside_the_images_are_passed_over(tiles, tmp_path):
 def mistakes(tiles, targets, predictions):
     """Return the caption and the colour of one tested image."""
     parts = [torch.tensor([2.5]), torch.tensor([-1]), torch.zeros(1, 3, 4, 4)]
-    write_mistakes("m.png", [*parts, targets[None], predictions[None]], COLOUR)
+    tested = pictures.TestedImages(*parts, targets[None], predictions[None])
+    write_mistakes("m.png", tested, COLOUR)
     [(_, lines, colour)] = tiles[-1]
     return lines, colour
 
@@ -130,7 +131,8 @@ def test_a_label_that_nobody_knows_is_no_mistake(tiles):
 def test_the_file_of_a_tested_image_is_named(tmp_path, tiles):
     data = SimpleNamespace(source=SimpleNamespace(name=lambda i: f"test/cat/{i}.png"))
     parts = [torch.tensor([1.0]), torch.tensor([5]), torch.zeros(1, 1, 4, 4)]
-    write_mistakes(tmp_path / "m.png", [*parts, torch.ones(1), torch.ones(1)], data)
+    tested = pictures.TestedImages(*parts, torch.ones(1), torch.ones(1))
+    write_mistakes(tmp_path / "m.png", tested, data)
     assert tiles[0][0][1][-1] == "5.png"
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.data.decoding import CorruptImage, load_array, pixels_of, size_of, to_pillow
+from lockstep.data.decoding import CorruptImage, get_size, load_array, to_array, to_pillow
 from lockstep.data.reading import Reading
 
 GREY = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100
@@ -21,17 +21,17 @@ GREY = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100
     ],
 )
 def test_a_checkpoints_facts_give_the_reading_back(reading):
-    assert Reading.of_facts({"channels": reading.channels, **reading.facts}) == reading
+    assert Reading.from_facts({"channels": reading.channels, **reading.facts}) == reading
 
 
 def test_facts_of_earlier_versions_read_8_bits():
-    assert Reading.of_facts({"channels": 1}) == Reading(1)
+    assert Reading.from_facts({"channels": 1}) == Reading(1)
 
 
 def test_grey_becomes_colour_and_colour_grey(tmp_path):
     np.save(tmp_path / "grey.npy", GREY)
     grey = Reading(3, (0, 1100)).open(tmp_path / "grey.npy")
-    assert np.allclose(pixels_of(grey), 255 * np.dstack([GREY / 1100] * 3))
+    assert np.allclose(to_array(grey), 255 * np.dstack([GREY / 1100] * 3))
     np.save(tmp_path / "colour.npy", np.dstack([GREY, 0 * GREY, 0 * GREY]))
     one = Reading(1, (0, 1100)).open(tmp_path / "colour.npy")
     assert one.shape == (1, 3, 4) and float(one.max()) == pytest.approx(0.299, abs=1e-3)
@@ -59,5 +59,5 @@ def test_nan_and_infinity_are_black_and_white(tmp_path):
 def test_deep_images_have_a_size_and_a_picture(tmp_path):
     Image.fromarray(GREY).save(tmp_path / "x.png")
     image = Reading(1, (0, 1100)).open(tmp_path / "x.png")
-    assert size_of(image) == (4, 3)
+    assert get_size(image) == (4, 3)
     assert np.asarray(to_pillow(image)).tolist()[2][3] == 255

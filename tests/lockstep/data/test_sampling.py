@@ -14,7 +14,7 @@ from kills import weights
 from lockstep.config.keys import may_resume_change
 from lockstep.data.batches import TrainBatches
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.data.report import report_of
+from lockstep.data.report import make_report
 from lockstep.data.sampling import Sampling
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import _warn_of_two_corrections, build_data
@@ -141,7 +141,7 @@ def test_the_note_says_what_an_epoch_holds():
     dm = Colours(targets=CLASSES, sampling="balanced")
     assert np.bincount(CLASSES[drawn_by(dm)]).tolist() == [30, 30, 30]
     note = "balanced: 3 classes: 60, 20, 10 images; 30 draws of each"
-    assert dm.sampling_note == note and report_of(dm).fields["sampling"] == note
+    assert dm.sampling_note == note and make_report(dm).fields["sampling"] == note
     dm = Colours(targets=CLASSES, sampling="sqrt", epoch_size=300)
     assert len(drawn_by(dm)) == 300 and dm.steps_per_epoch == 30
     assert dm.sampling_note == "sqrt: 3 classes: 60, 20, 10 images; 151, 87, 62 draws"
@@ -213,7 +213,7 @@ def listed(kind, place, world_size=1, rank=0, accumulate=1, **options):
     return dm
 
 
-def pixels_of(modules):
+def to_array(modules):
     """Return the images of an epoch, micro-batch after micro-batch, rank after rank."""
     ranks = [
         map(partial(dm.on_after_batch_transfer, dataloader_idx=0), dm.train_dataloader())
@@ -227,13 +227,13 @@ def pixels_of(modules):
 @pytest.mark.parametrize("kind", MODULES)
 def test_every_source_draws_the_same_balanced_pixels(kind, tmp_path):
     images = list(images_of({"cat": 20, "dog": 4}))
-    expected = pixels_of([listed("csv", write("csv", tmp_path / "one", images).parent)])
+    expected = to_array([listed("csv", write("csv", tmp_path / "one", images).parent)])
     place = tmp_path / kind
     write(kind, place, images)
     assert len(expected) == 24 and len(set(expected)) < 24
-    assert pixels_of([listed(kind, place)]) == expected
+    assert to_array([listed(kind, place)]) == expected
     ranks = [listed(kind, place, 2, rank, 2, path="loader", num_workers=1) for rank in range(2)]
-    assert pixels_of(ranks) == expected
+    assert to_array(ranks) == expected
 
 
 def table(place, weights):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.synthetic import SyntheticDataModule
-from lockstep.data.report import log_contents, settings_of
+from lockstep.data.report import collect_settings, log_contents
 from lockstep.data.split import SplitRule
 from lockstep.process.errors import UserError
 
@@ -116,7 +116,7 @@ def test_contents_and_what_the_weights_say_are_logged_and_recorded(tmp_path, cap
         "images: loader, as data.path=loader · augmentation=none · mean 0.5, 0.5, 0.5 · std 0.18, 0.18, 0.18 · "
         "the weights say mean, crop_pct, interpolation",
     ]
-    assert settings_of(dm, "none") == {
+    assert collect_settings(dm, "none") == {
         "path": "loader", "why": "data.path=loader", "augmentation": "none", "mean": [0.5] * 3, "std": [0.18] * 3,
         "crop_pct": 0.5, "interpolation": "bicubic", "resize": 16, "fit": "crop",
         "from_weights": ["mean", "crop_pct", "interpolation"],

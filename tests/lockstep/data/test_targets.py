@@ -19,7 +19,7 @@ from data.parquet import ParquetDataModule
 from data.table import CSVDataModule
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
-from lockstep.data.targets import mask_classes
+from lockstep.data.targets import name_mask_classes
 from lockstep.process.errors import UserError
 
 N, SIDE = 26, 16
@@ -335,7 +335,7 @@ def test_a_target_that_is_no_number(pictures, tmp_path):
     ],
 )
 def test_grey_levels_of_masks_are_classes(levels, names):
-    assert mask_classes(levels) == names
+    assert name_mask_classes(levels) == names
 
 
 @pytest.mark.parametrize("source", ["folders", "dataset"])

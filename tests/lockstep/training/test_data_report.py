@@ -74,10 +74,10 @@ def slow_comparison():
     from lockstep.data import report
 
     data_report.WAIT_AT_START_S = 0.1
-    compare = report.identical_images
+    compare = report.find_identical_images
 
     def slow_compare(*arguments):
         time.sleep(12)
         return compare(*arguments)
 
-    report.identical_images = slow_compare
+    report.find_identical_images = slow_compare
