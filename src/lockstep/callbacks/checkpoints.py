@@ -24,7 +24,7 @@ from lockstep.callbacks.early_stopping import keep_patience
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
 from lockstep.checkpoints.frozen import FrozenState, frozen_state, set_frozen_state
-from lockstep.checkpoints.io import CheckpointFiles, on_host
+from lockstep.checkpoints.io import CheckpointFiles, copy_to_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
 from lockstep.checkpoints.resume_point import ResumePoint
@@ -391,7 +391,7 @@ class Checkpoints(pl.Callback):
         sidecar = self._sidecar(trainer, is_best="best" in paths)
 
         def begin(checkpoint: Checkpoint, _path: Path) -> None:
-            content = on_host(checkpoint, always=bool(self.asynchronous))
+            content = copy_to_host(checkpoint, copy_cpu_tensors=bool(self.asynchronous))
             self.writer.begin(content, paths, sidecar)
 
         # The rows up to this step are on the disk before the checkpoint can be resumed from.
@@ -399,7 +399,7 @@ class Checkpoints(pl.Callback):
             if isinstance(logger, MetricsCsv):
                 logger.sync()
         checkpoint_io: Any = trainer.strategy.checkpoint_io
-        with checkpoint_io.written_by(begin):
+        with checkpoint_io.redirect_writes(begin):
             trainer.save_checkpoint(paths[kinds[0]])
         if not self.asynchronous:
             self.finish_together(trainer)

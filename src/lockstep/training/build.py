@@ -40,7 +40,7 @@ from lockstep.training.compilation import EagerEvaluation, compile_net, is_compi
 from lockstep.training.data_report import DataReport
 from lockstep.training.task import Task
 from lockstep.training.trainer import build_trainer
-from lockstep.training.weights import check_fits, facts_of, load_weights
+from lockstep.training.weights import check_fits, facts_of, load_or_check_weights
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     if checkpoint is None:
         compiled = is_compiled(module, data, run, strategy)
         prepare_net(module, data, run, strategy, compiled)
-        load_weights(module, facts, run)
+        load_or_check_weights(module, facts, run)
         # Dropout differs between ranks; the initial weights do not.
         torch.manual_seed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank)
     else:

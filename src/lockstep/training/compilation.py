@@ -131,6 +131,6 @@ def compile_net(net: torch.nn.Module, run: Run, strategy: Any) -> None:
 def _compile_units(net: torch.nn.Module, arguments: dict[str, Any]) -> None:
     # torch warns of each weight that FSDP has gathered.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    units = getattr(net, "shard_units", list)() or [net]
-    for unit in units:
+    units = net.shard_units() if hasattr(net, "shard_units") else []
+    for unit in units or [net]:
         unit.forward = torch.compile(unit.forward, **arguments)  # type: ignore[method-assign]

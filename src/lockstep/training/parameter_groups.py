@@ -74,7 +74,7 @@ def parameter_groups(
     head = head_names(net)
     layers = layer_numbers(net)
     last_layer = max(layers.values(), default=0)
-    undecayed: set[str] = getattr(net, "undecayed_names", set)()
+    undecayed: set[str] = net.undecayed_names() if hasattr(net, "undecayed_names") else set()
 
     groups: dict[tuple[float, bool], Group] = {}
     for name, parameter in trained:
@@ -106,7 +106,7 @@ def head_names(net: nn.Module) -> set[str]:
     The net may name it; else it is the layer of its last matrix.
     """
     names = [name for name, _ in net.named_parameters()]
-    heads: list[str] = getattr(net, "head_names", list)()
+    heads: list[str] = net.head_names() if hasattr(net, "head_names") else []
     if not heads:
         matrices = [name for name, parameter in net.named_parameters() if parameter.ndim >= 2]
         heads = [name.rpartition(".")[0] for name in matrices[-1:]]
