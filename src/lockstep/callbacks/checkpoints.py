@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from lockstep.callbacks.early_stopping import keep_patience
+from lockstep.callbacks.early_stopping import keep_new_patience
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
 from lockstep.checkpoints.frozen import FrozenState, frozen_state, set_frozen_state
@@ -67,7 +67,7 @@ class Checkpoints(pl.Callback):
     Attributes:
         saved_step: of the newest `last`.
         validated_step: of the latest validation.
-        ended: the epoch whose end is still to be saved.
+        ended_epoch: the epoch whose end is still to be saved.
         frozen: the frozen layers of the checkpoint, until the optimizers of this start are built.
         schedule_lengths: as a resume has built the schedules, before their states are loaded.
     """
@@ -108,7 +108,7 @@ class Checkpoints(pl.Callback):
         # Whether this epoch's end is saved as last, because the run stops after it.
         self.stops_after_epoch = False
         self.validated_step = -1
-        self.ended: EndedEpoch | None = None
+        self.ended_epoch: EndedEpoch | None = None
         # Whether ranks have logged values of their own
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
@@ -168,7 +168,7 @@ class Checkpoints(pl.Callback):
         if trainer.ckpt_path is not None:
             refuse_other_lengths(trainer, self.schedule_lengths)
         self.saved_at = time.monotonic()
-        self.loader_state.log_what_holds()
+        self.loader_state.log_resume_exactness()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
@@ -186,10 +186,10 @@ class Checkpoints(pl.Callback):
         if resume_point.steps_are_over(trainer):
             # Otherwise Lightning would not validate a run that ends in mid-epoch.
             trainer.should_stop = True
-        elif not resume_point.ends_epoch(trainer) and self._is_time_over(trainer):
-            after_module_hook(pl_module, lambda: self.save(trainer, "last"))
+        elif not resume_point.ends_epoch(trainer) and self._is_save_due(trainer):
+            call_after_module_hook(pl_module, lambda: self.save(trainer, "last"))
 
-    def _is_time_over(self, trainer: pl.Trainer) -> bool:
+    def _is_save_due(self, trainer: pl.Trainer) -> bool:
         """Return whether every_minutes have passed on rank 0.
 
         Only log points ask, because each answer is a collective.
@@ -214,7 +214,9 @@ class Checkpoints(pl.Callback):
             kinds.append("last")
 
         if resume_point.ends_epoch(trainer):
-            self.ended = EndedEpoch(trainer.current_epoch, kinds, dict(trainer.callback_metrics))
+            self.ended_epoch = EndedEpoch(
+                trainer.current_epoch, kinds, dict(trainer.callback_metrics)
+            )
         elif kinds:
             self.save(trainer, *kinds)
         # Otherwise Lightning skips plateau schedules in the first epoch of a resume.
@@ -234,16 +236,16 @@ class Checkpoints(pl.Callback):
             return False
         return not self.asynchronous or trainer.strategy.broadcast(self.writer.is_idle, src=0)
 
-    def save_ended(self, trainer: pl.Trainer, is_last: bool) -> None:
+    def save_ended_epoch(self, trainer: pl.Trainer, is_last: bool) -> None:
         """Save what is due of the epoch that has ended; also as last if no epoch follows."""
-        if self.ended is None:
+        if self.ended_epoch is None:
             return
-        kinds = self.ended.kinds
+        kinds = self.ended_epoch.kinds
         if is_last and "last" not in kinds:
             kinds.append("last")
         if kinds:
             self.save(trainer, *kinds)
-        self.ended = None
+        self.ended_epoch = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_together(trainer)
@@ -296,8 +298,8 @@ class Checkpoints(pl.Callback):
         It is nan if it was not logged, or is nan on a rank. A collective.
         """
         value = trainer.callback_metrics.get(self.monitor)
-        of_ranks = gather_objects(None if value is None else float(value))
-        values = [value for value in of_ranks if value is not None]
+        rank_values = gather_objects(None if value is None else float(value))
+        values = [value for value in rank_values if value is not None]
         if not values or any(map(math.isnan, values)):
             return math.nan
         # Sums in another order differ in their last digits.
@@ -326,17 +328,17 @@ class Checkpoints(pl.Callback):
         frozen = frozen_state(trainer)
         position = {"point": asdict(point), "frozen": frozen}
         checkpoint["lockstep"] = {**self.contents, **position, **state}
-        left_out = keep_plain_hyperparameters(checkpoint)
-        if left_out and not self.writer.is_checked and trainer.is_global_zero:
-            arguments = ", ".join(f"{name}=…" for name in left_out)
+        removed = keep_plain_hyperparameters(checkpoint)
+        if removed and not self.writer.is_checked and trainer.is_global_zero:
+            arguments = ", ".join(f"{name}=…" for name in removed)
             log.info(
-                f"The hyperparameters {', '.join(left_out)} are objects, which checkpoints omit. "
+                f"The hyperparameters {', '.join(removed)} are objects, which checkpoints omit. "
                 f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
             )
 
     def _resume_point(self, trainer: pl.Trainer) -> ResumePoint:
-        if self.ended:
-            return resume_point.point_after_epoch(trainer, epoch=self.ended.epoch)
+        if self.ended_epoch:
+            return resume_point.point_after_epoch(trainer, epoch=self.ended_epoch.epoch)
         return resume_point.point_in_epoch(trainer, self.validated_step)
 
     def _is_before_validation(self, trainer: pl.Trainer, point: ResumePoint) -> bool:
@@ -344,7 +346,7 @@ class Checkpoints(pl.Callback):
         # A resume repeats this validation, or a longer run would not have it.
         if point.phase == resume_point.VALIDATION and trainer.validating:
             return True
-        is_validated = not self.ended and self.validated_step == trainer.global_step
+        is_validated = not self.ended_epoch and self.validated_step == trainer.global_step
         return is_validated and not resume_point.is_validation_due(trainer)
 
     def on_load_checkpoint(
@@ -362,7 +364,7 @@ class Checkpoints(pl.Callback):
         self.saved_step = checkpoint["global_step"]
         self._load_frozen(trainer, stored.get("frozen"))
         resume_point.restore_end(trainer, point)
-        keep_patience(trainer, checkpoint)
+        keep_new_patience(trainer, checkpoint)
 
     def _load_frozen(self, trainer: pl.Trainer, state: FrozenState | None) -> None:
         """Freeze layers as the checkpoint says, once the optimizers are built.
@@ -386,7 +388,7 @@ class Checkpoints(pl.Callback):
         if self.weights_only and "best" in kinds:
             kinds = ("best", "last")
         step = trainer.global_step
-        paths = {kind: files.new_path(self.folder, kind, step) for kind in kinds}
+        paths = {kind: files.unused_path(self.folder, kind, step) for kind in kinds}
         self.best_path = paths.get("best", self.best_path)
         sidecar = self._sidecar(trainer, is_best="best" in paths)
 
@@ -411,9 +413,9 @@ class Checkpoints(pl.Callback):
         """Return the step, the epoch and, of a best checkpoint, the metrics of its validation."""
         epoch = trainer.current_epoch
         logged: dict[str, Any] = trainer.callback_metrics
-        if self.ended:
-            epoch = self.ended.epoch
-            logged = self.ended.metrics
+        if self.ended_epoch:
+            epoch = self.ended_epoch.epoch
+            logged = self.ended_epoch.metrics
         metric = {}
         if is_best and trainer.enable_validation:
             for name, value in logged.items():
@@ -464,14 +466,14 @@ class DeferredEpochSave(pl.Callback):
         self.checkpoints = checkpoints
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.checkpoints.save_ended(trainer, is_last=False)
+        self.checkpoints.save_ended_epoch(trainer, is_last=False)
         self.checkpoints.loader_state.set_epoch_random_state()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.checkpoints.save_ended(trainer, is_last=True)
+        self.checkpoints.save_ended_epoch(trainer, is_last=True)
 
 
-def after_module_hook(pl_module: pl.LightningModule, function: Callable[[], None]) -> None:
+def call_after_module_hook(pl_module: pl.LightningModule, function: Callable[[], None]) -> None:
     """Call a function once, when the module's own on_train_batch_end has returned.
 
     Lightning calls it after those of all callbacks. It may update a moving average of the weights,
@@ -493,21 +495,21 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
     Returns:
         The names of the module's hyperparameters that were removed.
     """
-    left_out: list[str] = []
+    removed: list[str] = []
     for owner in (pl.LightningModule, pl.LightningDataModule):
         # A class, such as OmegaConf's DictConfig.
         checkpoint.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
         key = owner.CHECKPOINT_HYPER_PARAMS_KEY
         if key not in checkpoint:
             continue
-        values = {name: _plain(value) for name, value in checkpoint[key].items()}
+        values = {name: _to_plain(value) for name, value in checkpoint[key].items()}
         checkpoint[key] = {name: value for name, value in values.items() if is_plain(value)}
         if owner is pl.LightningModule:
-            left_out = [name for name in values if name not in checkpoint[key]]
-    return left_out
+            removed = [name for name in values if name not in checkpoint[key]]
+    return removed
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return NumPy's numbers as Python's, and OmegaConf's nodes as dicts and lists."""
     if isinstance(value, np.generic):
         return value.item()

@@ -39,7 +39,7 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().setup(trainer, pl_module, stage)
 
 
-def keep_patience(trainer: pl.Trainer, checkpoint: Checkpoint) -> None:
+def keep_new_patience(trainer: pl.Trainer, checkpoint: Checkpoint) -> None:
     """Make EarlyStopping, also Lightning's own, go on with the patience that this start gives it.
 
     Lightning takes that of the checkpoint.

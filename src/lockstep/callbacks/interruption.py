@@ -17,12 +17,12 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import IterableDataset
 
-from lockstep.callbacks.checkpoints import Checkpoints, after_module_hook
+from lockstep.callbacks.checkpoints import Checkpoints, call_after_module_hook
 from lockstep.checkpoints.loader_state import loaders_in
 from lockstep.checkpoints.resume_point import (
     ends_epoch,
     ends_step,
-    epoch_of,
+    epoch_text,
     is_validation_epoch,
     steps_are_over,
 )
@@ -164,7 +164,7 @@ class Interruption(pl.Callback):
                     callback.stops_after_epoch = self.stops_after_epoch
             return
         if self._is_stop_due(trainer, "train"):
-            after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
+            call_after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.stops_after_epoch:
@@ -279,7 +279,7 @@ class MaxTime(pl.Callback):
         if trainer.is_global_zero:
             log.info(
                 f"trainer.max_time: the limit of {duration(self.seconds)} is reached at step "
-                f"{trainer.global_step}, in epoch {epoch_of(trainer)}: it ends here."
+                f"{trainer.global_step}, in epoch {epoch_text(trainer)}: it ends here."
             )
 
     def record_fields(self) -> dict[str, object]:

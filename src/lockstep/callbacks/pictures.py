@@ -60,7 +60,7 @@ class Pictures(pl.Callback):
         is_first = trainer.global_step == 0 and batch_idx == 0
         if is_first and trainer.is_global_zero:
             data = getattr(trainer, "datamodule", None)
-            _try(lambda: write_batch(path, batch, data), path)
+            _write_or_warn(lambda: write_batch(path, batch, data), path)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.worst = None
@@ -74,7 +74,7 @@ class Pictures(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        tested = _tested(outputs, batch)
+        tested = _tested_images(outputs, batch)
         # Of several loaders only the first one's images are drawn.
         if tested is None or dataloader_idx:
             return
@@ -82,22 +82,22 @@ class Pictures(pl.Callback):
             positions = trainer.test_dataloaders.positions(batch_idx)
             positions = positions.to(tested.losses.device)
             tested = TestedImages(tested.losses, positions, *tested[2:])
-        worst = _with_small_pictures(_largest(tested))
+        worst = _with_small_pictures(_largest_losses(tested))
         if self.worst:
             pairs = zip(self.worst, worst, strict=True)
-            worst = _largest(TestedImages(*map(torch.cat, pairs)))
+            worst = _largest_losses(TestedImages(*map(torch.cat, pairs)))
         self.worst = worst
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        worst = of_all_ranks(trainer, self.worst or ())
+        worst = gather_largest_losses(trainer, self.worst or ())
         self.worst = None
         if worst and trainer.is_global_zero:
             path = self.folder / MISTAKES
             data = getattr(trainer, "datamodule", None)
-            _try(lambda: write_mistakes(path, worst, data), path)
+            _write_or_warn(lambda: write_mistakes(path, worst, data), path)
 
 
-def _try(write: Callable[[], Any], path: Path) -> None:
+def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
     """Call a function that writes a picture, of which no error ends a run."""
     try:
         write()
@@ -105,7 +105,7 @@ def _try(write: Callable[[], Any], path: Path) -> None:
         log.warning(f"{path.name} was not written ({type(error).__name__}: {error}).")
 
 
-def _tested(outputs: Any, batch: Any) -> TestedImages | None:
+def _tested_images(outputs: Any, batch: Any) -> TestedImages | None:
     """Return the images of a batch with what test_step gives of them; None if it gives nothing."""
     images = images_of(batch)
     if not isinstance(outputs, dict) or images is None:
@@ -120,7 +120,7 @@ def _tested(outputs: Any, batch: Any) -> TestedImages | None:
     return TestedImages(losses, positions, *tensors[1:])
 
 
-def _largest(tested: TestedImages) -> TestedImages:
+def _largest_losses(tested: TestedImages) -> TestedImages:
     """Return the images with the largest losses, the largest first. A nan counts as the largest."""
     largest = tested.losses.topk(min(MAX_SHEET_IMAGES, len(tested.losses))).indices
     return TestedImages(*(part[largest] for part in tested))
@@ -139,7 +139,7 @@ def _with_small_pictures(tested: TestedImages) -> TestedImages:
     )
 
 
-def of_all_ranks(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
+def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the images with the largest losses over all ranks. It is a collective.
 
     Each rank fills in its own images, and the sum over the ranks has all of them.

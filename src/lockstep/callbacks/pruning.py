@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lockstep.callbacks.training_log import ValidationInterval
 from lockstep.checkpoints.resume_point import (
     ends_epoch,
-    epoch_of,
+    epoch_text,
     micro_batches_done,
     steps_are_over,
 )
@@ -60,7 +60,7 @@ class Pruning(pl.Callback):
         if trainer.is_global_zero:
             log.info(
                 f"Trial {self.trial.number} is pruned ({self.trial.pruner}) at step "
-                f"{trainer.global_step}, in epoch {epoch_of(trainer)}."
+                f"{trainer.global_step}, in epoch {epoch_text(trainer)}."
             )
 
     def record_fields(self) -> dict[str, object]:

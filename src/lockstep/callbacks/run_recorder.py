@@ -32,7 +32,7 @@ from lockstep.records.record import (
 
 log = logging.getLogger(__name__)
 
-STOPS = (Interrupted, KeyboardInterrupt, SIGTERMException)
+STOP_EXCEPTIONS = (Interrupted, KeyboardInterrupt, SIGTERMException)
 
 
 class RunRecorder(pl.Callback):
@@ -65,13 +65,13 @@ class RunRecorder(pl.Callback):
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
         """Set fields of the record; with a trainer, also those of every callback."""
         if trainer is None:
-            with self._updated() as record:
+            with self._update_on_disk() as record:
                 record.update(fields)
         elif trainer.is_global_zero:
             # Collect the values before the lock is taken, because parts may take their time.
-            metrics = latest_metrics(trainer)
-            parts = fields_of_parts(trainer)
-            with self._updated() as record:
+            metrics = collect_metrics(trainer)
+            parts = collect_record_fields(trainer)
+            with self._update_on_disk() as record:
                 self._set_progress(record, trainer)
                 record.metrics |= metrics
                 record.update(parts)
@@ -79,7 +79,7 @@ class RunRecorder(pl.Callback):
                 record.update(fields)
 
     @contextlib.contextmanager
-    def _updated(self) -> Iterator[RunRecord]:
+    def _update_on_disk(self) -> Iterator[RunRecord]:
         """Let the block change the record on the disk."""
         with update_record(self.path) as record:
             yield record
@@ -155,16 +155,16 @@ class RunRecorder(pl.Callback):
     on_test_start = _begin_evaluation
     on_validation_start = _begin_evaluation
 
-    def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
+    def _write_heartbeat(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write when the phase changes, and every few seconds."""
         is_due = time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S
         if is_due or stage_name(trainer) != self.phase:
             self.phase = stage_name(trainer)
             self.write(trainer, phase=self.phase)
 
-    on_train_batch_start = _beat
-    on_validation_batch_start = _beat
-    on_test_batch_start = _beat
+    on_train_batch_start = _write_heartbeat
+    on_validation_batch_start = _write_heartbeat
+    on_test_batch_start = _write_heartbeat
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self.steps and trainer.global_step:
@@ -193,7 +193,7 @@ class RunRecorder(pl.Callback):
 
         Its metric is recorded as `<metric>_best`.
         """
-        with self._updated() as record:
+        with self._update_on_disk() as record:
             record.steps = max(sidecar.step, self.steps)
             if kind == "best":
                 self._set_best(record, path, sidecar)
@@ -221,13 +221,13 @@ class RunRecorder(pl.Callback):
         if self.phase in ("training", "validation"):
             fields["steps"] = trainer.global_step
         if self.owns_run:
-            fields |= self._end_by(exception)
+            fields |= self._failure_fields(exception)
         if fields:
             self.write(None, **fields)
 
-    def _end_by(self, exception: BaseException) -> dict[str, object]:
+    def _failure_fields(self, exception: BaseException) -> dict[str, object]:
         """Return how the exception ended a plain script's run."""
-        if isinstance(exception, STOPS):
+        if isinstance(exception, STOP_EXCEPTIONS):
             # The script decides on its exit code.
             return {"status": "interrupted", "exit_code": None, "finished_at": utc_now()}
         error = {
@@ -278,7 +278,7 @@ def parameter_counts(module: Any) -> dict[str, int]:
     }
 
 
-def latest_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
+def collect_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
     """Return the latest metrics of training and of evaluations; one that is not finite as text."""
     values: dict[str, Any] = {}
     if not trainer.sanity_checking:
@@ -292,7 +292,7 @@ def latest_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
     }
 
 
-def fields_of_parts(trainer: pl.Trainer) -> dict[str, Any]:
+def collect_record_fields(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the fields of the record that callbacks and the strategy know."""
     fields: dict[str, Any] = {}
     for part in (*trainer.callbacks, trainer.strategy):

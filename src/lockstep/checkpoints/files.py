@@ -20,8 +20,8 @@ from lockstep.process.files import sha256_of, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<again>\d))?\.ckpt")
-PART = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
+CHECKPOINT_NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<again>\d))?\.ckpt")
+PART_NAME = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A step has at most this many checkpoints of a kind.
 MOST_OF_A_STEP = 9
@@ -78,7 +78,7 @@ def checkpoint_name(kind: str, step: int) -> str:
     return f"{kind}-step{step:08d}.ckpt"
 
 
-def new_path(folder: Path, kind: str, step: int) -> Path:
+def unused_path(folder: Path, kind: str, step: int) -> Path:
     """Return a path that no checkpoint has.
 
     A run that stopped in the validation of a step saves that step again.
@@ -133,7 +133,7 @@ def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tupl
     """Yield the complete checkpoints of a run, newest first: by step, last before best."""
     checkpoints = []
     for path in folder.glob(f"{kind or '*'}-*.ckpt"):
-        match = NAME.fullmatch(path.name)
+        match = CHECKPOINT_NAME.fullmatch(path.name)
         sidecar = read_sidecar(path)
         if match and sidecar:
             age = (sidecar.step, match["kind"], match["again"] or "")
@@ -203,9 +203,9 @@ def remove_leftovers(folder: Path) -> None:
     """
     for mark in folder.glob(".*.ckpt.unfinished"):
         checkpoint = folder / mark.name.removeprefix(".").removesuffix(".unfinished")
-        if NAME.fullmatch(checkpoint.name) and not sidecar_path(checkpoint).exists():
+        if CHECKPOINT_NAME.fullmatch(checkpoint.name) and not sidecar_path(checkpoint).exists():
             checkpoint.unlink(missing_ok=True)
         mark.unlink(missing_ok=True)
     for part in folder.glob(".*.part"):
-        if PART.fullmatch(part.name):
+        if PART_NAME.fullmatch(part.name):
             part.unlink(missing_ok=True)

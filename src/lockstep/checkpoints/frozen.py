@@ -28,7 +28,9 @@ def frozen_state(trainer: pl.Trainer) -> FrozenState:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         "parameters": {name: p.requires_grad for name, p in module.named_parameters()},
-        "statistics": {name: norm.track_running_stats for name, norm in _norms(module).items()},
+        "statistics": {
+            name: norm.track_running_stats for name, norm in _layers_with_statistics(module).items()
+        },
         "optimizers": [_names_of_groups(optimizer, names) for optimizer in trainer.optimizers],
     }
 
@@ -40,7 +42,7 @@ def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
     """
     module = trainer.lightning_module
     frozen, unfrozen = _set_trainable(module, state["parameters"])
-    for name, norm in _norms(module).items():
+    for name, norm in _layers_with_statistics(module).items():
         # BatchNorm of a frozen layer keeps its statistics.
         norm.track_running_stats = state["statistics"].get(name, norm.track_running_stats)
 
@@ -49,10 +51,10 @@ def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
         if groups is not None:
             _add_groups(optimizer, groups, parameters)
     if trainer.is_global_zero and frozen + unfrozen:
-        log.info(f"As in the checkpoint, {_difference(frozen, unfrozen)}.")
+        log.info(f"As in the checkpoint, {_describe_changes(frozen, unfrozen)}.")
 
 
-def _norms(module: nn.Module) -> dict[str, Any]:
+def _layers_with_statistics(module: nn.Module) -> dict[str, Any]:
     """Return the layers with running statistics, which their freezing also stops."""
     return {
         name: layer
@@ -99,7 +101,7 @@ def _add_groups(
             optimizer.add_param_group({"params": [parameters[name] for name in group]})
 
 
-def _difference(frozen: list[str], unfrozen: list[str]) -> str:
+def _describe_changes(frozen: list[str], unfrozen: list[str]) -> str:
     parts = []
     if unfrozen:
         parts.append(f"{_some(unfrozen)} that the module as built freezes are trained")

@@ -153,7 +153,7 @@ def test_an_epochs_last_waits_for_no_checkpoint_but_the_last(writes_beside, epoc
         """It is always writing."""
 
         def save(self, trainer, *kinds):
-            saved.append((self.ended.epoch, *kinds))
+            saved.append((self.ended_epoch.epoch, *kinds))
 
         def finish_writing(self, trainer):
             pass

@@ -23,7 +23,7 @@ from lockstep.process.errors import UserError
 
 
 def make(folder, kind, step, data=b"weights"):
-    path = files.new_path(folder, kind, step)
+    path = files.unused_path(folder, kind, step)
     path.write_bytes(data)
     files.write_sidecar(path, Sidecar(step))
     return path
@@ -79,7 +79,7 @@ def test_files_of_the_user_among_the_checkpoints_stay(tmp_path):
 def test_saving_a_step_again_keeps_its_first_checkpoint(tmp_path):
     """A run that stopped in the validation of a step saves that step a second time."""
     first = make(tmp_path, "last", 30, b"the first")
-    again = files.new_path(tmp_path, "last", 30)
+    again = files.unused_path(tmp_path, "last", 30)
     again.write_bytes(b"half of")
     assert again.name == "last-step00000030-2.ckpt" and newest_whole(tmp_path) == first
     third = make(tmp_path, "last", 30, b"the third")
