@@ -42,7 +42,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class EndedEpoch:
-    """An epoch that has ended, and what its end is saved as once all callbacks have seen it."""
+    """An epoch that has ended, and that is saved once all callbacks have seen its end.
+
+    Attributes:
+        kinds: of its checkpoints: "best", "last", both or none.
+        metrics: logged in it.
+    """
 
     epoch: int
     kinds: list[str]
@@ -356,7 +361,7 @@ class Checkpoints(pl.Callback):
         # A test or validation of a checkpoint leaves the training as it is.
         if stored is None or trainer.state.fn != "fit":
             return
-        point = ResumePoint.of(stored["point"])
+        point = ResumePoint.from_checkpoint(stored["point"])
         loops = checkpoint["loops"]
         accumulate = trainer.accumulate_grad_batches
         loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)

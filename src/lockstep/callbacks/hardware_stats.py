@@ -30,7 +30,8 @@ from lockstep.ranks.collectives import gather_objects
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# By the column of metrics.csv: how the names of its readings begin and end.
+# By the column of metrics.csv: how the names of its readings begin and end. The mean over
+# gpu0/memory_gib and gpu1/memory_gib is gpu_memory_gib.
 MEAN_COLUMNS = {
     "gpu_percent": ("gpu", "/utilisation_percent"),
     "gpu_memory_gib": ("gpu", "/memory_gib"),
@@ -126,8 +127,8 @@ class HardwareStats(pl.Callback):
         self.node_rank = trainer.node_rank
         self.memory_per_rank = psutil.virtual_memory().total / trainer.num_devices
         # A process of DataParallel or of a pipeline computes on several devices.
-        several = getattr(trainer.strategy, "process_devices", None)
-        devices = several or [trainer.strategy.root_device]
+        process_devices = getattr(trainer.strategy, "process_devices", None)
+        devices = process_devices or [trainer.strategy.root_device]
         self.devices = {device for device in devices if device.type == "cuda"}
         gpus_of_rank = {device.index or 0 for device in self.devices}
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid(), gpus_of_rank))
@@ -181,16 +182,14 @@ class HardwareStats(pl.Callback):
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)
-        mine = (
+        rank_fields = (
             self._peak_memory(),
             self._usable_memory(can_ask=all_ranks),
             self._final_node_fields(),
         )
-        ranks = [mine]
-        if all_ranks:
-            ranks = gather_objects(mine)
-        peaks, usable, nodes = zip(*ranks, strict=True)
-        nodes = [node for node in nodes if node]
+        ranks = gather_objects(rank_fields) if all_ranks else [rank_fields]
+        peaks, usable, node_fields = zip(*ranks, strict=True)
+        nodes = [node for node in node_fields if node]
         self.fields = {
             "peak_memory_gib": round(max(peaks) / GIB, 4),
             "usable_memory_gib": round(min(usable) / GIB, 4),
@@ -270,7 +269,7 @@ def rename_earlier_file(path: Path) -> None:
 
 
 def run_queries(queries: dict[str, Query]) -> dict[str, float]:
-    """Return the value of each query; one that fails is removed from the queries."""
+    """Return the value of each query, and remove those that fail from `queries`."""
     values = {}
     for name, query in list(queries.items()):
         try:
@@ -285,10 +284,10 @@ def run_queries(queries: dict[str, Query]) -> dict[str, float]:
 def nvidia_smi() -> str:
     """Return what nvidia-smi prints, or why it does not."""
     try:
-        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
+        completed = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return done.stdout
+    return completed.stdout
 
 
 def make_queries(gpus: list[int], processes: dict[int, int]) -> dict[str, Query]:

@@ -204,9 +204,9 @@ class Interruption(pl.Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             save_last(trainer)
         stop = Interrupted(self.reason or "another rank was asked to stop")
-        asked = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
+        requests = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
         stop.agreed = True
-        stop.elsewhere = (trainer.node_rank, True) not in asked
+        stop.elsewhere = (trainer.node_rank, True) not in requests
         raise stop
 
 

@@ -279,7 +279,7 @@ def parameter_counts(module: Any) -> dict[str, int]:
 
 
 def collect_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
-    """Return the latest metrics of training and of evaluations; one that is not finite as text."""
+    """Return the latest metrics of training and evaluations. JSON has no nan: it is a text."""
     values: dict[str, Any] = {}
     if not trainer.sanity_checking:
         values |= trainer.callback_metrics

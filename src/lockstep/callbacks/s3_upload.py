@@ -58,7 +58,7 @@ class S3Upload(pl.Callback):
 
     def _start_or_refuse(self) -> str | None:
         """Claim the run's place in the bucket and start to upload; return why the run must end."""
-        bucket = self.bucket.at(self.folder.run_id)
+        bucket = self.bucket.joinpath(self.folder.run_id)
         s3_error: S3Error | None = None
         try:
             refuse_other_run(bucket, read_pointers(bucket), self.folder)

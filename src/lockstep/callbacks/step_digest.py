@@ -77,9 +77,8 @@ class StepDigest(pl.Callback):
         self.samples: list[list[str]] = []
         self.learning_rates: list[float] = []
         self.random_before: Any = None
-        self.draws = False
+        self.has_drawn = False
         self.has_checked_gradients = False
-        self.loaders = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         disable_dropout(pl_module)
@@ -166,7 +165,7 @@ class StepDigest(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self.draws |= self.random_before != random_fingerprint()
+        self.has_drawn |= self.random_before != random_fingerprint()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -179,7 +178,7 @@ class StepDigest(pl.Callback):
             step=trainer.global_step,
             epoch=trainer.current_epoch,
             images=self.samples,
-            draws=self.draws,
+            draws=self.has_drawn,
             loss=self.losses,
             learning_rates=self.learning_rates,
             **digest_state(trainer, pl_module),
@@ -283,7 +282,7 @@ def batch_part(batch: Any, part: int, parts: int) -> Any:
 
 
 def _select_samples(tree: Any, samples: slice, size: int) -> Any:
-    """Return a batch, or a part of its tree, with these samples of everything that has `size`."""
+    """Return a batch, or a part of it, with the chosen samples of all that has `size` items."""
     if isinstance(tree, Tensor):
         if tree.ndim and len(tree) == size:
             return tree[samples]
@@ -307,14 +306,17 @@ def _select_from_list(items: Any, samples: slice, size: int) -> Any:
 
 
 def hash_samples(batch: Any) -> list[list[str]]:
-    """Return the hashes of each sample of a batch, one for each of its tensors."""
-    tensors = [to_numpy(tensor) for tensor in list_tensors(batch)]
+    """Return the hashes of each sample of a batch, one for each of its tensors.
+
+    Two images with labels give [["1f…", "a0…"], ["9c…", "a0…"]].
+    """
+    arrays = [to_numpy(tensor) for tensor in list_tensors(batch)]
     size = count_samples(batch)
-    rows = [tensor for tensor in tensors if len(tensor) == size]
-    samples = []
+    columns = [array for array in arrays if len(array) == size]
+    hashes = []
     for number in range(size):
-        samples.append([short_hash(tensor[number]) for tensor in rows])
-    return samples
+        hashes.append([short_hash(column[number]) for column in columns])
+    return hashes
 
 
 def short_hash(array: Any) -> str:
@@ -393,7 +395,7 @@ def _return_input(input: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def random_fingerprint() -> Any:
-    """Return what changes where a random number is drawn in this process."""
+    """Return the states of the global generators, which differ once a number has been drawn."""
     name, keys, *rest = np.random.get_state()
     return short_hash(torch.get_rng_state().numpy()), short_hash(keys), rest, random.getstate()
 

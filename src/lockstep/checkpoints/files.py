@@ -20,7 +20,7 @@ from lockstep.process.files import sha256_of, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<again>\d))?\.ckpt")
+CHECKPOINT_NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<repeat>\d))?\.ckpt")
 PART_NAME = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A step has at most this many checkpoints of a kind.
@@ -47,18 +47,21 @@ class Sidecar:
 
 
 def parse_sidecar(content: Any) -> Sidecar | None:
-    """Return None unless every field is what it must be; unknown fields are ignored."""
+    """Return the sidecar in a JSON value; None unless every field is what it must be.
+
+    Unknown fields are ignored, because a later version may have written them.
+    """
     if not isinstance(content, dict):
         return None
-    blank = vars(Sidecar(0))
+    defaults = vars(Sidecar(0))
     fields = {}
     for name, value in content.items():
-        if name in blank and value is not None:
+        if name in defaults and value is not None:
             fields[name] = value
 
     if not {"step", "bytes", "sha256"} <= fields.keys():
         return None
-    if any(type(value) is not type(blank[name]) for name, value in fields.items()):
+    if any(type(value) is not type(defaults[name]) for name, value in fields.items()):
         return None
     sidecar = Sidecar(**fields)
     return sidecar if _is_valid(sidecar) else None
@@ -79,7 +82,7 @@ def checkpoint_name(kind: str, step: int) -> str:
 
 
 def unused_path(folder: Path, kind: str, step: int) -> Path:
-    """Return a path that no checkpoint has.
+    """Return a path that no checkpoint has, such as last-step00000120-2.ckpt.
 
     A run that stopped in the validation of a step saves that step again.
     """
@@ -87,8 +90,8 @@ def unused_path(folder: Path, kind: str, step: int) -> Path:
     if not first.exists():
         return first
     numbers = range(2, MOST_OF_A_STEP + 1)
-    again = (first.with_stem(f"{first.stem}-{number}") for number in numbers)
-    return next(path for path in again if not path.exists())
+    repeats = (first.with_stem(f"{first.stem}-{number}") for number in numbers)
+    return next(path for path in repeats if not path.exists())
 
 
 def sidecar_path(checkpoint: Path) -> Path:
@@ -136,7 +139,7 @@ def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tupl
         match = CHECKPOINT_NAME.fullmatch(path.name)
         sidecar = read_sidecar(path)
         if match and sidecar:
-            age = (sidecar.step, match["kind"], match["again"] or "")
+            age = (sidecar.step, match["kind"], match["repeat"] or "")
             checkpoints.append((age, path, sidecar))
 
     checkpoints.sort(key=lambda item: item[0], reverse=True)

@@ -36,12 +36,12 @@ def frozen_state(trainer: pl.Trainer) -> FrozenState:
 
 
 def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
-    """Freeze and unfreeze layers as `frozen_state` has found them, and add groups to optimizers.
+    """Freeze and unfreeze layers as a `frozen_state` says, and add groups to the optimizers.
 
     Call it when the optimizers are built, and before their states are loaded.
     """
     module = trainer.lightning_module
-    frozen, unfrozen = _set_trainable(module, state["parameters"])
+    frozen, unfrozen = _set_requires_grad(module, state["parameters"])
     for name, norm in _layers_with_statistics(module).items():
         # BatchNorm of a frozen layer keeps its statistics.
         norm.track_running_stats = state["statistics"].get(name, norm.track_running_stats)
@@ -72,8 +72,8 @@ def _names_of_groups(optimizer: Optimizer, names: dict[int, str]) -> list[list[s
     return groups
 
 
-def _set_trainable(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the names of the parameters that were frozen and unfrozen."""
+def _set_requires_grad(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Freeze and unfreeze parameters; return the names of those frozen, and of those unfrozen."""
     frozen: list[str] = []
     unfrozen: list[str] = []
     for name, parameter in module.named_parameters():
@@ -88,7 +88,9 @@ def _set_trainable(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str
 def _add_groups(
     optimizer: Optimizer, groups: list[list[str]], parameters: Mapping[str, Tensor]
 ) -> None:
-    """Add the groups that a callback has added in the run; the checkpoint has their options.
+    """Add the groups that a callback has added to the optimizer in the run.
+
+    Their options, such as lr, come with the optimizer's state.
 
     An optimizer whose first groups are others is left as it is, and loading its state fails.
     """

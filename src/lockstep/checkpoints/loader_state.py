@@ -89,16 +89,17 @@ class LoaderState:
             replay = {
                 "before_epoch": self.before_epoch,
                 "before_batches": self.before_batches,
-                # The loop begins again with a step that was not made.
+                # A step that is not complete is trained again from its first micro-batch.
                 "batches": point.batches_done * self.trainer.accumulate_grad_batches
                 - point.lacking,
             }
         states = [loader.state_dict() for loader in loaders if has_state(loader)]
         ranks = gather_for_checkpoint((now, replay, states), self.trainer)
+        random_states, replays, loader_states = zip(*ranks, strict=True)
         return {
-            "random": [now for now, _, _ in ranks],
-            "replay": [replay for _, replay, _ in ranks],
-            "loaders": [states for _, _, states in ranks],
+            "random": list(random_states),
+            "replay": list(replays),
+            "loaders": list(loader_states),
             "has_validated": self.has_validated,
         }
 
@@ -165,7 +166,11 @@ class LoaderState:
             self._set_random_state(self._rank_part("random"))
 
     def _rank_part(self, name: str) -> Any:
-        """Return this rank's part of the stored states; None if as many ranks did not save it."""
+        """Return this rank's part of the stored states; None if another number of ranks saved it.
+
+        Args:
+            name: random, replay or loaders.
+        """
         assert self.stored is not None
         parts = self.stored.get(name) or []
         if len(parts) != self.trainer.world_size:

@@ -58,7 +58,10 @@ def set_random_state(
 
 
 def _cuda_state(devices: Sequence[torch.device]) -> Any:
-    """Return the state of this rank's GPU or GPUs, of all GPUs of a single process, or None."""
+    """Return the state of this rank's GPU, or a list of states where it uses several GPUs.
+
+    It is None where CUDA is not used.
+    """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     if not torch.distributed.is_initialized():
@@ -165,6 +168,6 @@ def _from_plain(value: Any) -> Any:
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
-    """Return the state of Python's generator as it asks for it."""
+    """Return a state of Python's generator with tuples, of which a checkpoint makes lists."""
     version, internal, gauss = state
     return version, tuple(internal), gauss

@@ -47,7 +47,7 @@ class ResumePoint:
     over_at: float | None = None
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "ResumePoint":
+    def from_checkpoint(cls, stored: Mapping[str, Any]) -> "ResumePoint":
         """Return the point of a checkpoint, which another version may have written."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in stored.items() if name in names})
@@ -192,12 +192,12 @@ def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) ->
     is_validation = point.phase == VALIDATION
 
     # Add the batches of earlier epochs, which check_val_every_n_epoch=null needs.
-    before = fit_loop["epoch_loop.batch_progress"]
-    earlier = before["total"]["ready"]
+    saved_progress = fit_loop["epoch_loop.batch_progress"]
+    earlier_batches = saved_progress["total"]["ready"]
     if point.phase != EPOCH_END:
-        earlier -= before["current"]["ready"]
+        earlier_batches -= saved_progress["current"]["ready"]
 
-    batch_progress = counter_state(ready, ready, completed, earlier)
+    batch_progress = counter_state(ready, ready, completed, earlier_batches)
     is_last = is_validation and point.is_last
     val_progress = counter_state(int(is_validation), 0, 0)
     return {

@@ -14,14 +14,16 @@ from typing import NamedTuple
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
 from lockstep.records.config import Config
-from lockstep.storage.errors import S3Error, translated
+from lockstep.storage.errors import S3Error, translate_errors
 from lockstep.storage.s3 import Bucket, TransferProgress
 
 log = logging.getLogger(__name__)
 
 THREADS = 16
+# After each failed try but the last.
 PAUSES_S = (1, 2, 4, 8, None)
-NEW_PART_S = 600  # a part that was written since may be another node's
+# A file that was written in this time may be a part that another node is fetching.
+NEW_PART_S = 600
 # Another try does not change these answers.
 FINAL_ERRORS = ("AccessDenied", "NoSuchKey", "PreconditionFailed")
 BLOCK_BYTES = 2**20
@@ -35,8 +37,8 @@ class RemoteFile(NamedTuple):
     etag: str
 
     @property
-    def mark_s(self) -> int:
-        """The modification time of a whole copy: a checksum of the ETag, in seconds.
+    def mtime_s(self) -> int:
+        """The modification time that marks a whole copy: a checksum of the ETag, in seconds.
 
         Some file systems keep times in 31 bits.
         """
@@ -54,29 +56,29 @@ def sync(uri: str, cache: Path, s3: Config | None = None) -> Path:
         UserError: the bucket cannot be read, nothing lies there, or the disk has no room for it.
     """
     try:
-        bucket, name, files = _list(uri, s3 or {})
+        bucket, name, files = _list_remote_files(uri, s3 or {})
         checksum = zlib.crc32(f"{bucket.endpoint_url}{bucket.address(name)}".encode())
         folder = cache.absolute() / f"{bucket.name}-{checksum:08x}"
         with locked_file(folder.with_name(f"{folder.name}.lock")):
-            _copy(bucket, files, folder)
+            _copy_missing(bucket, files, folder)
     except S3Error as error:
         raise UserError(f"{uri} cannot be read: {error}.") from None
     return folder / name
 
 
-def _list(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFile]]:
+def _list_remote_files(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFile]]:
     """Return the bucket, the name of the one object that `uri` names or "", and the files.
 
     Raises:
         UserError: there is nothing, or a key that is no name of a file.
     """
-    bucket = Bucket.of(s3, uri)
+    bucket = Bucket.from_config(s3, uri)
     name = ""
     files = [RemoteFile(*entry) for entry in bucket.list() if not entry[0].endswith("/")]
 
     if not files and bucket.prefix:
-        above, _, name = uri.rstrip("/").rpartition("/")
-        bucket = Bucket.of(s3, above)
+        folder_uri, _, name = uri.rstrip("/").rpartition("/")
+        bucket = Bucket.from_config(s3, folder_uri)
         files = [RemoteFile(*entry) for entry in bucket.list(name) if entry[0] == name]
 
     if not files:
@@ -95,7 +97,7 @@ def _is_safe(key: str) -> bool:
     return "\\" not in key and not parts & {"", ".", ".."}
 
 
-def _copy(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
+def _copy_missing(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
     """Make `folder` what the bucket holds."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = _remove_outdated(files, folder)
@@ -110,7 +112,7 @@ def _copy(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
     progress = TransferProgress(f"copying {bucket.uri}", missing_bytes)
     # Reading the results raises the first error. Fetches that have not begun are cancelled then.
     with ThreadPoolExecutor(THREADS, "sync") as pool:
-        list(pool.map(lambda file: _fetch(bucket, file, folder / file.key, progress), missing))
+        list(pool.map(lambda file: _fetch_file(bucket, file, folder / file.key, progress), missing))
 
 
 def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
@@ -133,13 +135,13 @@ def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
 def _is_being_written(path: Path) -> bool:
     """Return whether another node may be fetching a file: locks of some disks end at the node."""
     is_part = path.name.startswith(".") and path.suffix == ".part"
-    is_of_another = not path.name.endswith(f".{socket.gethostname()}.part")
-    return is_part and is_of_another and time.time() - path.stat().st_mtime < NEW_PART_S
+    is_other_nodes = not path.name.endswith(f".{socket.gethostname()}.part")
+    return is_part and is_other_nodes and time.time() - path.stat().st_mtime < NEW_PART_S
 
 
 def _is_whole(path: Path, file: RemoteFile) -> bool:
     status = path.stat()
-    return status.st_size == file.size and status.st_mtime == file.mark_s
+    return status.st_size == file.size and status.st_mtime == file.mtime_s
 
 
 def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
@@ -152,25 +154,25 @@ def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
         )
 
 
-def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: TransferProgress) -> None:
+def _fetch_file(bucket: Bucket, file: RemoteFile, path: Path, progress: TransferProgress) -> None:
     """Fetch one object, and try again after a pause if the connection breaks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.{socket.gethostname()}.part")
     for pause_s in PAUSES_S:
         try:
-            _fetch_rest(bucket, file, part, progress)
+            _append_rest(bucket, file, part, progress)
             break
         except S3Error as error:
             if pause_s is None or error.code in FINAL_ERRORS:
                 raise
             time.sleep(pause_s)
-    os.utime(part, (file.mark_s, file.mark_s))
+    os.utime(part, (file.mtime_s, file.mtime_s))
     part.replace(path)
 
 
-def _fetch_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: TransferProgress) -> None:
+def _append_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: TransferProgress) -> None:
     """Append what an earlier try did not fetch; boto3 checks the number of bytes."""
-    with part.open("ab") as output, translated(bucket):
+    with part.open("ab") as output, translate_errors(bucket):
         done = output.tell()
         if done >= file.size:
             return
