@@ -45,7 +45,7 @@ class AlexNet(nn.Module):
                 f"not data.image_size={image_size}."
             )
 
-        self.blocks_end: list[int] = []
+        self.block_ends: list[int] = []
         layers: list[nn.Module] = []
         for number, (width, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
             layers.append(nn.Conv2d(channels, width, kernel, stride, padding))
@@ -55,7 +55,7 @@ class AlexNet(nn.Module):
             if self.batch_norm:
                 layers.append(nn.BatchNorm2d(width))
             channels = width
-            self.blocks_end.append(len(layers))
+            self.block_ends.append(len(layers))
 
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(POOLED_SIDE)
@@ -83,9 +83,9 @@ class AlexNet(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         """Return the five convolution blocks, then the head's three linear layers."""
-        starts = [0, *self.blocks_end[:-1]]
+        starts = [0, *self.block_ends[:-1]]
         blocks = [
-            self.features[start:end] for start, end in zip(starts, self.blocks_end, strict=True)
+            self.features[start:end] for start, end in zip(starts, self.block_ends, strict=True)
         ]
         first_linear = nn.Sequential(self.avgpool, nn.Flatten(), *self.classifier[:3])
         return [*blocks, first_linear, self.classifier[3:6], self.classifier[6:]]

@@ -64,8 +64,8 @@ class Counts:
             self.confusion.index_add_(0, labels * self.num_classes + predicted, ones)
         # A bin has its upper end, as in torchmetrics.
         bins = (confidence * BINS).ceil().clamp(1, BINS)
-        is_in = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
-        self.calibration += is_in.T @ torch.stack([ones, hits, confidence], dim=1)
+        is_in_bin = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
+        self.calibration += is_in_bin.T @ torch.stack([ones, hits, confidence], dim=1)
 
 
 class ImageClassifier(Task):
@@ -141,14 +141,14 @@ class ImageClassifier(Task):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, labels = batch
         logits = self.predict_logits(images)
-        best = logits.topk(min(5, self.num_classes), dim=1).indices
-        hits = best == labels[:, None]
+        top_classes = logits.topk(min(5, self.num_classes), dim=1).indices
+        hits = top_classes == labels[:, None]
         losses = losses_of_images(self.loss, logits.float(), labels)
         probabilities = probabilities_of(self.loss, logits.float())
         self.count(acc=hits[:, 0], loss=losses)
         if self.num_classes >= TOP5_FROM_CLASSES:
             self.count(acc_top5=hits.any(1))
-        self.counts.add(best[:, 0], labels, probabilities)
+        self.counts.add(top_classes[:, 0], labels, probabilities)
         update_metrics(self.metrics, logits, labels)
         return {"losses": losses, "predictions": probabilities}
 

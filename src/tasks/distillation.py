@@ -64,7 +64,7 @@ class Distillation(ImageClassifier):
         teacher, facts = self._load_teacher()
         self._check_teacher(facts, data)
         self._unregistered_teacher = [teacher.to(device).eval().requires_grad_(False)]
-        self.rescale = rescaling(facts, data, device)
+        self.rescale = compute_rescaling(facts, data, device)
 
     def _check_teacher(self, facts: dict[str, Any], data: Any) -> None:
         """
@@ -73,12 +73,12 @@ class Distillation(ImageClassifier):
                 another black and white.
         """
         for key, noun in (("class_names", "classes"), ("channels", "channels")):
-            of_teacher = facts.get(key)
-            of_data = getattr(data, key, None)
-            if None not in (of_teacher, of_data) and of_teacher != of_data:
+            teacher_value = facts.get(key)
+            data_value = getattr(data, key, None)
+            if None not in (teacher_value, data_value) and teacher_value != data_value:
                 raise UserError(
                     f"task.teacher={self.teacher_source} has other {noun} than the data: "
-                    f"{of_teacher}, not {of_data}."
+                    f"{teacher_value}, not {data_value}."
                 )
 
         reading = getattr(getattr(data, "source", None), "reading", None)
@@ -127,9 +127,9 @@ class Distillation(ImageClassifier):
         logits = self.net(images)
         self.count_hits(logits, targets)
 
-        from_teacher = self._distance_to_teacher(logits, self._teacher_logits(images))
-        from_labels = self.loss(logits, targets).mean()
-        return self.teacher_share * from_teacher + (1 - self.teacher_share) * from_labels
+        teacher_loss = self._distance_to_teacher(logits, self._teacher_logits(images))
+        label_loss = self.loss(logits, targets).mean()
+        return self.teacher_share * teacher_loss + (1 - self.teacher_share) * label_loss
 
     @torch.no_grad()
     def _teacher_logits(self, images: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Distillation(ImageClassifier):
         return divergence * self.temperature**2
 
 
-def rescaling(facts: dict[str, Any], data: Any, device: torch.device) -> tuple[Any, Any]:
+def compute_rescaling(facts: dict[str, Any], data: Any, device: torch.device) -> tuple[Any, Any]:
     """Return scale and shift from the student's normalisation to the teacher's.
 
     They are 1 and 0 where one of the two is not known.

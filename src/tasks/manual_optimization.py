@@ -44,7 +44,7 @@ class SharpnessAware(ImageClassifier):
         # The second one gives the gradient there, which is applied to the weights as they were.
         optimizer.zero_grad()
         self.manual_backward(self.loss(self.net(images), targets).mean())
-        _go_back(steps)
+        _undo_climb(steps)
         optimizer.step()
 
         self._step_schedules()
@@ -73,6 +73,6 @@ class SharpnessAware(ImageClassifier):
 
 
 @torch.no_grad()
-def _go_back(steps: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _undo_climb(steps: list[tuple[nn.Parameter, Tensor]]) -> None:
     for parameter, step in steps:
         parameter.sub_(step)

@@ -44,7 +44,7 @@ class EagerEvaluation(pl.Callback):
         return {"compiled": True}
 
 
-def is_compiled(module: Any, data: Any, run: Run, strategy: Any) -> bool:
+def should_compile(module: Any, data: Any, run: Run, strategy: Any) -> bool:
     """Return whether trainer.compile compiles the net.
 
     The value auto compiles it in long runs on GPUs, but not under FSDP.
@@ -70,8 +70,8 @@ def is_compiled(module: Any, data: Any, run: Run, strategy: Any) -> bool:
 
 def _can_be_compiled(module: Any, data: Any, strategy: Any) -> bool:
     """Return whether task and data are Lockstep's, and the strategy allows to compile the net."""
-    able = capabilities(strategy)
-    if not able.supports_compile or able.compiles_units:
+    strategy_capabilities = capabilities(strategy)
+    if not strategy_capabilities.supports_compile or strategy_capabilities.compiles_units:
         return False
     is_task = hasattr(module, "net") and module.automatic_optimization
     return is_task and hasattr(data, "attach_to_ranks")

@@ -58,14 +58,18 @@ RULES = tuple(GroupRules.__dataclass_fields__)
 
 
 def parameter_groups(
-    net: nn.Module, trained: Iterable[tuple[str, nn.Parameter]], rules: GroupRules, lr: float
+    net: nn.Module,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    rules: GroupRules,
+    lr: float,
 ) -> list[Group]:
     """Return one group for each learning rate and weight decay.
 
     They are those that timm's param_groups_layer_decay makes.
 
     Args:
-        trained: by their names in `net`; of other names for parameters beside it.
+        named_parameters: those to train, by their names in `net`. Parameters beside the net have
+            other names.
         lr: the optimizer's.
 
     Returns:
@@ -74,15 +78,17 @@ def parameter_groups(
     head = head_names(net)
     layers = layer_numbers(net)
     last_layer = max(layers.values(), default=0)
-    undecayed: set[str] = net.undecayed_names() if hasattr(net, "undecayed_names") else set()
+    names_without_decay: set[str] = (
+        net.undecayed_names() if hasattr(net, "undecayed_names") else set()
+    )
 
     groups: dict[tuple[float, bool], Group] = {}
-    for name, parameter in trained:
+    for name, parameter in named_parameters:
         depth = last_layer - layers.get(name, last_layer)
         scale = (rules.layer_decay or 1.0) ** depth
         if name in head:
             scale *= rules.head_lr_factor
-        is_decayed = rules.decay_norms or _has_weight_decay(name, parameter, undecayed)
+        is_decayed = rules.decay_norms or _has_weight_decay(name, parameter, names_without_decay)
 
         key = (scale, is_decayed)
         if key not in groups:
@@ -93,11 +99,11 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _has_weight_decay(name: str, parameter: nn.Parameter, undecayed: set[str]) -> bool:
+def _has_weight_decay(name: str, parameter: nn.Parameter, names_without_decay: set[str]) -> bool:
     """Return whether a parameter is neither a norm, nor a bias, nor one that the net excludes."""
     if parameter.ndim <= 1 or name.endswith(".bias"):
         return False
-    return not any(fnmatchcase(name, pattern) for pattern in undecayed)
+    return not any(fnmatchcase(name, pattern) for pattern in names_without_decay)
 
 
 def head_names(net: nn.Module) -> set[str]:
@@ -202,9 +208,9 @@ def _keep_in_evaluation_mode(net: nn.Module, frozen: set[str]) -> None:
         for layer in part.modules():
             layer.training = False
             # Lightning, timm or an average may set the net to training. This layer stays.
-            layer.__dict__["train"] = partial(_stay, layer)
+            layer.__dict__["train"] = partial(_keep_mode, layer)
 
 
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
     """Take the place of a layer's method `train`."""
     return layer

@@ -60,7 +60,7 @@ class Task(pl.LightningModule):
         # (2,) float64 by metric: sum and number of the values of this rank.
         self.sums: dict[str, Tensor] = {}
 
-        if self.rules != GroupRules() and optimizer and _groups_itself(optimizer):
+        if self.rules != GroupRules() and optimizer and _takes_named_parameters(optimizer):
             raise UserError(
                 f"{optimizer.func.__name__} groups the parameters itself: leave "
                 "optimizer.layer_decay, head_lr_factor and decay_norms as they are, "
@@ -209,7 +209,7 @@ class Task(pl.LightningModule):
         ]
 
         parameters: Any
-        if _groups_itself(factory):
+        if _takes_named_parameters(factory):
             parameters = trainable
         elif self.rules != GroupRules():
             keywords = factory.keywords
@@ -221,7 +221,7 @@ class Task(pl.LightningModule):
         is_sharded = any(hasattr(parameter, "full_tensor") for _, parameter in trainable)
         # torch raises ValueError, for example at a negative learning rate.
         try:
-            optimizer = factory(parameters, **self._kernel(options, is_sharded))
+            optimizer = factory(parameters, **self._kernel_options(options, is_sharded))
         except ValueError as error:
             raise UserError(
                 f"optimizer: {factory.func.__name__} refuses its options ({error})."
@@ -247,7 +247,7 @@ class Task(pl.LightningModule):
         batches = min(self.trainer.num_training_batches, total_steps * accumulate)
         return {"total_steps": int(total_steps), "steps_per_epoch": math.ceil(batches / accumulate)}
 
-    def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
+    def _kernel_options(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.
 
         It is `fused`, but not with scaled gradients, whose norm it hides. Shards take foreach at
@@ -265,7 +265,7 @@ class Task(pl.LightningModule):
         return {}
 
 
-def _groups_itself(optimizer: partial[torch.optim.Optimizer]) -> bool:
+def _takes_named_parameters(optimizer: partial[torch.optim.Optimizer]) -> bool:
     return hasattr(optimizer.func, "takes_named_parameters")
 
 

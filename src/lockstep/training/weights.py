@@ -13,7 +13,7 @@ from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config, model_name
 from lockstep.runs.run import Run
-from lockstep.training.build_data import DataFacts, other_pixels
+from lockstep.training.build_data import DataFacts, pixel_change
 from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task
 
@@ -111,7 +111,7 @@ def _other_images_error(run_id: str, change: str) -> UserError:
 
 def _check_resume_pixels(stored: DataFacts, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run whose files become other pixels than those it began with."""
-    change = other_pixels(stored, facts)
+    change = pixel_change(stored, facts)
     if change:
         raise UserError(
             f"The run {run_id} was trained on other pixels of the same files ({change}): resume it "

@@ -40,17 +40,17 @@ from runs import succeed
 from tasks.image_and_numbers import ImageAndNumbers
 
 
-def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
+def test_channels_last_where_convolutions_are_depthwise_or_uses_tensor_cores():
     assert uses_channels_last(
         TimmModel(3, 32, 3, "tf_efficientnet_lite0", pretrained=False), "auto"
     )
     for net in (TimmModel(3, 32, 3, "resnet10t", pretrained=False), SmallCNN(3, 8, 1)):
         assert not uses_channels_last(net, "auto") and not uses_channels_last(net, False)
         assert uses_channels_last(net, True) and uses_channels_last(
-            net, "auto", on_tensor_cores=True
+            net, "auto", uses_tensor_cores=True
         )
     vit = TimmModel(3, 32, 3, "vit_tiny_patch16_224", pretrained=False)
-    assert not uses_channels_last(vit, "auto", on_tensor_cores=True)
+    assert not uses_channels_last(vit, "auto", uses_tensor_cores=True)
     with pytest.raises(UserError, match="trainer.channels_last=nhwc: give true, false or auto"):
         uses_channels_last(SmallCNN(3, 8, 1), "nhwc")
 
@@ -249,7 +249,7 @@ def test_a_head_beside_the_net_follows_the_order_of_classes(joined_checkpoint):
     module, facts = joined(["fox", "cat", "dog"])
     load_initial_weights(module, path, "m", {}, facts)
     inputs = torch.randn(3, 1, 2, 2), {"age": torch.randn(3)}
-    assert torch.equal(module.joined(*inputs), before.joined(*inputs)[:, [2, 0, 1]])
+    assert torch.equal(module.joint_logits(*inputs), before.joint_logits(*inputs)[:, [2, 0, 1]])
 
 
 def test_a_head_beside_the_net_stays_for_equal_classes(joined_checkpoint):
