@@ -61,16 +61,20 @@ class TimmModel(nn.Module):
         **timm_arguments: Any,
     ) -> None:
         super().__init__()
-        from_timm = pretrained and weights is None
+        loads_timm_weights = pretrained and weights is None
         config = pretrained_config(name)
         if timm_arguments.get("in_chans", channels) != channels:
             raise UserError(
                 f"model.in_chans={timm_arguments['in_chans']} is not the number of channels of the "
                 f"images, {channels}: leave it out, as the net takes the channels of the data."
             )
-        settings = {"num_classes": num_classes, "in_chans": channels, "pretrained": from_timm}
+        settings = {
+            "num_classes": num_classes,
+            "in_chans": channels,
+            "pretrained": loads_timm_weights,
+        }
         self.backbone = _create_backbone(str(name), image_size, channels, settings, timm_arguments)
-        is_head_new = from_timm and config.get("num_classes") != num_classes
+        is_head_new = loads_timm_weights and config.get("num_classes") != num_classes
         if weights is not None:
             is_head_new = _load_weights(self.backbone, Path(weights), str(name), channels)
         if is_head_new:
@@ -145,8 +149,8 @@ class TimmModel(nn.Module):
         if state[embedding].shape == shapes[embedding] or state[patch].shape != shapes[patch]:
             return state
         backbone_state = {key.removeprefix("backbone."): value for key, value in state.items()}
-        filtered = _filter_state(backbone_state, self.backbone)
-        return {f"backbone.{key}": value for key, value in filtered.items()}
+        filtered_state = _filter_state(backbone_state, self.backbone)
+        return {f"backbone.{key}": value for key, value in filtered_state.items()}
 
     def stages(self) -> list[nn.Module]:
         """Return patch embedding, each block, norm and head.
@@ -166,11 +170,11 @@ class TimmModel(nn.Module):
         def embed(images: Tensor) -> Tensor:
             return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
 
-        later = ("blocks", "norm", *HEAD_PARTS)
-        first = [name for name, _ in vit.named_children() if name not in later]
-        first += [name for name, _ in vit.named_parameters(recurse=False)]
+        later_names = ("blocks", "norm", *HEAD_PARTS)
+        first_names = [name for name, _ in vit.named_children() if name not in later_names]
+        first_names += [name for name, _ in vit.named_parameters(recurse=False)]
         head = _Stage(vit, HEAD_PARTS, vit.forward_head)
-        return [_Stage(vit, first, embed), *vit.blocks, vit.norm, head]
+        return [_Stage(vit, first_names, embed), *vit.blocks, vit.norm, head]
 
 
 def _is_block(unit: nn.Module) -> bool:
@@ -414,9 +418,9 @@ def _strip_prefixes(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, 
     names = backbone.state_dict().keys()
     # A prefix may lie within another.
     for prefix in PREFIXES * 2:
-        below = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-        if below and not any(name.startswith(prefix) for name in names):
-            state = below
+        stripped = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+        if stripped and not any(name.startswith(prefix) for name in names):
+            state = stripped
     return state
 
 

@@ -103,8 +103,8 @@ class Distillation(ImageClassifier):
                 "add task.teacher=<run_id>, or a model of timm."
             )
         if not timm.is_model(self.teacher_source.partition(".")[0]):
-            finished = load_finished(self.teacher_source, self.log_dir)
-            return finished.net, finished.facts
+            model = load_finished(self.teacher_source, self.log_dir)
+            return model.net, model.facts
 
         teacher: nn.Module = timm.create_model(
             self.teacher_source, pretrained=True, in_chans=self.channels

@@ -279,9 +279,10 @@ class Checkpoints(pl.Callback):
     def _warn_without_best(self, trainer: pl.Trainer) -> None:
         """Name the metrics that the task logs if the monitored one is not among them."""
         if trainer.is_global_zero and self.monitor not in trainer.callback_metrics:
-            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            logged_metrics = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             log.warning(
-                f"No best checkpoint: task.monitor={self.monitor} is not logged; there is {logged}."
+                f"No best checkpoint: task.monitor={self.monitor} is not logged; there is "
+                f"{logged_metrics}."
             )
 
     def _is_best(self, trainer: pl.Trainer) -> bool:
@@ -417,13 +418,13 @@ class Checkpoints(pl.Callback):
     def _sidecar(self, trainer: pl.Trainer, *, is_best: bool) -> Sidecar:
         """Return the step, the epoch and, of a best checkpoint, the metrics of its validation."""
         epoch = trainer.current_epoch
-        logged: dict[str, Any] = trainer.callback_metrics
+        logged_metrics: dict[str, Any] = trainer.callback_metrics
         if self.ended_epoch:
             epoch = self.ended_epoch.epoch
-            logged = self.ended_epoch.metrics
+            logged_metrics = self.ended_epoch.metrics
         metric = {}
         if is_best and trainer.enable_validation:
-            for name, value in logged.items():
+            for name, value in logged_metrics.items():
                 if name == self.monitor or is_metric_of("val", name):
                     metric[name] = float(value)
         if self.monitor in metric and self.is_unsynchronised:

@@ -22,8 +22,8 @@ class Doubts(pl.Callback):
 
     def __init__(self) -> None:
         self.has_warned_of_parameters = False
-        self.has_seen_training_loaders = False
-        self.seen_evaluations: set[str] = set()
+        self.has_checked_training_loaders = False
+        self.checked_evaluations: set[str] = set()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -32,8 +32,8 @@ class Doubts(pl.Callback):
             return
         if batch_idx == 0 and not self.has_warned_of_parameters:
             self.has_warned_of_parameters = self._warn_of_parameters(trainer)
-        if not self.has_seen_training_loaders:
-            self.has_seen_training_loaders = True
+        if not self.has_checked_training_loaders:
+            self.has_checked_training_loaders = True
             if any(map(never_shuffles, loaders_in(trainer.train_dataloader))):
                 log.warning(
                     "The training loader does not shuffle: each epoch has the samples in the same "
@@ -63,9 +63,9 @@ class Doubts(pl.Callback):
         return True
 
     def _warn_of_dropped_samples(self, trainer: pl.Trainer, kind: str, collection: Any) -> None:
-        if kind in self.seen_evaluations or not trainer.is_global_zero or is_trial_run(trainer):
+        if kind in self.checked_evaluations or not trainer.is_global_zero or is_trial_run(trainer):
             return
-        self.seen_evaluations.add(kind)
+        self.checked_evaluations.add(kind)
         samples = sum(map(dropped_samples, loaders_in(collection))) * trainer.world_size
         if samples:
             log.warning(
@@ -88,14 +88,14 @@ def parameters_without_optimizer(trainer: pl.Trainer) -> list[str]:
     """Return the parameters that require a gradient and are in none of the optimizers."""
     if not trainer.optimizers:
         return []
-    updated: set[int] = set()
+    updated_ids: set[int] = set()
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
-            updated.update(map(id, group["params"]))
+            updated_ids.update(map(id, group["params"]))
     return [
         name
         for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in updated
+        if parameter.requires_grad and id(parameter) not in updated_ids
     ]
 
 

@@ -67,11 +67,11 @@ class Samples:
             recent = self.recent
             self.recent = {}
         means = {}
-        for title, (first, last) in MEAN_COLUMNS.items():
+        for title, (beginning, ending) in MEAN_COLUMNS.items():
             count = 0
             total = 0.0
             for name in recent:
-                if name.startswith(first) and name.endswith(last):
+                if name.startswith(beginning) and name.endswith(ending):
                     count += recent[name][0]
                     total += recent[name][1]
             if count:

@@ -94,7 +94,7 @@ class Interruption(pl.Callback):
         self.votes: dict[str, Vote] = {}
         # The batches of each loader of an evaluation that end with a vote.
         self.batches_with_vote = math.inf
-        self._previous: dict[int, Any] = {}  # signal handlers before this callback's
+        self._previous_handlers: dict[int, Any] = {}  # signal handlers before this callback's
 
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary; safe to call from a signal handler or another thread."""
@@ -114,8 +114,8 @@ class Interruption(pl.Callback):
             timeout = timedelta(seconds=self.timeout_s)
             with all_or_none():
                 group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        if not self._previous:
-            self._previous = signals.install_stop_handler(self._on_signal)
+        if not self._previous_handlers:
+            self._previous_handlers = signals.install_stop_handler(self._on_signal)
         if signals.received:
             # A signal has come in the middle of an import.
             self.request_stop(signals.first_name())
@@ -131,7 +131,7 @@ class Interruption(pl.Callback):
 
     def _is_in_script(self) -> bool:
         """Return whether a script ends now, whose handlers stay; or `setup` was not reached."""
-        return not self._previous or signals.interrupt in self._previous.values()
+        return not self._previous_handlers or signals.interrupt in self._previous_handlers.values()
 
     def _forget_signals(self) -> None:
         """A notebook goes on: a signal of the last step does not stop the next fit."""
@@ -141,9 +141,9 @@ class Interruption(pl.Callback):
         signals.received.clear()
 
     def _restore_handlers(self) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._previous = {}
+        self._previous_handlers = {}
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

@@ -142,33 +142,35 @@ def _with_small_pictures(tested: TestedImages) -> TestedImages:
 def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the images with the largest losses over all ranks. It is a collective.
 
-    Each rank fills in its own images, and the sum over the ranks has all of them.
+    Each rank writes into its own slots, and zeros into those of the others: the sum over the ranks
+    has all of them. Of two ranks and 16 images on a sheet, slots 0 to 15 are rank 0's.
     """
     if trainer.world_size == 1:
         return worst
     reduce = trainer.strategy.reduce
-    first = trainer.global_rank * MAX_SHEET_IMAGES
+    first_slot = trainer.global_rank * MAX_SHEET_IMAGES
     # The last number counts the ranks that have tested an image of any kind.
     losses = torch.zeros(
         trainer.world_size * MAX_SHEET_IMAGES + 1, device=trainer.strategy.root_device
     )
-    losses[first : first + MAX_SHEET_IMAGES] = -torch.inf
+    losses[first_slot : first_slot + MAX_SHEET_IMAGES] = -torch.inf
     if worst:
-        losses[first : first + len(worst[0])] = worst[0].float()
+        losses[first_slot : first_slot + len(worst[0])] = worst[0].float()
         losses[-1] = 1
     losses = reduce(losses, reduce_op="sum")
     if losses[-1] < trainer.world_size:
         return []
 
-    largest, places = losses[:-1].topk(MAX_SHEET_IMAGES)
-    is_mine = places // MAX_SHEET_IMAGES == trainer.global_rank
-    rows = places[is_mine] - first
+    # The images of the sheet, in its order.
+    largest, slots = losses[:-1].topk(MAX_SHEET_IMAGES)
+    is_mine = slots // MAX_SHEET_IMAGES == trainer.global_rank
+    rows = slots[is_mine] - first_slot
     is_image = largest > -torch.inf
-    shared = []
+    gathered_parts = []
     for part in worst:
-        whole = part.new_zeros(MAX_SHEET_IMAGES, *part.shape[1:])
-        # A rank may have fewer images than places.
+        images_in_slots = part.new_zeros(MAX_SHEET_IMAGES, *part.shape[1:])
+        # A rank may have fewer images than slots.
         is_filled = rows < len(part)
-        whole[is_mine.nonzero().flatten()[is_filled]] = part[rows[is_filled]]
-        shared.append(reduce(whole, reduce_op="sum")[is_image | largest.isnan()])
-    return shared
+        images_in_slots[is_mine.nonzero().flatten()[is_filled]] = part[rows[is_filled]]
+        gathered_parts.append(reduce(images_in_slots, reduce_op="sum")[is_image | largest.isnan()])
+    return gathered_parts

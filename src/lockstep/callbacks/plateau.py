@@ -24,7 +24,7 @@ def check_before_training(trainer: pl.Trainer, module: Any) -> None:
 
 
 def check_sanity_metrics(trainer: pl.Trainer, module: Any) -> None:
-    """Refuse a metric of the validation that the one before training has not given."""
+    """Refuse a metric that the sanity check, a validation before training, has not logged."""
     validations = [name for name in trainer.callback_metrics if is_metric_of("val", name)]
     for monitor in _monitors(trainer, module):
         # Of several loaders Lightning has no metrics yet.

@@ -59,8 +59,8 @@ class Progress(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # The line of an epoch's last validation comes at the end of the epoch.
-        is_of_training = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if is_of_training and not ends_epoch(trainer):
+        is_in_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_in_fit and not ends_epoch(trainer):
             self._log_line(trainer, f"{batch_position(trainer)} · validated", self.short_epoch_s)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,16 +80,16 @@ class Progress(pl.Callback):
 def metric_texts(trainer: pl.Trainer) -> list[str]:
     """Return the training loss, the monitored metrics and the speed, as far as they are logged."""
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    monitored = []
+    monitors = []
     for callback in trainer.callbacks:
         values |= getattr(callback, "latest", {})
         if hasattr(callback, "monitor"):
-            monitored.append(str(callback.monitor))
+            monitors.append(str(callback.monitor))
 
     parts = []
     if "train/loss" in values:
         parts.append(f"loss {values['train/loss']:.4f}")
-    for name in dict.fromkeys(monitored or ["val/acc"]):
+    for name in dict.fromkeys(monitors or ["val/acc"]):
         if name in values:
             parts.append(f"{name.replace('/', ' ')} {format_metric(name, values[name])}")
     if "images_per_s" in values:

@@ -57,7 +57,7 @@ class RunRecorder(pl.Callback):
         self.phase = "start"
         self.written_at = 0.0
         self.fit_started_at: float | None = None
-        self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
+        self.earlier_fit_s = 0.0  # seconds of fit in earlier starts of this run
         self.monitor = "val/acc"
         self.steps = 0  # as of the last write
         self.records_evaluation = False  # alone, without a fit before it
@@ -95,10 +95,10 @@ class RunRecorder(pl.Callback):
 
     def elapsed(self) -> float:
         """Return the seconds of fit in all starts of this run; 0 on other ranks than 0."""
-        now_s = 0.0
+        current_fit_s = 0.0
         if self.fit_started_at is not None:
-            now_s = time.monotonic() - self.fit_started_at
-        return round(self.fit_before_s + now_s, 3)
+            current_fit_s = time.monotonic() - self.fit_started_at
+        return round(self.earlier_fit_s + current_fit_s, 3)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -107,7 +107,7 @@ class RunRecorder(pl.Callback):
             self._begin(trainer, pl_module)
         record = read_record(self.path)
         self.monitor = record.monitor
-        self.fit_before_s = record.fit_seconds or 0.0
+        self.earlier_fit_s = record.fit_seconds or 0.0
         self.fit_started_at = time.monotonic()
         counts: dict[str, object] = {}
         is_made_late = is_overridden("configure_model", pl_module)
@@ -149,8 +149,8 @@ class RunRecorder(pl.Callback):
 
     def _end_evaluation(self, trainer: pl.Trainer) -> None:
         if self.records_evaluation:
-            ended: dict[str, object] = {"status": "finished", "exit_code": EXIT_OK}
-            self.write(trainer, phase="end", finished_at=utc_now(), **ended)
+            end_fields: dict[str, object] = {"status": "finished", "exit_code": EXIT_OK}
+            self.write(trainer, phase="end", finished_at=utc_now(), **end_fields)
 
     on_test_start = _begin_evaluation
     on_validation_start = _begin_evaluation
@@ -259,7 +259,7 @@ class RunRecorder(pl.Callback):
         if self.owns_run:
             fields |= {"status": "finished", "exit_code": EXIT_OK, "finished_at": utc_now()}
         self.write(trainer, **fields)
-        self.fit_before_s = self.elapsed()
+        self.earlier_fit_s = self.elapsed()
         self.fit_started_at = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

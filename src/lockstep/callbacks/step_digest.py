@@ -429,7 +429,7 @@ def find_random_calls(cls: type) -> list[tuple[bool, str]]:
     """Return (whether no seed reaches it, file:line) of each call of a generator in a class."""
     try:
         path = str(inspect.getsourcefile(cls))
-        lines, first = inspect.getsourcelines(cls)
+        lines, first_line = inspect.getsourcelines(cls)
     except (TypeError, OSError):
         return []
     if any(part in path for part in INSTALLED):
@@ -443,5 +443,5 @@ def find_random_calls(cls: type) -> list[tuple[bool, str]]:
         is_unseeded = name.rpartition(".")[2] in UNSEEDED and not node.args and not node.keywords
         is_unseeded = is_unseeded or name == "os.urandom"
         if is_unseeded or name.startswith(RANDOM_MODULES):
-            calls.append((is_unseeded, f"{path}:{first + node.lineno - 1}"))
+            calls.append((is_unseeded, f"{path}:{first_line + node.lineno - 1}"))
     return calls

@@ -39,7 +39,7 @@ class TrainingLog(pl.Callback):
         # It is set when a training starts.
         self.trainer: pl.Trainer | None = None
         self.started_at = time.monotonic()
-        self.seconds_before = 0.0  # in earlier starts of this run
+        self.earlier_seconds = 0.0  # in earlier starts of this run
         self.latest: Metrics = {}  # for the progress line and the record
         self.step = 0  # optimizer steps: one for all optimizers of a batch
         self.first_step = 0  # at which this start began
@@ -68,7 +68,7 @@ class TrainingLog(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
-        self.seconds_before = state_dict.get("seconds", 0.0)
+        self.earlier_seconds = state_dict.get("seconds", 0.0)
         self.epoch_losses = tuple(state_dict.get("epoch_losses", (0.0, 0)))
         if rank_zero_only.rank == 0:
             self.loss_sum, self.loss_number = state_dict.get("losses", (0.0, 0))
@@ -171,12 +171,12 @@ class TrainingLog(pl.Callback):
 
     def _end_epoch(self, module: Any) -> Metrics:
         """Return what the module has counted in the epoch, and keep it with the mean loss."""
-        counted = module.epoch_means("train") if hasattr(module, "epoch_means") else {}
+        counted_means = module.epoch_means("train") if hasattr(module, "epoch_means") else {}
         total, number = self.epoch_losses
         self.epoch_losses = (0.0, 0)
         self.epoch_means = {"train/loss": total / number} if number else {}
-        self.epoch_means |= counted
-        return counted
+        self.epoch_means |= counted_means
+        return counted_means
 
     def _reduce_losses(self, trainer: pl.Trainer) -> tuple[float, int]:
         """Return sum and number of all ranks' losses since the last regular log point.
@@ -253,7 +253,7 @@ class TrainingLog(pl.Callback):
 
     def _seconds(self) -> float:
         seconds = time.monotonic() - self.started_at
-        return round(self.seconds_before + seconds, 3)
+        return round(self.earlier_seconds + seconds, 3)
 
     def record_fields(self) -> dict[str, object]:
         """Return `throughput` and `images_per_s`, or nothing before the second log point."""

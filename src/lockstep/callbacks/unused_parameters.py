@@ -48,8 +48,8 @@ def _line_of_assignment(cls: type, attribute: str) -> str | None:
         return None
 
     beginnings = (f"self.{attribute} =", f"self.{attribute}:", f"self.{attribute}=")
-    lines, first = inspect.getsourcelines(cls)
-    for number, line in enumerate(lines, start=first):
+    lines, first_line = inspect.getsourcelines(cls)
+    for number, line in enumerate(lines, start=first_line):
         if line.strip().startswith(beginnings):
             return f"{inspect.getsourcefile(cls)}:{number}"
     return None

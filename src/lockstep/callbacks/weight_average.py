@@ -60,16 +60,16 @@ class WeightAverage(EMAWeightAveraging):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        averaged = checkpoint["state_dict"]
+        averaged_state = checkpoint["state_dict"]
         super().on_save_checkpoint(trainer, module, checkpoint)
         if self.is_exchanged:
             # The module holds the average now, and the average's module the trained weights.
             checkpoint["current_model_state"] = checkpoint["state_dict"]
-            checkpoint["state_dict"] = averaged
+            checkpoint["state_dict"] = averaged_state
 
 
 @torch.no_grad()
-def update_average(average: AveragedModel, decay: float, trained: nn.Module) -> None:
+def update_average(average: AveragedModel, decay: float, trained_module: nn.Module) -> None:
     """Average as torch's `update_parameters`, which waits for the device in every step.
 
     torch's also fails if 16 bits are trained. The decay is at most (1 + n) / (10 + n) after n
@@ -87,7 +87,7 @@ def update_average(average: AveragedModel, decay: float, trained: nn.Module) -> 
     averages: dict[torch.dtype, list[Any]] = defaultdict(list)
     trained_tensors: dict[torch.dtype, list[Any]] = defaultdict(list)
     for average_tensor, trained_tensor in zip(
-        _tensors(average.module), _tensors(trained), strict=True
+        _tensors(average.module), _tensors(trained_module), strict=True
     ):
         if average_tensor.is_floating_point():
             averages[average_tensor.dtype].append(average_tensor)

@@ -86,11 +86,11 @@ def unused_path(folder: Path, kind: str, step: int) -> Path:
 
     A run that stopped in the validation of a step saves that step again.
     """
-    first = folder / checkpoint_name(kind, step)
-    if not first.exists():
-        return first
+    first_path = folder / checkpoint_name(kind, step)
+    if not first_path.exists():
+        return first_path
     numbers = range(2, MOST_OF_A_STEP + 1)
-    repeats = (first.with_stem(f"{first.stem}-{number}") for number in numbers)
+    repeats = (first_path.with_stem(f"{first_path.stem}-{number}") for number in numbers)
     return next(path for path in repeats if not path.exists())
 
 

@@ -60,11 +60,11 @@ def check_loadable(checkpoint: Checkpoint) -> None:
     without_tensors = apply_to_collection(checkpoint, torch.Tensor, lambda _: torch.empty(0))
     torch.save(without_tensors, file)
     file.seek(0)
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    if refused:
+    refused_types = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if refused_types:
         raise UserError(
-            f"on_save_checkpoint adds {refused[0]}, which is not loaded from files (it could run "
-            "code): store numbers, texts, tensors, lists and dicts."
+            f"on_save_checkpoint adds {refused_types[0]}, which is not loaded from files (it could "
+            "run code): store numbers, texts, tensors, lists and dicts."
         )
 
 

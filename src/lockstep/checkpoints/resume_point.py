@@ -84,10 +84,10 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 def epoch_text(trainer: pl.Trainer) -> str:
     """Return "1/3", or "1" where trainer.max_epochs names no last epoch."""
     epoch = trainer.current_epoch + 1
-    last = trainer.max_epochs or -1
-    if last < 0:
+    last_epoch = trainer.max_epochs or -1
+    if last_epoch < 0:
         return str(epoch)
-    return f"{min(epoch, last)}/{last}"
+    return f"{min(epoch, last_epoch)}/{last_epoch}"
 
 
 def steps_are_over(trainer: pl.Trainer) -> bool:

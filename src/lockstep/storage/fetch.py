@@ -88,14 +88,14 @@ def _check_file(checkpoint: Path) -> None:
         )
 
 
-def _remove_unused(cache: Path, used: Path) -> None:
+def _remove_unused(cache: Path, used_path: Path) -> None:
     """Remove fetched checkpoints that nobody has used for a month, but not the one in use now.
 
     Each of them can be fetched again, by the address that it was fetched by.
     """
     # The disk may be another user's.
     with contextlib.suppress(OSError):
-        os.utime(files.sidecar_path(used))
+        os.utime(files.sidecar_path(used_path))
         for path in cache.glob("*/*.ckpt"):
             sidecar = files.sidecar_path(path)
             if sidecar.exists() and time.time() - sidecar.stat().st_mtime > UNUSED_S:

@@ -196,8 +196,8 @@ class TransferProgress:
                 return
             self._log_at = now + LOG_INTERVAL_S
         rate = max(self.done / (now - self._started_at), 1.0)
-        left_s = (self.total - self.done) / rate
+        remaining_s = (self.total - self.done) / rate
         log.info(
             f"{self.action}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
-            f"{rate / 1e6:,.1f} MB/s, about {left_s:,.0f} s left"
+            f"{rate / 1e6:,.1f} MB/s, about {remaining_s:,.0f} s left"
         )

@@ -100,28 +100,32 @@ def _is_safe(key: str) -> bool:
 def _copy_missing(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
     """Make `folder` what the bucket holds."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = _remove_outdated(files, folder)
-    missing_bytes = sum(file.size for file in missing)
+    missing_files = _remove_outdated(files, folder)
+    missing_bytes = sum(file.size for file in missing_files)
     _check_room(bucket, folder, missing_bytes)
-    if missing:
+    if missing_files:
         log.info(
             f"Copying {bucket.uri} to {folder}: "
-            f"{len(missing):,} files, {missing_bytes / 1e6:,.0f} MB …"
+            f"{len(missing_files):,} files, {missing_bytes / 1e6:,.0f} MB …"
         )
 
     progress = TransferProgress(f"copying {bucket.uri}", missing_bytes)
     # Reading the results raises the first error. Fetches that have not begun are cancelled then.
     with ThreadPoolExecutor(THREADS, "sync") as pool:
-        list(pool.map(lambda file: _fetch_file(bucket, file, folder / file.key, progress), missing))
+        list(
+            pool.map(
+                lambda file: _fetch_file(bucket, file, folder / file.key, progress), missing_files
+            )
+        )
 
 
 def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
     """Delete files that are not as in the bucket; return those that are missing then, by key."""
-    missing = {file.key: file for file in files}
+    missing_files = {file.key: file for file in files}
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         key = path.relative_to(folder).as_posix()
-        if key in missing and _is_whole(path, missing[key]):
-            del missing[key]
+        if key in missing_files and _is_whole(path, missing_files[key]):
+            del missing_files[key]
         elif not _is_being_written(path):
             path.unlink()
     # An empty folder would count as a class.
@@ -129,7 +133,7 @@ def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
         # It may hold files.
         with contextlib.suppress(OSError):
             inner.rmdir()
-    return [missing[key] for key in sorted(missing)]
+    return [missing_files[key] for key in sorted(missing_files)]
 
 
 def _is_being_written(path: Path) -> bool:
@@ -173,10 +177,10 @@ def _fetch_file(bucket: Bucket, file: RemoteFile, path: Path, progress: Transfer
 def _append_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: TransferProgress) -> None:
     """Append what an earlier try did not fetch; boto3 checks the number of bytes."""
     with part.open("ab") as output, translate_errors(bucket):
-        done = output.tell()
-        if done >= file.size:
+        num_fetched = output.tell()
+        if num_fetched >= file.size:
             return
-        byte_range = f"bytes={done}-"
+        byte_range = f"bytes={num_fetched}-"
         answer = bucket.call("get_object", file.key, Range=byte_range, IfMatch=f'"{file.etag}"')
         for block in answer["Body"].iter_chunks(BLOCK_BYTES):
             output.write(block)

@@ -86,7 +86,7 @@ class Uploader:
         self._pointers: Pointers = dict.fromkeys(KINDS, Pointer())  # as last read or written
         self._error = NOT_YET
         self._failures = 0
-        self._flushes_asked = 0
+        self._flushes_requested = 0
         self._flushes_done = 0
         self._has_claimed = False
         self._stopped = False
@@ -106,7 +106,7 @@ class Uploader:
     def flush(self, timeout_s: float) -> bool:
         """Send everything now; return False if something is left after `timeout_s`."""
         with self._wake:
-            self._flushes_asked += 1
+            self._flushes_requested += 1
             self._wake.notify_all()
             self._wake.wait_for(lambda: self._stopped or self._is_flushed(), timeout_s)
             return self._is_flushed()
@@ -175,10 +175,13 @@ class Uploader:
                 self._delete_leftovers(kind)
 
     def _is_flushed(self) -> bool:
-        return self._flushes_done == self._flushes_asked
+        return self._flushes_done == self._flushes_requested
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
-        """Return the next checkpoint to upload, or None; a last that equals the best is skipped."""
+        """Return the newest checkpoint if it is not in the bucket yet, else None.
+
+        A last one that is the best one, too, is uploaded as best only.
+        """
         newest = next(complete_checkpoints(self.folder.checkpoints, kind), None)
         if newest is None:
             return None
@@ -187,26 +190,27 @@ class Uploader:
         if uploaded is not None and uploaded.sha256 == sidecar.sha256:
             return None
         if kind == "last":
-            for _, best in complete_checkpoints(self.folder.checkpoints, "best"):
-                return None if best.sha256 == sidecar.sha256 else newest
+            best = next(complete_checkpoints(self.folder.checkpoints, "best"), None)
+            if best is not None and best[1].sha256 == sidecar.sha256:
+                return None
         return newest
 
     def _work(self) -> None:
         while not self._stopped:
-            flushes_asked = self._flushes_asked
+            flushes_requested = self._flushes_requested
             delay_s = POLL_S
             try:
-                self._send_what_is_due(is_flush=flushes_asked != self._flushes_done)
-                self._flushes_done = flushes_asked
+                self._send_what_is_due(is_flush=flushes_requested != self._flushes_done)
+                self._flushes_done = flushes_requested
                 self._failures = 0
                 self._error = NOT_YET
             except Exception as error:  # a mistake in this code must not end the uploads of the run
                 delay_s = self._note_failure(error)
             with self._wake:
                 self._wake.notify_all()
-                if flushes_asked != self._flushes_done:
+                if flushes_requested != self._flushes_done:
                     delay_s = min(delay_s, LONGEST_DELAY_AT_END_S)
-                if not self._stopped and self._flushes_asked == flushes_asked:
+                if not self._stopped and self._flushes_requested == flushes_requested:
                     self._wake.wait(delay_s)
 
     def _send_what_is_due(self, is_flush: bool) -> None:
@@ -268,8 +272,8 @@ class Uploader:
         self._upload(key, path, sidecar.sha256)
 
         previous_key = self._pointers[kind].key
-        unneeded = tuple(name for name in (*leftovers, previous_key) if name not in ("", key))
-        self._write_pointer(kind, checkpoint=sidecar, key=key, leftovers=unneeded)
+        unneeded_keys = tuple(name for name in (*leftovers, previous_key) if name not in ("", key))
+        self._write_pointer(kind, checkpoint=sidecar, key=key, leftovers=unneeded_keys)
         with contextlib.suppress(S3Error):
             self._delete_leftovers(kind)
             # The next write of the pointer forgets them.

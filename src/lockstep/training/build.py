@@ -234,19 +234,26 @@ def build_callbacks(
     """Return Lockstep's callbacks and the config's, in the order in which they are called."""
     batch_size = run.batch.global_size if "data_hash" in facts else None
     # These run first, because other callbacks read trainer.should_stop and the averaged weights.
-    first = _build_control_callbacks(run, is_training=is_training)
+    control_callbacks = _build_control_callbacks(run, is_training=is_training)
     if data_report is not None:
-        first.append(data_report)
-    chosen = _build_config_callbacks(run, facts, batch_size)
+        control_callbacks.append(data_report)
+    config_callbacks = _build_config_callbacks(run, facts, batch_size)
     if run.config["pictures"]:
-        chosen.append(Pictures(run.folder.path))
+        config_callbacks.append(Pictures(run.folder.path))
     # The checkpoints come after the others, because they save their states.
-    chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))
+    config_callbacks.sort(key=lambda callback: isinstance(callback, Checkpoints))
     if is_training and (run.config.get("s3") or {}).get("uri"):
         from lockstep.callbacks.s3_upload import S3Upload
 
-        chosen.append(S3Upload(run.folder.path, **run.config["s3"]))
-    return [*first, TrainingLog(batch_size), Doubts(), *chosen, run.interruption, run.recorder]
+        config_callbacks.append(S3Upload(run.folder.path, **run.config["s3"]))
+    return [
+        *control_callbacks,
+        TrainingLog(batch_size),
+        Doubts(),
+        *config_callbacks,
+        run.interruption,
+        run.recorder,
+    ]
 
 
 def _build_control_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback]:

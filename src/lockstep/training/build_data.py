@@ -330,20 +330,20 @@ def check_same_data_on_ranks(facts: DataFacts, data: Any, cluster: Cluster) -> N
         _check_same_images(rank, images, images_of_ranks[0])
 
 
-def _check_same_images(rank: int, images: RankImages, first: RankImages) -> None:
+def _check_same_images(rank: int, images: RankImages, rank_0_images: RankImages) -> None:
     """Refuse a rank whose images differ from those of rank 0, the first."""
-    if (images.data_hash, images.counts) != (first.data_hash, first.counts):
+    if (images.data_hash, images.counts) != (rank_0_images.data_hash, rank_0_images.counts):
         num_train, num_val, num_test = images.counts
         raise UserError(
-            f"rank {rank} on {images.host} has other images than rank 0 on {first.host}: "
+            f"rank {rank} on {images.host} has other images than rank 0 on {rank_0_images.host}: "
             f"{num_train} training, {num_val} validation, {num_test} test, hash "
-            f"{images.data_hash[:12]}, instead of {', '.join(map(str, first.counts))}, "
-            f"{first.data_hash[:12]}: make data.root equal on all nodes."
+            f"{images.data_hash[:12]}, instead of {', '.join(map(str, rank_0_images.counts))}, "
+            f"{rank_0_images.data_hash[:12]}: make data.root equal on all nodes."
         )
-    change = pixel_change(first.pixels, images.pixels)
+    change = pixel_change(rank_0_images.pixels, images.pixels)
     if change:
         raise UserError(
             f"rank {rank} on {images.host} reads the same files as other pixels than rank 0 on "
-            f"{first.host} ({change}): install the same packages on all nodes, such as tifffile "
-            "and pydicom."
+            f"{rank_0_images.host} ({change}): install the same packages on all nodes, such as "
+            "tifffile and pydicom."
         )

@@ -202,13 +202,13 @@ def _check_and_prepare(module: Any, config: Config, *, trainable: bool) -> Any:
 def check_target(target: str, facts: DataFacts) -> None:
     """Raise UserError if an example task takes another kind of target than the data have."""
     kind = facts.get("target")
-    expected = TARGET_KIND_OF_TASK.get(target)
-    if expected and kind and kind != expected:
+    expected_kind = TARGET_KIND_OF_TASK.get(target)
+    if expected_kind and kind and kind != expected_kind:
         raise UserError(
-            f"The task takes {TARGET_DESCRIPTIONS[expected]}, and the data has "
+            f"The task takes {TARGET_DESCRIPTIONS[expected_kind]}, and the data has "
             f"{TARGET_DESCRIPTIONS[kind]}."
         )
-    if expected and facts.get("inputs") and target not in TASKS_WITH_INPUTS:
+    if expected_kind and facts.get("inputs") and target not in TASKS_WITH_INPUTS:
         raise UserError(
             f"The task takes images alone, and data.inputs gives {', '.join(facts['inputs'])} "
             "beside them. Give task=image_and_numbers, or leave data.inputs out."
@@ -323,7 +323,7 @@ def net_shape(facts: DataFacts, num_outputs: Any, target: str) -> Config:
 def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint: bool) -> nn.Module:
     """Build the network of model=, with model.freeze and the format of trainer.channels_last."""
     options = dict(config["model"])
-    frozen = options.pop("freeze", None)
+    frozen_patterns = options.pop("freeze", None)
     if not trainable or has_checkpoint:
         # The checkpoint brings the weights: nothing is fetched.
         if "pretrained" in options:
@@ -332,8 +332,8 @@ def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint:
             options["weights"] = None
 
     net: nn.Module = build(options, shape)
-    if frozen and trainable:
-        freeze(net, frozen)
+    if frozen_patterns and trainable:
+        freeze(net, frozen_patterns)
 
     trainer = config["trainer"]
     is_16_bit = str(trainer["precision"]).startswith(("auto", "bf16", "16"))

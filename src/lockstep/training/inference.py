@@ -97,12 +97,12 @@ class FinishedModel:
         Args:
             images: (B, C, H, W) normalised.
         """
-        called: list[str] = []
+        called_layers: list[str] = []
         hooks = []
         for name, part in self.module.named_children():
             has_parameters = any(True for _ in part.parameters())
             if part is not self.net and has_parameters:
-                hooks.append(part.register_forward_hook(partial(_append_name, called, name)))
+                hooks.append(part.register_forward_hook(partial(_append_name, called_layers, name)))
         # A predict_step of the user's own may take another batch than images. Then the layers that
         # were called until then count.
         try:
@@ -112,11 +112,11 @@ class FinishedModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        return sorted(set(called))
+        return sorted(set(called_layers))
 
 
-def _append_name(called: list[str], name: str, *_: Any) -> None:
-    called.append(name)
+def _append_name(called_layers: list[str], name: str, *_: Any) -> None:
+    called_layers.append(name)
 
 
 def load_finished(

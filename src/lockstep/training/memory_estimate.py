@@ -96,8 +96,8 @@ def _training_images(config: Config) -> int:
     can_list = hasattr(resolve_target(data["_target_"], "data._target_"), "list_images")
     if not can_list or not root or not Path(root).exists():
         return MOST_IMAGES
-    listed = build_prepared_data(config, {**data, "path": "loader", "global_batch_size": 1})
-    return int(listed.num_train)
+    listed_data = build_prepared_data(config, {**data, "path": "loader", "global_batch_size": 1})
+    return int(listed_data.num_train)
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class StepMemory:
     @classmethod
     def from_snapshot(cls, snapshot: Any) -> "StepMemory":
         """Return what MemTracker has counted."""
-        on_device = snapshot[torch.device("cpu")]
-        sizes = {str(kind).rpartition(".")[2]: size for kind, size in on_device.items()}
+        bytes_by_kind = snapshot[torch.device("cpu")]
+        sizes = {str(kind).rpartition(".")[2]: size for kind, size in bytes_by_kind.items()}
         return cls(sizes["PARAM"], sizes["GRAD"], sizes["OPT"], sizes["Total"])
 
     @property
@@ -164,7 +164,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     if is_sharded:
         shards = devices if strategy["shard_within_node"] else ranks
     weights = _parameter_bytes(module.net)
-    gathered = _gathered_bytes(module.net) if shards > 1 else 0
+    gathered_bytes = _gathered_bytes(module.net) if shards > 1 else 0
     buckets = weights if ranks > 1 and not is_sharded else 0  # of DDP, which keeps them
     average = weights if trainer["ema_decay"] else 0
 
@@ -172,8 +172,8 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     for moment in moments:
         gradients = max(moment.gradients, buckets)
         state = moment.weights + gradients + moment.optimizer + average
-        sharded = formats.copies * state / shards
-        peak = max(peak, sharded + moment.activations + gathered)
+        sharded_bytes = formats.copies * state / shards
+        peak = max(peak, sharded_bytes + moment.activations + gathered_bytes)
     return peak
 
 

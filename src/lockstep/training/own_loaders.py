@@ -73,8 +73,10 @@ def _call_loader_hook(owner: Any, hook: str, make_loaders: Callable[[], Any]) ->
     loaders = make_loaders()
     if isinstance(loaders, CombinedLoader):
         return loaders
-    combined = CombinedLoader(loaders, "sequential").flattened
-    return [_Batches(loader) if isinstance(loader, DataLoader) else loader for loader in combined]
+    flat_loaders = CombinedLoader(loaders, "sequential").flattened
+    return [
+        _Batches(loader) if isinstance(loader, DataLoader) else loader for loader in flat_loaders
+    ]
 
 
 @dataclass

@@ -63,9 +63,10 @@ def parameter_groups(
     rules: GroupRules,
     lr: float,
 ) -> list[Group]:
-    """Return one group for each learning rate and weight decay.
+    """Return one group for each pair of a learning rate and a weight decay.
 
-    They are those that timm's param_groups_layer_decay makes.
+    With layer_decay 0.5 the head has the optimizer's rate, the last block half of it, and the block
+    before a quarter. The groups are those of timm's param_groups_layer_decay.
 
     Args:
         named_parameters: those to train, by their names in `net`. Parameters beside the net have
@@ -73,7 +74,7 @@ def parameter_groups(
         lr: the optimizer's.
 
     Returns:
-        Groups whose `lr` is theirs and whose `lr_scale` says what part of the optimizer's that is.
+        Groups with their own `lr`, and `lr_scale`, its ratio to the optimizer's.
     """
     head = head_names(net)
     layers = layer_numbers(net)
@@ -154,37 +155,38 @@ def freeze(net: nn.Module, patterns: str | Sequence[str]) -> None:
         UserError: a pattern that matches nothing, or nothing is left to train.
     """
     parameters = dict(net.named_parameters())
-    frozen: set[str] = set()
+    frozen_names: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        frozen |= _matching_names(net, pattern)
+        frozen_names |= _matching_names(net, pattern)
 
-    is_trained = [
-        parameter.requires_grad and name not in frozen for name, parameter in parameters.items()
+    stays_trained = [
+        parameter.requires_grad and name not in frozen_names
+        for name, parameter in parameters.items()
     ]
-    if not any(is_trained):
+    if not any(stays_trained):
         raise UserError(
             f"model.freeze={patterns!r} matches every parameter: leave at least the head to train."
         )
-    for name in frozen:
+    for name in frozen_names:
         parameters[name].requires_grad_(False)
-    _keep_in_evaluation_mode(net, frozen)
+    _keep_in_evaluation_mode(net, frozen_names)
 
 
 def _matching_names(net: nn.Module, pattern: str) -> set[str]:
     """Return the parameters that a pattern names, also without the `backbone.` that timm omits."""
     names = [name for name, _ in net.named_parameters()]
     if pattern == BACKBONE:
-        matching = set(names) - head_names(net)
+        matching_names = set(names) - head_names(net)
     else:
-        matching = {name for name in names if _matches(name, pattern)}
-    if matching:
-        return matching
+        matching_names = {name for name in names if _matches(name, pattern)}
+    if matching_names:
+        return matching_names
 
-    first = names[0].removeprefix(f"{BACKBONE}.")
-    last = names[-1].removeprefix(f"{BACKBONE}.")
+    first_name = names[0].removeprefix(f"{BACKBONE}.")
+    last_name = names[-1].removeprefix(f"{BACKBONE}.")
     raise UserError(
         f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, "
-        f"or patterns of names as {first} and {last}."
+        f"or patterns of names as {first_name} and {last_name}."
     )
 
 
@@ -196,14 +198,14 @@ def _matches(name: str, pattern: str) -> bool:
     return False
 
 
-def _keep_in_evaluation_mode(net: nn.Module, frozen: set[str]) -> None:
+def _keep_in_evaluation_mode(net: nn.Module, frozen_names: set[str]) -> None:
     """Keep the parts whose parameters are all frozen in evaluation mode.
 
     Their BatchNorm statistics stay, and their dropout does nothing.
     """
     for name, part in net.named_modules():
         names = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
-        if not names or not names <= frozen:
+        if not names or not names <= frozen_names:
             continue
         for layer in part.modules():
             layer.training = False
@@ -212,5 +214,5 @@ def _keep_in_evaluation_mode(net: nn.Module, frozen: set[str]) -> None:
 
 
 def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Take the place of a layer's method `train`."""
+    """Take the place of a layer's method `train`, and change nothing."""
     return layer

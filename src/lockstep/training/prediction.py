@@ -191,8 +191,10 @@ class PredictionProgress:
             return
         self.logged_at = now
         speed = self.done / (now - self.began_at)
-        left = duration((self.total - self.done) / speed)
-        log.info(f"{self.done:,} of {self.total:,} images · {speed:,.0f} images/s · {left} left")
+        time_left = duration((self.total - self.done) / speed)
+        log.info(
+            f"{self.done:,} of {self.total:,} images · {speed:,.0f} images/s · {time_left} left"
+        )
 
 
 def set_test_time_flip(model: FinishedModel, text: str) -> None:

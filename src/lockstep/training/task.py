@@ -116,9 +116,9 @@ class Task(pl.LightningModule):
         if not sums:
             return {}
 
-        stacked = torch.stack([*sums.values()])
-        summed = self.trainer.strategy.reduce(stacked, reduce_op="sum").tolist()
-        return {name: (total, number) for name, (total, number) in zip(sums, summed, strict=True)}
+        pairs = torch.stack([*sums.values()])
+        totals = self.trainer.strategy.reduce(pairs, reduce_op="sum").tolist()
+        return {name: (total, number) for name, (total, number) in zip(sums, totals, strict=True)}
 
     def epoch_means(self, stage: str) -> dict[str, float]:
         """Return the exact means since the last call.
@@ -257,8 +257,8 @@ class Task(pl.LightningModule):
         if factory.keywords.keys() & {*KERNEL_OPTIONS, "differentiable"}:
             return {}
 
-        takes_fused = "fused" in options and self.trainer.precision != "16-mixed"
-        if takes_fused and (not is_sharded or factory.func in FUSED_ON_SHARDS):
+        has_fused = "fused" in options and self.trainer.precision != "16-mixed"
+        if has_fused and (not is_sharded or factory.func in FUSED_ON_SHARDS):
             return {"fused": True}
         if is_sharded and "foreach" in options:
             return {"foreach": True}
@@ -272,7 +272,9 @@ def _takes_named_parameters(optimizer: partial[torch.optim.Optimizer]) -> bool:
 def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Keep this run's kernel: a checkpoint's groups name the one that its strategy used."""
     groups = []
-    for saved, current in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        kernel = {name: current[name] for name in KERNEL_OPTIONS if name in current}
-        groups.append({**saved, **kernel})
+    for saved_group, current_group in zip(
+        state["param_groups"], optimizer.param_groups, strict=True
+    ):
+        kernel = {name: current_group[name] for name in KERNEL_OPTIONS if name in current_group}
+        groups.append({**saved_group, **kernel})
     return {**state, "param_groups": groups}

@@ -112,7 +112,7 @@ def build_trainer(
 
 
 def _passed_arguments(run: Run) -> dict[str, Any]:
-    """Return the options that Lightning's Trainer takes as they are, and two of the run's."""
+    """Return the Trainer arguments that trainer= names, the accumulation and the profiler."""
     names = inspect.signature(pl.Trainer).parameters.keys() - set(DERIVED_ARGUMENTS)
     arguments = {key: value for key, value in run.trainer_config.items() if key in names}
     arguments["accumulate_grad_batches"] = run.batch.accumulate
@@ -194,20 +194,22 @@ def _batch_limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
 def round_to_whole_steps(limit: float, batches: int, accumulate: int) -> float:
     """Return trainer.limit_train_batches so that an epoch ends with a whole optimizer step.
 
+    A limit of 10 becomes 8 where a step accumulates 4 micro-batches.
+
     Args:
         limit: a share (float) or number (int) of `batches`, the micro-batches of an epoch.
     Raises:
         UserError: not even one step fits.
     """
-    allowed = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
-    if allowed % accumulate == 0 or not limit:
+    num_batches = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
+    if num_batches % accumulate == 0 or not limit:
         return limit
-    if allowed < accumulate:
+    if num_batches < accumulate:
         raise UserError(
-            f"trainer.limit_train_batches={limit} leaves {allowed} micro-batches and a step takes "
-            f"{accumulate}: give at least {accumulate}."
+            f"trainer.limit_train_batches={limit} leaves {num_batches} micro-batches and a step "
+            f"takes {accumulate}: give at least {accumulate}."
         )
-    return allowed - allowed % accumulate
+    return num_batches - num_batches % accumulate
 
 
 def validation_interval(interval: float, batches: int, accumulate: int) -> float:

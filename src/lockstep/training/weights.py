@@ -272,12 +272,12 @@ def adapt_head(
 
 def _adapt_outputs(saved: dict[str, Tensor], new: dict[str, Tensor]) -> AdaptedHead:
     """Return the new weights where the number of outputs has changed."""
-    resized = [name for name, weight in saved.items() if len(weight) != len(new[name])]
-    if not resized:
+    resized_names = [name for name, weight in saved.items() if len(weight) != len(new[name])]
+    if not resized_names:
         return AdaptedHead({})
-    change = f"it had {len(saved[resized[0]])} outputs, now {len(new[resized[0]])}"
-    weights = {name: new[name] for name in resized}
-    return AdaptedHead(weights, f"the head is new ({', '.join(resized)}): {change}")
+    change = f"it had {len(saved[resized_names[0]])} outputs, now {len(new[resized_names[0]])}"
+    weights = {name: new[name] for name in resized_names}
+    return AdaptedHead(weights, f"the head is new ({', '.join(resized_names)}): {change}")
 
 
 def _weights_of_equal_width(
