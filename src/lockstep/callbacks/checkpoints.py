@@ -73,7 +73,7 @@ class Checkpoints(pl.Callback):
         saved_step: of the newest `last`.
         validated_step: of the latest validation.
         ended_epoch: the epoch whose end is still to be saved.
-        frozen: the frozen layers of the checkpoint, until the optimizers of this start are built.
+        frozen_to_set: the frozen layers of the checkpoint, until this start has its optimizers.
         schedule_lengths: as a resume has built the schedules, before their states are loaded.
     """
 
@@ -117,7 +117,7 @@ class Checkpoints(pl.Callback):
         # Whether ranks have logged values of their own
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
-        self.frozen: FrozenState | None = None
+        self.frozen_to_set: FrozenState | None = None
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write, where they have no heartbeat
@@ -153,9 +153,9 @@ class Checkpoints(pl.Callback):
             return
         # Lightning loads the states of the schedules after this hook.
         self.schedule_lengths = schedule_lengths(trainer)
-        if self.frozen is not None:
-            set_frozen_state(trainer, self.frozen)
-            self.frozen = None
+        if self.frozen_to_set is not None:
+            set_frozen_state(trainer, self.frozen_to_set)
+            self.frozen_to_set = None
         path = None
         value = None
         if trainer.is_global_zero:
@@ -329,8 +329,8 @@ class Checkpoints(pl.Callback):
     ) -> None:
         """Add Lockstep's part; a collective unless fit has failed."""
         point = self._resume_point(trainer)
-        before_validation = self._is_before_validation(trainer, point)
-        state = self.loader_state.state_dict(point, before_validation=before_validation)
+        is_before = self._is_before_validation(trainer, point)
+        state = self.loader_state.state_dict(point, is_before_validation=is_before)
         frozen = frozen_state(trainer)
         position = {"point": asdict(point), "frozen": frozen}
         checkpoint["lockstep"] = {**self.contents, **position, **state}
@@ -358,17 +358,17 @@ class Checkpoints(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
-        stored = checkpoint.get("lockstep")
+        lockstep_part = checkpoint.get("lockstep")
         # A test or validation of a checkpoint leaves the training as it is.
-        if stored is None or trainer.state.fn != "fit":
+        if lockstep_part is None or trainer.state.fn != "fit":
             return
-        point = ResumePoint.from_checkpoint(stored["point"])
+        point = ResumePoint.from_checkpoint(lockstep_part["point"])
         loops = checkpoint["loops"]
         accumulate = trainer.accumulate_grad_batches
         loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)
-        self.loader_state.load_state_dict(point, stored)
+        self.loader_state.load_state_dict(point, lockstep_part)
         self.saved_step = checkpoint["global_step"]
-        self._load_frozen(trainer, stored.get("frozen"))
+        self._load_frozen(trainer, lockstep_part.get("frozen"))
         resume_point.restore_end(trainer, point)
         keep_new_patience(trainer, checkpoint)
 
@@ -382,7 +382,7 @@ class Checkpoints(pl.Callback):
         if trainer.strategy.restore_checkpoint_after_setup:
             set_frozen_state(trainer, state)
         else:
-            self.frozen = state
+            self.frozen_to_set = state
 
     # How it is saved
 

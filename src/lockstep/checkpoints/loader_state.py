@@ -45,20 +45,20 @@ class LoaderState:
     """The states of a rank's training loaders and generators, at a batch and an epoch's begin.
 
     Attributes:
-        before_epoch: random state before the iterator of this epoch was made.
-        before_batches: random state before the first batch of this epoch was drawn.
-        before_validation: random state before the latest validation.
+        random_before_epoch: the state before the iterator of this epoch was made.
+        random_before_batches: the state before the first batch of this epoch was drawn.
+        random_before_validation: the state before the latest validation.
         has_validated: whether a validation or sanity check has begun in any start of this run.
     """
 
     def __init__(self) -> None:
-        self.before_epoch: RandomState | None = None
-        self.before_batches: RandomState | None = None
-        self.before_validation: RandomState | None = None
+        self.random_before_epoch: RandomState | None = None
+        self.random_before_batches: RandomState | None = None
+        self.random_before_validation: RandomState | None = None
         self.has_validated = False
         self.must_start_workers = False
         self.point = ResumePoint(0, 0, TRAINING)
-        self.stored: dict[str, Any] | None = None
+        self.stored_states: dict[str, Any] | None = None
         self.trainer: Any = None
         self.first_loaders: list[Any] = []
 
@@ -74,21 +74,26 @@ class LoaderState:
         _wrap_method(epoch_loop, "on_run_start", self._start_epoch)
         _wrap_method(epoch_loop.val_loop, "run", self._run_validation)
 
-    def state_dict(self, point: ResumePoint, *, before_validation: bool) -> dict[str, Any]:
+    def state_dict(self, point: ResumePoint, *, is_before_validation: bool) -> dict[str, Any]:
         """Return what a checkpoint at `point` needs of all ranks; a collective unless fit failed.
 
         Args:
-            before_validation: keep the random state before the latest validation, not the present.
+            is_before_validation: keep the random state before the latest validation, not the one
+                of now.
         """
         loaders = loaders_in(self.trainer.train_dataloader)
         now = self._random_state()
-        if before_validation and self.before_validation is not None:
-            now = self.before_validation
+        if is_before_validation and self.random_before_validation is not None:
+            now = self.random_before_validation
         replay = None
-        if point.phase != EPOCH_END and self.before_epoch and not all(map(has_state, loaders)):
+        if (
+            point.phase != EPOCH_END
+            and self.random_before_epoch
+            and not all(map(has_state, loaders))
+        ):
             replay = {
-                "before_epoch": self.before_epoch,
-                "before_batches": self.before_batches,
+                "before_epoch": self.random_before_epoch,
+                "before_batches": self.random_before_batches,
                 # A step that is not complete is trained again from its first micro-batch.
                 "batches": point.batches_done * self.trainer.accumulate_grad_batches
                 - point.lacking,
@@ -153,7 +158,7 @@ class LoaderState:
     def load_state_dict(self, point: ResumePoint, stored: dict[str, Any]) -> None:
         """Keep a checkpoint's states until the iterators of this start are made."""
         self.point = point
-        self.stored = stored
+        self.stored_states = stored
         self.has_validated = stored.get("has_validated", False)
         self.must_start_workers = self.has_validated
         if self._rank_part("replay") is not None:
@@ -162,7 +167,7 @@ class LoaderState:
 
     def set_epoch_random_state(self) -> None:
         """Set the random state of an epoch's end, before hooks of the next epoch draw from it."""
-        if self.stored is not None and self.point.phase == EPOCH_END:
+        if self.stored_states is not None and self.point.phase == EPOCH_END:
             self._set_random_state(self._rank_part("random"))
 
     def _rank_part(self, name: str) -> Any:
@@ -171,8 +176,8 @@ class LoaderState:
         Args:
             name: random, replay or loaders.
         """
-        assert self.stored is not None
-        parts = self.stored.get(name) or []
+        assert self.stored_states is not None
+        parts = self.stored_states.get(name) or []
         if len(parts) != self.trainer.world_size:
             return None
         return parts[self.trainer.global_rank]
@@ -182,11 +187,11 @@ class LoaderState:
 
         The state of Lockstep's own loaders does not depend on the rank.
         """
-        assert self.stored is not None
-        if "loaders" in self.stored:
-            return self._rank_part("loaders") or self.stored["loaders"][0]
+        assert self.stored_states is not None
+        if "loaders" in self.stored_states:
+            return self._rank_part("loaders") or self.stored_states["loaders"][0]
         # Earlier versions stored the state of one loader.
-        state = self.stored.get("loader")
+        state = self.stored_states.get("loader")
         return [state] if state else []
 
     def _resume_iterator(self, fetcher: Any) -> None:
@@ -194,7 +199,7 @@ class LoaderState:
         loaders = fetcher.combined_loader.flattened
         stateful = [loader for loader in loaders if has_state(loader)]
         replay = self._rank_part("replay")
-        self.before_epoch = self.before_batches = None
+        self.random_before_epoch = self.random_before_batches = None
         if self._rank_part("random") is None and len(stateful) < len(loaders):
             self._warn_of_changed_ranks()
 
@@ -208,17 +213,17 @@ class LoaderState:
         if self.point.phase != EPOCH_END:
             self._set_random_state(self._rank_part("random"))
         self._keep_reload_phase()
-        self.stored = None
+        self.stored_states = None
 
     def _keep_reload_phase(self) -> None:
         """Reload the loaders in the epochs in which a run without a stop does.
 
         Lightning counts from the epoch of the resume.
         """
-        every = self.trainer.reload_dataloaders_every_n_epochs
+        interval = self.trainer.reload_dataloaders_every_n_epochs
         epoch = self.trainer.current_epoch
-        if every:
-            self.trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % every
+        if interval:
+            self.trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % interval
 
     def _load_loader_states(self, loaders: list[Any]) -> None:
         states = self._loader_states()
@@ -240,7 +245,7 @@ class LoaderState:
             if not all(map(is_lockstep_state, self._loader_states())):
                 self._end_loaded_epoch(stateful)
             self._set_random_state(now)
-        self.before_epoch = now
+        self.random_before_epoch = now
         iter(fetcher)
 
     def _end_loaded_epoch(self, stateful: list[Any]) -> None:
@@ -261,12 +266,12 @@ class LoaderState:
                 loader.load_state_dict(state)
 
     def _warn_of_changed_ranks(self) -> None:
-        assert self.stored is not None
+        assert self.stored_states is not None
         if self.trainer.is_global_zero:
             log.warning(
-                f"The checkpoint is of {len(self.stored['random'])} rank(s), and this start has "
-                f"{self.trainer.world_size}: batches and random numbers differ from those of a run "
-                "without a stop, because the training loader has no state_dict."
+                f"The checkpoint is of {len(self.stored_states['random'])} rank(s), and this start "
+                f"has {self.trainer.world_size}: batches and random numbers differ from those of a "
+                "run without a stop, because the training loader has no state_dict."
             )
 
     def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:
@@ -280,8 +285,8 @@ class LoaderState:
         self._set_random_state(replay["before_epoch"])
         iter(fetcher)
         self._set_random_state(replay["before_batches"])
-        self.before_epoch = replay["before_epoch"]
-        self.before_batches = replay["before_batches"]
+        self.random_before_epoch = replay["before_epoch"]
+        self.random_before_batches = replay["before_batches"]
 
         # A training_step(dataloader_iter) draws from the wrapper.
         source = getattr(fetcher, "iterator_wrapper", fetcher)
@@ -302,29 +307,29 @@ class LoaderState:
         loader = original(loader)
         if self.trainer.training:
             self.first_loaders.append(loader)
-            self.before_epoch = self._random_state(self.first_loaders)
+            self.random_before_epoch = self._random_state(self.first_loaders)
         return loader
 
     def _start_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         fit_loop = self.trainer.fit_loop
         is_restart = fit_loop.is_resuming or fit_loop.epoch_loop.restarting
-        if self.stored is not None:
+        if self.stored_states is not None:
             self._resume_iterator(fetcher)
         elif self.trainer.current_epoch > 0 and not is_restart:
             # The original makes an iterator under these conditions.
-            self.before_epoch = self._random_state()
-            self.before_batches = None
+            self.random_before_epoch = self._random_state()
+            self.random_before_batches = None
         elif is_restart:
             # A checkpoint of another program does not say how this epoch began.
-            self.before_epoch = None
+            self.random_before_epoch = None
         original(fetcher)
         self.first_loaders = []
-        if self.before_batches is None:
-            self.before_batches = self._random_state()
+        if self.random_before_batches is None:
+            self.random_before_batches = self._random_state()
 
     def _run_validation(self, original: Callable[[], Any]) -> Any:
         if not self.trainer.sanity_checking:
-            self.before_validation = self._random_state()
+            self.random_before_validation = self._random_state()
             if self.must_start_workers:
                 self._start_workers()
         self.has_validated = True
@@ -340,7 +345,7 @@ class LoaderState:
         for loader in loaders_in(self.trainer.val_dataloaders):
             if getattr(loader, "persistent_workers", False):
                 iter(loader)
-        self._set_random_state(self.before_validation)
+        self._set_random_state(self.random_before_validation)
 
     # Random states
 

@@ -180,7 +180,7 @@ def load_initial_weights(
 
 
 def _names_beside_net(names: Iterable[str], prefix: str) -> set[str]:
-    """Return the names without the prefix of the net, which begins all if it is empty."""
+    """Return the names of the parts beside the net; none where the module itself is the net."""
     return {name for name in names if not name.startswith(prefix)}
 
 
@@ -242,7 +242,8 @@ def adapt_head(
 ) -> AdaptedHead:
     """Return a head's weights for the classes of this run, as far as they change.
 
-    A head for cat, dog gets its rows exchanged for dog, cat, and starts anew for cat, fox.
+    The head of a run on cat and dog has its rows exchanged for dog and cat. For cat and fox it
+    starts anew.
 
     Args:
         names: of the head's weights.
@@ -258,20 +259,18 @@ def adapt_head(
     # Outputs of another number are features, and do not follow the classes.
     are_features = any(len(weight) != len(classes) for weight in new.values())
 
-    if not saved:
-        return AdaptedHead({})
-    if classes_before == classes or (classes and are_features):
+    if not saved or classes_before == classes or (classes and are_features):
         return _adapt_outputs(saved, new)
     if sorted(classes_before) == sorted(classes):
         order = [classes_before.index(name) for name in classes]
         reordered = {name: weight[order] for name, weight in saved.items()}
         return AdaptedHead(reordered, "the head's rows are in this run's order of classes")
-    change = f"the classes were {_shown(classes_before)}, now {_shown(classes)}"
+    change = f"the classes were {_shown(classes_before)}, now {_shown(classes) or 'none'}"
     return AdaptedHead(new, f"the head is new ({', '.join(new)}): {change}")
 
 
 def _adapt_outputs(saved: dict[str, Tensor], new: dict[str, Tensor]) -> AdaptedHead:
-    """Return the new weights where the number of outputs has changed."""
+    """Return the new weights of a head for the same classes that has another number of outputs."""
     resized_names = [name for name, weight in saved.items() if len(weight) != len(new[name])]
     if not resized_names:
         return AdaptedHead({})

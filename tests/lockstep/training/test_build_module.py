@@ -194,6 +194,12 @@ def test_features_of_another_width_begin_random(checkpoint):
     assert "the head is new" in said
 
 
+def test_a_head_for_numbers_says_that_there_are_no_classes(checkpoint):
+    facts = {"class_names": [], "num_classes": 1, "data_hash": "x"}
+    said = load_initial_weights(Task(1), checkpoint[1], "m", {}, facts)
+    assert "the classes were cat, dog, fox, now none;" in said
+
+
 def joined(class_names):
     """A task with a head beside its net, and the facts about its data."""
     torch.manual_seed(len(class_names))
