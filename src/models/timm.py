@@ -89,15 +89,18 @@ class TimmModel(nn.Module):
     def wanted_images(
         cls, name: str | None = None, pretrained: bool = True, weights: str | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Return what pretrained weights say of their images; {} without pretrained weights."""
+        """Return how the images of pretrained weights are prepared, as {"crop_pct": 0.9}.
+
+        It is {} without pretrained weights.
+        """
         if not pretrained and weights is None:
             return {}
         config = pretrained_config(name)
-        facts = {key: config[key] for key in IMAGE_SETTINGS if key in config}
-        for key, value in facts.items():
+        settings = {key: config[key] for key in IMAGE_SETTINGS if key in config}
+        for key, value in settings.items():
             if isinstance(value, tuple):
-                facts[key] = list(value)
-        return facts
+                settings[key] = list(value)
+        return settings
 
     def shard_units(self) -> list[nn.Module]:
         """Return the members of the outermost sequences.
@@ -133,7 +136,9 @@ class TimmModel(nn.Module):
 
     def undecayed_names(self) -> set[str]:
         """Return timm's names of parameters without weight decay."""
-        return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
+        if not hasattr(self.backbone, "no_weight_decay"):
+            return set()
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict whose position embeddings timm has resampled to this image size.

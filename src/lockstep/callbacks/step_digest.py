@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -418,15 +418,27 @@ def random_calls(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str
         dataset = getattr(loader, "dataset", None)
         objects += [dataset, getattr(dataset, "dataset", None), getattr(dataset, "transform", None)]
         objects.append(loader)
-    calls: list[tuple[bool, str]] = []
+    calls: list[RandomCall] = []
     for value in (*objects, trainer.datamodule, pl_module):
         for cls in type(value).__mro__:
             calls += find_random_calls(cls)
-    return [line for _, line in sorted(calls, key=lambda call: not call[0])]
+    return [call.line for call in sorted(calls, key=lambda call: not call.is_unseeded)]
 
 
-def find_random_calls(cls: type) -> list[tuple[bool, str]]:
-    """Return (whether no seed reaches it, file:line) of each call of a generator in a class."""
+class RandomCall(NamedTuple):
+    """A call of a random number generator.
+
+    Attributes:
+        is_unseeded: no seed reaches it.
+        line: file:line.
+    """
+
+    is_unseeded: bool
+    line: str
+
+
+def find_random_calls(cls: type) -> list[RandomCall]:
+    """Return the calls of random number generators in the source of a class of the user."""
     try:
         path = str(inspect.getsourcefile(cls))
         lines, first_line = inspect.getsourcelines(cls)
@@ -443,5 +455,5 @@ def find_random_calls(cls: type) -> list[tuple[bool, str]]:
         is_unseeded = name.rpartition(".")[2] in UNSEEDED and not node.args and not node.keywords
         is_unseeded = is_unseeded or name == "os.urandom"
         if is_unseeded or name.startswith(RANDOM_MODULES):
-            calls.append((is_unseeded, f"{path}:{first_line + node.lineno - 1}"))
+            calls.append(RandomCall(is_unseeded, f"{path}:{first_line + node.lineno - 1}"))
     return calls

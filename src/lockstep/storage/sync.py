@@ -8,6 +8,7 @@ import socket
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,12 +75,12 @@ def _list_remote_files(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFi
     """
     bucket = Bucket.from_config(s3, uri)
     name = ""
-    files = [RemoteFile(*entry) for entry in bucket.list() if not entry[0].endswith("/")]
+    files = [file for file in starmap(RemoteFile, bucket.list()) if not file.key.endswith("/")]
 
     if not files and bucket.prefix:
         folder_uri, _, name = uri.rstrip("/").rpartition("/")
         bucket = Bucket.from_config(s3, folder_uri)
-        files = [RemoteFile(*entry) for entry in bucket.list(name) if entry[0] == name]
+        files = [file for file in starmap(RemoteFile, bucket.list(name)) if file.key == name]
 
     if not files:
         raise UserError(f"{uri}: there is nothing under this prefix in the bucket.")

@@ -24,7 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints.files import Sidecar, complete_checkpoints, link, remove
+from lockstep.checkpoints import files
+from lockstep.checkpoints.files import Sidecar, complete_checkpoints
 from lockstep.process.errors import (
     EXIT_INTERRUPTED,
     EXIT_NOT_UPLOADED,
@@ -254,13 +255,13 @@ class Uploader:
         while newest := self._newest(kind):
             path, sidecar = newest
             try:
-                link(path, copy)
+                files.link(path, copy)
             except FileNotFoundError:  # training has deleted it for a newer one
                 continue
             try:
                 self._replace_checkpoint(kind, copy, sidecar)
             finally:
-                remove(copy)
+                files.remove(copy)
             return
 
     def _replace_checkpoint(self, kind: str, path: Path, sidecar: Sidecar) -> None:

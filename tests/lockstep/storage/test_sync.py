@@ -149,7 +149,7 @@ def test_what_cannot_be_copied_is_a_sentence(place, tmp_path, monkeypatch):
         ):
             sync(uri, tmp_path, s3)
     monkeypatch.setattr(
-        module.Bucket, "list", lambda self, below="": iter([("../../evil", 1, "x")])
+        module.Bucket, "list", lambda self, beginning="": iter([("../../evil", 1, "x")])
     )
     with pytest.raises(UserError, match="holds the key '../../evil', which cannot be a file"):
         sync(uri, tmp_path, s3)
