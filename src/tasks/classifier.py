@@ -49,7 +49,8 @@ class Counts:
         self.confusion = zeros(num_classes * num_classes) if has_confusion else None
 
     def add(self, predicted: Tensor, labels: Tensor, probabilities: Tensor) -> None:
-        """
+        """Add a batch.
+
         Args:
             predicted, labels: (B,) int64.
             probabilities: (B, num_classes).
@@ -246,9 +247,10 @@ def scores_of_counts(
 
 
 def check_logits(logits: Any, num_classes: int) -> None:
-    """
+    """Check that a net gives one number for each class and image.
+
     Raises:
-        UserError: the net does not give one number for each class and image.
+        UserError: it gives something else.
     """
     if not isinstance(logits, Tensor):
         raise UserError(
@@ -299,5 +301,5 @@ def _warn_of_batch_means(name: str) -> None:
 
 
 def probabilities_of(loss: object, logits: Tensor) -> Tensor:
-    """Return (B, classes), as the loss understands logits (B, classes)."""
+    """Return the probabilities (B, classes) of logits (B, classes) as the loss defines them."""
     return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)

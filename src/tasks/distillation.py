@@ -67,7 +67,8 @@ class Distillation(ImageClassifier):
         self.rescale = compute_rescaling(facts, data, device)
 
     def _check_teacher(self, facts: dict[str, Any], data: Any) -> None:
-        """
+        """Compare the teacher with the data.
+
         Raises:
             UserError: the teacher has other classes or channels than the data, or deep images had
                 another black and white.
@@ -163,5 +164,5 @@ def compute_rescaling(facts: dict[str, Any], data: Any, device: torch.device) ->
 
 
 def _per_channel(values: Sequence[float]) -> Tensor:
-    """Return (channels, 1, 1)."""
+    """Return a tensor (channels, 1, 1), which applies to images (B, channels, H, W)."""
     return torch.tensor(values).view(-1, 1, 1)

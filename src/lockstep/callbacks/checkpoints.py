@@ -180,7 +180,7 @@ class Checkpoints(pl.Callback):
             self._check_before_training(trainer, pl_module)
         elif trainer.state.fn == "fit":
             self.validated_step = trainer.global_step
-            if not resume_point.ends_epoch(trainer) and self._is_best(trainer):
+            if not resume_point.ends_epoch(trainer) and self._update_best(trainer):
                 self.save(trainer, "best")
 
     def on_train_batch_end(
@@ -209,7 +209,7 @@ class Checkpoints(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         is_due = self._is_last_due(trainer)
         if resume_point.is_validation_epoch(trainer):
-            is_best = self._is_best(trainer)
+            is_best = self._update_best(trainer)
         else:
             is_best = is_due and not trainer.enable_validation
         kinds = []
@@ -260,7 +260,7 @@ class Checkpoints(pl.Callback):
     # What is best
 
     def _check_before_training(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Notice a metric that is not logged before training, in the sanity check."""
+        """Check in the sanity check, before training, that the monitored metric is logged."""
         if not is_metric_of("val", self.monitor):
             return
         # A module of the user's may log a metric in whole validations alone.
@@ -277,7 +277,7 @@ class Checkpoints(pl.Callback):
             raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
 
     def _warn_without_best(self, trainer: pl.Trainer) -> None:
-        """Name the metrics that the task logs if the monitored one is not among them."""
+        """Warn that there is no best checkpoint if the monitored metric is not logged."""
         if trainer.is_global_zero and self.monitor not in trainer.callback_metrics:
             logged_metrics = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             log.warning(
@@ -285,8 +285,8 @@ class Checkpoints(pl.Callback):
                 f"{logged_metrics}."
             )
 
-    def _is_best(self, trainer: pl.Trainer) -> bool:
-        """Return whether the metric of the validation is the best so far, and keep it."""
+    def _update_best(self, trainer: pl.Trainer) -> bool:
+        """Keep the metric of this validation if it is the best so far; return whether it is."""
         self._check_monitor(trainer)
         value = self._mean_over_ranks(trainer)
         if math.isnan(value):
@@ -450,7 +450,11 @@ class Checkpoints(pl.Callback):
             self.finish_writing(trainer)
 
     def _report_and_prune(self, trainer: pl.Trainer, paths: Paths) -> None:
-        """Tell the callbacks that record it, then delete its predecessors."""
+        """Tell the callbacks of written checkpoints, then delete those of earlier steps.
+
+        Args:
+            paths: of the written ones, by kind.
+        """
         for kind, path in paths.items():
             sidecar = files.read_sidecar(path)
             for callback in trainer.callbacks:

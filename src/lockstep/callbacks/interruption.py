@@ -134,7 +134,7 @@ class Interruption(pl.Callback):
         return not self._previous_handlers or signals.interrupt in self._previous_handlers.values()
 
     def _forget_signals(self) -> None:
-        """A notebook goes on: a signal of the last step does not stop the next fit."""
+        """Forget a signal of the last step, which must not stop the next fit of a notebook."""
         self._restore_handlers()
         self.reason = ""
         self.stops_after_epoch = False
@@ -158,12 +158,12 @@ class Interruption(pl.Callback):
             return
         if ends_epoch(trainer) and not is_validation_epoch(trainer):
             # The epoch's end is saved when all callbacks have had their turn.
-            self.stops_after_epoch = self._is_stop_due(trainer, "train")
+            self.stops_after_epoch = self._vote_on_stop(trainer, "train")
             for callback in trainer.callbacks:
                 if isinstance(callback, Checkpoints):
                     callback.stops_after_epoch = self.stops_after_epoch
             return
-        if self._is_stop_due(trainer, "train"):
+        if self._vote_on_stop(trainer, "train"):
             call_after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -187,13 +187,13 @@ class Interruption(pl.Callback):
         batch_idx: int,
         *_: Any,
     ) -> None:
-        if batch_idx < self.batches_with_vote and self._is_stop_due(trainer, "evaluate"):
+        if batch_idx < self.batches_with_vote and self._vote_on_stop(trainer, "evaluate"):
             self._stop(trainer, "evaluate")
 
     on_test_batch_end = on_validation_batch_end
 
-    def _is_stop_due(self, trainer: pl.Trainer, kind: str) -> bool:
-        """Return whether any rank was asked to stop; the same on all ranks."""
+    def _vote_on_stop(self, trainer: pl.Trainer, kind: str) -> bool:
+        """Return whether any rank was asked to stop. All ranks call it, and get one answer."""
         if trainer.state.fn == "fit" and steps_are_over(trainer):
             # A resume would not validate the last step. The test stops instead.
             return False
@@ -233,7 +233,7 @@ def has_sure_length(loader: Any) -> bool:
 
 
 def do_nothing() -> None:
-    """Take the place of what Lightning does at a signal."""
+    """Take the place of Lightning's methods that handle signals."""
 
 
 def save_last(trainer: pl.Trainer) -> None:

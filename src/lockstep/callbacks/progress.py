@@ -29,7 +29,7 @@ class Progress(pl.Callback):
         self.logged_at = self.began_at
 
     def _log_line(self, trainer: pl.Trainer, position: str, after_s: float) -> None:
-        """Log the metrics, unless that was done less than `after_s` seconds ago."""
+        """Log a line, such as "epoch 1/3 · batch 3/10 · loss 0.6931", every `after_s` seconds."""
         if not trainer.is_global_zero:
             return
         if time.monotonic() - self.logged_at < after_s:

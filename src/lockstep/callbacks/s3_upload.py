@@ -100,7 +100,7 @@ class S3Upload(pl.Callback):
         return None
 
     def expect_end(self, seconds: float) -> None:
-        """Upload new checkpoints at once from now on: this machine stops in so many seconds."""
+        """Upload new checkpoints at once from now on, because this machine stops in `seconds`."""
         self.flush_timeout_s = min(self.flush_timeout_s, seconds)
         if self.uploader is not None:
             self.uploader.intervals_s["last"] = 0.0

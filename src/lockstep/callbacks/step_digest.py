@@ -275,7 +275,7 @@ def count_samples(batch: Any) -> int:
 
 
 def batch_part(batch: Any, part: int, parts: int) -> Any:
-    """Return one of several parts of a batch; they are equal if its size can be divided."""
+    """Return one of several parts of a batch: part 1 of 2 of 8 samples is the last 4."""
     size = count_samples(batch)
     samples = slice(part * size // parts, (part + 1) * size // parts)
     return _select_samples(batch, samples, size)
@@ -294,7 +294,7 @@ def _select_samples(tree: Any, samples: slice, size: int) -> Any:
 
 
 def _select_from_list(items: Any, samples: slice, size: int) -> Any:
-    """Cut the members of a list or tuple, or a list without tensors that has an item a sample."""
+    """Return a list whose members are cut, or the chosen items of one without tensors."""
     if list_tensors(items):
         parts = [_select_samples(item, samples, size) for item in items]
         if hasattr(items, "_fields"):

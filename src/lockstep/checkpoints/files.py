@@ -115,7 +115,7 @@ def is_copy(checkpoint: Path, sidecar: Sidecar) -> bool:
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """Return None if the checkpoint has no readable sidecar, and so is not complete."""
+    """Return a checkpoint's sidecar; None if it has no readable one, and so is not complete."""
     try:
         return parse_sidecar(json.loads(sidecar_path(checkpoint).read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -183,7 +183,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove the sidecar first, so that a partly removed checkpoint does not count as complete."""
+    """Remove a checkpoint: its sidecar first, so that a half-removed one is never complete."""
     mark_unfinished(checkpoint)
     sidecar_path(checkpoint).unlink(missing_ok=True)
     checkpoint.unlink(missing_ok=True)

@@ -69,7 +69,7 @@ def check_loadable(checkpoint: Checkpoint) -> None:
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write beside the target, sync, rename."""
+    """Write a checkpoint into a file beside the path, sync it to the disk, and rename it."""
     write_atomically(path, lambda file: torch.save(checkpoint, file), binary=True)
 
 

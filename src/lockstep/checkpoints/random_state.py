@@ -74,7 +74,7 @@ def _cuda_state(devices: Sequence[torch.device]) -> Any:
 
 
 def _gpu_indices(devices: Sequence[torch.device]) -> list[int]:
-    """Return the number of each GPU once."""
+    """Return the indices of the GPUs among some devices, each once."""
     return sorted({device.index or 0 for device in devices if device.type == "cuda"})
 
 

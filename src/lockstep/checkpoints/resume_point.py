@@ -209,7 +209,10 @@ def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) ->
 
 
 def micro_batch_counts(point: ResumePoint, accumulate: int) -> tuple[int, int]:
-    """Return how many micro-batches of the current epoch are ready, and how many completed."""
+    """Return how many micro-batches of the current epoch were begun, and how many completed.
+
+    Lightning's counters call them ready and completed.
+    """
     if point.phase == EPOCH_END:
         # The next epoch is the current one.
         return 0, 0

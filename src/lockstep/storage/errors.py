@@ -108,7 +108,7 @@ def translate(error: BaseException, bucket: str, place: str) -> S3Error | None:
 
 
 def _code_and_status(error: BaseException) -> tuple[str, int]:
-    """Return the code by which SENTENCES has an error, and the HTTP status of the answer or 0."""
+    """Return the error's key of SENTENCES, such as NoSuchKey, and the HTTP status or 0."""
     from botocore.exceptions import ClientError
 
     code = type(error).__name__

@@ -157,7 +157,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
 
 
 def drop_unset_options(node: Config) -> Config:
-    """Return the options of data= without those that it need not have and that are null."""
+    """Return the options of data= without those that are null and that a class need not take."""
     unset = [key for key in NULLABLE_OPTIONS if node.get(key) is None]
     return {key: value for key, value in node.items() if key not in unset}
 

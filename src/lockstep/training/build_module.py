@@ -126,7 +126,7 @@ def build_module(
 
 
 def _task_options(task: Config, parameters: Mapping[str, inspect.Parameter]) -> Config:
-    """Return the options of task= without those that its class need not take, and does not."""
+    """Return the options of task= without monitor, mode and outputs where its class has none."""
     options = {}
     for key, value in task.items():
         if key in parameters or key not in OPTIONAL_KEYS:

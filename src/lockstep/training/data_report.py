@@ -37,7 +37,7 @@ class DataReport(pl.Callback):
         )
 
     def start(self) -> None:
-        """Begin, and wait for what is done at once."""
+        """Start to compare the images, and wait 3 s, in which most data are done."""
         if not self.data.source.reads_files:
             # Arrays are compared in memory. A Dataset of the user's may draw random numbers of
             # this process, and is not compared: a few of its images are opened for their size.

@@ -97,9 +97,9 @@ class Task(pl.LightningModule):
         return "test" if self.trainer.testing else "val"
 
     def pop_sums(self, stage: str) -> dict[str, Tensor]:
-        """Return (2,) float64 by metric, sum and number of this rank since the last call.
+        """Return sum and number of this rank by metric, since the last call.
 
-        They are still on the device.
+        Each pair is a tensor (2,) float64 on the device.
         """
         return {name: self.sums.pop(name) for name in self._counted_names(stage)}
 
@@ -108,7 +108,7 @@ class Task(pl.LightningModule):
         return sorted(name for name in self.sums if name.startswith(f"{stage}/"))
 
     def totals(self, stage: str) -> dict[str, tuple[float, float]]:
-        """Return sum and number over all ranks by metric.
+        """Return sum and number over all ranks by metric, as {"val/loss": (12.5, 50.0)}.
 
         It is a collective and a host-device synchronisation.
         """
@@ -121,7 +121,7 @@ class Task(pl.LightningModule):
         return {name: (total, number) for name, (total, number) in zip(sums, totals, strict=True)}
 
     def epoch_means(self, stage: str) -> dict[str, float]:
-        """Return the exact means since the last call.
+        """Return the exact means since the last call, as {"val/loss": 0.25}.
 
         Those of "train" are over the images as they were augmented.
         """

@@ -83,7 +83,7 @@ def test_a_resumed_run_knows_the_best_of_its_monitor(tmp_path, options, value, i
     )  # fmt: skip
     callback.on_fit_start(trainer, None)
     assert callback.best_path == here and told == [(here, "best")] and here.exists()
-    assert callback._is_best(trainer) is is_best
+    assert callback._update_best(trainer) is is_best
 
 
 @pytest.mark.filterwarnings("ignore")
