@@ -73,7 +73,7 @@ class Checkpoints(pl.Callback):
         saved_step: of the newest `last`.
         validated_step: of the latest validation.
         ended_epoch: the epoch whose end is still to be saved.
-        frozen_to_set: the frozen layers of the checkpoint, until this start has its optimizers.
+        pending_frozen_state: that of the checkpoint, until the optimizers of this start are built.
         schedule_lengths: as a resume has built the schedules, before their states are loaded.
     """
 
@@ -117,7 +117,7 @@ class Checkpoints(pl.Callback):
         # Whether ranks have logged values of their own
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
-        self.frozen_to_set: FrozenState | None = None
+        self.pending_frozen_state: FrozenState | None = None
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write, where they have no heartbeat
@@ -153,9 +153,9 @@ class Checkpoints(pl.Callback):
             return
         # Lightning loads the states of the schedules after this hook.
         self.schedule_lengths = schedule_lengths(trainer)
-        if self.frozen_to_set is not None:
-            set_frozen_state(trainer, self.frozen_to_set)
-            self.frozen_to_set = None
+        if self.pending_frozen_state is not None:
+            set_frozen_state(trainer, self.pending_frozen_state)
+            self.pending_frozen_state = None
         path = None
         value = None
         if trainer.is_global_zero:
@@ -382,7 +382,7 @@ class Checkpoints(pl.Callback):
         if trainer.strategy.restore_checkpoint_after_setup:
             set_frozen_state(trainer, state)
         else:
-            self.frozen_to_set = state
+            self.pending_frozen_state = state
 
     # How it is saved
 

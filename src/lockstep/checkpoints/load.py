@@ -1,7 +1,8 @@
 """Load checkpoint files: tensors and plain values, nothing that could run code."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +138,16 @@ def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint
     if not has_ranks():
         return read_checkpoint(path, map_location)
 
-    chunks = _read_chunks(Path(path)) if dist.get_rank() == 0 else None
+    # The other ranks send nothing, and get the chunks of rank 0.
+    chunks: Iterable[Any] = repeat(None)
+    if dist.get_rank() == 0:
+        chunks = _read_chunks(Path(path))
     content = io.BytesIO()
-    while chunk := broadcast_object(next(chunks) if chunks else None):
+    for chunk in map(broadcast_object, chunks):
         if isinstance(chunk, UserError):
             raise chunk
+        if not chunk:
+            break
         content.write(chunk)
     content.seek(0)
     return read_checkpoint(path, map_location, content)
