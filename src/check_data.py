@@ -238,7 +238,7 @@ def list_data(config: Config) -> Any:
     Raises:
         UserError: there is none.
     """
-    from lockstep.training.build_data import prepared_data
+    from lockstep.training.build_data import build_prepared_data
 
     if config["choices"]["data"] == "none":
         module = config["task"]["_target_"]
@@ -252,7 +252,7 @@ def list_data(config: Config) -> Any:
         options["path"] = "loader"
     if "num_workers" in options:
         options["num_workers"] = 0
-    return prepared_data(config, options, "check")
+    return build_prepared_data(config, options, "check")
 
 
 def check(config: Config, *, is_augmented: bool = False) -> int:

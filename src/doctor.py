@@ -217,7 +217,7 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
 
     def write() -> None:
         try:
-            Bucket.of(s3).check_writable()
+            Bucket.from_config(s3).check_writable()
             answers.append(Finding(True, f"{s3['uri']} can be written"))
         except UserError as error:
             answers.append(Finding(False, f"s3: {error}"))

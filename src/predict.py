@@ -127,9 +127,9 @@ def predict_on(
     from lockstep.ranks.collectives import gather_objects
     from lockstep.training.inference import load_finished
     from lockstep.training.prediction import (
+        PredictionProgress,
         Predictor,
-        Progress,
-        patient_group,
+        create_patient_group,
         set_device,
         set_test_time_flip,
     )
@@ -148,10 +148,10 @@ def predict_on(
     data = unlabelled_data(model, files, numbers, options)
     set_device(data, device, cluster.rank, cluster.world_size)
     paths = OutputPaths(Path(options["out"] or default_out(model, ".csv")))
-    progress = Progress(len(files), cluster.world_size)
+    progress = PredictionProgress(len(files), cluster.world_size)
     top = int(options["top"])
     rows: dict[str, Row] = {}
-    group = patient_group()
+    group = create_patient_group()
     mine = predict_files(predictor, data, files, paths.masks, top, progress)
     for part in gather_objects(mine, group):
         rows |= part

@@ -66,9 +66,9 @@ def record_start(run: Run, parts: "Parts") -> None:
         # A resume that trains no step leaves the config of what ran before.
         run.recorder.on_first_step = partial(write_config, run)
 
-    from lockstep.training.build import facts_of_parts
+    from lockstep.training.build import describe_parts
 
-    run.update(hosts=run.hosts, **facts_of_parts(run, parts))
+    run.update(hosts=run.hosts, **describe_parts(run, parts))
 
 
 def log_profiles(run: Run) -> None:

@@ -53,7 +53,7 @@ def upload(options: dict[str, str]) -> int:
     if status_of(read_record(folder.record_path)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
 
-    _refuse_unusable(Bucket.of(s3).at(folder.run_id))
+    _refuse_unusable(Bucket.from_config(s3).joinpath(folder.run_id))
     s3["flush_timeout_s"] = FLUSH_TIMEOUT_S
     code = finish_upload(s3, folder, EXIT_OK)
     if code != EXIT_OK:

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 
-from lockstep.checkpoints.resume_point import progress
+from lockstep.checkpoints.resume_point import counter_state
 from lockstep.config.compose import CONFIGS, register_resolvers
 from lockstep.config.hydra_versions import version_base
 from lockstep.config.schema import trainer_arguments
@@ -85,10 +85,10 @@ PLAIN = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 def test_the_loop_state_has_the_keys_that_a_resume_writes(fitted):
     trainer, _ = fitted
     state = trainer.fit_loop.state_dict()
-    counters = {*progress(0, 0, 0), "is_last_batch"}
+    counters = {*counter_state(0, 0, 0), "is_last_batch"}
     assert state["epoch_loop.batch_progress"].keys() == counters
     assert state["epoch_loop.val_loop.batch_progress"].keys() == counters
-    assert state["epoch_progress"] == progress(1, 1, 1)
+    assert state["epoch_progress"] == counter_state(1, 1, 1)
 
     batch_progress = trainer.fit_loop.epoch_loop.batch_progress
     assert batch_progress.total.ready == batch_progress.current.ready == 2

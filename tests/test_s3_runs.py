@@ -47,7 +47,7 @@ class Place:
     def __init__(self, server=None):
         self.server = server or shared_store()
         self.bucket = Bucket(f"s3://{self.server.new_bucket()}/my rüns+", self.server.endpoint_url)
-        self.run, self.environment = self.bucket.at("the-run"), self.server.environment()
+        self.run, self.environment = self.bucket.joinpath("the-run"), self.server.environment()
         self.arguments = [
             f"s3.uri='{self.bucket.uri}'",
             f"s3.endpoint_url={self.bucket.endpoint_url}",

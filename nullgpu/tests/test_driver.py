@@ -207,11 +207,12 @@ def test_images_are_taken_by_their_bytes(side):
 def pinned(available):
     import psutil
 
-    from lockstep.checkpoints.io import on_host
+    from lockstep.checkpoints.io import copy_to_host
 
     psutil.virtual_memory = lambda: SimpleNamespace(available=available)
-    found = on_host(
-        {"a": torch.ones(256, device="cuda"), "b": torch.ones(256, device="cuda")}, always=True
+    found = copy_to_host(
+        {"a": torch.ones(256, device="cuda"), "b": torch.ones(256, device="cuda")},
+        copy_cpu_tensors=True,
     )
     return [(tensor.is_pinned(), tensor.sum().item()) for tensor in found.values()]
 

@@ -144,6 +144,6 @@ class Airbench(nn.Module):
         return list(self.groups)
 
     def stages(self) -> list[nn.Module]:
-        first = nn.Sequential(self.whiten, self.activation)
-        last = nn.Sequential(self.pool, nn.Flatten(), self.head)
-        return [first, *self.groups, last]
+        whitening_stage = nn.Sequential(self.whiten, self.activation)
+        head_stage = nn.Sequential(self.pool, nn.Flatten(), self.head)
+        return [whitening_stage, *self.groups, head_stage]

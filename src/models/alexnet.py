@@ -30,32 +30,32 @@ class AlexNet(nn.Module):
     """
 
     # A 3/2 max-pooling follows the convolutions of these numbers.
-    pooled = (1, 2, 5)
-    batch_norm = False
+    pooled_convolutions = (1, 2, 5)
+    has_batch_norm = False
     # A smaller image leaves no pixel after the last pooling.
-    smallest = 63  # pixels
+    smallest_image_size = 63  # pixels
 
     def __init__(
         self, num_classes: int, image_size: int, channels: int, dropout: float = 0.5
     ) -> None:
         super().__init__()
-        if image_size < self.smallest:
+        if image_size < self.smallest_image_size:
             raise UserError(
-                f"{type(self).__name__} takes images of {self.smallest} px or more, "
+                f"{type(self).__name__} takes images of {self.smallest_image_size} px or more, "
                 f"not data.image_size={image_size}."
             )
 
-        self.blocks_end: list[int] = []
+        self.block_ends: list[int] = []
         layers: list[nn.Module] = []
         for number, (width, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
             layers.append(nn.Conv2d(channels, width, kernel, stride, padding))
             layers.append(nn.ReLU(inplace=True))
-            if number in self.pooled:
+            if number in self.pooled_convolutions:
                 layers.append(nn.MaxPool2d(3, 2))
-            if self.batch_norm:
+            if self.has_batch_norm:
                 layers.append(nn.BatchNorm2d(width))
             channels = width
-            self.blocks_end.append(len(layers))
+            self.block_ends.append(len(layers))
 
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(POOLED_SIDE)
@@ -70,8 +70,8 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        pooled = self.avgpool(self.features(images))
-        return self.classifier(pooled.flatten(1))
+        features = self.avgpool(self.features(images))
+        return self.classifier(features.flatten(1))
 
     def shard_units(self) -> list[nn.Module]:
         """Return each convolution and each linear layer.
@@ -83,9 +83,9 @@ class AlexNet(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         """Return the five convolution blocks, then the head's three linear layers."""
-        starts = [0, *self.blocks_end[:-1]]
+        starts = [0, *self.block_ends[:-1]]
         blocks = [
-            self.features[start:end] for start, end in zip(starts, self.blocks_end, strict=True)
+            self.features[start:end] for start, end in zip(starts, self.block_ends, strict=True)
         ]
         first_linear = nn.Sequential(self.avgpool, nn.Flatten(), *self.classifier[:3])
         return [*blocks, first_linear, self.classifier[3:6], self.classifier[6:]]
@@ -94,6 +94,6 @@ class AlexNet(nn.Module):
 class AlexNetBN(AlexNet):
     """AlexNet with a pooling after the third convolution too, and BatchNorm at each block's end."""
 
-    pooled = (1, 2, 3, 5)
-    batch_norm = True
-    smallest = 127  # pixels
+    pooled_convolutions = (1, 2, 3, 5)
+    has_batch_norm = True
+    smallest_image_size = 127  # pixels

@@ -25,10 +25,10 @@ from lockstep.process.errors import UserError
 log = logging.getLogger(__name__)
 
 # The parts that VisionTransformer.forward_head uses.
-HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")
+HEAD_PARTS = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")
 # LightningModules, DDP and torch.compile put these before the names of weights.
 PREFIXES = ("net.", "model.", "backbone.", "module.", "_orig_mod.")
-FACTS_OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")
+IMAGE_SETTINGS = ("mean", "std", "crop_pct", "interpolation")
 
 
 class TimmModel(nn.Module):
@@ -61,18 +61,22 @@ class TimmModel(nn.Module):
         **timm_arguments: Any,
     ) -> None:
         super().__init__()
-        from_timm = pretrained and weights is None
+        loads_timm_weights = pretrained and weights is None
         config = pretrained_config(name)
         if timm_arguments.get("in_chans", channels) != channels:
             raise UserError(
                 f"model.in_chans={timm_arguments['in_chans']} is not the number of channels of the "
                 f"images, {channels}: leave it out, as the net takes the channels of the data."
             )
-        settings = {"num_classes": num_classes, "in_chans": channels, "pretrained": from_timm}
-        self.backbone = _create(str(name), image_size, channels, settings, timm_arguments)
-        is_head_new = from_timm and config.get("num_classes") != num_classes
+        settings = {
+            "num_classes": num_classes,
+            "in_chans": channels,
+            "pretrained": loads_timm_weights,
+        }
+        self.backbone = _create_backbone(str(name), image_size, channels, settings, timm_arguments)
+        is_head_new = loads_timm_weights and config.get("num_classes") != num_classes
         if weights is not None:
-            is_head_new = _load(self.backbone, Path(weights), str(name), channels)
+            is_head_new = _load_weights(self.backbone, Path(weights), str(name), channels)
         if is_head_new:
             for head in _layers(self.backbone, "classifier"):
                 for parameter in self.backbone.get_submodule(head).parameters():
@@ -85,15 +89,18 @@ class TimmModel(nn.Module):
     def wanted_images(
         cls, name: str | None = None, pretrained: bool = True, weights: str | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Return what pretrained weights say of their images; {} without pretrained weights."""
+        """Return how the images of pretrained weights are prepared, as {"crop_pct": 0.9}.
+
+        It is {} without pretrained weights.
+        """
         if not pretrained and weights is None:
             return {}
         config = pretrained_config(name)
-        facts = {key: config[key] for key in FACTS_OF_IMAGES if key in config}
-        for key, value in facts.items():
+        settings = {key: config[key] for key in IMAGE_SETTINGS if key in config}
+        for key, value in settings.items():
             if isinstance(value, tuple):
-                facts[key] = list(value)
-        return facts
+                settings[key] = list(value)
+        return settings
 
     def shard_units(self) -> list[nn.Module]:
         """Return the members of the outermost sequences.
@@ -103,7 +110,7 @@ class TimmModel(nn.Module):
         units = []
         for child in self.backbone.children():
             if isinstance(child, nn.Sequential | nn.ModuleList):
-                units += [unit for unit in child if _has_parts(unit)]
+                units += [unit for unit in child if _is_block(unit)]
         return units
 
     def head_names(self) -> list[str]:
@@ -129,7 +136,9 @@ class TimmModel(nn.Module):
 
     def undecayed_names(self) -> set[str]:
         """Return timm's names of parameters without weight decay."""
-        return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
+        if not hasattr(self.backbone, "no_weight_decay"):
+            return set()
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict whose position embeddings timm has resampled to this image size.
@@ -144,9 +153,9 @@ class TimmModel(nn.Module):
             return state
         if state[embedding].shape == shapes[embedding] or state[patch].shape != shapes[patch]:
             return state
-        of_backbone = {key.removeprefix("backbone."): value for key, value in state.items()}
-        filtered = _filtered(of_backbone, self.backbone)
-        return {f"backbone.{key}": value for key, value in filtered.items()}
+        backbone_state = {key.removeprefix("backbone."): value for key, value in state.items()}
+        filtered_state = _filter_state(backbone_state, self.backbone)
+        return {f"backbone.{key}": value for key, value in filtered_state.items()}
 
     def stages(self) -> list[nn.Module]:
         """Return patch embedding, each block, norm and head.
@@ -166,19 +175,19 @@ class TimmModel(nn.Module):
         def embed(images: Tensor) -> Tensor:
             return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
 
-        later = ("blocks", "norm", *HEAD_NAMES)
-        first = [name for name, _ in vit.named_children() if name not in later]
-        first += [name for name, _ in vit.named_parameters(recurse=False)]
-        head = _Part(vit, HEAD_NAMES, vit.forward_head)
-        return [_Part(vit, first, embed), *vit.blocks, vit.norm, head]
+        later_names = ("blocks", "norm", *HEAD_PARTS)
+        first_names = [name for name, _ in vit.named_children() if name not in later_names]
+        first_names += [name for name, _ in vit.named_parameters(recurse=False)]
+        head = _Stage(vit, HEAD_PARTS, vit.forward_head)
+        return [_Stage(vit, first_names, embed), *vit.blocks, vit.norm, head]
 
 
-def _has_parts(unit: nn.Module) -> bool:
+def _is_block(unit: nn.Module) -> bool:
     """Return whether a module has children and parameters."""
     return any(True for _ in unit.children()) and any(True for _ in unit.parameters())
 
 
-class _Part(nn.Module):
+class _Stage(nn.Module):
     """Children and parameters of a VisionTransformer, which move to another device together.
 
     Args:
@@ -218,16 +227,16 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
         close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         advice = f"closest: {', '.join(close)}" if close else "see timm.list_models()"
         raise UserError(f"timm has no model named {name} (model.name); {advice}.")
-    offline = _without_network() if name.startswith("hf") else ""
+    offline_reason = _go_offline_without_network() if name.startswith("hf") else ""
     try:
         return resolve_model_input_args(name)["pretrained_cfg"]
     except Exception as error:
         # The errors are timm's, the hub client's and its HTTP library's.
-        reason = offline or _one_line(error)
+        reason = offline_reason or _one_line(error)
         raise UserError(f"model.name={name} cannot be used ({reason}).") from error
 
 
-def _create(
+def _create_backbone(
     name: str, image_size: int, channels: int, settings: dict[str, Any], options: dict[str, Any]
 ) -> nn.Module:
     """Build the model and try it: with img_size if that works, otherwise at its default size.
@@ -241,41 +250,41 @@ def _create(
     """
     # Lockstep's handler shows the messages of the hub's client.
     logging.getLogger("huggingface_hub").handlers.clear()
-    offline = _without_network() if settings["pretrained"] else ""
+    offline_reason = _go_offline_without_network() if settings["pretrained"] else ""
     arguments = {**settings, **options}
     failure: Exception | None = None
     for size in ({"img_size": image_size}, {}):
         try:
-            backbone = _build(name, {**size, **arguments})
-            _try(backbone, image_size, channels, settings["num_classes"])
+            backbone = _build_backbone(name, {**size, **arguments})
+            _check_output(backbone, image_size, channels, settings["num_classes"])
         except Exception as error:
             # The errors are timm's, the hub client's, and assertions of any model.
             if size and isinstance(error, TypeError) and "img_size" in str(error):
                 continue
             untrained = {**size, **arguments, "pretrained": False}
-            if settings["pretrained"] and _works(name, image_size, channels, untrained):
+            if settings["pretrained"] and _can_build(name, image_size, channels, untrained):
                 raise UserError(
                     f"the pretrained weights of {name} cannot be loaded "
-                    f"({offline or _one_line(error)}): give a local file with model.weights=FILE, "
-                    "or train from scratch with model.pretrained=false."
+                    f"({offline_reason or _one_line(error)}): give a local file with "
+                    "model.weights=FILE, or train from scratch with model.pretrained=false."
                 ) from error
             failure = failure or error
         else:
             return backbone.train()
     assert failure is not None
-    raise _cause(failure, name, image_size, channels, settings, options) from failure
+    raise _explain_failure(failure, name, image_size, channels, settings, options) from failure
 
 
-def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
+def _build_backbone(name: str, arguments: dict[str, Any]) -> nn.Module:
     import timm
 
     backbone = timm.create_model(name, **arguments)
     for layer in _layers(backbone, "first_conv"):
-        _embed_by_product(backbone.get_submodule(layer))
+        _use_patch_conv(backbone.get_submodule(layer))
     return backbone
 
 
-def _try(backbone: nn.Module, image_size: int, channels: int, num_classes: int) -> None:
+def _check_output(backbone: nn.Module, image_size: int, channels: int, num_classes: int) -> None:
     """Raise an exception if the model does not turn an image into a value for each class."""
     parameter = next(backbone.parameters())
     if parameter.is_meta:
@@ -288,16 +297,18 @@ def _try(backbone: nn.Module, image_size: int, channels: int, num_classes: int) 
         raise ValueError(f"the output is {shape} in place of {num_classes} classes")
 
 
-def _works(name: str, image_size: int, channels: int, arguments: dict[str, Any]) -> bool:
+def _can_build(name: str, image_size: int, channels: int, arguments: dict[str, Any]) -> bool:
     """Return whether the model can be built with other arguments: to find the cause of an error."""
     try:
-        _try(_build(name, arguments), image_size, channels, arguments["num_classes"])
+        _check_output(
+            _build_backbone(name, arguments), image_size, channels, arguments["num_classes"]
+        )
     except Exception:
         return False
     return True
 
 
-def _cause(
+def _explain_failure(
     failure: Exception,
     name: str,
     image_size: int,
@@ -305,17 +316,17 @@ def _cause(
     settings: dict[str, Any],
     options: dict[str, Any],
 ) -> UserError:
-    """Return the error of a model that failed: its options or the image size."""
-    said = _one_line(failure)
+    """Return an error that names the cause: one of the user's arguments, or the image size."""
+    reason = _one_line(failure)
     if isinstance(failure, TypeError) and "argument" in str(failure):
-        return UserError(f"{name} does not take one of the model's arguments ({said}).")
+        return UserError(f"{name} does not take one of the model's arguments ({reason}).")
     arguments = {**settings, **options, "pretrained": False}
     for key, value in options.items():
         others = {other: arguments[other] for other in arguments if other != key}
         sizes: tuple[dict[str, Any], ...] = ({"img_size": image_size}, {})
-        if any(_works(name, image_size, channels, {**size, **others}) for size in sizes):
-            return UserError(f"{name} cannot be used with model.{key}={value!r} ({said}).")
-    return UserError(f"{name} cannot take data.image_size={image_size} ({said}).")
+        if any(_can_build(name, image_size, channels, {**size, **others}) for size in sizes):
+            return UserError(f"{name} cannot be used with model.{key}={value!r} ({reason}).")
+    return UserError(f"{name} cannot take data.image_size={image_size} ({reason}).")
 
 
 class PatchConv(nn.Conv2d):
@@ -335,7 +346,7 @@ class PatchConv(nn.Conv2d):
         return F.linear(flat, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-def _embed_by_product(layer: nn.Module) -> None:
+def _use_patch_conv(layer: nn.Module) -> None:
     """Make a plain convolution of patches a PatchConv with the same parameters."""
     if type(layer) is not nn.Conv2d or layer.kernel_size != layer.stride or layer.groups != 1:
         return
@@ -343,7 +354,7 @@ def _embed_by_product(layer: nn.Module) -> None:
         layer.__class__ = PatchConv
 
 
-def _without_network() -> str:
+def _go_offline_without_network() -> str:
     """Make the hub's client use only its cache if the hub's host name is not found.
 
     It would retry for a minute.
@@ -363,7 +374,7 @@ def _without_network() -> str:
         return f"no network: {host} is not found, and its cache lacks them"
 
 
-def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
+def _load_weights(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
     """Load a file as timm does: averaged weights first, with what differs adapted.
 
     Returns:
@@ -375,7 +386,7 @@ def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
     """
     state = _read_weights(path)
     try:
-        state = _filtered(_without_prefixes(state, backbone), backbone)
+        state = _filter_state(_strip_prefixes(state, backbone), backbone)
         _adapt_channels(state, backbone, channels)
         is_head_new = _replace_head(state, backbone)
         backbone.load_state_dict(state)
@@ -407,14 +418,14 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _without_prefixes(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
+def _strip_prefixes(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
     """Return the weights below a prefix of a LightningModule, DDP or torch.compile."""
     names = backbone.state_dict().keys()
     # A prefix may lie within another.
     for prefix in PREFIXES * 2:
-        below = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-        if below and not any(name.startswith(prefix) for name in names):
-            state = below
+        stripped = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+        if stripped and not any(name.startswith(prefix) for name in names):
+            state = stripped
     return state
 
 
@@ -450,7 +461,7 @@ def _shapes(backbone: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in backbone.state_dict().items()}
 
 
-def _filtered(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
+def _filter_state(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
     """Return a state dict with this model's names and position embeddings.
 
     timm has a filter for most families.

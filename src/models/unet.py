@@ -22,7 +22,9 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
         inputs = [channels, *widths[:-1]]
-        self.down = nn.ModuleList(_block(before, after) for before, after in zip(inputs, widths))
+        self.down = nn.ModuleList(
+            _block(channels_in, level_width) for channels_in, level_width in zip(inputs, widths)
+        )
 
         self.up = nn.ModuleList()
         for level in reversed(range(depth)):
@@ -40,9 +42,9 @@ class UNet(nn.Module):
 
         features = levels.pop()
         for block in self.up:
-            above = levels.pop()
-            enlarged = F.interpolate(features, above.shape[2:])
-            features = block(torch.cat([enlarged, above], 1))
+            skip = levels.pop()
+            upsampled = F.interpolate(features, skip.shape[2:])
+            features = block(torch.cat([upsampled, skip], 1))
         return self.head(features)
 
     def shard_units(self) -> list[nn.Module]:

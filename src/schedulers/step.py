@@ -22,4 +22,4 @@ def step(
         every_n_epochs: epochs between two factors.
     """
     interval = max(1, steps_per_epoch * every_n_epochs)  # optimizer steps
-    return LambdaLR(optimizer, lambda done: gamma ** (done // interval))
+    return LambdaLR(optimizer, lambda step: gamma ** (step // interval))

@@ -35,7 +35,7 @@ def wsd(
     warmup = warmup_steps(warmup_epochs, steps_per_epoch, total_steps)
     decay_steps = round(decay_share * total_steps)
 
-    def share(step: int) -> float:
+    def factor(step: int) -> float:
         """Return the factor of lr at a step."""
         if step < warmup:
             return (step + 1) / (warmup + 1)
@@ -43,7 +43,7 @@ def wsd(
             return 1.0
 
         steps_left = max(0, total_steps - step)
-        left = min(1.0, steps_left / decay_steps)
-        return final_share + (1 - final_share) * left
+        remaining = min(1.0, steps_left / decay_steps)
+        return final_share + (1 - final_share) * remaining
 
-    return LambdaLR(optimizer, share)
+    return LambdaLR(optimizer, factor)

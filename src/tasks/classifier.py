@@ -49,7 +49,8 @@ class Counts:
         self.confusion = zeros(num_classes * num_classes) if has_confusion else None
 
     def add(self, predicted: Tensor, labels: Tensor, probabilities: Tensor) -> None:
-        """
+        """Add a batch.
+
         Args:
             predicted, labels: (B,) int64.
             probabilities: (B, num_classes).
@@ -64,8 +65,8 @@ class Counts:
             self.confusion.index_add_(0, labels * self.num_classes + predicted, ones)
         # A bin has its upper end, as in torchmetrics.
         bins = (confidence * BINS).ceil().clamp(1, BINS)
-        is_in = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
-        self.calibration += is_in.T @ torch.stack([ones, hits, confidence], dim=1)
+        is_in_bin = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
+        self.calibration += is_in_bin.T @ torch.stack([ones, hits, confidence], dim=1)
 
 
 class ImageClassifier(Task):
@@ -141,14 +142,14 @@ class ImageClassifier(Task):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, labels = batch
         logits = self.predict_logits(images)
-        best = logits.topk(min(5, self.num_classes), dim=1).indices
-        hits = best == labels[:, None]
+        top_classes = logits.topk(min(5, self.num_classes), dim=1).indices
+        hits = top_classes == labels[:, None]
         losses = losses_of_images(self.loss, logits.float(), labels)
         probabilities = probabilities_of(self.loss, logits.float())
         self.count(acc=hits[:, 0], loss=losses)
         if self.num_classes >= TOP5_FROM_CLASSES:
             self.count(acc_top5=hits.any(1))
-        self.counts.add(best[:, 0], labels, probabilities)
+        self.counts.add(top_classes[:, 0], labels, probabilities)
         update_metrics(self.metrics, logits, labels)
         return {"losses": losses, "predictions": probabilities}
 
@@ -246,9 +247,10 @@ def scores_of_counts(
 
 
 def check_logits(logits: Any, num_classes: int) -> None:
-    """
+    """Check that a net gives one number for each class and image.
+
     Raises:
-        UserError: the net does not give one number for each class and image.
+        UserError: it gives something else.
     """
     if not isinstance(logits, Tensor):
         raise UserError(
@@ -299,5 +301,5 @@ def _warn_of_batch_means(name: str) -> None:
 
 
 def probabilities_of(loss: object, logits: Tensor) -> Tensor:
-    """Return (B, classes), as the loss understands logits (B, classes)."""
+    """Return the probabilities (B, classes) of logits (B, classes) as the loss defines them."""
     return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)

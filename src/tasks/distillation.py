@@ -64,21 +64,22 @@ class Distillation(ImageClassifier):
         teacher, facts = self._load_teacher()
         self._check_teacher(facts, data)
         self._unregistered_teacher = [teacher.to(device).eval().requires_grad_(False)]
-        self.rescale = rescaling(facts, data, device)
+        self.rescale = compute_rescaling(facts, data, device)
 
     def _check_teacher(self, facts: dict[str, Any], data: Any) -> None:
-        """
+        """Compare the teacher with the data.
+
         Raises:
             UserError: the teacher has other classes or channels than the data, or deep images had
                 another black and white.
         """
         for key, noun in (("class_names", "classes"), ("channels", "channels")):
-            of_teacher = facts.get(key)
-            of_data = getattr(data, key, None)
-            if None not in (of_teacher, of_data) and of_teacher != of_data:
+            teacher_value = facts.get(key)
+            data_value = getattr(data, key, None)
+            if None not in (teacher_value, data_value) and teacher_value != data_value:
                 raise UserError(
                     f"task.teacher={self.teacher_source} has other {noun} than the data: "
-                    f"{of_teacher}, not {of_data}."
+                    f"{teacher_value}, not {data_value}."
                 )
 
         reading = getattr(getattr(data, "source", None), "reading", None)
@@ -103,8 +104,8 @@ class Distillation(ImageClassifier):
                 "add task.teacher=<run_id>, or a model of timm."
             )
         if not timm.is_model(self.teacher_source.partition(".")[0]):
-            finished = load_finished(self.teacher_source, self.log_dir)
-            return finished.net, finished.facts
+            model = load_finished(self.teacher_source, self.log_dir)
+            return model.net, model.facts
 
         teacher: nn.Module = timm.create_model(
             self.teacher_source, pretrained=True, in_chans=self.channels
@@ -127,9 +128,9 @@ class Distillation(ImageClassifier):
         logits = self.net(images)
         self.count_hits(logits, targets)
 
-        from_teacher = self._distance_to_teacher(logits, self._teacher_logits(images))
-        from_labels = self.loss(logits, targets).mean()
-        return self.teacher_share * from_teacher + (1 - self.teacher_share) * from_labels
+        teacher_loss = self._distance_to_teacher(logits, self._teacher_logits(images))
+        label_loss = self.loss(logits, targets).mean()
+        return self.teacher_share * teacher_loss + (1 - self.teacher_share) * label_loss
 
     @torch.no_grad()
     def _teacher_logits(self, images: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class Distillation(ImageClassifier):
         return divergence * self.temperature**2
 
 
-def rescaling(facts: dict[str, Any], data: Any, device: torch.device) -> tuple[Any, Any]:
+def compute_rescaling(facts: dict[str, Any], data: Any, device: torch.device) -> tuple[Any, Any]:
     """Return scale and shift from the student's normalisation to the teacher's.
 
     They are 1 and 0 where one of the two is not known.
@@ -163,5 +164,5 @@ def rescaling(facts: dict[str, Any], data: Any, device: torch.device) -> tuple[A
 
 
 def _per_channel(values: Sequence[float]) -> Tensor:
-    """Return (channels, 1, 1)."""
+    """Return a tensor (channels, 1, 1), which applies to images (B, channels, H, W)."""
     return torch.tensor(values).view(-1, 1, 1)

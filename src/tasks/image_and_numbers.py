@@ -53,26 +53,26 @@ class ImageAndNumbers(ImageClassifier):
             nn.Linear(hidden, num_classes),
         )
 
-    def joined(self, images: Tensor, numbers: dict[str, Tensor]) -> Tensor:
-        """Return (B, num_classes) logits."""
+    def joint_logits(self, images: Tensor, numbers: dict[str, Tensor]) -> Tensor:
+        """Return (B, num_classes) logits of the images and their numbers together."""
         features = self.net(images).relu()
-        beside = torch.stack([numbers[name] for name in self.inputs], dim=1)
-        logits = self.head(torch.cat([features, beside.to(features.dtype)], dim=1))
+        number_features = torch.stack([numbers[name] for name in self.inputs], dim=1)
+        logits = self.head(torch.cat([features, number_features.to(features.dtype)], dim=1))
         check_logits(logits, self.num_classes)
         return logits
 
     def training_step(self, batch: tuple[Any, Tensor], batch_idx: int) -> Tensor:
         (images, numbers), targets = batch
-        logits = self.joined(images, numbers)
+        logits = self.joint_logits(images, numbers)
         self.count_hits(logits, targets)
         return self.loss(logits, targets).mean()
 
     def predict_logits(self, inputs: Any) -> Tensor:
         """Return (B, num_classes), with test_time_flip the mean over an image and its mirror."""
         images, numbers = inputs
-        logits = self.joined(images, numbers)
+        logits = self.joint_logits(images, numbers)
         if self.test_time_flip:
-            logits = (logits + self.joined(images.flip(-1), numbers)) / 2
+            logits = (logits + self.joint_logits(images.flip(-1), numbers)) / 2
         return logits
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -44,7 +44,7 @@ class SharpnessAware(ImageClassifier):
         # The second one gives the gradient there, which is applied to the weights as they were.
         optimizer.zero_grad()
         self.manual_backward(self.loss(self.net(images), targets).mean())
-        _go_back(steps)
+        _undo_climb(steps)
         optimizer.step()
 
         self._step_schedules()
@@ -53,14 +53,14 @@ class SharpnessAware(ImageClassifier):
     @torch.no_grad()
     def _climb(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Move the weights along the gradient; return each parameter with its step."""
-        trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
+        parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         if hasattr(norm, "full_tensor"):
             norm = norm.full_tensor()
 
         # In 16 bits the gradient may overflow: then the weights stay where they are.
         factor = torch.where(norm.isfinite(), self.radius / (norm + 1e-12), 0.0)
-        steps = [(parameter, parameter.grad.nan_to_num() * factor) for parameter in trained]
+        steps = [(parameter, parameter.grad.nan_to_num() * factor) for parameter in parameters]
         for parameter, step in steps:
             parameter.add_(step)
         return steps
@@ -73,6 +73,6 @@ class SharpnessAware(ImageClassifier):
 
 
 @torch.no_grad()
-def _go_back(steps: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _undo_climb(steps: list[tuple[nn.Parameter, Tensor]]) -> None:
     for parameter, step in steps:
         parameter.sub_(step)

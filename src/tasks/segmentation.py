@@ -41,8 +41,8 @@ class Segmentation(Task):
         losses = F.cross_entropy(self(images), masks, ignore_index=-1, reduction="none")
         # The mean of an image is over its labelled pixels, so that it does not depend on the other
         # images of its rank. An image may have none: its loss is 0 then, not nan.
-        labelled = (masks >= 0).sum((1, 2)).clamp(min=1)
-        return (losses.sum((1, 2)) / labelled).mean()
+        num_labelled = (masks >= 0).sum((1, 2)).clamp(min=1)
+        return (losses.sum((1, 2)) / num_labelled).mean()
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()

@@ -59,12 +59,12 @@ class SimCLR(Task):
 
         # Columns of `similarity`: the first views of all ranks, then the second views of all ranks.
         first, second = features.chunk(2)
-        of_all_ranks = torch.cat([self._of_all_ranks(first), self._of_all_ranks(second)])
-        similarity = features @ of_all_ranks.T / self.temperature
+        all_features = torch.cat([self._gather_from_ranks(first), self._gather_from_ranks(second)])
+        similarity = features @ all_features.T / self.temperature
 
         offset = self.global_rank * len(first)
         first_columns = torch.arange(len(first), device=features.device) + offset
-        second_columns = first_columns + len(of_all_ranks) // 2
+        second_columns = first_columns + len(all_features) // 2
         same_view = torch.cat([first_columns, second_columns])
         other_view = torch.cat([second_columns, first_columns])
 
@@ -73,7 +73,7 @@ class SimCLR(Task):
         losses = F.cross_entropy(similarity, other_view, reduction="none")
         return losses, similarity.argmax(1) == other_view
 
-    def _of_all_ranks(self, features: Tensor) -> Tensor:
+    def _gather_from_ranks(self, features: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
             return features
         return self.all_gather(features, sync_grads=True).flatten(0, 1)

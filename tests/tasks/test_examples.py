@@ -30,7 +30,7 @@ from plain_task import fit
 from predict import main as predict
 from predict import rows_of
 from runs import run_script, succeed
-from tasks.distillation import Distillation, rescaling
+from tasks.distillation import Distillation, compute_rescaling
 from tasks.manual_optimization import SharpnessAware
 from tasks.multilabel import MultiLabel
 from tasks.regression import Regression
@@ -249,7 +249,7 @@ def test_a_teacher_sees_images_in_its_own_normalisation(
     data = SimpleNamespace(class_names=["cat", "dog"], channels=1, mean=[0.5], std=[0.25])
     student = Distillation(torch.nn.Flatten(), num_classes=2, channels=1, teacher="t", log_dir="")
     student._check_teacher(facts, data)
-    student.rescale = rescaling(facts, data, torch.device("cpu"))
+    student.rescale = compute_rescaling(facts, data, torch.device("cpu"))
     pixels, seen = torch.rand(3, 1, 1, 2), []
     student._unregistered_teacher = [torch.nn.Flatten()]
     student._unregistered_teacher[0].register_forward_hook(

@@ -20,11 +20,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from lockstep.callbacks.early_stopping import keep_patience
+from lockstep.callbacks.early_stopping import keep_new_patience
 from lockstep.checkpoints import files, resume_point
 from lockstep.checkpoints.files import Sidecar
 from lockstep.checkpoints.frozen import FrozenState, frozen_state, set_frozen_state
-from lockstep.checkpoints.io import CheckpointFiles, on_host
+from lockstep.checkpoints.io import CheckpointFiles, copy_to_host
 from lockstep.checkpoints.load import Checkpoint
 from lockstep.checkpoints.loader_state import LoaderState
 from lockstep.checkpoints.resume_point import ResumePoint
@@ -42,7 +42,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class EndedEpoch:
-    """An epoch that has ended, and what its end is saved as once all callbacks have seen it."""
+    """An epoch that has ended, and that is saved once all callbacks have seen its end.
+
+    Attributes:
+        kinds: of its checkpoints: "best", "last", both or none.
+        metrics: logged in it.
+    """
 
     epoch: int
     kinds: list[str]
@@ -67,8 +72,8 @@ class Checkpoints(pl.Callback):
     Attributes:
         saved_step: of the newest `last`.
         validated_step: of the latest validation.
-        ended: the epoch whose end is still to be saved.
-        frozen: the frozen layers of the checkpoint, until the optimizers of this start are built.
+        ended_epoch: the epoch whose end is still to be saved.
+        pending_frozen_state: that of the checkpoint, until the optimizers of this start are built.
         schedule_lengths: as a resume has built the schedules, before their states are loaded.
     """
 
@@ -108,11 +113,11 @@ class Checkpoints(pl.Callback):
         # Whether this epoch's end is saved as last, because the run stops after it.
         self.stops_after_epoch = False
         self.validated_step = -1
-        self.ended: EndedEpoch | None = None
+        self.ended_epoch: EndedEpoch | None = None
         # Whether ranks have logged values of their own
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
-        self.frozen: FrozenState | None = None
+        self.pending_frozen_state: FrozenState | None = None
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
         # A group whose ranks wait for a long write, where they have no heartbeat
@@ -148,9 +153,9 @@ class Checkpoints(pl.Callback):
             return
         # Lightning loads the states of the schedules after this hook.
         self.schedule_lengths = schedule_lengths(trainer)
-        if self.frozen is not None:
-            set_frozen_state(trainer, self.frozen)
-            self.frozen = None
+        if self.pending_frozen_state is not None:
+            set_frozen_state(trainer, self.pending_frozen_state)
+            self.pending_frozen_state = None
         path = None
         value = None
         if trainer.is_global_zero:
@@ -168,14 +173,14 @@ class Checkpoints(pl.Callback):
         if trainer.ckpt_path is not None:
             refuse_other_lengths(trainer, self.schedule_lengths)
         self.saved_at = time.monotonic()
-        self.loader_state.log_what_holds()
+        self.loader_state.log_resume_exactness()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             self._check_before_training(trainer, pl_module)
         elif trainer.state.fn == "fit":
             self.validated_step = trainer.global_step
-            if not resume_point.ends_epoch(trainer) and self._is_best(trainer):
+            if not resume_point.ends_epoch(trainer) and self._update_best(trainer):
                 self.save(trainer, "best")
 
     def on_train_batch_end(
@@ -186,10 +191,10 @@ class Checkpoints(pl.Callback):
         if resume_point.steps_are_over(trainer):
             # Otherwise Lightning would not validate a run that ends in mid-epoch.
             trainer.should_stop = True
-        elif not resume_point.ends_epoch(trainer) and self._is_time_over(trainer):
-            after_module_hook(pl_module, lambda: self.save(trainer, "last"))
+        elif not resume_point.ends_epoch(trainer) and self._is_save_due(trainer):
+            call_after_module_hook(pl_module, lambda: self.save(trainer, "last"))
 
-    def _is_time_over(self, trainer: pl.Trainer) -> bool:
+    def _is_save_due(self, trainer: pl.Trainer) -> bool:
         """Return whether every_minutes have passed on rank 0.
 
         Only log points ask, because each answer is a collective.
@@ -204,7 +209,7 @@ class Checkpoints(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         is_due = self._is_last_due(trainer)
         if resume_point.is_validation_epoch(trainer):
-            is_best = self._is_best(trainer)
+            is_best = self._update_best(trainer)
         else:
             is_best = is_due and not trainer.enable_validation
         kinds = []
@@ -214,7 +219,9 @@ class Checkpoints(pl.Callback):
             kinds.append("last")
 
         if resume_point.ends_epoch(trainer):
-            self.ended = EndedEpoch(trainer.current_epoch, kinds, dict(trainer.callback_metrics))
+            self.ended_epoch = EndedEpoch(
+                trainer.current_epoch, kinds, dict(trainer.callback_metrics)
+            )
         elif kinds:
             self.save(trainer, *kinds)
         # Otherwise Lightning skips plateau schedules in the first epoch of a resume.
@@ -234,16 +241,16 @@ class Checkpoints(pl.Callback):
             return False
         return not self.asynchronous or trainer.strategy.broadcast(self.writer.is_idle, src=0)
 
-    def save_ended(self, trainer: pl.Trainer, is_last: bool) -> None:
+    def save_ended_epoch(self, trainer: pl.Trainer, is_last: bool) -> None:
         """Save what is due of the epoch that has ended; also as last if no epoch follows."""
-        if self.ended is None:
+        if self.ended_epoch is None:
             return
-        kinds = self.ended.kinds
+        kinds = self.ended_epoch.kinds
         if is_last and "last" not in kinds:
             kinds.append("last")
         if kinds:
             self.save(trainer, *kinds)
-        self.ended = None
+        self.ended_epoch = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_together(trainer)
@@ -253,7 +260,7 @@ class Checkpoints(pl.Callback):
     # What is best
 
     def _check_before_training(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Notice a metric that is not logged before training, in the sanity check."""
+        """Check in the sanity check, before training, that the monitored metric is logged."""
         if not is_metric_of("val", self.monitor):
             return
         # A module of the user's may log a metric in whole validations alone.
@@ -270,15 +277,16 @@ class Checkpoints(pl.Callback):
             raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
 
     def _warn_without_best(self, trainer: pl.Trainer) -> None:
-        """Name the metrics that the task logs if the monitored one is not among them."""
+        """Warn that there is no best checkpoint if the monitored metric is not logged."""
         if trainer.is_global_zero and self.monitor not in trainer.callback_metrics:
-            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            logged_metrics = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             log.warning(
-                f"No best checkpoint: task.monitor={self.monitor} is not logged; there is {logged}."
+                f"No best checkpoint: task.monitor={self.monitor} is not logged; there is "
+                f"{logged_metrics}."
             )
 
-    def _is_best(self, trainer: pl.Trainer) -> bool:
-        """Return whether the metric of the validation is the best so far, and keep it."""
+    def _update_best(self, trainer: pl.Trainer) -> bool:
+        """Keep the metric of this validation if it is the best so far; return whether it is."""
         self._check_monitor(trainer)
         value = self._mean_over_ranks(trainer)
         if math.isnan(value):
@@ -296,8 +304,8 @@ class Checkpoints(pl.Callback):
         It is nan if it was not logged, or is nan on a rank. A collective.
         """
         value = trainer.callback_metrics.get(self.monitor)
-        of_ranks = gather_objects(None if value is None else float(value))
-        values = [value for value in of_ranks if value is not None]
+        rank_values = gather_objects(None if value is None else float(value))
+        values = [value for value in rank_values if value is not None]
         if not values or any(map(math.isnan, values)):
             return math.nan
         # Sums in another order differ in their last digits.
@@ -321,22 +329,22 @@ class Checkpoints(pl.Callback):
     ) -> None:
         """Add Lockstep's part; a collective unless fit has failed."""
         point = self._resume_point(trainer)
-        before_validation = self._is_before_validation(trainer, point)
-        state = self.loader_state.state_dict(point, before_validation=before_validation)
+        is_before = self._is_before_validation(trainer, point)
+        state = self.loader_state.state_dict(point, is_before_validation=is_before)
         frozen = frozen_state(trainer)
         position = {"point": asdict(point), "frozen": frozen}
         checkpoint["lockstep"] = {**self.contents, **position, **state}
-        left_out = keep_plain_hyperparameters(checkpoint)
-        if left_out and not self.writer.is_checked and trainer.is_global_zero:
-            arguments = ", ".join(f"{name}=…" for name in left_out)
+        removed = keep_plain_hyperparameters(checkpoint)
+        if removed and not self.writer.is_checked and trainer.is_global_zero:
+            arguments = ", ".join(f"{name}=…" for name in removed)
             log.info(
-                f"The hyperparameters {', '.join(left_out)} are objects, which checkpoints omit. "
+                f"The hyperparameters {', '.join(removed)} are objects, which checkpoints omit. "
                 f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
             )
 
     def _resume_point(self, trainer: pl.Trainer) -> ResumePoint:
-        if self.ended:
-            return resume_point.point_after_epoch(trainer, epoch=self.ended.epoch)
+        if self.ended_epoch:
+            return resume_point.point_after_epoch(trainer, epoch=self.ended_epoch.epoch)
         return resume_point.point_in_epoch(trainer, self.validated_step)
 
     def _is_before_validation(self, trainer: pl.Trainer, point: ResumePoint) -> bool:
@@ -344,25 +352,25 @@ class Checkpoints(pl.Callback):
         # A resume repeats this validation, or a longer run would not have it.
         if point.phase == resume_point.VALIDATION and trainer.validating:
             return True
-        is_validated = not self.ended and self.validated_step == trainer.global_step
+        is_validated = not self.ended_epoch and self.validated_step == trainer.global_step
         return is_validated and not resume_point.is_validation_due(trainer)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
-        stored = checkpoint.get("lockstep")
+        lockstep_part = checkpoint.get("lockstep")
         # A test or validation of a checkpoint leaves the training as it is.
-        if stored is None or trainer.state.fn != "fit":
+        if lockstep_part is None or trainer.state.fn != "fit":
             return
-        point = ResumePoint.of(stored["point"])
+        point = ResumePoint.from_checkpoint(lockstep_part["point"])
         loops = checkpoint["loops"]
         accumulate = trainer.accumulate_grad_batches
         loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)
-        self.loader_state.load_state_dict(point, stored)
+        self.loader_state.load_state_dict(point, lockstep_part)
         self.saved_step = checkpoint["global_step"]
-        self._load_frozen(trainer, stored.get("frozen"))
+        self._load_frozen(trainer, lockstep_part.get("frozen"))
         resume_point.restore_end(trainer, point)
-        keep_patience(trainer, checkpoint)
+        keep_new_patience(trainer, checkpoint)
 
     def _load_frozen(self, trainer: pl.Trainer, state: FrozenState | None) -> None:
         """Freeze layers as the checkpoint says, once the optimizers are built.
@@ -374,7 +382,7 @@ class Checkpoints(pl.Callback):
         if trainer.strategy.restore_checkpoint_after_setup:
             set_frozen_state(trainer, state)
         else:
-            self.frozen = state
+            self.pending_frozen_state = state
 
     # How it is saved
 
@@ -386,12 +394,12 @@ class Checkpoints(pl.Callback):
         if self.weights_only and "best" in kinds:
             kinds = ("best", "last")
         step = trainer.global_step
-        paths = {kind: files.new_path(self.folder, kind, step) for kind in kinds}
+        paths = {kind: files.unused_path(self.folder, kind, step) for kind in kinds}
         self.best_path = paths.get("best", self.best_path)
         sidecar = self._sidecar(trainer, is_best="best" in paths)
 
         def begin(checkpoint: Checkpoint, _path: Path) -> None:
-            content = on_host(checkpoint, always=bool(self.asynchronous))
+            content = copy_to_host(checkpoint, copy_cpu_tensors=bool(self.asynchronous))
             self.writer.begin(content, paths, sidecar)
 
         # The rows up to this step are on the disk before the checkpoint can be resumed from.
@@ -399,7 +407,7 @@ class Checkpoints(pl.Callback):
             if isinstance(logger, MetricsCsv):
                 logger.sync()
         checkpoint_io: Any = trainer.strategy.checkpoint_io
-        with checkpoint_io.written_by(begin):
+        with checkpoint_io.redirect_writes(begin):
             trainer.save_checkpoint(paths[kinds[0]])
         if not self.asynchronous:
             self.finish_together(trainer)
@@ -410,13 +418,13 @@ class Checkpoints(pl.Callback):
     def _sidecar(self, trainer: pl.Trainer, *, is_best: bool) -> Sidecar:
         """Return the step, the epoch and, of a best checkpoint, the metrics of its validation."""
         epoch = trainer.current_epoch
-        logged: dict[str, Any] = trainer.callback_metrics
-        if self.ended:
-            epoch = self.ended.epoch
-            logged = self.ended.metrics
+        logged_metrics: dict[str, Any] = trainer.callback_metrics
+        if self.ended_epoch:
+            epoch = self.ended_epoch.epoch
+            logged_metrics = self.ended_epoch.metrics
         metric = {}
         if is_best and trainer.enable_validation:
-            for name, value in logged.items():
+            for name, value in logged_metrics.items():
                 if name == self.monitor or is_metric_of("val", name):
                     metric[name] = float(value)
         if self.monitor in metric and self.is_unsynchronised:
@@ -442,7 +450,11 @@ class Checkpoints(pl.Callback):
             self.finish_writing(trainer)
 
     def _report_and_prune(self, trainer: pl.Trainer, paths: Paths) -> None:
-        """Tell the callbacks that record it, then delete its predecessors."""
+        """Tell the callbacks of written checkpoints, then delete those of earlier steps.
+
+        Args:
+            paths: of the written ones, by kind.
+        """
         for kind, path in paths.items():
             sidecar = files.read_sidecar(path)
             for callback in trainer.callbacks:
@@ -464,14 +476,14 @@ class DeferredEpochSave(pl.Callback):
         self.checkpoints = checkpoints
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.checkpoints.save_ended(trainer, is_last=False)
+        self.checkpoints.save_ended_epoch(trainer, is_last=False)
         self.checkpoints.loader_state.set_epoch_random_state()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.checkpoints.save_ended(trainer, is_last=True)
+        self.checkpoints.save_ended_epoch(trainer, is_last=True)
 
 
-def after_module_hook(pl_module: pl.LightningModule, function: Callable[[], None]) -> None:
+def call_after_module_hook(pl_module: pl.LightningModule, function: Callable[[], None]) -> None:
     """Call a function once, when the module's own on_train_batch_end has returned.
 
     Lightning calls it after those of all callbacks. It may update a moving average of the weights,
@@ -493,21 +505,21 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
     Returns:
         The names of the module's hyperparameters that were removed.
     """
-    left_out: list[str] = []
+    removed: list[str] = []
     for owner in (pl.LightningModule, pl.LightningDataModule):
         # A class, such as OmegaConf's DictConfig.
         checkpoint.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
         key = owner.CHECKPOINT_HYPER_PARAMS_KEY
         if key not in checkpoint:
             continue
-        values = {name: _plain(value) for name, value in checkpoint[key].items()}
+        values = {name: _to_plain(value) for name, value in checkpoint[key].items()}
         checkpoint[key] = {name: value for name, value in values.items() if is_plain(value)}
         if owner is pl.LightningModule:
-            left_out = [name for name in values if name not in checkpoint[key]]
-    return left_out
+            removed = [name for name in values if name not in checkpoint[key]]
+    return removed
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return NumPy's numbers as Python's, and OmegaConf's nodes as dicts and lists."""
     if isinstance(value, np.generic):
         return value.item()

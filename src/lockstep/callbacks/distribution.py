@@ -37,16 +37,16 @@ class Distribution:
         """
         position = share * (self.count - 1)
         rank = math.floor(position)
-        below: float | None = None
-        seen = 0
+        lower_value: float | None = None
+        count_so_far = 0
         for key in sorted(self.bins):
             count, total = self.bins[key]
-            seen += count
-            if below is None and rank < seen:
-                below = total / count
-            if position <= seen - 1:
+            count_so_far += count
+            if lower_value is None and rank < count_so_far:
+                lower_value = total / count
+            if position <= count_so_far - 1:
                 # Both neighbours are known, and are equal if they lie in one bin.
-                assert below is not None
-                value = below + (total / count - below) * (position - rank)
+                assert lower_value is not None
+                value = lower_value + (total / count - lower_value) * (position - rank)
                 return min(value, self.maximum)
         return self.maximum

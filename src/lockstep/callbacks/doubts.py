@@ -21,19 +21,19 @@ class Doubts(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.has_named_parameters = False
-        self.has_seen_training_loaders = False
-        self.seen_evaluations: set[str] = set()
+        self.has_warned_of_parameters = False
+        self.has_checked_training_loaders = False
+        self.checked_evaluations: set[str] = set()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not trainer.is_global_zero or is_rehearsal(trainer):
+        if not trainer.is_global_zero or is_trial_run(trainer):
             return
-        if batch_idx == 0 and not self.has_named_parameters:
-            self.has_named_parameters = self._warn_of_parameters(trainer)
-        if not self.has_seen_training_loaders:
-            self.has_seen_training_loaders = True
+        if batch_idx == 0 and not self.has_warned_of_parameters:
+            self.has_warned_of_parameters = self._warn_of_parameters(trainer)
+        if not self.has_checked_training_loaders:
+            self.has_checked_training_loaders = True
             if any(map(never_shuffles, loaders_in(trainer.train_dataloader))):
                 log.warning(
                     "The training loader does not shuffle: each epoch has the samples in the same "
@@ -41,12 +41,12 @@ class Doubts(pl.Callback):
                 )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if is_whole(trainer.limit_val_batches):
-            self._warn_of_dropped(trainer, "validation", trainer.val_dataloaders)
+        if is_unlimited(trainer.limit_val_batches):
+            self._warn_of_dropped_samples(trainer, "validation", trainer.val_dataloaders)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if is_whole(trainer.limit_test_batches):
-            self._warn_of_dropped(trainer, "test", trainer.test_dataloaders)
+        if is_unlimited(trainer.limit_test_batches):
+            self._warn_of_dropped_samples(trainer, "test", trainer.test_dataloaders)
 
     def _warn_of_parameters(self, trainer: pl.Trainer) -> bool:
         """Return whether parameters require a gradient that no optimizer uses, and name them."""
@@ -62,10 +62,10 @@ class Doubts(pl.Callback):
         )
         return True
 
-    def _warn_of_dropped(self, trainer: pl.Trainer, kind: str, collection: Any) -> None:
-        if kind in self.seen_evaluations or not trainer.is_global_zero or is_rehearsal(trainer):
+    def _warn_of_dropped_samples(self, trainer: pl.Trainer, kind: str, collection: Any) -> None:
+        if kind in self.checked_evaluations or not trainer.is_global_zero or is_trial_run(trainer):
             return
-        self.seen_evaluations.add(kind)
+        self.checked_evaluations.add(kind)
         samples = sum(map(dropped_samples, loaders_in(collection))) * trainer.world_size
         if samples:
             log.warning(
@@ -74,12 +74,12 @@ class Doubts(pl.Callback):
             )
 
 
-def is_rehearsal(trainer: pl.Trainer) -> bool:
+def is_trial_run(trainer: pl.Trainer) -> bool:
     """Return whether the trainer only tries the code, or overfits some batches on purpose."""
     return bool(trainer.fast_dev_run or trainer.overfit_batches)
 
 
-def is_whole(limit: float) -> bool:
+def is_unlimited(limit: float) -> bool:
     """Return whether a limit of batches is the share 1.0; the integer 1 is a number of batches."""
     return isinstance(limit, float) and limit == 1.0
 
@@ -88,14 +88,14 @@ def parameters_without_optimizer(trainer: pl.Trainer) -> list[str]:
     """Return the parameters that require a gradient and are in none of the optimizers."""
     if not trainer.optimizers:
         return []
-    updated: set[int] = set()
+    updated_ids: set[int] = set()
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
-            updated.update(map(id, group["params"]))
+            updated_ids.update(map(id, group["params"]))
     return [
         name
         for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in updated
+        if parameter.requires_grad and id(parameter) not in updated_ids
     ]
 
 

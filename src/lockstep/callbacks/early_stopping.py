@@ -32,29 +32,29 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().__init__(monitor, mode=mode, **self.options)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for part in trainer.callbacks:
-            is_of_best = hasattr(part, "best_path") and part.monitor == self.monitor
-            if self.is_auto and is_of_best and part.mode != self.mode:
-                super().__init__(self.monitor, mode=part.mode, **self.options)
+        for callback in trainer.callbacks:
+            has_same_metric = hasattr(callback, "best_path") and callback.monitor == self.monitor
+            if self.is_auto and has_same_metric and callback.mode != self.mode:
+                super().__init__(self.monitor, mode=callback.mode, **self.options)
         super().setup(trainer, pl_module, stage)
 
 
-def keep_patience(trainer: pl.Trainer, checkpoint: Checkpoint) -> None:
-    """Make EarlyStopping, also Lightning's own, go on with the patience that this start gives it.
+def keep_new_patience(trainer: pl.Trainer, checkpoint: Checkpoint) -> None:
+    """Replace the patience in a checkpoint by that of this start, for EarlyStopping to load.
 
-    Lightning takes that of the checkpoint.
+    It does so for Lightning's own EarlyStopping, too.
     """
     states = checkpoint.get("callbacks", {})
-    for part in trainer.callbacks:
-        if isinstance(part, callbacks.EarlyStopping) and part.state_key in states:
-            states[part.state_key]["patience"] = part.patience
+    for callback in trainer.callbacks:
+        if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
+            states[callback.state_key]["patience"] = callback.patience
 
 
 def reason_of_early_stop(trainer: pl.Trainer) -> str | None:
     """Return why EarlyStopping, also Lightning's own, has ended this fit; None if it has not."""
     if not is_ended_by_callback(trainer):
         return None
-    for part in trainer.callbacks:
-        if isinstance(part, callbacks.EarlyStopping) and part.stopping_reason_message:
-            return part.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+    for callback in trainer.callbacks:
+        if isinstance(callback, callbacks.EarlyStopping) and callback.stopping_reason_message:
+            return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
     return None

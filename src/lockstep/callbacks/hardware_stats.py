@@ -30,8 +30,9 @@ from lockstep.ranks.collectives import gather_objects
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# By the column of metrics.csv: how the names of its readings begin and end.
-MEANS = {
+# By the column of metrics.csv: how the names of its readings begin and end. The mean over
+# gpu0/memory_gib and gpu1/memory_gib is gpu_memory_gib.
+MEAN_COLUMNS = {
     "gpu_percent": ("gpu", "/utilisation_percent"),
     "gpu_memory_gib": ("gpu", "/memory_gib"),
     "cpu_percent": ("cpu", "/percent"),
@@ -60,17 +61,17 @@ class Samples:
             count, total = self.recent.get(name, (0, 0.0))
             self.recent[name] = (count + 1, total + value)
 
-    def take_means(self) -> dict[str, float]:
-        """Return the means of MEANS over this node's devices since the last call."""
+    def pop_means(self) -> dict[str, float]:
+        """Return the means of MEAN_COLUMNS over this node's devices since the last call."""
         with self.lock:
             recent = self.recent
             self.recent = {}
         means = {}
-        for title, (first, last) in MEANS.items():
+        for title, (beginning, ending) in MEAN_COLUMNS.items():
             count = 0
             total = 0.0
             for name in recent:
-                if name.startswith(first) and name.endswith(last):
+                if name.startswith(beginning) and name.endswith(ending):
                     count += recent[name][0]
                     total += recent[name][1]
             if count:
@@ -126,8 +127,8 @@ class HardwareStats(pl.Callback):
         self.node_rank = trainer.node_rank
         self.memory_per_rank = psutil.virtual_memory().total / trainer.num_devices
         # A process of DataParallel or of a pipeline computes on several devices.
-        several = getattr(trainer.strategy, "process_devices", None)
-        devices = several or [trainer.strategy.root_device]
+        process_devices = getattr(trainer.strategy, "process_devices", None)
+        devices = process_devices or [trainer.strategy.root_device]
         self.devices = {device for device in devices if device.type == "cuda"}
         gpus_of_rank = {device.index or 0 for device in self.devices}
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid(), gpus_of_rank))
@@ -142,14 +143,14 @@ class HardwareStats(pl.Callback):
         self.gpus = sorted(gpus)
         folder = Path(self.run_folder or trainer.default_root_dir)
         path = folder / f"hardware-node{self.node_rank}.csv"
-        queries = queries_of(self.gpus, processes)
+        queries = make_queries(self.gpus, processes)
         self.finished.clear()
         self.thread = threading.Thread(target=self._sample, args=(path, queries), daemon=True)
         self.thread.start()
 
     def latest_means(self) -> dict[str, float]:
         """Return the means over this node's devices since the last log point, for the loggers."""
-        means = self.samples.take_means()
+        means = self.samples.pop_means()
         return {f"hardware/{title}": mean for title, mean in means.items()}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -166,14 +167,14 @@ class HardwareStats(pl.Callback):
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end(all_ranks=True)
+        self._stop_sampling(all_ranks=True)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._end(all_ranks=isinstance(exception, Interrupted) and exception.agreed)
+        self._stop_sampling(all_ranks=isinstance(exception, Interrupted) and exception.agreed)
 
-    def _end(self, *, all_ranks: bool) -> None:
+    def _stop_sampling(self, *, all_ranks: bool) -> None:
         """Stop sampling, and collect the statistics of all nodes if all ranks call this."""
         if not self.memory_per_rank:
             # This start has trained nothing.
@@ -181,16 +182,14 @@ class HardwareStats(pl.Callback):
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)
-        mine = (
+        rank_fields = (
             self._peak_memory(),
             self._usable_memory(can_ask=all_ranks),
-            self._node_at_end(),
+            self._final_node_fields(),
         )
-        ranks = [mine]
-        if all_ranks:
-            ranks = gather_objects(mine)
-        peaks, usable, nodes = zip(*ranks, strict=True)
-        nodes = [node for node in nodes if node]
+        ranks = gather_objects(rank_fields) if all_ranks else [rank_fields]
+        peaks, usable, node_fields = zip(*ranks, strict=True)
+        nodes = [node for node in node_fields if node]
         self.fields = {
             "peak_memory_gib": round(max(peaks) / GIB, 4),
             "usable_memory_gib": round(min(usable) / GIB, 4),
@@ -214,11 +213,11 @@ class HardwareStats(pl.Callback):
             for device in self.devices
         )
 
-    def _node_at_end(self) -> dict[str, Any] | None:
+    def _final_node_fields(self) -> dict[str, Any] | None:
         """Return what the record says of this node; None on ranks that have sampled nothing."""
         if not self.samples.distributions:
             return None
-        node = self._node()
+        node = self._node_fields()
         if self.gpus:
             node["nvidia_smi"] = nvidia_smi()
         return node
@@ -228,25 +227,25 @@ class HardwareStats(pl.Callback):
         if self.fields:
             return self.fields
         if self.samples.distributions:
-            return {"hardware": {"nodes": [self._node()]}}
+            return {"hardware": {"nodes": [self._node_fields()]}}
         return {}
 
     def _sample(self, path: Path, queries: dict[str, Query]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        keep_earlier(path)
+        rename_earlier_file(path)
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, ["time", *queries])
             writer.writeheader()
             is_first = True
             while is_first or not self.finished.wait(self.interval_s):
                 is_first = False
-                values = readings(queries)
+                values = run_queries(queries)
                 for name, value in values.items():
                     self.samples.add(name, value)
                 writer.writerow({"time": utc_now(), **values})
                 file.flush()
 
-    def _node(self) -> dict[str, Any]:
+    def _node_fields(self) -> dict[str, Any]:
         gpus = map(torch.cuda.get_device_properties, self.gpus)
         return {
             "node_rank": self.node_rank,
@@ -261,7 +260,7 @@ class HardwareStats(pl.Callback):
         }
 
 
-def keep_earlier(path: Path) -> None:
+def rename_earlier_file(path: Path) -> None:
     """Rename the file of an earlier start of the run to <name>.0.csv, <name>.1.csv and so on."""
     if path.exists():
         earlier = list(path.parent.glob(f"{path.stem}.*.csv"))
@@ -269,8 +268,8 @@ def keep_earlier(path: Path) -> None:
         path.rename(path.with_suffix(f".{number}.csv"))
 
 
-def readings(queries: dict[str, Query]) -> dict[str, float]:
-    """Return the value of each query; one that fails is removed from the queries."""
+def run_queries(queries: dict[str, Query]) -> dict[str, float]:
+    """Return the value of each query, and remove those that fail from `queries`."""
     values = {}
     for name, query in list(queries.items()):
         try:
@@ -285,13 +284,13 @@ def readings(queries: dict[str, Query]) -> dict[str, float]:
 def nvidia_smi() -> str:
     """Return what nvidia-smi prints, or why it does not."""
     try:
-        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
+        completed = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return done.stdout
+    return completed.stdout
 
 
-def queries_of(gpus: list[int], processes: dict[int, int]) -> dict[str, Query]:
+def make_queries(gpus: list[int], processes: dict[int, int]) -> dict[str, Query]:
     """Return the functions that read each value, by its name.
 
     Args:

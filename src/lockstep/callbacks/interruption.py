@@ -17,12 +17,12 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import IterableDataset
 
-from lockstep.callbacks.checkpoints import Checkpoints, after_module_hook
+from lockstep.callbacks.checkpoints import Checkpoints, call_after_module_hook
 from lockstep.checkpoints.loader_state import loaders_in
 from lockstep.checkpoints.resume_point import (
     ends_epoch,
     ends_step,
-    epoch_of,
+    epoch_text,
     is_validation_epoch,
     steps_are_over,
 )
@@ -94,7 +94,7 @@ class Interruption(pl.Callback):
         self.votes: dict[str, Vote] = {}
         # The batches of each loader of an evaluation that end with a vote.
         self.batches_with_vote = math.inf
-        self._previous: dict[int, Any] = {}  # signal handlers before this callback's
+        self._previous_handlers: dict[int, Any] = {}  # signal handlers before this callback's
 
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary; safe to call from a signal handler or another thread."""
@@ -114,8 +114,8 @@ class Interruption(pl.Callback):
             timeout = timedelta(seconds=self.timeout_s)
             with all_or_none():
                 group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        if not self._previous:
-            self._previous = signals.install_stop_handler(self._on_signal)
+        if not self._previous_handlers:
+            self._previous_handlers = signals.install_stop_handler(self._on_signal)
         if signals.received:
             # A signal has come in the middle of an import.
             self.request_stop(signals.first_name())
@@ -131,18 +131,18 @@ class Interruption(pl.Callback):
 
     def _is_in_script(self) -> bool:
         """Return whether a script ends now, whose handlers stay; or `setup` was not reached."""
-        return not self._previous or signals.interrupt in self._previous.values()
+        return not self._previous_handlers or signals.interrupt in self._previous_handlers.values()
 
     def _forget_signals(self) -> None:
-        """A notebook goes on: a signal of the last step does not stop the next fit."""
+        """Forget a signal of the last step, which must not stop the next fit of a notebook."""
         self._restore_handlers()
         self.reason = ""
         self.stops_after_epoch = False
         signals.received.clear()
 
     def _restore_handlers(self) -> None:
-        signals.restore_handlers(self._previous)
-        self._previous = {}
+        signals.restore_handlers(self._previous_handlers)
+        self._previous_handlers = {}
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -157,13 +157,13 @@ class Interruption(pl.Callback):
             return
         if ends_epoch(trainer) and not is_validation_epoch(trainer):
             # The epoch's end is saved when all callbacks have had their turn.
-            self.stops_after_epoch = self._is_stop_due(trainer, "train")
+            self.stops_after_epoch = self._vote_on_stop(trainer, "train")
             for callback in trainer.callbacks:
                 if isinstance(callback, Checkpoints):
                     callback.stops_after_epoch = self.stops_after_epoch
             return
-        if self._is_stop_due(trainer, "train"):
-            after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
+        if self._vote_on_stop(trainer, "train"):
+            call_after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.stops_after_epoch:
@@ -186,13 +186,13 @@ class Interruption(pl.Callback):
         batch_idx: int,
         *_: Any,
     ) -> None:
-        if batch_idx < self.batches_with_vote and self._is_stop_due(trainer, "evaluate"):
+        if batch_idx < self.batches_with_vote and self._vote_on_stop(trainer, "evaluate"):
             self._stop(trainer, "evaluate")
 
     on_test_batch_end = on_validation_batch_end
 
-    def _is_stop_due(self, trainer: pl.Trainer, kind: str) -> bool:
-        """Return whether any rank was asked to stop; the same on all ranks."""
+    def _vote_on_stop(self, trainer: pl.Trainer, kind: str) -> bool:
+        """Return whether any rank was asked to stop. All ranks call it, and get one answer."""
         if trainer.state.fn == "fit" and steps_are_over(trainer):
             # A resume would not validate the last step. The test stops instead.
             return False
@@ -203,9 +203,9 @@ class Interruption(pl.Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             save_last(trainer)
         stop = Interrupted(self.reason or "another rank was asked to stop")
-        asked = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
+        requests = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
         stop.agreed = True
-        stop.elsewhere = (trainer.node_rank, True) not in asked
+        stop.elsewhere = (trainer.node_rank, True) not in requests
         raise stop
 
 
@@ -232,7 +232,7 @@ def has_sure_length(loader: Any) -> bool:
 
 
 def do_nothing() -> None:
-    """Take the place of what Lightning does at a signal."""
+    """Take the place of Lightning's methods that handle signals."""
 
 
 def save_last(trainer: pl.Trainer) -> None:
@@ -278,7 +278,7 @@ class MaxTime(pl.Callback):
         if trainer.is_global_zero:
             log.info(
                 f"trainer.max_time: the limit of {duration(self.seconds)} is reached at step "
-                f"{trainer.global_step}, in epoch {epoch_of(trainer)}: it ends here."
+                f"{trainer.global_step}, in epoch {epoch_text(trainer)}: it ends here."
             )
 
     def record_fields(self) -> dict[str, object]:

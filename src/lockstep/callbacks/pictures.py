@@ -51,7 +51,7 @@ class Pictures(pl.Callback):
         is_first = trainer.global_step == 0 and batch_idx == 0
         if is_first and trainer.is_global_zero:
             data = getattr(trainer, "datamodule", None)
-            _try(lambda: write_batch(path, batch, data), path)
+            _write_or_warn(lambda: write_batch(path, batch, data), path)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.worst = None
@@ -65,7 +65,7 @@ class Pictures(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        tested = _tested(outputs, batch)
+        tested = _tested_images(outputs, batch)
         # Of several loaders only the first one's images are drawn.
         if tested is None or dataloader_idx:
             return
@@ -73,22 +73,22 @@ class Pictures(pl.Callback):
             positions = trainer.test_dataloaders.positions(batch_idx)
             positions = positions.to(tested.losses.device)
             tested = TestedImages(tested.losses, positions, *tested[2:])
-        worst = _with_small_pictures(_largest(tested))
+        worst = _with_small_pictures(_largest_losses(tested))
         if self.worst:
             pairs = zip(self.worst, worst, strict=True)
-            worst = _largest(TestedImages(*map(torch.cat, pairs)))
+            worst = _largest_losses(TestedImages(*map(torch.cat, pairs)))
         self.worst = worst
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        worst = of_all_ranks(trainer, self.worst or ())
+        worst = gather_largest_losses(trainer, self.worst or ())
         self.worst = None
         if worst and trainer.is_global_zero:
             path = self.folder / MISTAKES
             data = getattr(trainer, "datamodule", None)
-            _try(lambda: write_mistakes(path, TestedImages(*worst), data), path)
+            _write_or_warn(lambda: write_mistakes(path, TestedImages(*worst), data), path)
 
 
-def _try(write: Callable[[], Any], path: Path) -> None:
+def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
     """Call a function that writes a picture, of which no error ends a run."""
     try:
         write()
@@ -96,7 +96,7 @@ def _try(write: Callable[[], Any], path: Path) -> None:
         log.warning(f"{path.name} was not written ({type(error).__name__}: {error}).")
 
 
-def _tested(outputs: Any, batch: Any) -> TestedImages | None:
+def _tested_images(outputs: Any, batch: Any) -> TestedImages | None:
     """Return the images of a batch with what test_step gives of them; None if it gives nothing."""
     images = find_images(batch)
     if not isinstance(outputs, dict) or images is None:
@@ -111,7 +111,7 @@ def _tested(outputs: Any, batch: Any) -> TestedImages | None:
     return TestedImages(losses, positions, *tensors[1:])
 
 
-def _largest(tested: TestedImages) -> TestedImages:
+def _largest_losses(tested: TestedImages) -> TestedImages:
     """Return the images with the largest losses, the largest first. A nan counts as the largest."""
     largest = tested.losses.topk(min(MAX_SHEET_IMAGES, len(tested.losses))).indices
     return TestedImages(*(part[largest] for part in tested))
@@ -130,36 +130,38 @@ def _with_small_pictures(tested: TestedImages) -> TestedImages:
     )
 
 
-def of_all_ranks(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
+def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the images with the largest losses over all ranks. It is a collective.
 
-    Each rank fills in its own images, and the sum over the ranks has all of them.
+    Each rank writes into its own slots, and zeros into those of the others: the sum over the ranks
+    has all of them. Of two ranks and 16 images on a sheet, slots 0 to 15 are rank 0's.
     """
     if trainer.world_size == 1:
         return worst
     reduce = trainer.strategy.reduce
-    first = trainer.global_rank * MAX_SHEET_IMAGES
+    first_slot = trainer.global_rank * MAX_SHEET_IMAGES
     # The last number counts the ranks that have tested an image of any kind.
     losses = torch.zeros(
         trainer.world_size * MAX_SHEET_IMAGES + 1, device=trainer.strategy.root_device
     )
-    losses[first : first + MAX_SHEET_IMAGES] = -torch.inf
+    losses[first_slot : first_slot + MAX_SHEET_IMAGES] = -torch.inf
     if worst:
-        losses[first : first + len(worst[0])] = worst[0].float()
+        losses[first_slot : first_slot + len(worst[0])] = worst[0].float()
         losses[-1] = 1
     losses = reduce(losses, reduce_op="sum")
     if losses[-1] < trainer.world_size:
         return []
 
-    largest, places = losses[:-1].topk(MAX_SHEET_IMAGES)
-    is_mine = places // MAX_SHEET_IMAGES == trainer.global_rank
-    rows = places[is_mine] - first
+    # The images of the sheet, in its order.
+    largest, slots = losses[:-1].topk(MAX_SHEET_IMAGES)
+    is_mine = slots // MAX_SHEET_IMAGES == trainer.global_rank
+    rows = slots[is_mine] - first_slot
     is_image = largest > -torch.inf
-    shared = []
+    gathered_parts = []
     for part in worst:
-        whole = part.new_zeros(MAX_SHEET_IMAGES, *part.shape[1:])
-        # A rank may have fewer images than places.
+        images_in_slots = part.new_zeros(MAX_SHEET_IMAGES, *part.shape[1:])
+        # A rank may have fewer images than slots.
         is_filled = rows < len(part)
-        whole[is_mine.nonzero().flatten()[is_filled]] = part[rows[is_filled]]
-        shared.append(reduce(whole, reduce_op="sum")[is_image | largest.isnan()])
-    return shared
+        images_in_slots[is_mine.nonzero().flatten()[is_filled]] = part[rows[is_filled]]
+        gathered_parts.append(reduce(images_in_slots, reduce_op="sum")[is_image | largest.isnan()])
+    return gathered_parts

@@ -24,12 +24,12 @@ def check_before_training(trainer: pl.Trainer, module: Any) -> None:
 
 
 def check_sanity_metrics(trainer: pl.Trainer, module: Any) -> None:
-    """Refuse a metric of the validation that the one before training has not given."""
+    """Refuse a metric that the sanity check, a validation before training, has not logged."""
     validations = [name for name in trainer.callback_metrics if is_metric_of("val", name)]
     for monitor in _monitors(trainer, module):
         # Of several loaders Lightning has no metrics yet.
         if validations and is_metric_of("val", monitor) and monitor not in validations:
-            raise UserError(_sentence(monitor, [*validations, "train/loss"]))
+            raise UserError(_not_logged_message(monitor, [*validations, "train/loss"]))
 
 
 def log_training_metrics(trainer: pl.Trainer, module: Any, means: dict[str, float]) -> None:
@@ -45,7 +45,7 @@ def log_training_metrics(trainer: pl.Trainer, module: Any, means: dict[str, floa
         # A module of the user's may log it itself, also after this callback.
         is_logged = monitor in trainer.callback_metrics
         if not is_logged and not is_overridden("on_train_epoch_end", module):
-            raise UserError(_sentence(monitor, [*trainer.callback_metrics, *means]))
+            raise UserError(_not_logged_message(monitor, [*trainer.callback_metrics, *means]))
 
 
 def _monitors(trainer: pl.Trainer, module: Any, at_epoch: int = 0) -> list[str]:
@@ -63,6 +63,6 @@ def _monitors(trainer: pl.Trainer, module: Any, at_epoch: int = 0) -> list[str]:
     return monitors
 
 
-def _sentence(monitor: str, names: list[str]) -> str:
+def _not_logged_message(monitor: str, names: list[str]) -> str:
     metrics = ", ".join(sorted(set(names)))
     return f"scheduler.monitor={monitor} is not logged. Pass one of {metrics}."

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lockstep.callbacks.training_log import ValidationInterval
 from lockstep.checkpoints.resume_point import (
     ends_epoch,
-    epoch_of,
+    epoch_text,
     micro_batches_done,
     steps_are_over,
 )
@@ -40,7 +40,7 @@ class Pruning(pl.Callback):
             is_given_up = self._report(trainer)
         is_given_up = trainer.strategy.broadcast(is_given_up)
         if is_given_up and not is_last_validation(trainer):
-            self._end(trainer)
+            self._end_training(trainer)
 
     def _report(self, trainer: pl.Trainer) -> bool:
         """Report the metric on rank 0; return whether the pruner gives the trial up."""
@@ -54,13 +54,13 @@ class Pruning(pl.Callback):
             log.warning(f"The search's journal {self.trial.journal} cannot be used: {error}.")
             return False
 
-    def _end(self, trainer: pl.Trainer) -> None:
+    def _end_training(self, trainer: pl.Trainer) -> None:
         self.is_pruned = True
         trainer.should_stop = True
         if trainer.is_global_zero:
             log.info(
                 f"Trial {self.trial.number} is pruned ({self.trial.pruner}) at step "
-                f"{trainer.global_step}, in epoch {epoch_of(trainer)}."
+                f"{trainer.global_step}, in epoch {epoch_text(trainer)}."
             )
 
     def record_fields(self) -> dict[str, object]:
@@ -88,13 +88,15 @@ def number_of_validation(trainer: pl.Trainer) -> int:
     if trainer.check_val_every_n_epoch is None or trainer.num_training_batches == math.inf:
         batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         return scheduled_validations(trainer, interval, batches - 1) + 1
-    of_epoch = scheduled_validations(trainer, interval, int(trainer.num_training_batches))
-    in_epoch = scheduled_validations(trainer, interval, micro_batches_done(trainer) - 1)
-    return epochs * of_epoch + in_epoch + 1
+    validations_per_epoch = scheduled_validations(
+        trainer, interval, int(trainer.num_training_batches)
+    )
+    validations_in_epoch = scheduled_validations(trainer, interval, micro_batches_done(trainer) - 1)
+    return epochs * validations_per_epoch + validations_in_epoch + 1
 
 
 def scheduled_validations(trainer: pl.Trainer, interval: int, batches: int) -> int:
-    """Return how many validations the interval schedules within the first micro-batches."""
+    """Return how many validations there are within a number of micro-batches from the begin."""
     count = batches // interval
     # ValidationInterval validates at the end of an epoch, too.
     if any(isinstance(callback, ValidationInterval) for callback in trainer.callbacks):

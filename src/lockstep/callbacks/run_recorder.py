@@ -32,7 +32,7 @@ from lockstep.records.record import (
 
 log = logging.getLogger(__name__)
 
-STOPS = (Interrupted, KeyboardInterrupt, SIGTERMException)
+STOP_EXCEPTIONS = (Interrupted, KeyboardInterrupt, SIGTERMException)
 
 
 class RunRecorder(pl.Callback):
@@ -57,7 +57,7 @@ class RunRecorder(pl.Callback):
         self.phase = "start"
         self.written_at = 0.0
         self.fit_started_at: float | None = None
-        self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
+        self.earlier_fit_s = 0.0  # seconds of fit in earlier starts of this run
         self.monitor = "val/acc"
         self.steps = 0  # as of the last write
         self.records_evaluation = False  # alone, without a fit before it
@@ -65,13 +65,13 @@ class RunRecorder(pl.Callback):
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
         """Set fields of the record; with a trainer, also those of every callback."""
         if trainer is None:
-            with self._updated() as record:
+            with self._update_on_disk() as record:
                 record.update(fields)
         elif trainer.is_global_zero:
             # Collect the values before the lock is taken, because parts may take their time.
-            metrics = latest_metrics(trainer)
-            parts = fields_of_parts(trainer)
-            with self._updated() as record:
+            metrics = collect_metrics(trainer)
+            parts = collect_record_fields(trainer)
+            with self._update_on_disk() as record:
                 self._set_progress(record, trainer)
                 record.metrics |= metrics
                 record.update(parts)
@@ -79,7 +79,7 @@ class RunRecorder(pl.Callback):
                 record.update(fields)
 
     @contextlib.contextmanager
-    def _updated(self) -> Iterator[RunRecord]:
+    def _update_on_disk(self) -> Iterator[RunRecord]:
         """Let the block change the record on the disk."""
         with update_record(self.path) as record:
             yield record
@@ -95,10 +95,10 @@ class RunRecorder(pl.Callback):
 
     def elapsed(self) -> float:
         """Return the seconds of fit in all starts of this run; 0 on other ranks than 0."""
-        now_s = 0.0
+        current_fit_s = 0.0
         if self.fit_started_at is not None:
-            now_s = time.monotonic() - self.fit_started_at
-        return round(self.fit_before_s + now_s, 3)
+            current_fit_s = time.monotonic() - self.fit_started_at
+        return round(self.earlier_fit_s + current_fit_s, 3)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -107,7 +107,7 @@ class RunRecorder(pl.Callback):
             self._begin(trainer, pl_module)
         record = read_record(self.path)
         self.monitor = record.monitor
-        self.fit_before_s = record.fit_seconds or 0.0
+        self.earlier_fit_s = record.fit_seconds or 0.0
         self.fit_started_at = time.monotonic()
         counts: dict[str, object] = {}
         is_made_late = is_overridden("configure_model", pl_module)
@@ -149,22 +149,22 @@ class RunRecorder(pl.Callback):
 
     def _end_evaluation(self, trainer: pl.Trainer) -> None:
         if self.records_evaluation:
-            ended: dict[str, object] = {"status": "finished", "exit_code": EXIT_OK}
-            self.write(trainer, phase="end", finished_at=utc_now(), **ended)
+            end_fields: dict[str, object] = {"status": "finished", "exit_code": EXIT_OK}
+            self.write(trainer, phase="end", finished_at=utc_now(), **end_fields)
 
     on_test_start = _begin_evaluation
     on_validation_start = _begin_evaluation
 
-    def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
+    def _write_heartbeat(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write when the phase changes, and every few seconds."""
         is_due = time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S
         if is_due or stage_name(trainer) != self.phase:
             self.phase = stage_name(trainer)
             self.write(trainer, phase=self.phase)
 
-    on_train_batch_start = _beat
-    on_validation_batch_start = _beat
-    on_test_batch_start = _beat
+    on_train_batch_start = _write_heartbeat
+    on_validation_batch_start = _write_heartbeat
+    on_test_batch_start = _write_heartbeat
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self.steps and trainer.global_step:
@@ -193,7 +193,7 @@ class RunRecorder(pl.Callback):
 
         Its metric is recorded as `<metric>_best`.
         """
-        with self._updated() as record:
+        with self._update_on_disk() as record:
             record.steps = max(sidecar.step, self.steps)
             if kind == "best":
                 self._set_best(record, path, sidecar)
@@ -221,13 +221,13 @@ class RunRecorder(pl.Callback):
         if self.phase in ("training", "validation"):
             fields["steps"] = trainer.global_step
         if self.owns_run:
-            fields |= self._end_by(exception)
+            fields |= self._failure_fields(exception)
         if fields:
             self.write(None, **fields)
 
-    def _end_by(self, exception: BaseException) -> dict[str, object]:
+    def _failure_fields(self, exception: BaseException) -> dict[str, object]:
         """Return how the exception ended a plain script's run."""
-        if isinstance(exception, STOPS):
+        if isinstance(exception, STOP_EXCEPTIONS):
             # The script decides on its exit code.
             return {"status": "interrupted", "exit_code": None, "finished_at": utc_now()}
         error = {
@@ -259,7 +259,7 @@ class RunRecorder(pl.Callback):
         if self.owns_run:
             fields |= {"status": "finished", "exit_code": EXIT_OK, "finished_at": utc_now()}
         self.write(trainer, **fields)
-        self.fit_before_s = self.elapsed()
+        self.earlier_fit_s = self.elapsed()
         self.fit_started_at = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -278,8 +278,8 @@ def parameter_counts(module: Any) -> dict[str, int]:
     }
 
 
-def latest_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
-    """Return the latest metrics of training and of evaluations; one that is not finite as text."""
+def collect_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
+    """Return the latest metrics of training and evaluations. JSON has no nan: it is a text."""
     values: dict[str, Any] = {}
     if not trainer.sanity_checking:
         values |= trainer.callback_metrics
@@ -292,7 +292,7 @@ def latest_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
     }
 
 
-def fields_of_parts(trainer: pl.Trainer) -> dict[str, Any]:
+def collect_record_fields(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the fields of the record that callbacks and the strategy know."""
     fields: dict[str, Any] = {}
     for part in (*trainer.callbacks, trainer.strategy):

@@ -58,7 +58,7 @@ class S3Upload(pl.Callback):
 
     def _start_or_refuse(self) -> str | None:
         """Claim the run's place in the bucket and start to upload; return why the run must end."""
-        bucket = self.bucket.at(self.folder.run_id)
+        bucket = self.bucket.joinpath(self.folder.run_id)
         s3_error: S3Error | None = None
         try:
             refuse_other_run(bucket, read_pointers(bucket), self.folder)
@@ -100,7 +100,7 @@ class S3Upload(pl.Callback):
         return None
 
     def expect_end(self, seconds: float) -> None:
-        """Upload new checkpoints at once from now on: this machine stops in so many seconds."""
+        """Upload new checkpoints at once from now on, because this machine stops in `seconds`."""
         self.flush_timeout_s = min(self.flush_timeout_s, seconds)
         if self.uploader is not None:
             self.uploader.intervals_s["last"] = 0.0

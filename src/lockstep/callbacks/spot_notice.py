@@ -28,25 +28,25 @@ class SpotNotice(pl.Callback):
     def __init__(self, address: str = METADATA, interval_s: float = 5.0) -> None:
         self.address = address.rstrip("/")
         self.interval_s = interval_s
-        self.ended = threading.Event()
+        self.has_ended = threading.Event()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.local_rank != 0 or stage not in ("fit", "test"):
             return
 
-        # The thread of the stage before may still be asking, and has an event of its own.
-        self.ended = threading.Event()
+        # The thread of an earlier stage may still be asking. It keeps the event of its stage.
+        self.has_ended = threading.Event()
         thread = threading.Thread(
-            target=self._poll, args=(trainer, self.ended), name="spot-notice", daemon=True
+            target=self._poll, args=(trainer, self.has_ended), name="spot-notice", daemon=True
         )
         thread.start()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.ended.set()
+        self.has_ended.set()
 
-    def _poll(self, trainer: pl.Trainer, ended: threading.Event) -> None:
+    def _poll(self, trainer: pl.Trainer, has_ended: threading.Event) -> None:
         """Wait for a notice, and pass it on; return without one if the stage has ended."""
-        notice = self._wait_for_notice(ended)
+        notice = self._wait_for_notice(has_ended)
         if not notice:
             return
 
@@ -57,12 +57,12 @@ class SpotNotice(pl.Callback):
             if hasattr(callback, "expect_end"):
                 callback.expect_end(SECONDS_LEFT)
 
-    def _wait_for_notice(self, ended: threading.Event) -> str:
+    def _wait_for_notice(self, has_ended: threading.Event) -> str:
         """Return the text of the notice; empty if the stage has ended before one came."""
         has_complained = False
         while True:
             try:
-                notice = self._notice()
+                notice = self._request_notice()
             except (OSError, ValueError, http.client.HTTPException) as error:
                 notice = ""
                 if not has_complained:
@@ -72,10 +72,10 @@ class SpotNotice(pl.Callback):
                     )
                     has_complained = True
 
-            if notice or ended.wait(self.interval_s):
+            if notice or has_ended.wait(self.interval_s):
                 return notice
 
-    def _notice(self) -> str:
+    def _request_notice(self) -> str:
         """Return the text of the notice; empty while the service answers 404, which means none."""
         lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
         try:

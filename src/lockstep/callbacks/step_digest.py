@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lockstep.callbacks.unused_parameters import made_at
+from lockstep.callbacks.unused_parameters import find_definition
 from lockstep.checkpoints.loader_state import has_state, loaders_in
-from lockstep.checkpoints.random_state import generators_of
+from lockstep.checkpoints.random_state import find_generators
 from lockstep.checkpoints.resume_point import ends_step
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS, SyncBatchNorm
 
@@ -77,12 +77,11 @@ class StepDigest(pl.Callback):
         self.samples: list[list[str]] = []
         self.learning_rates: list[float] = []
         self.random_before: Any = None
-        self.draws = False
-        self.has_looked = False
-        self.loaders = 0
+        self.has_drawn = False
+        self.has_checked_gradients = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        turn_dropout_off(pl_module)
+        disable_dropout(pl_module)
         if stage != "fit":
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +95,8 @@ class StepDigest(pl.Callback):
         if self.replay:
             # The batches were recorded after these hooks.
             owner = trainer.datamodule or pl_module
-            owner.on_before_batch_transfer = _same_batch
-            owner.on_after_batch_transfer = _same_batch
+            owner.on_before_batch_transfer = _return_batch
+            owner.on_after_batch_transfer = _return_batch
 
     def _process_loader(
         self, trainer: pl.Trainer, original: Callable[[Any], Any], loader: Any
@@ -110,12 +109,12 @@ class StepDigest(pl.Callback):
             loader.prefetch_factor = loader.prefetch_factor or 2
         return original(loader)
 
-    def _write(self, kind: str, **values: Any) -> None:
+    def _write_line(self, kind: str, **values: Any) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write("start", step=trainer.global_step, **state_of(trainer, pl_module))
+        self._write_line("start", step=trainer.global_step, **digest_state(trainer, pl_module))
         loaders = loaders_in(trainer.train_dataloader)
         norms = [
             name
@@ -123,12 +122,14 @@ class StepDigest(pl.Callback):
             if isinstance(layer, BATCH_NORMS)
             and not isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm)
         ]
-        self._write(
+        self._write_line(
             "facts",
             loaders=len(loaders),
             without_state=[type(each).__name__ for each in loaders if not has_state(each)],
-            streams=[name_of_stream(each) for each in loaders if is_stream(each)],
-            generators=sorted(generators_of([getattr(each, "dataset", None) for each in loaders])),
+            streams=[stream_name(each) for each in loaders if is_stream(each)],
+            generators=sorted(
+                find_generators([getattr(each, "dataset", None) for each in loaders])
+            ),
             random_calls=random_calls(trainer, pl_module),
             batch_norms=norms,
         )
@@ -141,20 +142,20 @@ class StepDigest(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self.random_before = random_numbers()
+        self.random_before = random_fingerprint()
         self.learning_rates = []
         for optimizer in trainer.optimizers:
             self.learning_rates += [float(group["lr"]) for group in optimizer.param_groups]
-        self.samples += samples_of(batch)
-        self._keep("train", trainer, batch, batch_idx)
+        self.samples += hash_samples(batch)
+        self._save_batch("train", trainer, batch, batch_idx)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.has_looked:
+        if self.has_checked_gradients:
             return
-        self.has_looked = True
+        self.has_checked_gradients = True
         for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
-                self._write("unused", name=name, line=made_at(pl_module, name))
+                self._write_line("unused", name=name, line=find_definition(pl_module, name))
 
     def on_train_batch_end(
         self,
@@ -164,7 +165,7 @@ class StepDigest(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self.draws |= self.random_before != random_numbers()
+        self.has_drawn |= self.random_before != random_fingerprint()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -172,15 +173,15 @@ class StepDigest(pl.Callback):
         if not ends_step(trainer):
             return
 
-        self._write(
+        self._write_line(
             "step",
             step=trainer.global_step,
             epoch=trainer.current_epoch,
             images=self.samples,
-            draws=self.draws,
+            draws=self.has_drawn,
             loss=self.losses,
             learning_rates=self.learning_rates,
-            **state_of(trainer, pl_module),
+            **digest_state(trainer, pl_module),
         )
         self.losses = []
         self.samples = []
@@ -196,9 +197,9 @@ class StepDigest(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if trainer.sanity_checking or trainer.state.fn == "fit":
-            self._keep(f"val{dataloader_idx}", trainer, batch, batch_idx)
+            self._save_batch(f"val{dataloader_idx}", trainer, batch, batch_idx)
 
-    def _keep(self, stage: str, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+    def _save_batch(self, stage: str, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         if self.keeps_batches:
             torch.save(batch, batch_path(self.folder / BATCHES, stage, trainer, batch_idx))
 
@@ -212,7 +213,7 @@ class StepDigest(pl.Callback):
 
     def _write_metrics(self, stage: str, trainer: pl.Trainer) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self._write("metrics", stage=stage, step=trainer.global_step, values=values)
+        self._write_line("metrics", stage=stage, step=trainer.global_step, values=values)
 
 
 class Replay:
@@ -245,7 +246,7 @@ class Replay:
         for number in range(len(self) // self.micro_batches):
             batch = torch.load(self._path(number), weights_only=False)
             for micro_batch in range(self.micro_batches):
-                yield part_of(batch, micro_batch * self.world_size + self.rank, parts)
+                yield batch_part(batch, micro_batch * self.world_size + self.rank, parts)
 
 
 def batch_path(folder: Path, stage: str, trainer: pl.Trainer, batch: int) -> Path:
@@ -253,7 +254,7 @@ def batch_path(folder: Path, stage: str, trainer: pl.Trainer, batch: int) -> Pat
     return folder / f"{stage}-{epoch}-{batch}.pt"
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def list_tensors(tree: Any) -> list[Tensor]:
     """Return the tensors with at least one dimension in a batch."""
     if isinstance(tree, Tensor):
         return [tree] if tree.ndim else []
@@ -264,38 +265,38 @@ def tensors_in(tree: Any) -> list[Tensor]:
         items = list(tree)
     tensors = []
     for item in items:
-        tensors += tensors_in(item)
+        tensors += list_tensors(item)
     return tensors
 
 
-def batch_size_of(batch: Any) -> int:
-    tensors = tensors_in(batch)
+def count_samples(batch: Any) -> int:
+    tensors = list_tensors(batch)
     return len(tensors[0]) if tensors else 0
 
 
-def part_of(batch: Any, part: int, parts: int) -> Any:
-    """Return one of several parts of a batch; they are equal if its size can be divided."""
-    size = batch_size_of(batch)
+def batch_part(batch: Any, part: int, parts: int) -> Any:
+    """Return one of several parts of a batch: part 1 of 2 of 8 samples is the last 4."""
+    size = count_samples(batch)
     samples = slice(part * size // parts, (part + 1) * size // parts)
-    return _cut(batch, samples, size)
+    return _select_samples(batch, samples, size)
 
 
-def _cut(tree: Any, samples: slice, size: int) -> Any:
-    """Return a batch, or a part of its tree, with these samples of everything that has `size`."""
+def _select_samples(tree: Any, samples: slice, size: int) -> Any:
+    """Return a batch, or a part of it, with the chosen samples of all that has `size` items."""
     if isinstance(tree, Tensor):
         if tree.ndim and len(tree) == size:
             return tree[samples]
     elif isinstance(tree, dict):
-        return {name: _cut(item, samples, size) for name, item in tree.items()}
+        return {name: _select_samples(item, samples, size) for name, item in tree.items()}
     elif isinstance(tree, list | tuple):
-        return _cut_list(tree, samples, size)
+        return _select_from_list(tree, samples, size)
     return tree
 
 
-def _cut_list(items: Any, samples: slice, size: int) -> Any:
-    """Cut the members of a list or tuple, or a list without tensors that has an item a sample."""
-    if tensors_in(items):
-        parts = [_cut(item, samples, size) for item in items]
+def _select_from_list(items: Any, samples: slice, size: int) -> Any:
+    """Return a list whose members are cut, or the chosen items of one without tensors."""
+    if list_tensors(items):
+        parts = [_select_samples(item, samples, size) for item in items]
         if hasattr(items, "_fields"):
             return type(items)(*parts)
         return type(items)(parts)
@@ -304,18 +305,21 @@ def _cut_list(items: Any, samples: slice, size: int) -> Any:
     return items
 
 
-def samples_of(batch: Any) -> list[list[str]]:
-    """Return the hashes of each sample of a batch, one for each of its tensors."""
-    tensors = [to_numpy(tensor) for tensor in tensors_in(batch)]
-    size = batch_size_of(batch)
-    rows = [tensor for tensor in tensors if len(tensor) == size]
-    samples = []
+def hash_samples(batch: Any) -> list[list[str]]:
+    """Return the hashes of each sample of a batch, one for each of its tensors.
+
+    Two images with labels give [["1f…", "a0…"], ["9c…", "a0…"]].
+    """
+    arrays = [to_numpy(tensor) for tensor in list_tensors(batch)]
+    size = count_samples(batch)
+    columns = [array for array in arrays if len(array) == size]
+    hashes = []
     for number in range(size):
-        samples.append([hash_of(tensor[number]) for tensor in rows])
-    return samples
+        hashes.append([short_hash(column[number]) for column in columns])
+    return hashes
 
 
-def hash_of(array: Any) -> str:
+def short_hash(array: Any) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:8]
 
 
@@ -333,10 +337,10 @@ def digest(tensor: Tensor) -> list[Any]:
     array = to_numpy(tensor)
     flat = np.abs(array.ravel()) if np.iscomplexobj(array) else array.ravel().astype(np.float64)
     direction = np.cos(np.arange(flat.size, dtype=np.float64))
-    return [hash_of(array), float(np.linalg.norm(flat)), float(flat @ direction)]
+    return [short_hash(array), float(np.linalg.norm(flat)), float(flat @ direction)]
 
 
-def state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+def digest_state(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
     """Return digests of weights, buffers and the optimizer's state, and plain attributes."""
     weights = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
     names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
@@ -349,11 +353,11 @@ def state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, An
     return {
         "weights": {name: digest(value) for name, value in weights.items()},
         "optimizer": moments,
-        "attributes": attributes_of(pl_module),
+        "attributes": digest_attributes(pl_module),
     }
 
 
-def attributes_of(pl_module: pl.LightningModule) -> dict[str, Any]:
+def digest_attributes(pl_module: pl.LightningModule) -> dict[str, Any]:
     """Return the numbers and tensors that a module and its layers hold beside their state."""
     values = {}
     for name, layer in pl_module.named_modules():
@@ -369,10 +373,10 @@ def attributes_of(pl_module: pl.LightningModule) -> dict[str, Any]:
     return values
 
 
-def turn_dropout_off(pl_module: pl.LightningModule) -> None:
+def disable_dropout(pl_module: pl.LightningModule) -> None:
     """Make dropout do nothing in this process: its numbers differ between ranks."""
     for name in DROPOUTS:
-        setattr(nn.functional, name, _keep_all)
+        setattr(nn.functional, name, _return_input)
     for layer in pl_module.modules():
         if isinstance(layer, nn.MultiheadAttention):
             layer.dropout = 0.0
@@ -382,25 +386,25 @@ def turn_dropout_off(pl_module: pl.LightningModule) -> None:
                     setattr(layer, name, 0.0)
 
 
-def _same_batch(batch: Any, _: int) -> Any:
+def _return_batch(batch: Any, _: int) -> Any:
     return batch
 
 
-def _keep_all(input: Tensor, *_: Any, **__: Any) -> Tensor:
+def _return_input(input: Tensor, *_: Any, **__: Any) -> Tensor:
     return input
 
 
-def random_numbers() -> Any:
-    """Return what changes where a random number is drawn in this process."""
+def random_fingerprint() -> Any:
+    """Return the states of the global generators, which differ once a number has been drawn."""
     name, keys, *rest = np.random.get_state()
-    return hash_of(torch.get_rng_state().numpy()), hash_of(keys), rest, random.getstate()
+    return short_hash(torch.get_rng_state().numpy()), short_hash(keys), rest, random.getstate()
 
 
 def is_stream(loader: Any) -> bool:
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def name_of_stream(loader: Any) -> str:
+def stream_name(loader: Any) -> str:
     return type(loader.dataset).__name__
 
 
@@ -414,18 +418,30 @@ def random_calls(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str
         dataset = getattr(loader, "dataset", None)
         objects += [dataset, getattr(dataset, "dataset", None), getattr(dataset, "transform", None)]
         objects.append(loader)
-    calls: list[tuple[bool, str]] = []
+    calls: list[RandomCall] = []
     for value in (*objects, trainer.datamodule, pl_module):
         for cls in type(value).__mro__:
-            calls += calls_in(cls)
-    return [line for _, line in sorted(calls, key=lambda call: not call[0])]
+            calls += find_random_calls(cls)
+    return [call.line for call in sorted(calls, key=lambda call: not call.is_unseeded)]
 
 
-def calls_in(cls: type) -> list[tuple[bool, str]]:
-    """Return (whether no seed reaches it, file:line) of each call of a generator in a class."""
+class RandomCall(NamedTuple):
+    """A call of a random number generator.
+
+    Attributes:
+        is_unseeded: no seed reaches it.
+        line: file:line.
+    """
+
+    is_unseeded: bool
+    line: str
+
+
+def find_random_calls(cls: type) -> list[RandomCall]:
+    """Return the calls of random number generators in the source of a class of the user."""
     try:
         path = str(inspect.getsourcefile(cls))
-        lines, first = inspect.getsourcelines(cls)
+        lines, first_line = inspect.getsourcelines(cls)
     except (TypeError, OSError):
         return []
     if any(part in path for part in INSTALLED):
@@ -439,5 +455,5 @@ def calls_in(cls: type) -> list[tuple[bool, str]]:
         is_unseeded = name.rpartition(".")[2] in UNSEEDED and not node.args and not node.keywords
         is_unseeded = is_unseeded or name == "os.urandom"
         if is_unseeded or name.startswith(RANDOM_MODULES):
-            calls.append((is_unseeded, f"{path}:{first + node.lineno - 1}"))
+            calls.append(RandomCall(is_unseeded, f"{path}:{first_line + node.lineno - 1}"))
     return calls

@@ -39,7 +39,7 @@ class TrainingLog(pl.Callback):
         # It is set when a training starts.
         self.trainer: pl.Trainer | None = None
         self.started_at = time.monotonic()
-        self.seconds_before = 0.0  # in earlier starts of this run
+        self.earlier_seconds = 0.0  # in earlier starts of this run
         self.latest: Metrics = {}  # for the progress line and the record
         self.step = 0  # optimizer steps: one for all optimizers of a batch
         self.first_step = 0  # at which this start began
@@ -68,7 +68,7 @@ class TrainingLog(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
-        self.seconds_before = state_dict.get("seconds", 0.0)
+        self.earlier_seconds = state_dict.get("seconds", 0.0)
         self.epoch_losses = tuple(state_dict.get("epoch_losses", (0.0, 0)))
         if rank_zero_only.rank == 0:
             self.loss_sum, self.loss_number = state_dict.get("losses", (0.0, 0))
@@ -85,7 +85,7 @@ class TrainingLog(pl.Callback):
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
                 logger.begin_at(self.step, replaces_loss=self.loss_number > 0)
-        check_eps(trainer)
+        refuse_small_eps(trainer)
         self.speed.begin_interval(self.step)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,7 +125,7 @@ class TrainingLog(pl.Callback):
     ) -> None:
         if self.global_batch_size is None:
             ranks = trainer.world_size * trainer.accumulate_grad_batches
-            self.global_batch_size = images_in(batch) * ranks
+            self.global_batch_size = count_images(batch) * ranks
         self._add_loss(trainer, module, outputs)
         is_step_end = ends_step(trainer)
         if is_step_end:
@@ -136,7 +136,7 @@ class TrainingLog(pl.Callback):
         is_final_batch = steps_are_over(trainer) or trainer.should_stop
         # All ranks reach a log point at the same batch: it is a collective.
         if (is_regular or is_final_batch) and self.step > self.speed.began_step:
-            self._log(trainer, module, is_regular)
+            self._log_point(trainer, module, is_regular)
         elif is_step_end and self.step == self.first_step + 1:
             self.speed.begin_interval(self.step)
         self.speed.end_batch()
@@ -152,7 +152,7 @@ class TrainingLog(pl.Callback):
         self.loss_sum = self.loss_sum + loss
         self.loss_number += 1
 
-    def _log(self, trainer: pl.Trainer, module: Any, is_regular: bool) -> None:
+    def _log_point(self, trainer: pl.Trainer, module: Any, is_regular: bool) -> None:
         """Write a row, and begin the next interval."""
         total, number = self._reduce_losses(trainer)
         self.latest = {"train/loss": total / number} if number else {}
@@ -166,17 +166,17 @@ class TrainingLog(pl.Callback):
         if self.lr is not None:
             self.latest["lr"] = float(self.lr)
         self._refuse_non_finite()
-        self._write(trainer, self.latest | latest_means(trainer))
+        self._write_row(trainer, self.latest | latest_means(trainer))
         self.speed.begin_interval(self.step)
 
     def _end_epoch(self, module: Any) -> Metrics:
         """Return what the module has counted in the epoch, and keep it with the mean loss."""
-        counted = module.epoch_means("train") if hasattr(module, "epoch_means") else {}
+        counted_means = module.epoch_means("train") if hasattr(module, "epoch_means") else {}
         total, number = self.epoch_losses
         self.epoch_losses = (0.0, 0)
         self.epoch_means = {"train/loss": total / number} if number else {}
-        self.epoch_means |= counted
-        return counted
+        self.epoch_means |= counted_means
+        return counted_means
 
     def _reduce_losses(self, trainer: pl.Trainer) -> tuple[float, int]:
         """Return sum and number of all ranks' losses since the last regular log point.
@@ -220,7 +220,7 @@ class TrainingLog(pl.Callback):
         if trainer.sanity_checking:
             plateau.check_sanity_metrics(trainer, pl_module)
         elif trainer.state.fn == "fit":
-            self._write(trainer, metrics_of(trainer, "val"))
+            self._write_row(trainer, evaluation_metrics(trainer, "val"))
             if not ends_epoch(trainer):
                 save_loggers(trainer)
         self.speed.begin_interval(self.step)
@@ -235,25 +235,25 @@ class TrainingLog(pl.Callback):
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the results of a test at the step where training has ended."""
-        values = metrics_of(trainer, "test")
+        values = evaluation_metrics(trainer, "test")
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
                 logger.add_to_last_row(values)
             else:
-                logger.log_metrics(without_modules(values, trainer), self.step)
+                logger.log_metrics(drop_module_metrics(values, trainer), self.step)
         save_loggers(trainer)
 
-    def _write(self, trainer: pl.Trainer, values: Metrics) -> None:
+    def _write_row(self, trainer: pl.Trainer, values: Metrics) -> None:
         row = {"epoch": trainer.current_epoch, "time_s": self._seconds(), **values}
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
                 logger.write_row(row, self.step)
             else:
-                logger.log_metrics(without_modules(row, trainer), self.step)
+                logger.log_metrics(drop_module_metrics(row, trainer), self.step)
 
     def _seconds(self) -> float:
         seconds = time.monotonic() - self.started_at
-        return round(self.seconds_before + seconds, 3)
+        return round(self.earlier_seconds + seconds, 3)
 
     def record_fields(self) -> dict[str, object]:
         """Return `throughput` and `images_per_s`, or nothing before the second log point."""
@@ -263,7 +263,7 @@ class TrainingLog(pl.Callback):
         return {"throughput": throughput, "images_per_s": throughput["images_per_s"]}
 
 
-def images_in(batch: Any) -> int:
+def count_images(batch: Any) -> int:
     """Return the images of a batch; 0 of a batch of the user's own class, whose size is unknown."""
     try:
         return extract_batch_size(batch)
@@ -271,7 +271,7 @@ def images_in(batch: Any) -> int:
         return 0
 
 
-def metrics_of(trainer: pl.Trainer, stage: str) -> Metrics:
+def evaluation_metrics(trainer: pl.Trainer, stage: str) -> Metrics:
     """Return the metrics of an evaluation, whose names begin with val or test."""
     metrics = {}
     for name, value in trainer.callback_metrics.items():
@@ -280,10 +280,10 @@ def metrics_of(trainer: pl.Trainer, stage: str) -> Metrics:
     return metrics
 
 
-def without_modules(values: Metrics, trainer: pl.Trainer) -> Metrics:
+def drop_module_metrics(values: Metrics, trainer: pl.Trainer) -> Metrics:
     """Return the values whose names the module does not send to the loggers itself."""
-    of_module = trainer.logged_metrics
-    return {name: value for name, value in values.items() if name not in of_module}
+    module_metrics = trainer.logged_metrics
+    return {name: value for name, value in values.items() if name not in module_metrics}
 
 
 def log_hyperparameters(trainer: pl.Trainer, step: int) -> None:
@@ -342,14 +342,14 @@ class ValidationInterval(pl.Callback):
     on_train_batch_end = on_train_start
 
 
-def check_eps(trainer: pl.Trainer) -> None:
+def refuse_small_eps(trainer: pl.Trainer) -> None:
     """Refuse an optimizer that divides by an eps which float16 rounds to 0."""
     if trainer.precision != "16-true":
         return
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            if isinstance(eps, float) and rounds_to_0(eps):
+            if isinstance(eps, float) and is_zero_in_float16(eps):
                 raise UserError(
                     f"optimizer.eps={eps:g} is 0 under trainer.precision=16-true, and updates "
                     "divide by it: give optimizer.eps=1e-4, or trainer.precision=16-mixed, "
@@ -357,5 +357,5 @@ def check_eps(trainer: pl.Trainer) -> None:
                 )
 
 
-def rounds_to_0(value: float) -> bool:
+def is_zero_in_float16(value: float) -> bool:
     return torch.tensor(value, dtype=torch.float16).item() == 0

@@ -15,22 +15,22 @@ class UnusedParameters(pl.Callback):
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.has_looked = False
+        self.has_checked_gradients = False
 
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self.has_looked:
+        if self.has_checked_gradients:
             return
-        self.has_looked = True
+        self.has_checked_gradients = True
 
         unused = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
-                unused[name] = made_at(module, name)
+                unused[name] = find_definition(module, name)
         if unused:
             self.path.write_text(json.dumps(unused))
 
 
-def made_at(module: nn.Module, parameter: str) -> str | None:
+def find_definition(module: nn.Module, parameter: str) -> str | None:
     """Return file:line where a class of the user makes the parameter or the layer that holds it."""
     parts = parameter.split(".")
     for depth in reversed(range(len(parts))):
@@ -48,8 +48,8 @@ def _line_of_assignment(cls: type, attribute: str) -> str | None:
         return None
 
     beginnings = (f"self.{attribute} =", f"self.{attribute}:", f"self.{attribute}=")
-    lines, first = inspect.getsourcelines(cls)
-    for number, line in enumerate(lines, start=first):
+    lines, first_line = inspect.getsourcelines(cls)
+    for number, line in enumerate(lines, start=first_line):
         if line.strip().startswith(beginnings):
             return f"{inspect.getsourcefile(cls)}:{number}"
     return None

@@ -41,7 +41,7 @@ class WeightAverage(EMAWeightAveraging):
 
         # Every step reads the counter. Reading it from a GPU would wait for the device.
         average.n_averaged = torch.zeros((), dtype=torch.long)
-        average.update_parameters = partial(update, average, self.decay)
+        average.update_parameters = partial(update_average, average, self.decay)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)
@@ -60,16 +60,16 @@ class WeightAverage(EMAWeightAveraging):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        averaged = checkpoint["state_dict"]
+        averaged_state = checkpoint["state_dict"]
         super().on_save_checkpoint(trainer, module, checkpoint)
         if self.is_exchanged:
             # The module holds the average now, and the average's module the trained weights.
             checkpoint["current_model_state"] = checkpoint["state_dict"]
-            checkpoint["state_dict"] = averaged
+            checkpoint["state_dict"] = averaged_state
 
 
 @torch.no_grad()
-def update(average: AveragedModel, decay: float, trained: nn.Module) -> None:
+def update_average(average: AveragedModel, decay: float, trained_module: nn.Module) -> None:
     """Average as torch's `update_parameters`, which waits for the device in every step.
 
     torch's also fails if 16 bits are trained. The decay is at most (1 + n) / (10 + n) after n
@@ -81,19 +81,21 @@ def update(average: AveragedModel, decay: float, trained: nn.Module) -> None:
     decay_of_step = 0.0
     if steps > 0:
         decay_of_step = min(decay, (1 + steps) / (10 + steps))
-    average_tensors = get_ema_multi_avg_fn(decay_of_step)
+    apply_average = get_ema_multi_avg_fn(decay_of_step)
 
     # torch has one kernel for many tensors of one dtype.
     averages: dict[torch.dtype, list[Any]] = defaultdict(list)
-    news: dict[torch.dtype, list[Any]] = defaultdict(list)
-    for of_average, of_trained in zip(_tensors(average.module), _tensors(trained), strict=True):
-        if of_average.is_floating_point():
-            averages[of_average.dtype].append(of_average)
-            news[of_average.dtype].append(of_trained.detach().to(of_average))
+    trained_tensors: dict[torch.dtype, list[Any]] = defaultdict(list)
+    for average_tensor, trained_tensor in zip(
+        _tensors(average.module), _tensors(trained_module), strict=True
+    ):
+        if average_tensor.is_floating_point():
+            averages[average_tensor.dtype].append(average_tensor)
+            trained_tensors[average_tensor.dtype].append(trained_tensor.detach().to(average_tensor))
         else:
-            of_average.copy_(of_trained)
+            average_tensor.copy_(trained_tensor)
     for dtype, tensors in averages.items():
-        average_tensors(tensors, news[dtype], steps)
+        apply_average(tensors, trained_tensors[dtype], steps)
     average.n_averaged += 1
 
 

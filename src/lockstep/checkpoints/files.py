@@ -20,8 +20,8 @@ from lockstep.process.files import sha256_of, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<again>\d))?\.ckpt")
-PART = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
+CHECKPOINT_NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<repeat>\d))?\.ckpt")
+PART_NAME = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A step has at most this many checkpoints of a kind.
 MOST_OF_A_STEP = 9
@@ -47,18 +47,21 @@ class Sidecar:
 
 
 def parse_sidecar(content: Any) -> Sidecar | None:
-    """Return None unless every field is what it must be; unknown fields are ignored."""
+    """Return the sidecar in a JSON value; None unless every field is what it must be.
+
+    Unknown fields are ignored, because a later version may have written them.
+    """
     if not isinstance(content, dict):
         return None
-    blank = vars(Sidecar(0))
+    defaults = vars(Sidecar(0))
     fields = {}
     for name, value in content.items():
-        if name in blank and value is not None:
+        if name in defaults and value is not None:
             fields[name] = value
 
     if not {"step", "bytes", "sha256"} <= fields.keys():
         return None
-    if any(type(value) is not type(blank[name]) for name, value in fields.items()):
+    if any(type(value) is not type(defaults[name]) for name, value in fields.items()):
         return None
     sidecar = Sidecar(**fields)
     return sidecar if _is_valid(sidecar) else None
@@ -78,17 +81,17 @@ def checkpoint_name(kind: str, step: int) -> str:
     return f"{kind}-step{step:08d}.ckpt"
 
 
-def new_path(folder: Path, kind: str, step: int) -> Path:
-    """Return a path that no checkpoint has.
+def unused_path(folder: Path, kind: str, step: int) -> Path:
+    """Return a path that no checkpoint has, such as last-step00000120-2.ckpt.
 
     A run that stopped in the validation of a step saves that step again.
     """
-    first = folder / checkpoint_name(kind, step)
-    if not first.exists():
-        return first
+    first_path = folder / checkpoint_name(kind, step)
+    if not first_path.exists():
+        return first_path
     numbers = range(2, MOST_OF_A_STEP + 1)
-    again = (first.with_stem(f"{first.stem}-{number}") for number in numbers)
-    return next(path for path in again if not path.exists())
+    repeats = (first_path.with_stem(f"{first_path.stem}-{number}") for number in numbers)
+    return next(path for path in repeats if not path.exists())
 
 
 def sidecar_path(checkpoint: Path) -> Path:
@@ -112,7 +115,7 @@ def is_copy(checkpoint: Path, sidecar: Sidecar) -> bool:
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """Return None if the checkpoint has no readable sidecar, and so is not complete."""
+    """Return a checkpoint's sidecar; None if it has no readable one, and so is not complete."""
     try:
         return parse_sidecar(json.loads(sidecar_path(checkpoint).read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -133,10 +136,10 @@ def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tupl
     """Yield the complete checkpoints of a run, newest first: by step, last before best."""
     checkpoints = []
     for path in folder.glob(f"{kind or '*'}-*.ckpt"):
-        match = NAME.fullmatch(path.name)
+        match = CHECKPOINT_NAME.fullmatch(path.name)
         sidecar = read_sidecar(path)
         if match and sidecar:
-            age = (sidecar.step, match["kind"], match["again"] or "")
+            age = (sidecar.step, match["kind"], match["repeat"] or "")
             checkpoints.append((age, path, sidecar))
 
     checkpoints.sort(key=lambda item: item[0], reverse=True)
@@ -180,7 +183,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove the sidecar first, so that a partly removed checkpoint does not count as complete."""
+    """Remove a checkpoint: its sidecar first, so that a half-removed one is never complete."""
     mark_unfinished(checkpoint)
     sidecar_path(checkpoint).unlink(missing_ok=True)
     checkpoint.unlink(missing_ok=True)
@@ -203,9 +206,9 @@ def remove_leftovers(folder: Path) -> None:
     """
     for mark in folder.glob(".*.ckpt.unfinished"):
         checkpoint = folder / mark.name.removeprefix(".").removesuffix(".unfinished")
-        if NAME.fullmatch(checkpoint.name) and not sidecar_path(checkpoint).exists():
+        if CHECKPOINT_NAME.fullmatch(checkpoint.name) and not sidecar_path(checkpoint).exists():
             checkpoint.unlink(missing_ok=True)
         mark.unlink(missing_ok=True)
     for part in folder.glob(".*.part"):
-        if PART.fullmatch(part.name):
+        if PART_NAME.fullmatch(part.name):
             part.unlink(missing_ok=True)

@@ -28,19 +28,21 @@ def frozen_state(trainer: pl.Trainer) -> FrozenState:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         "parameters": {name: p.requires_grad for name, p in module.named_parameters()},
-        "statistics": {name: norm.track_running_stats for name, norm in _norms(module).items()},
+        "statistics": {
+            name: norm.track_running_stats for name, norm in _layers_with_statistics(module).items()
+        },
         "optimizers": [_names_of_groups(optimizer, names) for optimizer in trainer.optimizers],
     }
 
 
 def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
-    """Freeze and unfreeze layers as `frozen_state` has found them, and add groups to optimizers.
+    """Freeze and unfreeze layers as a `frozen_state` says, and add groups to the optimizers.
 
     Call it when the optimizers are built, and before their states are loaded.
     """
     module = trainer.lightning_module
-    frozen, unfrozen = _set_trainable(module, state["parameters"])
-    for name, norm in _norms(module).items():
+    frozen, unfrozen = _set_requires_grad(module, state["parameters"])
+    for name, norm in _layers_with_statistics(module).items():
         # BatchNorm of a frozen layer keeps its statistics.
         norm.track_running_stats = state["statistics"].get(name, norm.track_running_stats)
 
@@ -49,10 +51,10 @@ def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
         if groups is not None:
             _add_groups(optimizer, groups, parameters)
     if trainer.is_global_zero and frozen + unfrozen:
-        log.info(f"As in the checkpoint, {_difference(frozen, unfrozen)}.")
+        log.info(f"As in the checkpoint, {_describe_changes(frozen, unfrozen)}.")
 
 
-def _norms(module: nn.Module) -> dict[str, Any]:
+def _layers_with_statistics(module: nn.Module) -> dict[str, Any]:
     """Return the layers with running statistics, which their freezing also stops."""
     return {
         name: layer
@@ -70,8 +72,8 @@ def _names_of_groups(optimizer: Optimizer, names: dict[int, str]) -> list[list[s
     return groups
 
 
-def _set_trainable(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the names of the parameters that were frozen and unfrozen."""
+def _set_requires_grad(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Freeze and unfreeze parameters; return the names of those frozen, and of those unfrozen."""
     frozen: list[str] = []
     unfrozen: list[str] = []
     for name, parameter in module.named_parameters():
@@ -86,7 +88,9 @@ def _set_trainable(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str
 def _add_groups(
     optimizer: Optimizer, groups: list[list[str]], parameters: Mapping[str, Tensor]
 ) -> None:
-    """Add the groups that a callback has added in the run; the checkpoint has their options.
+    """Add the groups that a callback has added to the optimizer in the run.
+
+    Their options, such as lr, come with the optimizer's state.
 
     An optimizer whose first groups are others is left as it is, and loading its state fails.
     """
@@ -99,7 +103,7 @@ def _add_groups(
             optimizer.add_param_group({"params": [parameters[name] for name in group]})
 
 
-def _difference(frozen: list[str], unfrozen: list[str]) -> str:
+def _describe_changes(frozen: list[str], unfrozen: list[str]) -> str:
     parts = []
     if unfrozen:
         parts.append(f"{_some(unfrozen)} that the module as built freezes are trained")

@@ -27,7 +27,7 @@ class CheckpointFiles(CheckpointIO):
     write: Callable[[Checkpoint, Path], object] | None = None
 
     @contextmanager
-    def written_by(self, write: Callable[[Checkpoint, Path], object]) -> Iterator[None]:
+    def redirect_writes(self, write: Callable[[Checkpoint, Path], object]) -> Iterator[None]:
         """Call `write` in place of writing a file until the block ends."""
         self.write = write
         try:
@@ -60,67 +60,71 @@ def check_loadable(checkpoint: Checkpoint) -> None:
     without_tensors = apply_to_collection(checkpoint, torch.Tensor, lambda _: torch.empty(0))
     torch.save(without_tensors, file)
     file.seek(0)
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    if refused:
+    refused_types = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if refused_types:
         raise UserError(
-            f"on_save_checkpoint adds {refused[0]}, which is not loaded from files (it could run "
-            "code): store numbers, texts, tensors, lists and dicts."
+            f"on_save_checkpoint adds {refused_types[0]}, which is not loaded from files (it could "
+            "run code): store numbers, texts, tensors, lists and dicts."
         )
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write beside the target, sync, rename."""
+    """Write a checkpoint into a file beside the path, sync it to the disk, and rename it."""
     write_atomically(path, lambda file: torch.save(checkpoint, file), binary=True)
 
 
-def on_host(checkpoint: Any, always: bool = False) -> Any:
+def copy_to_host(checkpoint: Any, copy_cpu_tensors: bool = False) -> Any:
     """Return a checkpoint with all tensors in CPU memory.
 
     Copies from a GPU are queued and waited for once. Tied weights stay one tensor, so that a file
     holds them once.
 
     Args:
-        always: also copy tensors that are in CPU memory, because training goes on changing them.
+        copy_cpu_tensors: also copy tensors that are in CPU memory, because training goes on
+            changing them.
     """
-    copies = HostCopies(always)
-    content = copies.of(checkpoint)
-    copies.wait()
+    copier = HostCopier(copy_cpu_tensors)
+    content = copier.copy(checkpoint)
+    copier.wait()
     return content
 
 
-class HostCopies:
+class HostCopier:
     """Copy nested values to host memory, each tensor once."""
 
-    def __init__(self, always: bool) -> None:
-        self.always = always
+    def __init__(self, copy_cpu_tensors: bool) -> None:
+        self.copy_cpu_tensors = copy_cpu_tensors
         self.copies: dict[tuple[Any, ...], torch.Tensor] = {}
         # Pinned memory makes a copy from a GPU asynchronous, but torch keeps it for the next
         # checkpoint. A quarter of the free memory leaves room for the loader's workers.
-        self.left_to_pin = psutil.virtual_memory().available // 4 if always else 0  # bytes
+        self.bytes_to_pin = 0
+        if copy_cpu_tensors:
+            self.bytes_to_pin = psutil.virtual_memory().available // 4
 
-    def of(self, value: Any) -> Any:
+    def copy(self, value: Any) -> Any:
         """Return a value with its tensors on the host; containers are copied."""
         if isinstance(value, dict):
             # A copy keeps the class of the dict. Counter.update, as of MultiStepLR's milestones,
             # would add to its numbers.
             copied = copy.copy(value)
             for key, item in value.items():
-                copied[key] = self.of(item)
+                copied[key] = self.copy(item)
             return copied
         if type(value) in (list, tuple):
-            return type(value)(map(self.of, value))
-        if isinstance(value, torch.Tensor) and (value.is_cuda or self.always):
-            return self.of_tensor(value)
+            return type(value)(map(self.copy, value))
+        if isinstance(value, torch.Tensor) and (value.is_cuda or self.copy_cpu_tensors):
+            return self.copy_tensor(value)
         return value
 
-    def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor, the same one for a tensor of the same memory."""
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in self.copies:
-            is_pinned = tensor.is_cuda and tensor.nbytes <= self.left_to_pin
+            is_pinned = tensor.is_cuda and tensor.nbytes <= self.bytes_to_pin
             if is_pinned:
-                self.left_to_pin -= tensor.nbytes
-            host = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
-            self.copies[key] = host.copy_(tensor.detach(), non_blocking=True)
+                self.bytes_to_pin -= tensor.nbytes
+            host_tensor = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+            self.copies[key] = host_tensor.copy_(tensor.detach(), non_blocking=True)
         return self.copies[key]
 
     def wait(self) -> None:

@@ -1,7 +1,8 @@
 """Load checkpoint files: tensors and plain values, nothing that could run code."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ CHUNK_BYTES = 64 * 2**20  # of a broadcast
 # The content as Lightning saves it; what Lockstep adds is under "lockstep".
 Checkpoint = dict[str, Any]
 
-DATA_FACTS = {
+# The facts about the data that are read, with their types.
+FACT_TYPES = {
     "class_names": list,
     "num_classes": int,
     "image_size": int,
@@ -46,9 +48,9 @@ def read_checkpoint(
     # A damaged file makes zipfile, pickle and torch raise nearly anything.
     try:
         checkpoint = torch.load(content or path, map_location=map_location, weights_only=True)
-        fault = _fault_of(checkpoint)
+        fault = _fault_of_content(checkpoint)
     except Exception as error:
-        fault = _fault_of_file(content or path) or _reason(error)
+        fault = _fault_of_file(content or path) or _describe_error(error)
     if fault:
         raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
 
@@ -56,13 +58,13 @@ def read_checkpoint(
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
 
 
-def _unreadable(path: str | Path, error: OSError) -> UserError:
+def _unreadable_error(path: str | Path, error: OSError) -> UserError:
     if isinstance(error, FileNotFoundError | IsADirectoryError):
         return UserError(f"There is no checkpoint {path}.")
     return UserError(f"{path} cannot be read: {error.strerror or error}.")
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return the cause in one line, without torch's advice to load without this check."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # torch gives its reason in the last line but one; the lines before it are the advice.
@@ -86,7 +88,7 @@ def _fault_of_file(source: str | Path | io.BytesIO) -> str:
             with open(source, "rb") as file:
                 start = file.read(2)
         except OSError as error:
-            raise _unreadable(source, error) from None
+            raise _unreadable_error(source, error) from None
     if not start:
         return "the file is empty."
     if start == b"PK" or start.startswith(b"\x80"):
@@ -94,7 +96,7 @@ def _fault_of_file(source: str | Path | io.BytesIO) -> str:
     return "it is no file of torch.save. Pass a .ckpt file or the id of a run."
 
 
-def _fault_of(checkpoint: Any) -> str | None:
+def _fault_of_content(checkpoint: Any) -> str | None:
     """Say why a file that torch could read is no checkpoint; None if it is one."""
     state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict):
@@ -105,24 +107,26 @@ def _fault_of(checkpoint: Any) -> str | None:
     return _fault_of_config(checkpoint.get("lockstep", {}))
 
 
-def _fault_of_config(of_lockstep: Any) -> str | None:
+def _fault_of_config(lockstep_part: Any) -> str | None:
     """Say what is wrong with the config and the facts about the data; None if nothing is."""
-    if not isinstance(of_lockstep, dict):
-        return _no_config("lockstep", of_lockstep)
+    if not isinstance(lockstep_part, dict):
+        return _wrong_type("lockstep", lockstep_part, dict)
     for name in ("config", "data"):
-        part = of_lockstep.get(name, {})
+        part = lockstep_part.get(name, {})
         if not isinstance(part, dict):
-            return _no_config(name, part)
+            return _wrong_type(name, part, dict)
 
-    facts = of_lockstep.get("data", {})
-    for key, kind in DATA_FACTS.items():
-        if key in facts and not isinstance(facts[key], kind):
-            return f"its data.{key} is {str(facts[key])[:60]!r}"
+    facts = lockstep_part.get("data", {})
+    for name, expected_type in FACT_TYPES.items():
+        if name in facts and not isinstance(facts[name], expected_type):
+            return _wrong_type(f"data.{name}", facts[name], expected_type)
     return None
 
 
-def _no_config(name: str, value: Any) -> str:
-    return f"it carries no config: its {name} is a {type(value).__name__}"
+def _wrong_type(name: str, value: Any, expected_type: type) -> str:
+    """Return a sentence such as "its data.mean is a str ('abc') in place of a list"."""
+    wrong = f"{type(value).__name__} ({str(value)[:60]!r})"
+    return f"its {name} is a {wrong} in place of a {expected_type.__name__}"
 
 
 def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:
@@ -134,11 +138,16 @@ def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint
     if not has_ranks():
         return read_checkpoint(path, map_location)
 
-    chunks = _read_chunks(Path(path)) if dist.get_rank() == 0 else None
+    # The other ranks send nothing, and get the chunks of rank 0.
+    chunks: Iterable[Any] = repeat(None)
+    if dist.get_rank() == 0:
+        chunks = _read_chunks(Path(path))
     content = io.BytesIO()
-    while chunk := broadcast_object(next(chunks) if chunks else None):
+    for chunk in map(broadcast_object, chunks):
         if isinstance(chunk, UserError):
             raise chunk
+        if not chunk:
+            break
         content.write(chunk)
     content.seek(0)
     return read_checkpoint(path, map_location, content)
@@ -151,4 +160,4 @@ def _read_chunks(path: Path) -> Iterator[bytes | UserError]:
             while True:
                 yield file.read(CHUNK_BYTES)
     except OSError as error:
-        yield _unreadable(path, error)
+        yield _unreadable_error(path, error)

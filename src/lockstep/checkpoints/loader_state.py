@@ -45,20 +45,20 @@ class LoaderState:
     """The states of a rank's training loaders and generators, at a batch and an epoch's begin.
 
     Attributes:
-        before_epoch: random state before the iterator of this epoch was made.
-        before_batches: random state before the first batch of this epoch was drawn.
-        before_validation: random state before the latest validation.
+        random_before_epoch: the state before the iterator of this epoch was made.
+        random_before_batches: the state before the first batch of this epoch was drawn.
+        random_before_validation: the state before the latest validation.
         has_validated: whether a validation or sanity check has begun in any start of this run.
     """
 
     def __init__(self) -> None:
-        self.before_epoch: RandomState | None = None
-        self.before_batches: RandomState | None = None
-        self.before_validation: RandomState | None = None
+        self.random_before_epoch: RandomState | None = None
+        self.random_before_batches: RandomState | None = None
+        self.random_before_validation: RandomState | None = None
         self.has_validated = False
         self.must_start_workers = False
         self.point = ResumePoint(0, 0, TRAINING)
-        self.stored: dict[str, Any] | None = None
+        self.stored_states: dict[str, Any] | None = None
         self.trainer: Any = None
         self.first_loaders: list[Any] = []
 
@@ -70,39 +70,45 @@ class LoaderState:
             return
         self.trainer = trainer
         epoch_loop = trainer.fit_loop.epoch_loop
-        _wrap(trainer.strategy, "process_dataloader", self._process_loader)
-        _wrap(epoch_loop, "on_run_start", self._begin_epoch)
-        _wrap(epoch_loop.val_loop, "run", self._validate)
+        _wrap_method(trainer.strategy, "process_dataloader", self._process_loader)
+        _wrap_method(epoch_loop, "on_run_start", self._start_epoch)
+        _wrap_method(epoch_loop.val_loop, "run", self._run_validation)
 
-    def state_dict(self, point: ResumePoint, *, before_validation: bool) -> dict[str, Any]:
+    def state_dict(self, point: ResumePoint, *, is_before_validation: bool) -> dict[str, Any]:
         """Return what a checkpoint at `point` needs of all ranks; a collective unless fit failed.
 
         Args:
-            before_validation: keep the random state before the latest validation, not the present.
+            is_before_validation: keep the random state before the latest validation, not the one
+                of now.
         """
         loaders = loaders_in(self.trainer.train_dataloader)
         now = self._random_state()
-        if before_validation and self.before_validation is not None:
-            now = self.before_validation
+        if is_before_validation and self.random_before_validation is not None:
+            now = self.random_before_validation
         replay = None
-        if point.phase != EPOCH_END and self.before_epoch and not all(map(has_state, loaders)):
+        if (
+            point.phase != EPOCH_END
+            and self.random_before_epoch
+            and not all(map(has_state, loaders))
+        ):
             replay = {
-                "before_epoch": self.before_epoch,
-                "before_batches": self.before_batches,
-                # The loop begins again with a step that was not made.
+                "before_epoch": self.random_before_epoch,
+                "before_batches": self.random_before_batches,
+                # A step that is not complete is trained again from its first micro-batch.
                 "batches": point.batches_done * self.trainer.accumulate_grad_batches
                 - point.lacking,
             }
         states = [loader.state_dict() for loader in loaders if has_state(loader)]
         ranks = gather_for_checkpoint((now, replay, states), self.trainer)
+        random_states, replays, loader_states = zip(*ranks, strict=True)
         return {
-            "random": [now for now, _, _ in ranks],
-            "replay": [replay for _, replay, _ in ranks],
-            "loaders": [states for _, _, states in ranks],
+            "random": list(random_states),
+            "replay": list(replays),
+            "loaders": list(loader_states),
             "has_validated": self.has_validated,
         }
 
-    def log_what_holds(self) -> None:
+    def log_resume_exactness(self) -> None:
         """Say on rank 0 how exact a resume is with the training loaders of this run."""
         if not self.trainer.is_global_zero:
             return
@@ -113,20 +119,20 @@ class LoaderState:
                 "is exact if each epoch begins a new pass; a stream that goes on over epochs loses "
                 "a batch in a resume at an epoch's end."
             )
-        plain = [loader for loader in loaders if not has_state(loader)]
-        if plain:
-            self._log_of_plain(plain, loaders)
+        stateless = [loader for loader in loaders if not has_state(loader)]
+        if stateless:
+            self._log_stateless_loaders(stateless, loaders)
 
     def _is_cut_by_epoch(self, loader: Any) -> bool:
         """Return whether a loader of another project with a state begins again within an epoch."""
         length = sized_len(loader)
         if not length or self.trainer.num_training_batches % length == 0:
             return False
-        return has_state(loader) and not is_of_lockstep(loader.state_dict())
+        return has_state(loader) and not is_lockstep_state(loader.state_dict())
 
-    def _log_of_plain(self, plain: list[Any], loaders: list[Any]) -> None:
-        """Say how exact a resume is where some loaders, the plain ones, have no state."""
-        if len(plain) < len(loaders):
+    def _log_stateless_loaders(self, stateless: list[Any], loaders: list[Any]) -> None:
+        """Say how exact a resume is where some loaders, the stateless ones, have no state."""
+        if len(stateless) < len(loaders):
             log.info(
                 "Resume is exact at an epoch's end only: some of the training loaders have a "
                 "state_dict, and some have none."
@@ -136,12 +142,12 @@ class LoaderState:
                 "Resume is exact: the training loader has no state_dict, so a resume in mid-epoch "
                 "reads the first batches of the epoch again."
             )
-        if any(getattr(loader, "persistent_workers", False) for loader in plain):
+        if any(getattr(loader, "persistent_workers", False) for loader in stateless):
             log.info(
                 "Random numbers that persistent workers draw differ after a resume; the order of "
                 "the samples does not."
             )
-        if any(is_read_ahead(loader) for loader in plain):
+        if any(is_read_ahead(loader) for loader in stateless):
             log.info(
                 "The training data have no length, so one batch is read ahead: its random numbers "
                 "differ after a resume in mid-epoch, unless a worker draws them (num_workers=1)."
@@ -152,22 +158,26 @@ class LoaderState:
     def load_state_dict(self, point: ResumePoint, stored: dict[str, Any]) -> None:
         """Keep a checkpoint's states until the iterators of this start are made."""
         self.point = point
-        self.stored = stored
+        self.stored_states = stored
         self.has_validated = stored.get("has_validated", False)
         self.must_start_workers = self.has_validated
-        if self._of_rank("replay") is not None:
+        if self._rank_part("replay") is not None:
             # Lightning does not know that the batches are read again.
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
 
     def set_epoch_random_state(self) -> None:
         """Set the random state of an epoch's end, before hooks of the next epoch draw from it."""
-        if self.stored is not None and self.point.phase == EPOCH_END:
-            self._set_random_state(self._of_rank("random"))
+        if self.stored_states is not None and self.point.phase == EPOCH_END:
+            self._set_random_state(self._rank_part("random"))
 
-    def _of_rank(self, name: str) -> Any:
-        """Return this rank's part of the stored states; None if as many ranks did not save it."""
-        assert self.stored is not None
-        parts = self.stored.get(name) or []
+    def _rank_part(self, name: str) -> Any:
+        """Return this rank's part of the stored states; None if another number of ranks saved it.
+
+        Args:
+            name: random, replay or loaders.
+        """
+        assert self.stored_states is not None
+        parts = self.stored_states.get(name) or []
         if len(parts) != self.trainer.world_size:
             return None
         return parts[self.trainer.global_rank]
@@ -177,45 +187,45 @@ class LoaderState:
 
         The state of Lockstep's own loaders does not depend on the rank.
         """
-        assert self.stored is not None
-        if "loaders" in self.stored:
-            return self._of_rank("loaders") or self.stored["loaders"][0]
+        assert self.stored_states is not None
+        if "loaders" in self.stored_states:
+            return self._rank_part("loaders") or self.stored_states["loaders"][0]
         # Earlier versions stored the state of one loader.
-        state = self.stored.get("loader")
+        state = self.stored_states.get("loader")
         return [state] if state else []
 
-    def _resume(self, fetcher: Any) -> None:
+    def _resume_iterator(self, fetcher: Any) -> None:
         """Make the iterator of the first epoch of this start as a run without a stop has it."""
         loaders = fetcher.combined_loader.flattened
-        with_state = [loader for loader in loaders if has_state(loader)]
-        replay = self._of_rank("replay")
-        self.before_epoch = self.before_batches = None
-        if self._of_rank("random") is None and len(with_state) < len(loaders):
-            self._warn_of_other_ranks()
+        stateful = [loader for loader in loaders if has_state(loader)]
+        replay = self._rank_part("replay")
+        self.random_before_epoch = self.random_before_batches = None
+        if self._rank_part("random") is None and len(stateful) < len(loaders):
+            self._warn_of_changed_ranks()
 
         if self.point.phase == EPOCH_END:
-            self._begin_next_epoch(fetcher, with_state)
-        elif with_state:
-            self._load(with_state)
+            self._begin_next_epoch(fetcher, stateful)
+        elif stateful:
+            self._load_loader_states(stateful)
             iter(fetcher)
         elif replay is not None and not self.point.is_last:
             self._replay(fetcher, replay)
         if self.point.phase != EPOCH_END:
-            self._set_random_state(self._of_rank("random"))
+            self._set_random_state(self._rank_part("random"))
         self._keep_reload_phase()
-        self.stored = None
+        self.stored_states = None
 
     def _keep_reload_phase(self) -> None:
         """Reload the loaders in the epochs in which a run without a stop does.
 
         Lightning counts from the epoch of the resume.
         """
-        every = self.trainer.reload_dataloaders_every_n_epochs
+        interval = self.trainer.reload_dataloaders_every_n_epochs
         epoch = self.trainer.current_epoch
-        if every:
-            self.trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % every
+        if interval:
+            self.trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % interval
 
-    def _load(self, loaders: list[Any]) -> None:
+    def _load_loader_states(self, loaders: list[Any]) -> None:
         states = self._loader_states()
         if len(states) != len(loaders):
             raise UserError(
@@ -223,29 +233,29 @@ class LoaderState:
                 f"has {len(loaders)} with a load_state_dict. Resume with the loaders that it had."
             )
         for loader, state in zip(loaders, states):
-            if self.point.phase == EPOCH_END and is_of_lockstep(state):
+            if self.point.phase == EPOCH_END and is_lockstep_state(state):
                 # The epoch may have been a part of the images (overfit_batches).
                 state = {**state, "global_batches": 0}
             loader.load_state_dict(state)
 
-    def _begin_next_epoch(self, fetcher: Any, with_state: list[Any]) -> None:
+    def _begin_next_epoch(self, fetcher: Any, stateful: list[Any]) -> None:
         now = self._random_state()
-        if with_state:
-            self._load(with_state)
-            if not all(map(is_of_lockstep, self._loader_states())):
-                self._end_loaded_epoch(with_state)
+        if stateful:
+            self._load_loader_states(stateful)
+            if not all(map(is_lockstep_state, self._loader_states())):
+                self._end_loaded_epoch(stateful)
             self._set_random_state(now)
-        self.before_epoch = now
+        self.random_before_epoch = now
         iter(fetcher)
 
-    def _end_loaded_epoch(self, with_state: list[Any]) -> None:
+    def _end_loaded_epoch(self, stateful: list[Any]) -> None:
         """Bring loaders with a state to where the next iter() begins the next epoch.
 
         Their states may be at the end of an epoch (torchdata's StatefulDataLoader), where iter()
         would make an epoch without batches, or at the begin of the next one.
         """
         batches = self.trainer.num_training_batches
-        for loader, state in zip(with_state, self._loader_states()):
+        for loader, state in zip(stateful, self._loader_states()):
             try:
                 next(iter(loader))
             except StopIteration:
@@ -255,13 +265,13 @@ class LoaderState:
                 # The epoch was whole, so this batch is the first one of the next epoch.
                 loader.load_state_dict(state)
 
-    def _warn_of_other_ranks(self) -> None:
-        assert self.stored is not None
+    def _warn_of_changed_ranks(self) -> None:
+        assert self.stored_states is not None
         if self.trainer.is_global_zero:
             log.warning(
-                f"The checkpoint is of {len(self.stored['random'])} rank(s), and this start has "
-                f"{self.trainer.world_size}: batches and random numbers differ from those of a run "
-                "without a stop, because the training loader has no state_dict."
+                f"The checkpoint is of {len(self.stored_states['random'])} rank(s), and this start "
+                f"has {self.trainer.world_size}: batches and random numbers differ from those of a "
+                "run without a stop, because the training loader has no state_dict."
             )
 
     def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:
@@ -275,8 +285,8 @@ class LoaderState:
         self._set_random_state(replay["before_epoch"])
         iter(fetcher)
         self._set_random_state(replay["before_batches"])
-        self.before_epoch = replay["before_epoch"]
-        self.before_batches = replay["before_batches"]
+        self.random_before_epoch = replay["before_epoch"]
+        self.random_before_batches = replay["before_batches"]
 
         # A training_step(dataloader_iter) draws from the wrapper.
         source = getattr(fetcher, "iterator_wrapper", fetcher)
@@ -297,29 +307,29 @@ class LoaderState:
         loader = original(loader)
         if self.trainer.training:
             self.first_loaders.append(loader)
-            self.before_epoch = self._random_state(self.first_loaders)
+            self.random_before_epoch = self._random_state(self.first_loaders)
         return loader
 
-    def _begin_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
+    def _start_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         fit_loop = self.trainer.fit_loop
         is_restart = fit_loop.is_resuming or fit_loop.epoch_loop.restarting
-        if self.stored is not None:
-            self._resume(fetcher)
+        if self.stored_states is not None:
+            self._resume_iterator(fetcher)
         elif self.trainer.current_epoch > 0 and not is_restart:
             # The original makes an iterator under these conditions.
-            self.before_epoch = self._random_state()
-            self.before_batches = None
+            self.random_before_epoch = self._random_state()
+            self.random_before_batches = None
         elif is_restart:
             # A checkpoint of another program does not say how this epoch began.
-            self.before_epoch = None
+            self.random_before_epoch = None
         original(fetcher)
         self.first_loaders = []
-        if self.before_batches is None:
-            self.before_batches = self._random_state()
+        if self.random_before_batches is None:
+            self.random_before_batches = self._random_state()
 
-    def _validate(self, original: Callable[[], Any]) -> Any:
+    def _run_validation(self, original: Callable[[], Any]) -> Any:
         if not self.trainer.sanity_checking:
-            self.before_validation = self._random_state()
+            self.random_before_validation = self._random_state()
             if self.must_start_workers:
                 self._start_workers()
         self.has_validated = True
@@ -335,11 +345,11 @@ class LoaderState:
         for loader in loaders_in(self.trainer.val_dataloaders):
             if getattr(loader, "persistent_workers", False):
                 iter(loader)
-        self._set_random_state(self.before_validation)
+        self._set_random_state(self.random_before_validation)
 
     # Random states
 
-    def _owners(self, train_loaders: list[Any] | None = None) -> dict[str, Any]:
+    def _generator_owners(self, train_loaders: list[Any] | None = None) -> dict[str, Any]:
         """Return the objects whose attributes may be generators."""
         trainer = self.trainer
         if train_loaders is None:
@@ -352,11 +362,11 @@ class LoaderState:
         }
 
     def _random_state(self, train_loaders: list[Any] | None = None) -> RandomState:
-        return random_state(self._owners(train_loaders), self._devices())
+        return random_state(self._generator_owners(train_loaders), self._devices())
 
     def _set_random_state(self, state: RandomState | None) -> None:
         if state is not None:
-            set_random_state(state, self._owners(), self._devices())
+            set_random_state(state, self._generator_owners(), self._devices())
 
     def _devices(self) -> Sequence[torch.device]:
         """Return the devices of a process that computes on several."""
@@ -369,11 +379,11 @@ def is_read_ahead(loader: Any) -> bool:
     return sized_len(loader) is None and getattr(loader, "num_workers", 0) == 0
 
 
-def is_of_lockstep(state: Any) -> bool:
+def is_lockstep_state(state: Any) -> bool:
     """Return whether a loader's state counts global batches, as lockstep.data.batches does."""
     return isinstance(state, dict) and "global_batches" in state
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+def _wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Call `wrapper` in place of a method of one object, with the method as first argument."""
     setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))

@@ -13,7 +13,7 @@ RandomState = dict[str, Any]
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # A trainer leads to every object of a run.
-NOT_ENTERED = (type, ModuleType, torch.Tensor, np.ndarray, pl.Trainer, pl.Callback)
+SKIPPED_TYPES = (type, ModuleType, torch.Tensor, np.ndarray, pl.Trainer, pl.Callback)
 # A generator lies near its owner. These limits keep the search below some milliseconds.
 MOST_LEVELS = 6
 MOST_ITEMS = 100
@@ -34,7 +34,9 @@ def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> Rand
         "cuda": _cuda_state(devices),
         "numpy": [name, keys.tolist(), *rest],
         "python": random.getstate(),
-        "generators": {path: _state_of(item) for path, item in generators_of(owners).items()},
+        "generators": {
+            path: _generator_state(item) for path, item in find_generators(owners).items()
+        },
     }
 
 
@@ -46,30 +48,33 @@ def set_random_state(
     _set_cuda_state(state["cuda"], devices)
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    random.setstate(_as_tuples(state["python"]))
+    random.setstate(_python_state(state["python"]))
 
     # Checkpoints of earlier versions have no such states.
     states = state.get("generators", {})
-    for path, generator in generators_of(owners).items():
+    for path, generator in find_generators(owners).items():
         if path in states:
-            _set_state_of(generator, states[path])
+            _set_generator_state(generator, states[path])
 
 
 def _cuda_state(devices: Sequence[torch.device]) -> Any:
-    """Return the state of this rank's GPU or GPUs, of all GPUs of a single process, or None."""
+    """Return the state of this rank's GPU, or a list of states where it uses several GPUs.
+
+    It is None where CUDA is not used.
+    """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     if not torch.distributed.is_initialized():
         # One process may use several GPUs (trainer=dp).
         return torch.cuda.get_rng_state_all()
-    gpus = _gpus_among(devices)
+    gpus = _gpu_indices(devices)
     if len(gpus) > 1:
         return [torch.cuda.get_rng_state(gpu) for gpu in gpus]
     return torch.cuda.get_rng_state()
 
 
-def _gpus_among(devices: Sequence[torch.device]) -> list[int]:
-    """Return the number of each GPU once."""
+def _gpu_indices(devices: Sequence[torch.device]) -> list[int]:
+    """Return the indices of the GPUs among some devices, each once."""
     return sorted({device.index or 0 for device in devices if device.type == "cuda"})
 
 
@@ -82,33 +87,33 @@ def _set_cuda_state(state: Any, devices: Sequence[torch.device]) -> None:
         return
     gpus = list(range(torch.cuda.device_count()))
     if torch.distributed.is_initialized():
-        gpus = _gpus_among(devices) or [torch.cuda.current_device()]
+        gpus = _gpu_indices(devices) or [torch.cuda.current_device()]
     # This process may have fewer GPUs than the one that saved.
-    for gpu, of_gpu in zip(gpus, states):
-        torch.cuda.set_rng_state(of_gpu.cpu(), gpu)
+    for gpu, gpu_state in zip(gpus, states):
+        torch.cuda.set_rng_state(gpu_state.cpu(), gpu)
 
 
-def generators_of(owners: Any) -> dict[str, Any]:
+def find_generators(owners: Any) -> dict[str, Any]:
     """Return the generators among the attributes of some objects, by their paths."""
     generators: dict[str, Any] = {}
-    seen: set[int] = set()
-    to_visit: list[tuple[str, int, Any]] = [("", 0, owners)]
-    while to_visit and len(seen) < MOST_OBJECTS:
-        path, level, value = to_visit.pop()
-        if id(value) in seen:
+    visited: set[int] = set()
+    pending: list[tuple[str, int, Any]] = [("", 0, owners)]
+    while pending and len(visited) < MOST_OBJECTS:
+        path, level, value = pending.pop()
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, GENERATORS):
             generators[path] = value
         elif level < MOST_LEVELS:
             children = _children(value)
-            to_visit += [(f"{path}.{name}", level + 1, child) for name, child in children]
+            pending += [(f"{path}.{name}", level + 1, child) for name, child in children]
     return generators
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
     """Return the items of a short container or the attributes of an object, with their names."""
-    if isinstance(value, NOT_ENTERED):
+    if isinstance(value, SKIPPED_TYPES):
         return []
     if isinstance(value, dict):
         children = list(value.items())
@@ -123,46 +128,46 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     return [(str(name), child) for name, child in children]
 
 
-def _state_of(generator: Any) -> Any:
+def _generator_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
-        return _as_plain(generator.bit_generator.state)
+        return _to_plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
-        return _as_plain(generator.get_state(legacy=False))
+        return _to_plain(generator.get_state(legacy=False))
     return generator.getstate()
 
 
-def _set_state_of(generator: Any, state: Any) -> None:
+def _set_generator_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _as_arrays(state)
+        generator.bit_generator.state = _from_plain(state)
     elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_as_arrays(state))
+        generator.set_state(_from_plain(state))
     else:
-        generator.setstate(_as_tuples(state))
+        generator.setstate(_python_state(state))
 
 
-def _as_plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Replace arrays by lists, since a checkpoint is loaded with weights_only=True."""
     if isinstance(value, dict):
-        return {key: _as_plain(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "values": value.tolist()}
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _as_arrays(value: Any) -> Any:
-    """Undo `_as_plain`."""
+def _from_plain(value: Any) -> Any:
+    """Undo `_to_plain`."""
     if not isinstance(value, dict):
         return value
     if value.keys() == {"dtype", "values"}:
         return np.array(value["values"], dtype=value["dtype"])
-    return {key: _as_arrays(item) for key, item in value.items()}
+    return {key: _from_plain(item) for key, item in value.items()}
 
 
-def _as_tuples(state: Any) -> tuple[Any, ...]:
-    """Return the state of Python's generator as it asks for it."""
+def _python_state(state: Any) -> tuple[Any, ...]:
+    """Return a state of Python's generator with tuples, of which a checkpoint makes lists."""
     version, internal, gauss = state
     return version, tuple(internal), gauss

@@ -47,7 +47,7 @@ class ResumePoint:
     over_at: float | None = None
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "ResumePoint":
+    def from_checkpoint(cls, stored: Mapping[str, Any]) -> "ResumePoint":
         """Return the point of a checkpoint, which another version may have written."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in stored.items() if name in names})
@@ -81,13 +81,13 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
     return micro_batches_done(trainer) >= trainer.num_training_batches
 
 
-def epoch_of(trainer: pl.Trainer) -> str:
+def epoch_text(trainer: pl.Trainer) -> str:
     """Return "1/3", or "1" where trainer.max_epochs names no last epoch."""
     epoch = trainer.current_epoch + 1
-    last = trainer.max_epochs or -1
-    if last < 0:
+    last_epoch = trainer.max_epochs or -1
+    if last_epoch < 0:
         return str(epoch)
-    return f"{min(epoch, last)}/{last}"
+    return f"{min(epoch, last_epoch)}/{last_epoch}"
 
 
 def steps_are_over(trainer: pl.Trainer) -> bool:
@@ -97,22 +97,22 @@ def steps_are_over(trainer: pl.Trainer) -> bool:
 
 def is_validation_epoch(trainer: pl.Trainer) -> bool:
     """Return whether this epoch has validations: at its end, or where val_check_interval says."""
-    every = trainer.check_val_every_n_epoch or 1
-    return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
+    interval = trainer.check_val_every_n_epoch or 1
+    return trainer.enable_validation and (trainer.current_epoch + 1) % interval == 0
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:
     """Return whether Lightning validates after the batch that has just ended."""
     if not is_validation_epoch(trainer):
         return False
-    every = trainer.val_check_batch
-    if every == math.inf:
+    interval = trainer.val_check_batch
+    if interval == math.inf:
         return ends_epoch(trainer)
-    if not every:
+    if not interval:
         return False
     if trainer.check_val_every_n_epoch is None:
-        return trainer.fit_loop.epoch_loop.batch_progress.total.ready % every == 0
-    return micro_batches_done(trainer) % every == 0
+        return trainer.fit_loop.epoch_loop.batch_progress.total.ready % interval == 0
+    return micro_batches_done(trainer) % interval == 0
 
 
 def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> ResumePoint:
@@ -135,17 +135,17 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> ResumePoint:
         phase = VALIDATION
 
     point = ResumePoint(trainer.current_epoch, steps, phase, is_last=is_last, lacking=lacking)
-    return with_end(point, trainer) if is_left(trainer) else point
+    return add_end(point, trainer) if has_left_epoch(trainer) else point
 
 
-def is_left(trainer: pl.Trainer) -> bool:
+def has_left_epoch(trainer: pl.Trainer) -> bool:
     """Return whether Lightning has left the epoch, as after its last validation."""
     return trainer.fit_loop.epoch_progress.current.processed > trainer.current_epoch
 
 
 def point_after_epoch(trainer: pl.Trainer, epoch: int) -> ResumePoint:
     """Return the point after an epoch."""
-    return with_end(ResumePoint(epoch, 0, EPOCH_END), trainer)
+    return add_end(ResumePoint(epoch, 0, EPOCH_END), trainer)
 
 
 def is_ended_by_callback(trainer: pl.Trainer) -> bool:
@@ -155,30 +155,30 @@ def is_ended_by_callback(trainer: pl.Trainer) -> bool:
 
 def is_out_of_time(trainer: pl.Trainer) -> bool:
     """Return whether trainer.max_time has ended the training."""
-    clock = max_time_of(trainer)
+    clock = find_max_time(trainer)
     return clock is not None and clock.has_reached_max_time
 
 
-def max_time_of(trainer: pl.Trainer) -> Any:
+def find_max_time(trainer: pl.Trainer) -> Any:
     """Return the callback MaxTime, which imports this file; None without trainer.max_time."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     clocks = [callback for callback in callbacks if hasattr(callback, "has_reached_max_time")]
     return clocks[0] if clocks else None
 
 
-def with_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
+def add_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
     """Return the point with what has ended the training, if a callback or its time has."""
     if is_ended_by_callback(trainer):
         return replace(point, ended=[trainer.max_epochs, trainer.max_steps])
     if is_out_of_time(trainer):
-        return replace(point, over_at=max_time_of(trainer).seconds)
+        return replace(point, over_at=find_max_time(trainer).seconds)
     return point
 
 
 def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
     """End a training that had ended at this point, unless this start asks for more of it."""
     trainer.should_stop = point.ended == [trainer.max_epochs, trainer.max_steps]
-    clock = max_time_of(trainer)
+    clock = find_max_time(trainer)
     if clock is not None and point.over_at is not None and clock.seconds <= point.over_at:
         clock.has_reached_max_time = True
         trainer.should_stop = True
@@ -186,30 +186,33 @@ def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
 
 def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) -> dict[str, Any]:
     """Return the state of Lightning's `loops.fit_loop` that resumes at `point`."""
-    started = point.epoch + 1
-    ended = started if point.phase == EPOCH_END else point.epoch
+    epochs_started = point.epoch + 1
+    epochs_ended = epochs_started if point.phase == EPOCH_END else point.epoch
     ready, completed = micro_batch_counts(point, accumulate)
     is_validation = point.phase == VALIDATION
 
     # Add the batches of earlier epochs, which check_val_every_n_epoch=null needs.
-    before = fit_loop["epoch_loop.batch_progress"]
-    earlier = before["total"]["ready"]
+    saved_progress = fit_loop["epoch_loop.batch_progress"]
+    earlier_batches = saved_progress["total"]["ready"]
     if point.phase != EPOCH_END:
-        earlier -= before["current"]["ready"]
+        earlier_batches -= saved_progress["current"]["ready"]
 
-    batch_progress = progress(ready, ready, completed, earlier)
+    batch_progress = counter_state(ready, ready, completed, earlier_batches)
     is_last = is_validation and point.is_last
-    val_progress = progress(int(is_validation), 0, 0)
+    val_progress = counter_state(int(is_validation), 0, 0)
     return {
         **fit_loop,
-        "epoch_progress": progress(started, ended, ended),
+        "epoch_progress": counter_state(epochs_started, epochs_ended, epochs_ended),
         "epoch_loop.batch_progress": {**batch_progress, "is_last_batch": is_last},
         "epoch_loop.val_loop.batch_progress": {**val_progress, "is_last_batch": False},
     }
 
 
 def micro_batch_counts(point: ResumePoint, accumulate: int) -> tuple[int, int]:
-    """Return how many micro-batches of the current epoch are ready, and how many completed."""
+    """Return how many micro-batches of the current epoch were begun, and how many completed.
+
+    Lightning's counters call them ready and completed.
+    """
     if point.phase == EPOCH_END:
         # The next epoch is the current one.
         return 0, 0
@@ -221,7 +224,7 @@ def micro_batch_counts(point: ResumePoint, accumulate: int) -> tuple[int, int]:
     return ready, ready
 
 
-def progress(ready: int, processed: int, completed: int, earlier: int = 0) -> dict[str, Any]:
+def counter_state(ready: int, processed: int, completed: int, earlier: int = 0) -> dict[str, Any]:
     """Return the state of a progress counter of Lightning, with `earlier` ones in its total."""
     current = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
     total = {name: earlier + count for name, count in current.items()}

@@ -59,7 +59,7 @@ def check_before_start(config: Config, cluster: Cluster) -> None:
             _check_training_on_cpu(config)
 
     if (config.get("s3") or {}).get("uri"):
-        Bucket.of(config["s3"])
+        Bucket.from_config(config["s3"])
     if config.get("logbook") not in (None, "keep"):
         raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
 

@@ -22,7 +22,7 @@ from lockstep.records.metric_names import format_metric, tested_name
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.resume import find_finished_run
 from lockstep.runs.run_lock import hold_run_lock
-from lockstep.storage.uploader import finish_upload, send_files, withdraw
+from lockstep.storage.uploader import finish_upload, release_claim, send_files
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> int:
     """
     record = read_record(folder.record_path) if folder.record_path.exists() else RunRecord()
     if code == EXIT_USER_ERROR and not record.restarts and not has_trained(folder):
-        withdraw(config.get("s3"), folder)
+        release_claim(config.get("s3"), folder)
         shutil.rmtree(folder.path, ignore_errors=True)
     if not folder.record_path.exists():
         return code

@@ -30,7 +30,7 @@ from lockstep.records.record import (
 )
 from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.runs.run import Run
-from lockstep.storage.pointers import new_uuid, uuid_of
+from lockstep.storage.pointers import new_uuid, read_uuid
 
 # The beginnings of overrides that choose what the others change
 RECIPE_PREFIXES = ("experiment=", "+experiment=", "hydra.searchpath=")
@@ -98,7 +98,7 @@ def _identity(run: Run) -> dict[str, Any]:
         tags = [tags]
     return {
         "run_id": run.folder.run_id,
-        "uuid": uuid_of(run.folder) or new_uuid(),
+        "uuid": read_uuid(run.folder) or new_uuid(),
         "task_name": run.config["task_name"],
         "status": "running",
         "phase": "start",

@@ -97,7 +97,7 @@ def _fetch_record(config: Config, folder: RunFolder, environ: Mapping[str, str])
         # The first rank of the node logs it.
         logging.getLogger("lockstep.storage").setLevel(logging.WARNING)
     with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
-        fetch_record(Bucket.of(config["s3"]).at(folder.run_id), folder)
+        fetch_record(Bucket.from_config(config["s3"]).joinpath(folder.run_id), folder)
 
 
 def _accept_bucket_config(
@@ -129,7 +129,7 @@ def fetch_newer_checkpoints(config: Config) -> None:
 
     folder = folder_of_run_id(config, run_id)
     with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
-        fetch_checkpoints(Bucket.of(config["s3"]).at(folder.run_id), folder)
+        fetch_checkpoints(Bucket.from_config(config["s3"]).joinpath(folder.run_id), folder)
 
 
 def check_bucket(config: Config, folder: RunFolder) -> None:
@@ -139,7 +139,7 @@ def check_bucket(config: Config, folder: RunFolder) -> None:
     """
     if config["task_name"] != "train" or not has_bucket(config):
         return
-    run = Bucket.of(config["s3"]).at(folder.run_id)
+    run = Bucket.from_config(config["s3"]).joinpath(folder.run_id)
     with contextlib.suppress(S3Error):
         refuse_other_run(run, read_pointers(run), folder)
 

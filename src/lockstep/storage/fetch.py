@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints import files as files
+from lockstep.checkpoints import files
 from lockstep.checkpoints.files import Sidecar, newest_whole, read_sidecar
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file, sha256_of
@@ -22,19 +22,20 @@ from lockstep.records.record import has_trained
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import (
     Pointers,
-    is_free_or_own,
-    keep_uuid,
+    is_free_or_same_run,
     read_pointer,
     read_pointers,
     refuse_other_run,
+    store_uuid,
 )
 from lockstep.storage.s3 import Bucket, TransferProgress, is_s3
 
 log = logging.getLogger(__name__)
 
 STEP = re.compile(r"-step(\d{1,12})")
-# What a run records. Nothing in it decides anything, because others may write to the bucket.
-RECORDED = re.compile(
+# The files that a run records. Nothing in them decides anything, because others may write to the
+# bucket.
+RECORD_FILE = re.compile(
     r"run\.json|config\.yaml|page\.md|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|png|txt)"
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
@@ -54,40 +55,47 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
     """
     if is_s3(address):
         try:
-            path = _fetch_address(address.rstrip("/"), s3 or {}, logs / "cache").resolve()
+            path = _fetch_from_bucket(address.rstrip("/"), s3 or {}, logs / "cache").resolve()
         except S3Error as error:
             raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
         _remove_unused(logs / "cache", path)
-        _say_size(logs / "cache")
+        _log_cache_size(logs / "cache")
         return path
     path = Path(address)
     run = RunFolder(path)
     if not run.record_path.exists():
         if path.exists():
-            fault = files.fault_of(path) if files.read_sidecar(path) else None
-            if fault:
-                raise UserError(
-                    f"The checkpoint {address} is damaged: {fault}. If you have changed it, remove "
-                    f"{files.sidecar_path(path).name}."
-                )
+            _check_file(path)
             return path.resolve()
         if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
             raise UserError(f"There is no checkpoint {address}.")
         run = find_run_folder(logs, address)
-    best = files.newest_whole(run.checkpoints, "best")
+    best = newest_whole(run.checkpoints, "best")
     if best is None:
         raise UserError(f"The run {run.run_id} has no whole best checkpoint.")
     return best.resolve()
 
 
-def _remove_unused(cache: Path, used: Path) -> None:
-    """Remove what nobody has used for a month, but not the checkpoint that is used now.
+def _check_file(checkpoint: Path) -> None:
+    """Refuse a checkpoint that is not what its sidecar says. A file without a sidecar is taken."""
+    if read_sidecar(checkpoint) is None:
+        return
+    fault = files.fault_of(checkpoint)
+    if fault:
+        raise UserError(
+            f"The checkpoint {checkpoint} is damaged: {fault}. If you have changed it, remove "
+            f"{files.sidecar_path(checkpoint).name}."
+        )
+
+
+def _remove_unused(cache: Path, used_path: Path) -> None:
+    """Remove fetched checkpoints that nobody has used for a month, but not the one in use now.
 
     Each of them can be fetched again, by the address that it was fetched by.
     """
     # The disk may be another user's.
     with contextlib.suppress(OSError):
-        os.utime(files.sidecar_path(used))
+        os.utime(files.sidecar_path(used_path))
         for path in cache.glob("*/*.ckpt"):
             sidecar = files.sidecar_path(path)
             if sidecar.exists() and time.time() - sidecar.stat().st_mtime > UNUSED_S:
@@ -95,7 +103,7 @@ def _remove_unused(cache: Path, used: Path) -> None:
                 files.remove(path)
 
 
-def _say_size(cache: Path) -> None:
+def _log_cache_size(cache: Path) -> None:
     """Log what several fetched checkpoints take of the disk."""
     sizes = [path.stat().st_size for path in cache.glob("*/*.ckpt")]
     if len(sizes) > 1:
@@ -105,23 +113,23 @@ def _say_size(cache: Path) -> None:
         )
 
 
-def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
+def _fetch_from_bucket(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
     if address.endswith(".ckpt"):
         return _fetch_object(address, s3, cache)
-    bucket = Bucket.of(s3, address)
+    bucket = Bucket.from_config(s3, address)
     pointer = read_pointer(bucket, "best")
     if pointer.checkpoint is None:
         raise S3Error(
             "there is no readable best.json: give the address of a run, or of a .ckpt file"
         )
     folder = cache / pointer.checkpoint.sha256[:16]
-    return fetch(bucket, pointer.key, pointer.checkpoint, folder, "best")
+    return fetch_checkpoint(bucket, pointer.key, pointer.checkpoint, folder, "best")
 
 
 def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
     """Fetch a checkpoint that no pointer names; its sha256 may be in the object's metadata."""
-    above, _, name = address.rpartition("/")
-    bucket = Bucket.of(s3, above)
+    folder_address, _, name = address.rpartition("/")
+    bucket = Bucket.from_config(s3, folder_address)
     head = bucket.call("head_object", name)
     sha256 = head["Metadata"].get("sha256", "")
     steps = STEP.findall(name) or [0]
@@ -131,10 +139,10 @@ def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
         sha256=sha256,
     )
     identity = sha256 or head["ETag"].strip('"')
-    return fetch(bucket, name, sidecar, cache / identity[:16], "best")
+    return fetch_checkpoint(bucket, name, sidecar, cache / identity[:16], "best")
 
 
-def fetch(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -> Path:
+def fetch_checkpoint(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, kind: str) -> Path:
     """Return a checkpoint of the bucket as a whole file in `folder`, with its sidecar.
 
     Args:
@@ -172,19 +180,19 @@ def fetch_record(bucket: Bucket, folder: RunFolder) -> None:
     """
     try:
         pointers = read_pointers(bucket)
-        _make_way(bucket, pointers, folder)
-        if folder.record_path.exists() and not _names_newer(pointers, folder):
+        _remove_untrained_start(bucket, pointers, folder)
+        if folder.record_path.exists() and not _has_newer_checkpoint(pointers, folder):
             return
         for pointer in pointers.values():
             if pointer.uuid:
-                keep_uuid(folder, pointer.uuid)
+                store_uuid(folder, pointer.uuid)
         for key, size, _ in list(bucket.list()):
-            if RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES:
+            if RECORD_FILE.fullmatch(key) and size <= MAX_FILE_BYTES:
                 _fetch_file(bucket, key, folder)
     except S3Error as error:
         # With a local checkpoint, the fetching of checkpoints says that the bucket cannot be used.
         if not any(files.complete_checkpoints(folder.checkpoints)):
-            raise _cannot_be_fetched(bucket, folder, error) from None
+            raise _fetch_error(bucket, folder, error) from None
 
 
 def fetch_for_page(bucket: Bucket, folder: Path) -> None:
@@ -197,7 +205,7 @@ def fetch_for_page(bucket: Bucket, folder: Path) -> None:
         UserError: the address is no run's.
     """
     for key, size, _ in list(bucket.list()):
-        if not RECORDED.fullmatch(key) or size > MAX_FILE_BYTES:
+        if not RECORD_FILE.fullmatch(key) or size > MAX_FILE_BYTES:
             continue
         if key.startswith("tensorboard/"):
             (folder / "tensorboard").mkdir(exist_ok=True)
@@ -207,9 +215,9 @@ def fetch_for_page(bucket: Bucket, folder: Path) -> None:
         raise UserError(f"There is no run at {bucket.uri}: pass s3://bucket/prefix/<run_id>.")
 
 
-def _make_way(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
+def _remove_untrained_start(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
     """Let the run in the bucket take the place of a local start that trained nothing."""
-    if is_free_or_own(bucket, pointers, folder):
+    if is_free_or_same_run(bucket, pointers, folder):
         return
     if has_trained(folder):
         refuse_other_run(bucket, pointers, folder)
@@ -239,7 +247,7 @@ def fetch_checkpoints(bucket: Bucket, folder: RunFolder) -> None:
                 _fetch_unless_damaged(bucket, pointer.key, pointer.checkpoint, folder, kind)
     except S3Error as error:
         if newest_whole(folder.checkpoints) is None:
-            raise _cannot_be_fetched(bucket, folder, error) from None
+            raise _fetch_error(bucket, folder, error) from None
         reason = f"the run cannot be looked up in {bucket.uri}: {error}"
         log.info(f"s3: {reason}; continuing with the local files.")
 
@@ -262,14 +270,14 @@ def _fetch_unless_damaged(
     kind: str,
 ) -> None:
     try:
-        fetch(bucket, key, sidecar, folder.checkpoints, kind)
+        fetch_checkpoint(bucket, key, sidecar, folder.checkpoints, kind)
     except S3Error as error:
         if error.code not in ("Damaged", "NoSuchKey"):
             raise
         log.warning(f"Skipped {bucket.address(key)}: {error}.")
 
 
-def _names_newer(pointers: Pointers, folder: RunFolder) -> bool:
+def _has_newer_checkpoint(pointers: Pointers, folder: RunFolder) -> bool:
     """Return whether a pointer names a newer checkpoint than this machine has."""
     steps = {"best": -1, "last": -1}
     for path, sidecar in files.complete_checkpoints(folder.checkpoints):
@@ -283,5 +291,5 @@ def _names_newer(pointers: Pointers, folder: RunFolder) -> bool:
     return False
 
 
-def _cannot_be_fetched(bucket: Bucket, folder: RunFolder, error: S3Error) -> UserError:
+def _fetch_error(bucket: Bucket, folder: RunFolder, error: S3Error) -> UserError:
     return UserError(f"The run {folder.run_id} cannot be fetched from {bucket.uri}: {error}.")

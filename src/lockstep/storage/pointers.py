@@ -49,7 +49,7 @@ class Pointer:
     leftovers: tuple[str, ...] = ()
     etag: str | None = None
 
-    def as_json(self) -> str:
+    def to_json(self) -> str:
         # Without a key, nobody reads this sidecar.
         sidecar = asdict(self.checkpoint or Sidecar(0))
         values = {"key": self.key, "start": self.start, "uuid": self.uuid}
@@ -96,7 +96,7 @@ def _json_object(content: bytes | None) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def uuid_of(folder: RunFolder) -> str:
+def read_uuid(folder: RunFolder) -> str:
     """Return the uuid of the run in this folder; empty if it has none."""
     if folder.record_path.exists():
         uuid = str(read_record(folder.record_path).uuid)
@@ -106,8 +106,8 @@ def uuid_of(folder: RunFolder) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def keep_uuid(folder: RunFolder, uuid: str) -> None:
-    """Keep the uuid of a run that has no run.json, or one without a uuid."""
+def store_uuid(folder: RunFolder, uuid: str) -> None:
+    """Store the uuid of a run that has no run.json, or one without a uuid."""
     write_atomically(_uuid_path(folder), lambda file: file.write(uuid))
 
 
@@ -115,13 +115,13 @@ def _uuid_path(folder: RunFolder) -> Path:
     return folder.path / "upload" / "uuid"
 
 
-def is_free_or_own(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
+def is_free_or_same_run(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> bool:
     """Return whether a place in a bucket is empty, or holds the run of this folder."""
     if all(pointer.etag is None for pointer in pointers.values()):
         return True
     uuids = {pointer.uuid for pointer in pointers.values() if pointer.uuid}
     if uuids:
-        return uuids == {uuid_of(folder)}
+        return uuids == {read_uuid(folder)}
     return _is_same_run_of_old_version(bucket, folder)
 
 
@@ -138,7 +138,7 @@ def _is_same_run_of_old_version(bucket: Bucket, folder: RunFolder) -> bool:
 
 def refuse_other_run(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
     """Raise OtherRunError if a place in a bucket holds another run than this folder."""
-    if is_free_or_own(bucket, pointers, folder):
+    if is_free_or_same_run(bucket, pointers, folder):
         return
     name = folder.run_id
     message = f"{bucket.uri} holds another run named {name}, and nothing was written there."

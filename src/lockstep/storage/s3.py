@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.process.errors import UserError
-from lockstep.storage.errors import S3Error, translated
+from lockstep.storage.errors import S3Error, translate_errors
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,11 @@ URI = re.compile(r"s3://[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9](/[^/\x00-\x1f
 ENDPOINT = re.compile(r"https?://[^\s@?]+")
 # Larger files are sent in parts of this size, four at once.
 PART_BYTES = 16 * 2**20
-PROGRESS_S = 10.0
-# Their logs can quote signed requests.
-CHATTY = ("boto3", "botocore", "s3transfer", "urllib3")
-Count = Callable[[int], None]
+LOG_INTERVAL_S = 10.0
+# The logs of these can quote signed requests.
+VERBOSE_LOGGERS = ("boto3", "botocore", "s3transfer", "urllib3")
+# It is called with a number of bytes that were transferred.
+OnBytes = Callable[[int], None]
 
 
 def is_s3(address: str | Path) -> bool:
@@ -60,12 +61,12 @@ class Bucket:
             )
 
     @classmethod
-    def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
+    def from_config(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
         """Return the bucket of the config's node `s3`, at `uri` if it is given."""
         return cls(uri or s3["uri"], s3.get("endpoint_url"))
 
-    def at(self, name: str) -> "Bucket":
-        """Return the place `name` below this one."""
+    def joinpath(self, name: str) -> "Bucket":
+        """Return the place s3://bucket/prefix/name."""
         return replace(self, uri=self.address(name))
 
     @property
@@ -86,7 +87,7 @@ class Bucket:
         import boto3
         from botocore.config import Config
 
-        for name in CHATTY:
+        for name in VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
         # Its tracebacks are sentences of storage/errors.py.
         logging.getLogger("botocore.credentials").setLevel(logging.CRITICAL)
@@ -98,13 +99,13 @@ class Bucket:
         """Return the answer of a method of boto3's client, such as `put_object`."""
         if key is not None:
             arguments["Key"] = self.prefix + key
-        with translated(self):
+        with translate_errors(self):
             return getattr(self.client, method)(Bucket=self.name, **arguments)
 
     def read(self, key: str) -> tuple[bytes | None, str | None]:
         """Return (content, ETag) of a small object; (None, None) if there is none."""
         try:
-            with translated(self):
+            with translate_errors(self):
                 answer = self.call("get_object", key)
                 return answer["Body"].read(), answer["ETag"]
         except S3Error as error:
@@ -120,7 +121,9 @@ class Bucket:
         """
         return str(self.call("put_object", key, Body=data, **arguments)["ETag"])
 
-    def upload(self, key: str, path: Path, sha256: str = "", progress: Count | None = None) -> None:
+    def upload(
+        self, key: str, path: Path, sha256: str = "", progress: OnBytes | None = None
+    ) -> None:
         """Upload a file in parallel parts, with retries, verified by checksums.
 
         Args:
@@ -129,7 +132,7 @@ class Bucket:
         """
         from boto3.s3.transfer import TransferConfig
 
-        with translated(self):
+        with translate_errors(self):
             extra: dict[str, Any] = {}
             if sha256:
                 extra["Metadata"] = {"sha256": sha256}
@@ -140,16 +143,16 @@ class Bucket:
             object_key = self.prefix + key
             self.client.upload_file(str(path), self.name, object_key, extra, progress, config)
 
-    def download(self, key: str, path: Path, progress: Count | None = None) -> None:
+    def download(self, key: str, path: Path, progress: OnBytes | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with translated(self):
+        with translate_errors(self):
             self.client.download_file(self.name, self.prefix + key, str(path), Callback=progress)
 
-    def list(self, below: str = "") -> Iterator[tuple[str, int, str]]:
-        """Yield (key, bytes, ETag) of every object whose key begins with `below`, by key."""
-        with translated(self):
+    def list(self, beginning: str = "") -> Iterator[tuple[str, int, str]]:
+        """Yield (key, bytes, ETag) of every object whose key has this beginning, by key."""
+        with translate_errors(self):
             paginator = self.client.get_paginator("list_objects_v2")
-            for page in paginator.paginate(Bucket=self.name, Prefix=self.prefix + below):
+            for page in paginator.paginate(Bucket=self.name, Prefix=self.prefix + beginning):
                 for entry in page.get("Contents", []):
                     key = entry["Key"].removeprefix(self.prefix)
                     yield key, entry["Size"], entry["ETag"].strip('"')
@@ -170,26 +173,31 @@ class Bucket:
 
 
 class TransferProgress:
-    """Count transferred bytes, and log every ten seconds how long the rest takes."""
+    """Count transferred bytes, and log every ten seconds how long the rest takes.
 
-    def __init__(self, what: str, total: int) -> None:
-        self.what = what
+    Args:
+        action: the begin of the line, such as "copying s3://bucket/photos".
+        total: bytes.
+    """
+
+    def __init__(self, action: str, total: int) -> None:
+        self.action = action
         self.total = total
         self.done = 0
         self._lock = threading.Lock()
-        self._started = time.monotonic()
-        self._next = self._started + PROGRESS_S
+        self._started_at = time.monotonic()
+        self._log_at = self._started_at + LOG_INTERVAL_S
 
     def __call__(self, num_bytes: int) -> None:
         with self._lock:
             self.done += num_bytes
             now = time.monotonic()
-            if now < self._next:
+            if now < self._log_at:
                 return
-            self._next = now + PROGRESS_S
-        rate = max(self.done / (now - self._started), 1.0)
-        left_s = (self.total - self.done) / rate
+            self._log_at = now + LOG_INTERVAL_S
+        rate = max(self.done / (now - self._started_at), 1.0)
+        remaining_s = (self.total - self.done) / rate
         log.info(
-            f"{self.what}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
-            f"{rate / 1e6:,.1f} MB/s, about {left_s:,.0f} s left"
+            f"{self.action}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
+            f"{rate / 1e6:,.1f} MB/s, about {remaining_s:,.0f} s left"
         )

@@ -8,20 +8,23 @@ import socket
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
 from lockstep.records.config import Config
-from lockstep.storage.errors import S3Error, translated
+from lockstep.storage.errors import S3Error, translate_errors
 from lockstep.storage.s3 import Bucket, TransferProgress
 
 log = logging.getLogger(__name__)
 
 THREADS = 16
+# After each failed try but the last.
 PAUSES_S = (1, 2, 4, 8, None)
-NEW_PART_S = 600  # a part that was written since may be another node's
+# A file that was written in this time may be a part that another node is fetching.
+NEW_PART_S = 600
 # Another try does not change these answers.
 FINAL_ERRORS = ("AccessDenied", "NoSuchKey", "PreconditionFailed")
 BLOCK_BYTES = 2**20
@@ -35,8 +38,8 @@ class RemoteFile(NamedTuple):
     etag: str
 
     @property
-    def mark_s(self) -> int:
-        """The modification time of a whole copy: a checksum of the ETag, in seconds.
+    def mtime_s(self) -> int:
+        """The modification time that marks a whole copy: a checksum of the ETag, in seconds.
 
         Some file systems keep times in 31 bits.
         """
@@ -54,30 +57,30 @@ def sync(uri: str, cache: Path, s3: Config | None = None) -> Path:
         UserError: the bucket cannot be read, nothing lies there, or the disk has no room for it.
     """
     try:
-        bucket, name, files = _list(uri, s3 or {})
+        bucket, name, files = _list_remote_files(uri, s3 or {})
         checksum = zlib.crc32(f"{bucket.endpoint_url}{bucket.address(name)}".encode())
         folder = cache.absolute() / f"{bucket.name}-{checksum:08x}"
         with locked_file(folder.with_name(f"{folder.name}.lock")):
-            _copy(bucket, files, folder)
+            _copy_missing(bucket, files, folder)
     except S3Error as error:
         raise UserError(f"{uri} cannot be read: {error}.") from None
     return folder / name
 
 
-def _list(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFile]]:
+def _list_remote_files(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFile]]:
     """Return the bucket, the name of the one object that `uri` names or "", and the files.
 
     Raises:
         UserError: there is nothing, or a key that is no name of a file.
     """
-    bucket = Bucket.of(s3, uri)
+    bucket = Bucket.from_config(s3, uri)
     name = ""
-    files = [RemoteFile(*entry) for entry in bucket.list() if not entry[0].endswith("/")]
+    files = [file for file in starmap(RemoteFile, bucket.list()) if not file.key.endswith("/")]
 
     if not files and bucket.prefix:
-        above, _, name = uri.rstrip("/").rpartition("/")
-        bucket = Bucket.of(s3, above)
-        files = [RemoteFile(*entry) for entry in bucket.list(name) if entry[0] == name]
+        folder_uri, _, name = uri.rstrip("/").rpartition("/")
+        bucket = Bucket.from_config(s3, folder_uri)
+        files = [file for file in starmap(RemoteFile, bucket.list(name)) if file.key == name]
 
     if not files:
         raise UserError(f"{uri}: there is nothing under this prefix in the bucket.")
@@ -95,31 +98,35 @@ def _is_safe(key: str) -> bool:
     return "\\" not in key and not parts & {"", ".", ".."}
 
 
-def _copy(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
+def _copy_missing(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
     """Make `folder` what the bucket holds."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = _remove_outdated(files, folder)
-    missing_bytes = sum(file.size for file in missing)
+    missing_files = _remove_outdated(files, folder)
+    missing_bytes = sum(file.size for file in missing_files)
     _check_room(bucket, folder, missing_bytes)
-    if missing:
+    if missing_files:
         log.info(
             f"Copying {bucket.uri} to {folder}: "
-            f"{len(missing):,} files, {missing_bytes / 1e6:,.0f} MB …"
+            f"{len(missing_files):,} files, {missing_bytes / 1e6:,.0f} MB …"
         )
 
     progress = TransferProgress(f"copying {bucket.uri}", missing_bytes)
     # Reading the results raises the first error. Fetches that have not begun are cancelled then.
     with ThreadPoolExecutor(THREADS, "sync") as pool:
-        list(pool.map(lambda file: _fetch(bucket, file, folder / file.key, progress), missing))
+        list(
+            pool.map(
+                lambda file: _fetch_file(bucket, file, folder / file.key, progress), missing_files
+            )
+        )
 
 
 def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
     """Delete files that are not as in the bucket; return those that are missing then, by key."""
-    missing = {file.key: file for file in files}
+    missing_files = {file.key: file for file in files}
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         key = path.relative_to(folder).as_posix()
-        if key in missing and _is_whole(path, missing[key]):
-            del missing[key]
+        if key in missing_files and _is_whole(path, missing_files[key]):
+            del missing_files[key]
         elif not _is_being_written(path):
             path.unlink()
     # An empty folder would count as a class.
@@ -127,19 +134,19 @@ def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
         # It may hold files.
         with contextlib.suppress(OSError):
             inner.rmdir()
-    return [missing[key] for key in sorted(missing)]
+    return [missing_files[key] for key in sorted(missing_files)]
 
 
 def _is_being_written(path: Path) -> bool:
     """Return whether another node may be fetching a file: locks of some disks end at the node."""
     is_part = path.name.startswith(".") and path.suffix == ".part"
-    is_of_another = not path.name.endswith(f".{socket.gethostname()}.part")
-    return is_part and is_of_another and time.time() - path.stat().st_mtime < NEW_PART_S
+    is_other_nodes = not path.name.endswith(f".{socket.gethostname()}.part")
+    return is_part and is_other_nodes and time.time() - path.stat().st_mtime < NEW_PART_S
 
 
 def _is_whole(path: Path, file: RemoteFile) -> bool:
     status = path.stat()
-    return status.st_size == file.size and status.st_mtime == file.mark_s
+    return status.st_size == file.size and status.st_mtime == file.mtime_s
 
 
 def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
@@ -152,29 +159,29 @@ def _check_room(bucket: Bucket, folder: Path, missing_bytes: int) -> None:
         )
 
 
-def _fetch(bucket: Bucket, file: RemoteFile, path: Path, progress: TransferProgress) -> None:
+def _fetch_file(bucket: Bucket, file: RemoteFile, path: Path, progress: TransferProgress) -> None:
     """Fetch one object, and try again after a pause if the connection breaks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{zlib.crc32(file.key.encode()):08x}.{socket.gethostname()}.part")
     for pause_s in PAUSES_S:
         try:
-            _fetch_rest(bucket, file, part, progress)
+            _append_rest(bucket, file, part, progress)
             break
         except S3Error as error:
             if pause_s is None or error.code in FINAL_ERRORS:
                 raise
             time.sleep(pause_s)
-    os.utime(part, (file.mark_s, file.mark_s))
+    os.utime(part, (file.mtime_s, file.mtime_s))
     part.replace(path)
 
 
-def _fetch_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: TransferProgress) -> None:
+def _append_rest(bucket: Bucket, file: RemoteFile, part: Path, progress: TransferProgress) -> None:
     """Append what an earlier try did not fetch; boto3 checks the number of bytes."""
-    with part.open("ab") as output, translated(bucket):
-        done = output.tell()
-        if done >= file.size:
+    with part.open("ab") as output, translate_errors(bucket):
+        num_fetched = output.tell()
+        if num_fetched >= file.size:
             return
-        byte_range = f"bytes={done}-"
+        byte_range = f"bytes={num_fetched}-"
         answer = bucket.call("get_object", file.key, Range=byte_range, IfMatch=f'"{file.etag}"')
         for block in answer["Body"].iter_chunks(BLOCK_BYTES):
             output.write(block)

@@ -24,7 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints.files import Sidecar, complete_checkpoints, link, remove
+from lockstep.checkpoints import files
+from lockstep.checkpoints.files import Sidecar, complete_checkpoints
 from lockstep.process.errors import (
     EXIT_INTERRUPTED,
     EXIT_NOT_UPLOADED,
@@ -40,11 +41,11 @@ from lockstep.storage.pointers import (
     KINDS,
     Pointer,
     Pointers,
-    keep_uuid,
     new_uuid,
     read_pointers,
+    read_uuid,
     refuse_other_run,
-    uuid_of,
+    store_uuid,
 )
 from lockstep.storage.s3 import Bucket, TransferProgress
 
@@ -81,24 +82,24 @@ class Uploader:
         self.start_time = start
         self.takes_over = takes_over
         self.intervals_s = INTERVALS_S.copy()
-        self._due = {"last": time.monotonic() + INTERVALS_S["last"], "best": 0.0, "files": 0.0}
+        self._due_at = {"last": time.monotonic() + INTERVALS_S["last"], "best": 0.0, "files": 0.0}
         self._uploaded: dict[Path, tuple[int, int]] = {}  # time and size of small files
         self._pointers: Pointers = dict.fromkeys(KINDS, Pointer())  # as last read or written
         self._error = NOT_YET
         self._failures = 0
-        self._flushes_asked = 0
+        self._flushes_requested = 0
         self._flushes_done = 0
         self._has_claimed = False
         self._stopped = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="s3", daemon=True)
 
-        self.uuid = uuid_of(folder)
+        self.uuid = read_uuid(folder)
         if not self.uuid:
             self.uuid = new_uuid()
-            keep_uuid(folder, self.uuid)
+            store_uuid(folder, self.uuid)
         if takes_over:
-            keep_start(folder, start)
+            store_start(folder, start)
 
     def start(self) -> None:
         self._thread.start()
@@ -106,7 +107,7 @@ class Uploader:
     def flush(self, timeout_s: float) -> bool:
         """Send everything now; return False if something is left after `timeout_s`."""
         with self._wake:
-            self._flushes_asked += 1
+            self._flushes_requested += 1
             self._wake.notify_all()
             self._wake.wait_for(lambda: self._stopped or self._is_flushed(), timeout_s)
             return self._is_flushed()
@@ -146,9 +147,9 @@ class Uploader:
             is_claimed = pointer.start == self.start_time and pointer.uuid == self.uuid
             # Before leftovers are deleted, no other process may be able to point to one of them.
             if not is_claimed or pointer.leftovers:
-                self._point(kind)
+                self._write_pointer(kind)
         if self.takes_over:
-            keep_start(self.folder, self.start_time)
+            store_start(self.folder, self.start_time)
         self.takes_over = False
         self._has_claimed = True
         self._clean_up()
@@ -175,10 +176,13 @@ class Uploader:
                 self._delete_leftovers(kind)
 
     def _is_flushed(self) -> bool:
-        return self._flushes_done == self._flushes_asked
+        return self._flushes_done == self._flushes_requested
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
-        """Return the next checkpoint to upload, or None; a last that equals the best is skipped."""
+        """Return the newest checkpoint if it is not in the bucket yet, else None.
+
+        A last one that is the best one, too, is uploaded as best only.
+        """
         newest = next(complete_checkpoints(self.folder.checkpoints, kind), None)
         if newest is None:
             return None
@@ -187,39 +191,40 @@ class Uploader:
         if uploaded is not None and uploaded.sha256 == sidecar.sha256:
             return None
         if kind == "last":
-            for _, best in complete_checkpoints(self.folder.checkpoints, "best"):
-                return None if best.sha256 == sidecar.sha256 else newest
+            best = next(complete_checkpoints(self.folder.checkpoints, "best"), None)
+            if best is not None and best[1].sha256 == sidecar.sha256:
+                return None
         return newest
 
     def _work(self) -> None:
         while not self._stopped:
-            flushes_asked = self._flushes_asked
+            flushes_requested = self._flushes_requested
             delay_s = POLL_S
             try:
-                self._send_what_is_due(is_flush=flushes_asked != self._flushes_done)
-                self._flushes_done = flushes_asked
+                self._send_what_is_due(is_flush=flushes_requested != self._flushes_done)
+                self._flushes_done = flushes_requested
                 self._failures = 0
                 self._error = NOT_YET
             except Exception as error:  # a mistake in this code must not end the uploads of the run
                 delay_s = self._note_failure(error)
             with self._wake:
                 self._wake.notify_all()
-                if flushes_asked != self._flushes_done:
+                if flushes_requested != self._flushes_done:
                     delay_s = min(delay_s, LONGEST_DELAY_AT_END_S)
-                if not self._stopped and self._flushes_asked == flushes_asked:
+                if not self._stopped and self._flushes_requested == flushes_requested:
                     self._wake.wait(delay_s)
 
     def _send_what_is_due(self, is_flush: bool) -> None:
         if not self._has_claimed:
             self.claim()
         for kind, interval_s in self.intervals_s.items():
-            if not is_flush and time.monotonic() < self._due[kind]:
+            if not is_flush and time.monotonic() < self._due_at[kind]:
                 continue
             if kind == "files":
                 self._send_files()
             else:
                 self._send_checkpoint(kind)
-            self._due[kind] = time.monotonic() + interval_s
+            self._due_at[kind] = time.monotonic() + interval_s
 
     def _note_failure(self, error: Exception) -> float:
         """Log why an upload failed; return the seconds until the next try."""
@@ -230,19 +235,19 @@ class Uploader:
             self._stopped = True
         delay_s = min(2**self._failures, LONGEST_DELAY_S)
         self._failures += 1
-        then = f"next try in {delay_s:g} s"
+        next_step = f"next try in {delay_s:g} s"
         if self._stopped:
-            then = "this process uploads nothing more"
-        log.info(f"s3: not uploaded: {self._error}; {then}.")
+            next_step = "this process uploads nothing more"
+        log.info(f"s3: not uploaded: {self._error}; {next_step}.")
         self.bucket = replace(self.bucket)  # a new client reads credentials anew
         self._has_claimed = False
         return delay_s
 
-    def _point(self, kind: str, **changes: Any) -> None:
+    def _write_pointer(self, kind: str, **changes: Any) -> None:
         """Write best.json or last.json, unless another process has written it meanwhile."""
         pointer = replace(self._pointers[kind], start=self.start_time, uuid=self.uuid, **changes)
         condition = {"IfMatch": pointer.etag} if pointer.etag else {"IfNoneMatch": "*"}
-        etag = self.bucket.write(f"{kind}.json", pointer.as_json().encode(), **condition)
+        etag = self.bucket.write(f"{kind}.json", pointer.to_json().encode(), **condition)
         self._pointers[kind] = replace(pointer, etag=etag)
 
     def _send_checkpoint(self, kind: str) -> None:
@@ -250,13 +255,13 @@ class Uploader:
         while newest := self._newest(kind):
             path, sidecar = newest
             try:
-                link(path, copy)
+                files.link(path, copy)
             except FileNotFoundError:  # training has deleted it for a newer one
                 continue
             try:
                 self._replace_checkpoint(kind, copy, sidecar)
             finally:
-                remove(copy)
+                files.remove(copy)
             return
 
     def _replace_checkpoint(self, kind: str, path: Path, sidecar: Sidecar) -> None:
@@ -264,32 +269,32 @@ class Uploader:
         key = f"checkpoints/{kind}-step{sidecar.step:08d}-{sidecar.sha256[:8]}.ckpt"
         leftovers = self._pointers[kind].leftovers
         if key not in leftovers:
-            self._point(kind, leftovers=(*leftovers, key))
+            self._write_pointer(kind, leftovers=(*leftovers, key))
         self._upload(key, path, sidecar.sha256)
 
-        before = self._pointers[kind].key
-        unneeded = tuple(name for name in (*leftovers, before) if name not in ("", key))
-        self._point(kind, checkpoint=sidecar, key=key, leftovers=unneeded)
+        previous_key = self._pointers[kind].key
+        unneeded_keys = tuple(name for name in (*leftovers, previous_key) if name not in ("", key))
+        self._write_pointer(kind, checkpoint=sidecar, key=key, leftovers=unneeded_keys)
         with contextlib.suppress(S3Error):
             self._delete_leftovers(kind)
             # The next write of the pointer forgets them.
             self._pointers[kind] = replace(self._pointers[kind], leftovers=())
 
     def _delete_leftovers(self, kind: str) -> None:
-        named = [pointer.key for pointer in self._pointers.values()]
+        keys_in_use = [pointer.key for pointer in self._pointers.values()]
         for key in self._pointers[kind].leftovers:
-            if key not in named:
+            if key not in keys_in_use:
                 self.bucket.call("delete_object", key)
 
     def _abort_unfinished_uploads(self) -> None:
         """Abort what a killed process of this run was sending, whose parts the store bills."""
-        keys = {key for _, key in self._files()}
+        keys_of_run = {key for _, key in self._files()}
         for pointer in self._pointers.values():
-            keys |= {pointer.key, *pointer.leftovers}
+            keys_of_run |= {pointer.key, *pointer.leftovers}
         answer = self.bucket.call("list_multipart_uploads", Prefix=self.bucket.prefix)
         for upload in answer.get("Uploads", []):
             key = upload["Key"].removeprefix(self.bucket.prefix)
-            if key in keys:
+            if key in keys_of_run:
                 self.bucket.call("abort_multipart_upload", key, UploadId=upload["UploadId"])
 
     def _files(self) -> Iterator[tuple[Path, str]]:
@@ -304,12 +309,12 @@ class Uploader:
         """Send the files that have changed."""
         for path, key in self._files():
             with contextlib.suppress(FileNotFoundError):
-                facts = path.lstat()
-                state = (facts.st_mtime_ns, facts.st_size)
-                is_regular = stat.S_ISREG(facts.st_mode) and facts.st_size > 0
-                if is_regular and self._uploaded.get(path) != state:
+                status = path.lstat()
+                version = (status.st_mtime_ns, status.st_size)
+                is_sendable = stat.S_ISREG(status.st_mode) and status.st_size > 0
+                if is_sendable and self._uploaded.get(path) != version:
                     self._upload(key, path)
-                    self._uploaded[path] = state
+                    self._uploaded[path] = version
 
     def _upload(self, key: str, path: Path, sha256: str = "") -> None:
         progress = TransferProgress(f"uploading {key}", path.stat().st_size)
@@ -326,17 +331,17 @@ def _start_path(folder: RunFolder) -> Path:
     return folder.path / "upload" / "start"
 
 
-def keep_start(folder: RunFolder, start: float) -> None:
-    """Keep the time at which the run was started, for the process that sends the rest."""
+def store_start(folder: RunFolder, start: float) -> None:
+    """Store the time at which the run was started, for the process that sends the rest."""
     write_atomically(_start_path(folder), lambda file: file.write(repr(start)))
 
 
-def _kept_start(folder: RunFolder) -> float:
+def _read_start(folder: RunFolder) -> float:
     path = _start_path(folder)
     return float(path.read_text()) if path.exists() else 0.0
 
 
-def _last_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader | None:
+def _final_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader | None:
     """Return an uploader of what a run has left.
 
     Returns:
@@ -344,13 +349,13 @@ def _last_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader 
     """
     if not s3 or not s3.get("uri") or not folder.record_path.exists():
         return None
-    bucket = Bucket.of(s3).at(folder.run_id)
+    bucket = Bucket.from_config(s3).joinpath(folder.run_id)
     if not _start_path(folder).exists() and not any(complete_checkpoints(folder.checkpoints)):
         return None
-    return Uploader(bucket, folder, _kept_start(folder), takes_over=False)
+    return Uploader(bucket, folder, _read_start(folder), takes_over=False)
 
 
-def _timeout_s(s3: Mapping[str, Any] | None, is_short: bool) -> float:
+def _flush_timeout_s(s3: Mapping[str, Any] | None, is_short: bool) -> float:
     timeout_s = 300.0
     if s3 and s3.get("flush_timeout_s") is not None:
         timeout_s = float(s3["flush_timeout_s"])
@@ -365,11 +370,11 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
     The exit code becomes EXIT_NOT_UPLOADED if it was EXIT_OK and something of the run, such as its
     last checkpoint, is not in the bucket.
     """
-    uploader = _last_uploader(s3, folder)
+    uploader = _final_uploader(s3, folder)
     if uploader is None:
         return code
     uploader.start()
-    is_sent = uploader.flush(_timeout_s(s3, code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)))
+    is_sent = uploader.flush(_flush_timeout_s(s3, code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)))
     uploader.stop()
 
     status = uploader.status()
@@ -392,28 +397,28 @@ def send_files(s3: Mapping[str, Any] | None, folder: RunFolder, is_short: bool =
     Returns:
         Whether they are in the bucket now.
     """
-    uploader = _last_uploader(s3, folder)
+    uploader = _final_uploader(s3, folder)
     if uploader is None:
         return False
     uploader.intervals_s = {"files": 0.0}
     uploader.start()
-    is_sent = uploader.flush(_timeout_s(s3, is_short))
+    is_sent = uploader.flush(_flush_timeout_s(s3, is_short))
     uploader.stop()
     return is_sent
 
 
-def withdraw(s3: Mapping[str, Any] | None, folder: RunFolder) -> None:
+def release_claim(s3: Mapping[str, Any] | None, folder: RunFolder) -> None:
     """Free the place in the bucket that a start has claimed and never used.
 
     Its input was refused before it trained a step, and another start may use its id.
     """
     if not s3 or not s3.get("uri") or not _start_path(folder).exists():
         return
-    bucket = Bucket.of(s3).at(folder.run_id)
+    bucket = Bucket.from_config(s3).joinpath(folder.run_id)
     with contextlib.suppress(S3Error):
         pointers = read_pointers(bucket)
         claims = {(pointer.uuid, pointer.start) for pointer in pointers.values() if pointer.etag}
         is_unused = not any(pointer.checkpoint for pointer in pointers.values())
-        if is_unused and claims == {(uuid_of(folder), _kept_start(folder))}:
+        if is_unused and claims == {(read_uuid(folder), _read_start(folder))}:
             for kind in KINDS:
                 bucket.call("delete_object", f"{kind}.json")

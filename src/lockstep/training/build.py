@@ -36,20 +36,20 @@ from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training.build_data import DataFacts, build_data, data_facts, start_data_report
 from lockstep.training.build_module import build_module
-from lockstep.training.compilation import EagerEvaluation, compile_net, is_compiled
+from lockstep.training.compilation import EagerEvaluation, compile_net, should_compile
 from lockstep.training.data_report import DataReport
 from lockstep.training.task import Task
 from lockstep.training.trainer import build_trainer
-from lockstep.training.weights import check_fits, facts_of, load_weights
+from lockstep.training.weights import check_fits, facts_of, load_or_check_weights
 
 log = logging.getLogger(__name__)
 
 # Options of the data that a checkpoint has resolved.
-RESOLVED_BY_DATA = ("mean", "std", "crop_pct", "interpolation")
+RESOLVED_DATA_OPTIONS = ("mean", "std", "crop_pct", "interpolation")
 # Facts about training images, which an evaluation takes from the checkpoint.
-OF_TRAINING_IMAGES = ("class_counts", "target_mean", "target_std")
+TRAINING_IMAGE_FACTS = ("class_counts", "target_mean", "target_std")
 IMAGES_FOR_INITIALISATION = 5000
-# Of the seeds of dropout, which differ between ranks.
+# The seeds of dropout differ by this much between ranks.
 RANK_SEED_STEP = 7919
 RUN_VALUE = re.compile(r"\$\{run:(\w+)\}")
 
@@ -72,15 +72,15 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     The callback that writes run.json becomes `run.recorder`.
     """
     is_training = checkpoint is None
-    trained_on = None if checkpoint is None else facts_of(checkpoint)
+    training_facts = None if checkpoint is None else facts_of(checkpoint)
 
     strategy = build_strategy(run)
-    data = build_data(run, trained_on)
+    data = build_data(run, training_facts)
     data_report = start_data_report(data, run, is_training=is_training)
     facts = data_facts(data)
-    for name in OF_TRAINING_IMAGES:
-        if trained_on and name in trained_on:
-            facts[name] = trained_on[name]
+    for name in TRAINING_IMAGE_FACTS:
+        if training_facts and name in training_facts:
+            facts[name] = training_facts[name]
 
     module = build_module(
         run.config,
@@ -91,26 +91,26 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     )
     if data is None:
         _check_loaders(module, run)
-    compiled = False
+    is_compiled = False
     if checkpoint is None:
-        compiled = is_compiled(module, data, run, strategy)
-        prepare_net(module, data, run, strategy, compiled)
-        load_weights(module, facts, run)
+        is_compiled = should_compile(module, data, run, strategy)
+        prepare_net(module, data, run, strategy, is_compiled)
+        load_or_check_weights(module, facts, run)
         # Dropout differs between ranks; the initial weights do not.
         torch.manual_seed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank)
     else:
-        _load_evaluated(module, checkpoint, run)
+        _load_task_weights(module, checkpoint, run)
 
     run.recorder = RunRecorder(run.folder.record_path, owns_run=False)
     callbacks = build_callbacks(run, facts, data_report, is_training=is_training)
-    if compiled:
+    if is_compiled:
         callbacks.append(EagerEvaluation())
     loggers = build_loggers(run) if is_training else [SkippingLogger(str(run.folder.path))]
     trainer = build_trainer(run, strategy, callbacks, loggers, data, trainable=is_training)
     return Parts(trainer, module, data)
 
 
-def _load_evaluated(module: Any, checkpoint: Checkpoint, run: Run) -> None:
+def _load_task_weights(module: Any, checkpoint: Checkpoint, run: Run) -> None:
     """Load the weights of a task; Lightning loads other modules, whose hooks may make layers."""
     if isinstance(module, Task):
         check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
@@ -157,7 +157,7 @@ def build_strategy(run: Run) -> Any:
     return strategy
 
 
-def prepare_net(module: Any, data: Any, run: Run, strategy: Any, compiled: bool) -> None:
+def prepare_net(module: Any, data: Any, run: Run, strategy: Any, is_compiled: bool) -> None:
     """Synchronise BatchNorm, recompute activations and compile, as the trainer's options say.
 
     Raises:
@@ -177,7 +177,7 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, compiled: bool)
         synchronise(net, "cuda" if run.cluster.accelerator == "gpu" else "cpu")
     if options.get("activation_checkpointing"):
         recompute_activations(net)
-    if compiled:
+    if is_compiled:
         compile_net(net, run, strategy)
 
     # The batch size of a data module of Lightning's own kind is not known.
@@ -234,26 +234,32 @@ def build_callbacks(
     """Return Lockstep's callbacks and the config's, in the order in which they are called."""
     batch_size = run.batch.global_size if "data_hash" in facts else None
     # These run first, because other callbacks read trainer.should_stop and the averaged weights.
-    first = _deciding_callbacks(run, is_training=is_training)
+    control_callbacks = _build_control_callbacks(run, is_training=is_training)
     if data_report is not None:
-        first.append(data_report)
-    chosen = _chosen_callbacks(run, facts, batch_size)
+        control_callbacks.append(data_report)
+    config_callbacks = _build_config_callbacks(run, facts, batch_size)
     if run.config["pictures"]:
-        chosen.append(Pictures(run.folder.path))
+        config_callbacks.append(Pictures(run.folder.path))
     # The checkpoints come after the others, because they save their states.
-    chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))
+    config_callbacks.sort(key=lambda callback: isinstance(callback, Checkpoints))
     if is_training and (run.config.get("s3") or {}).get("uri"):
         from lockstep.callbacks.s3_upload import S3Upload
 
-        chosen.append(S3Upload(run.folder.path, **run.config["s3"]))
-    return [*first, TrainingLog(batch_size), Doubts(), *chosen, run.interruption, run.recorder]
+        config_callbacks.append(S3Upload(run.folder.path, **run.config["s3"]))
+    return [
+        *control_callbacks,
+        TrainingLog(batch_size),
+        Doubts(),
+        *config_callbacks,
+        run.interruption,
+        run.recorder,
+    ]
 
 
-def _deciding_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback]:
-    """Return the callbacks whose decisions others go by.
+def _build_control_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback]:
+    """Return the callbacks that change a training, which others then see.
 
-    They are the end of the time, the pruner of a search, the average of weights and a rank that
-    hangs.
+    They end it after its time, prune a trial, average the weights and report a rank that hangs.
     """
     options = run.trainer_config
     callbacks: list[pl.Callback] = []
@@ -274,10 +280,12 @@ def _deciding_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback]:
     return callbacks
 
 
-def _chosen_callbacks(run: Run, facts: DataFacts, batch_size: int | None) -> list[pl.Callback]:
+def _build_config_callbacks(
+    run: Run, facts: DataFacts, batch_size: int | None
+) -> list[pl.Callback]:
     """Return the callbacks of the config."""
     config = run.effective_config()
-    config["data"].update({key: facts[key] for key in RESOLVED_BY_DATA if key in facts})
+    config["data"].update({key: facts[key] for key in RESOLVED_DATA_OPTIONS if key in facts})
     values = {
         "folder": run.folder.path,
         "id": run.folder.run_id,
@@ -314,21 +322,21 @@ def build_part(node: Mapping[str, Any], values: Mapping[str, Any], key: str) -> 
     Raises:
         UserError: a run has no value of that name; it lists those that there are.
     """
-    static: dict[str, Any] = {}
-    from_run: dict[str, Any] = {}
+    static_options: dict[str, Any] = {}
+    run_options: dict[str, Any] = {}
     for name, value in node.items():
         reference = RUN_VALUE.fullmatch(value) if isinstance(value, str) else None
         if reference is None:
-            static[name] = value
+            static_options[name] = value
         elif reference[1] in values:
-            from_run[name] = values[reference[1]]
+            run_options[name] = values[reference[1]]
         else:
             choices = ", ".join(f"${{run:{name}}}" for name in values)
             raise UserError(f"{key}.{name}={value}: a run has {choices}.")
-    return build_node(static, values=from_run)
+    return build_node(static_options, values=run_options)
 
 
-def facts_of_parts(run: Run, parts: Parts) -> dict[str, Any]:
+def describe_parts(run: Run, parts: Parts) -> dict[str, Any]:
     """Return the fields of run.json that are known once the parts of a run are built.
 
     They are the model's name, the precision that `auto` came to, the numbers of parameters and
@@ -346,7 +354,7 @@ def facts_of_parts(run: Run, parts: Parts) -> dict[str, Any]:
         # The loaders of a data module of Lightning's own kind decide the batch.
         return {**facts, "global_batch_size": None, "per_device_batch_size": None}
     callbacks = parts.trainer.callbacks
-    comparison = next((each for each in callbacks if isinstance(each, DataReport)), None)
+    data_report = next((each for each in callbacks if isinstance(each, DataReport)), None)
     return {
         **facts,
         "num_train": data.num_train,
@@ -354,6 +362,6 @@ def facts_of_parts(run: Run, parts: Parts) -> dict[str, Any]:
         "num_test": data.num_test,
         "left_out_per_epoch": 0 if data.sampling else data.num_train % data.global_batch_size,
         "data_hash": data.data_hash,
-        "data_report": {} if comparison is None else comparison.fields,
+        "data_report": {} if data_report is None else data_report.fields,
         "images": collect_settings(data, run.choices.get("augmentation")),
     }

@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 # Facts about the data that a checkpoint was trained on, see data_facts.
 DataFacts = dict[str, Any]
 
-# Attributes of Lockstep's data modules
-FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")
-FACTS_OF_IMAGES = ("mean", "std", "data_hash", "list_hash", "class_counts")
-FACTS_OF_FRAMING = ("resize", "fit", "interpolation")
+# The facts are attributes of Lockstep's data modules, and some of their framing.
+GENERAL_FACTS = ("num_classes", "class_names", "image_size", "channels")
+IMAGE_FACTS = ("mean", "std", "data_hash", "list_hash", "class_counts")
+FRAMING_FACTS = ("resize", "fit", "interpolation")
 # Options in the config of any data set, which need not have them.
 NULLABLE_OPTIONS = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
 
 
-def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
+def build_data(run: Run, training_facts: DataFacts | None = None) -> Any:
     """Return the data module of one rank.
 
     It is Lockstep's, prepared and attached to the ranks, or any of Lightning's.
@@ -46,7 +46,7 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     With data=none there is no data module.
 
     Args:
-        trained_on: for an evaluation, the checkpoint's facts about its training data.
+        training_facts: for an evaluation, the checkpoint's facts about its training data.
 
     Raises:
         UserError: it is not a LightningDataModule, its images are not here, or ranks have other
@@ -61,9 +61,9 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
         return build_plain_data(config["data"])
 
-    data = prepared_data(config, options, "fit" if trained_on is None else "test")
-    if trained_on:
-        _match_training(data, trained_on, run)
+    data = build_prepared_data(config, options, "fit" if training_facts is None else "test")
+    if training_facts:
+        _apply_training_facts(data, training_facts, run)
     data.attach_to_ranks(
         rank=cluster.rank,
         world_size=cluster.world_size,
@@ -73,7 +73,7 @@ def build_data(run: Run, trained_on: DataFacts | None = None) -> Any:
 
     # From here on the ranks meet in collectives, whose time is limited.
     run.wait_for_all()
-    check_same_data(data_facts(data), data, cluster)
+    check_same_data_on_ranks(data_facts(data), data, cluster)
     return data
 
 
@@ -87,17 +87,20 @@ def _refuse_options(node: Config) -> None:
             )
 
 
-def _match_training(data: Any, trained_on: DataFacts, run: Run) -> None:
-    """Give evaluated data the classes of the training, and say where the images are others."""
+def _apply_training_facts(data: Any, training_facts: DataFacts, run: Run) -> None:
+    """Give the data of an evaluation the classes and inputs of the training.
+
+    Images that the command line names are all tested. A warning tells that others have changed.
+    """
     # Data modules of the user's own may state no classes.
-    data.match_classes(trained_on.get("class_names", data.class_names))
-    if trained_on.get("inputs"):
-        data.inputs = trained_on["inputs"]
-    typed = {key_of(override) for override in run.config["overrides"]}
-    is_new = any(names_images(key) for key in typed)
-    is_same = is_same_data(data, trained_on)
-    if is_new:
-        if data.splits.drew_test and not is_same and "data.test_fraction" not in typed:
+    data.match_classes(training_facts.get("class_names", data.class_names))
+    if training_facts.get("inputs"):
+        data.inputs = training_facts["inputs"]
+    override_keys = {key_of(override) for override in run.config["overrides"]}
+    names_other_images = any(names_images(key) for key in override_keys)
+    is_same = is_same_data(data, training_facts)
+    if names_other_images:
+        if data.splits.drew_test and not is_same and "data.test_fraction" not in override_keys:
             data.test_on_all()
     elif is_same is False and run.cluster.is_rank_zero:
         log.warning(
@@ -106,14 +109,14 @@ def _match_training(data: Any, trained_on: DataFacts, run: Run) -> None:
         )
 
 
-def is_same_data(data: Any, trained_on: DataFacts) -> bool | None:
+def is_same_data(data: Any, training_facts: DataFacts) -> bool | None:
     """Return whether a checkpoint was trained on these data; None where it cannot be told.
 
     Version 2.0.0 hashed images in another way; of its data only names and sizes are compared.
     """
-    if trained_on.get("hash_method") == getattr(data, "hash_method", None):
-        return trained_on.get("data_hash") == data.data_hash
-    return True if data.list_hash == trained_on.get("list_hash") else None
+    if training_facts.get("hash_method") == getattr(data, "hash_method", None):
+        return training_facts.get("data_hash") == data.data_hash
+    return True if data.list_hash == training_facts.get("list_hash") else None
 
 
 def start_data_report(data: Any, run: Run, *, is_training: bool) -> DataReport | None:
@@ -128,13 +131,13 @@ def start_data_report(data: Any, run: Run, *, is_training: bool) -> DataReport |
     report.log_contents(data, augmentation)
     if not is_training:
         return None
-    _warn_of_two_corrections(run.config)
+    _warn_of_double_correction(run.config)
     comparison = DataReport(data, run.folder)
     comparison.start()
     return comparison
 
 
-def _warn_of_two_corrections(config: Config) -> None:
+def _warn_of_double_correction(config: Config) -> None:
     weights = (config.get("loss") or {}).get("class_weights")
     sampling = config["data"].get("sampling")
     if weights is not None and sampling is not None:
@@ -146,43 +149,43 @@ def _warn_of_two_corrections(config: Config) -> None:
 
 def build_plain_data(node: Config) -> pl.LightningDataModule:
     """Return a data module of Lightning's own kind, which does not know of ranks."""
-    data = build(without_unset(node))
+    data = build(drop_unset_options(node))
     if not isinstance(data, pl.LightningDataModule):
         problem = f"data._target_={node['_target_']} is not a LightningDataModule."
         raise UserError(foreign_import(type(data)) or problem)
     return data
 
 
-def without_unset(node: Config) -> Config:
-    """Return the options of data= without those that it need not have and that are null."""
+def drop_unset_options(node: Config) -> Config:
+    """Return the options of data= without those that are null and that a class need not take."""
     unset = [key for key in NULLABLE_OPTIONS if node.get(key) is None]
     return {key: value for key, value in node.items() if key not in unset}
 
 
-def prepared_data(config: Config, data_config: Config, stage: str = "fit") -> Any:
+def build_prepared_data(config: Config, data_config: Config, stage: str = "fit") -> Any:
     """Return the data module of a config, prepared but not attached to the ranks.
 
     Args:
         data_config: its options.
         stage: fit, or test for an evaluation.
     """
-    options = without_unset(data_config)
-    copies = copy_from_s3(options, config["s3"])
+    options = drop_unset_options(data_config)
+    options, address_of_copy = copy_from_s3(options, config["s3"])
     try:
         data = build(options, {"seed": config["seed"]})
         data.stage = stage
-        data.set_augmentation(build(config["augmentation"]), _settings_of_model(config))
+        data.set_augmentation(build(config["augmentation"]), _image_settings_of_model(config))
         data.prepare()
     except UserError as error:
         sentence = str(error)
         # The user can correct the bucket, and not its copy on this node.
-        for copy, address in copies.items():
+        for copy, address in address_of_copy.items():
             sentence = sentence.replace(copy, address)
         raise UserError(sentence) from None
     return data
 
 
-def _settings_of_model(config: Config) -> Config:
+def _image_settings_of_model(config: Config) -> Config:
     """Return what the pretrained weights of model= say of their images, if the task takes it."""
     task = config["task"]
     parameters, _ = parameters_of(resolve_target(task["_target_"], "task._target_"))
@@ -193,13 +196,14 @@ def _settings_of_model(config: Config) -> Config:
     return model.wanted_images(**options)
 
 
-def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
-    """Replace s3:// addresses among the options by paths on this node.
+def copy_from_s3(options: Config, s3: Config) -> tuple[Config, dict[str, str]]:
+    """Copy what the options root and images name by s3:// to this node.
 
     Returns:
-        The address of each copy.
+        The options with paths on this node, and the address of each copy.
     """
-    copies = {}
+    options = dict(options)
+    address_of_copy = {}
     cache = Path(options.get("cache_dir") or "data/cache")
     for key in ("root", "images"):
         address = str(options.get(key) or "").rstrip("/")
@@ -210,22 +214,22 @@ def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
         if is_list and not options.get("images"):
             # The images lie beside their list.
             copy = sync(folder, cache, s3)
-            copies[str(copy)] = folder
+            address_of_copy[str(copy)] = folder
             options[key] = str(copy / name)
         else:
             copy = sync(address, cache, s3)
-            copies[str(copy)] = address
+            address_of_copy[str(copy)] = address
             options[key] = str(copy)
-    return copies
+    return options, address_of_copy
 
 
 def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "attach_to_ranks"):
-        values = {name: _plain_fact(data, name) for name in KINDS_OF_FACTS}
+        values = {name: _plain_fact(data, name) for name in FACT_CONVERTERS}
         return {name: value for name, value in values.items() if value is not None}
-    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, *FACTS_OF_IMAGES)}
-    facts |= {key: getattr(data.framing, key) for key in FACTS_OF_FRAMING}
+    facts = {key: getattr(data, key) for key in (*GENERAL_FACTS, *IMAGE_FACTS)}
+    facts |= {key: getattr(data.framing, key) for key in FRAMING_FACTS}
     reading = getattr(data.source, "reading", None)
     if reading is not None:
         facts |= reading.facts
@@ -240,42 +244,42 @@ def data_facts(data: Any) -> DataFacts:
 
 
 def _plain_fact(data: Any, name: str) -> Any:
-    """Return an attribute of the user's data module as a checkpoint can hold it.
+    """Return an attribute of the user's data module as a plain value, which a checkpoint can hold.
 
     It is None if it is missing, of another kind, or not known yet.
     """
     # A property may need setup(), and raise anything before.
     try:
         value = getattr(data, name, None)
-        return None if value is None else KINDS_OF_FACTS[name](value)
+        return None if value is None else FACT_CONVERTERS[name](value)
     except Exception:
         return None
 
 
-def _texts(names: Any) -> list[str]:
+def _to_texts(names: Any) -> list[str]:
     if isinstance(names, str | dict):
         raise TypeError("not a list of names")
     return [str(name) for name in names]
 
 
-def _counts(counts: Any) -> list[int]:
+def _to_counts(counts: Any) -> list[int]:
     return [int(count) for count in counts]
 
 
 # Attributes of the user's data module that count, and what makes them plain values.
-KINDS_OF_FACTS: dict[str, Callable[[Any], Any]] = {
+FACT_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "num_classes": operator.index,
-    "class_names": _texts,
+    "class_names": _to_texts,
     "image_size": operator.index,
     "channels": operator.index,
-    "class_counts": _counts,
+    "class_counts": _to_counts,
     "target_mean": float,
     "target_std": float,
     "inputs": list,
 }
 
 
-def other_pixels(before: DataFacts, now: DataFacts) -> str:
+def pixel_change(before: DataFacts, now: DataFacts) -> str:
     """Return "range None, now [0, 4095]" where equal files become other pixels, else "".
 
     A package that reads images in full depth, such as tifffile, may be on one machine alone.
@@ -283,13 +287,13 @@ def other_pixels(before: DataFacts, now: DataFacts) -> str:
     if "range" in before and "range" in now and before["range"] != now["range"]:
         return f"range {before['range']}, now {now['range']}"
     for name in ("mean", "std"):
-        first = before.get(name)
-        second = now.get(name)
-        if not first or not second:
+        old = before.get(name)
+        new = now.get(name)
+        if not old or not new:
             continue
         # The last digits of sums differ between processors.
-        if len(first) != len(second) or not np.allclose(first, second, rtol=1e-4, atol=1e-6):
-            return f"{name} {first}, now {second}"
+        if len(old) != len(new) or not np.allclose(old, new, rtol=1e-4, atol=1e-6):
+            return f"{name} {old}, now {new}"
     return ""
 
 
@@ -298,7 +302,7 @@ class RankImages(NamedTuple):
 
     Attributes:
         counts: of training, validation and test images.
-        pixels: facts that tell as which pixels the files are read, for other_pixels.
+        pixels: facts that tell as which pixels the files are read, for pixel_change.
     """
 
     host: str
@@ -307,7 +311,7 @@ class RankImages(NamedTuple):
     pixels: DataFacts
 
 
-def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
+def check_same_data_on_ranks(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     """Refuse ranks with other images, as all draw positions of one list.
 
     Raises:
@@ -326,20 +330,20 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
         _check_same_images(rank, images, images_of_ranks[0])
 
 
-def _check_same_images(rank: int, images: RankImages, first: RankImages) -> None:
+def _check_same_images(rank: int, images: RankImages, rank_0_images: RankImages) -> None:
     """Refuse a rank whose images differ from those of rank 0, the first."""
-    if (images.data_hash, images.counts) != (first.data_hash, first.counts):
+    if (images.data_hash, images.counts) != (rank_0_images.data_hash, rank_0_images.counts):
         num_train, num_val, num_test = images.counts
         raise UserError(
-            f"rank {rank} on {images.host} has other images than rank 0 on {first.host}: "
+            f"rank {rank} on {images.host} has other images than rank 0 on {rank_0_images.host}: "
             f"{num_train} training, {num_val} validation, {num_test} test, hash "
-            f"{images.data_hash[:12]}, instead of {', '.join(map(str, first.counts))}, "
-            f"{first.data_hash[:12]}: make data.root equal on all nodes."
+            f"{images.data_hash[:12]}, instead of {', '.join(map(str, rank_0_images.counts))}, "
+            f"{rank_0_images.data_hash[:12]}: make data.root equal on all nodes."
         )
-    change = other_pixels(first.pixels, images.pixels)
+    change = pixel_change(rank_0_images.pixels, images.pixels)
     if change:
         raise UserError(
             f"rank {rank} on {images.host} reads the same files as other pixels than rank 0 on "
-            f"{first.host} ({change}): install the same packages on all nodes, such as tifffile "
-            "and pydicom."
+            f"{rank_0_images.host} ({change}): install the same packages on all nodes, such as "
+            "tifffile and pydicom."
         )

@@ -71,7 +71,7 @@ TARGET_KIND_OF_TASK = {
 
 
 # The example tasks that take numbers beside the images.
-TAKE_INPUTS = ("tasks.image_and_numbers.ImageAndNumbers",)
+TASKS_WITH_INPUTS = ("tasks.image_and_numbers.ImageAndNumbers",)
 
 
 def build_module(
@@ -110,23 +110,23 @@ def build_module(
     options = _task_options(task, parameters)
     requested = _requested_names(options, parameters)
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
-    outputs = task.get("outputs") or facts.get("num_classes")
+    num_outputs = task.get("outputs") or facts.get("num_classes")
     # The net comes first: what draws random numbers after it does not change its initial weights.
     if "net" in requested:
-        shape = net_shape(facts, outputs, target)
+        shape = net_shape(facts, num_outputs, target)
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
     if trainable:
-        parts |= _parts_of_training(config, requested, learning_rates or {})
+        parts |= _build_training_parts(config, requested, learning_rates or {})
         if "loss" in requested:
             _refuse_unknown_counts(config, facts)
     else:
-        parts |= _parts_of_evaluation(parameters, requested)
-    parts |= _build_rules_loss_metrics(config, requested, facts, outputs)
+        parts |= _placeholders_of_evaluation(parameters, requested)
+    parts |= _build_rules_loss_metrics(config, requested, facts, num_outputs)
     return _check_and_prepare(build(options, parts), config, trainable=trainable)
 
 
 def _task_options(task: Config, parameters: Mapping[str, inspect.Parameter]) -> Config:
-    """Return the options of task= without those that its class need not take, and does not."""
+    """Return the options of task= without monitor, mode and outputs where its class has none."""
     options = {}
     for key, value in task.items():
         if key in parameters or key not in OPTIONAL_KEYS:
@@ -146,29 +146,26 @@ def _requested_names(options: Config, parameters: Mapping[str, inspect.Parameter
     return names
 
 
-def _parts_of_training(config: Config, requested: Set[str], learning_rates: Config) -> Config:
+def _build_training_parts(config: Config, requested: Set[str], learning_rates: Config) -> Config:
     """Return optimizer and scheduler as far as the task takes them."""
     parts = {}
     if "optimizer" in requested:
-        parts["optimizer"] = _optimizer(config["optimizer"], learning_rates)
+        parts["optimizer"] = _build_optimizer(config["optimizer"], learning_rates)
     if "scheduler" in requested:
-        parts["scheduler"] = _scheduler(config)
+        parts["scheduler"] = _build_scheduler(config)
     return parts
 
 
-def _parts_of_evaluation(
+def _placeholders_of_evaluation(
     parameters: Mapping[str, inspect.Parameter], requested: Set[str]
 ) -> Config:
-    """Return None for each part of a training that the constructor needs, and an evaluation not."""
-    parts: Config = {}
-    for name in requested & {"optimizer", "scheduler"}:
-        if parameters[name].default is inspect.Parameter.empty:
-            parts[name] = None
-    return parts
+    """Return {"optimizer": None} where the constructor needs one, which an evaluation has not."""
+    names = requested & {"optimizer", "scheduler"}
+    return {name: None for name in names if parameters[name].default is inspect.Parameter.empty}
 
 
 def _build_rules_loss_metrics(
-    config: Config, requested: Set[str], facts: DataFacts, outputs: Any
+    config: Config, requested: Set[str], facts: DataFacts, num_outputs: Any
 ) -> Config:
     """Return rules, loss and metrics as far as the task takes them."""
     parts: dict[str, Any] = {}
@@ -179,8 +176,10 @@ def _build_rules_loss_metrics(
         parts["loss"] = build_loss(config, facts)
     if "metrics" in requested:
         # The outputs of the net are features where the task makes classes of them.
-        classes = facts.get("num_classes", outputs) if "num_classes" in requested else outputs
-        parts["metrics"] = _metrics(config, classes)
+        num_classes = num_outputs
+        if "num_classes" in requested:
+            num_classes = facts.get("num_classes", num_outputs)
+        parts["metrics"] = _build_metrics(config, num_classes)
     return parts
 
 
@@ -203,13 +202,13 @@ def _check_and_prepare(module: Any, config: Config, *, trainable: bool) -> Any:
 def check_target(target: str, facts: DataFacts) -> None:
     """Raise UserError if an example task takes another kind of target than the data have."""
     kind = facts.get("target")
-    expected = TARGET_KIND_OF_TASK.get(target)
-    if expected and kind and kind != expected:
+    expected_kind = TARGET_KIND_OF_TASK.get(target)
+    if expected_kind and kind and kind != expected_kind:
         raise UserError(
-            f"The task takes {TARGET_DESCRIPTIONS[expected]}, and the data has "
+            f"The task takes {TARGET_DESCRIPTIONS[expected_kind]}, and the data has "
             f"{TARGET_DESCRIPTIONS[kind]}."
         )
-    if expected and facts.get("inputs") and target not in TAKE_INPUTS:
+    if expected_kind and facts.get("inputs") and target not in TASKS_WITH_INPUTS:
         raise UserError(
             f"The task takes images alone, and data.inputs gives {', '.join(facts['inputs'])} "
             "beside them. Give task=image_and_numbers, or leave data.inputs out."
@@ -241,7 +240,7 @@ def _refuse_unused_parts(config: Config, parameters: Any) -> None:
             )
 
 
-def _optimizer(options: Config, learning_rates: Config) -> Any:
+def _build_optimizer(options: Config, learning_rates: Config) -> Any:
     """Return a partial of optimizer=, which waits for the parameters."""
     arguments = {
         key: value for key, value in options.items() if key not in OPTIONS_OF_EVERY_OPTIMIZER
@@ -249,12 +248,12 @@ def _optimizer(options: Config, learning_rates: Config) -> Any:
     return build({**arguments, **learning_rates, "_partial_": True})
 
 
-def _scheduler(config: Config) -> Any:
+def _build_scheduler(config: Config) -> Any:
     """Return a partial of scheduler=, which waits for the optimizer; None for scheduler=none."""
     node = config.get("scheduler") or {}
     if "_target_" not in node:
         return None
-    options = without_defaults(node, OPTIONS_OF_SCHEDULES, "scheduler")
+    options = drop_foreign_defaults(node, OPTIONS_OF_SCHEDULES, "scheduler")
     for name in OPTIONS_OF_EVERY_SCHEDULE:
         options.pop(name, None)
     target = resolve_target(node["_target_"], "scheduler._target_")
@@ -286,7 +285,7 @@ def _mode_of_schedule(config: Config) -> str:
     return "min" if is_lower_better(str(monitor)) else "max"
 
 
-def without_defaults(node: Config, defaults: Config, group: str) -> Config:
+def drop_foreign_defaults(node: Config, defaults: Config, group: str) -> Config:
     """Return the options of a part without those that its class lacks and the user left open.
 
     A class of another library takes the place of the default one: GROUP._target_=CLASS.
@@ -305,26 +304,26 @@ def without_defaults(node: Config, defaults: Config, group: str) -> Config:
     return options
 
 
-def _metrics(config: Config, outputs: Any) -> dict[str, Any]:
+def _build_metrics(config: Config, num_outputs: Any) -> dict[str, Any]:
     nodes = (config.get("metrics") or {}).items()
-    return {name: build(node, {"num_classes": outputs}) for name, node in nodes if node}
+    return {name: build(node, {"num_classes": num_outputs}) for name, node in nodes if node}
 
 
-def net_shape(facts: DataFacts, outputs: Any, target: str) -> Config:
+def net_shape(facts: DataFacts, num_outputs: Any, target: str) -> Config:
     """Return what a net gets from the data: image_size, channels and num_classes."""
-    if not outputs:
+    if not num_outputs:
         raise UserError(
             f"{target} takes model=, which needs the number of classes: let the data module have "
             "an attribute num_classes, or give task.outputs=NUMBER."
         )
     shape: Config = {key: facts[key] for key in ("image_size", "channels") if key in facts}
-    return {**shape, "num_classes": outputs}
+    return {**shape, "num_classes": num_outputs}
 
 
 def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint: bool) -> nn.Module:
     """Build the network of model=, with model.freeze and the format of trainer.channels_last."""
     options = dict(config["model"])
-    frozen = options.pop("freeze", None)
+    frozen_patterns = options.pop("freeze", None)
     if not trainable or has_checkpoint:
         # The checkpoint brings the weights: nothing is fetched.
         if "pretrained" in options:
@@ -333,18 +332,18 @@ def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint:
             options["weights"] = None
 
     net: nn.Module = build(options, shape)
-    if frozen and trainable:
-        freeze(net, frozen)
+    if frozen_patterns and trainable:
+        freeze(net, frozen_patterns)
 
     trainer = config["trainer"]
-    in_16_bits = str(trainer["precision"]).startswith(("auto", "bf16", "16"))
-    on_tensor_cores = in_16_bits and trainer["accelerator"] != "cpu" and torch.cuda.is_available()
-    if uses_channels_last(net, trainer.get("channels_last", False), on_tensor_cores):
+    is_16_bit = str(trainer["precision"]).startswith(("auto", "bf16", "16"))
+    uses_tensor_cores = is_16_bit and trainer["accelerator"] != "cpu" and torch.cuda.is_available()
+    if uses_channels_last(net, trainer.get("channels_last", False), uses_tensor_cores):
         net = net.to(memory_format=torch.channels_last)
     return net
 
 
-def uses_channels_last(net: nn.Module, option: bool | str, on_tensor_cores: bool = False) -> bool:
+def uses_channels_last(net: nn.Module, option: bool | str, uses_tensor_cores: bool = False) -> bool:
     """Return trainer.channels_last.
 
     "auto" is for depthwise convolutions, and for all on a GPU's tensor cores. EfficientNet-Lite0 at
@@ -358,7 +357,7 @@ def uses_channels_last(net: nn.Module, option: bool | str, on_tensor_cores: bool
     convolutions = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d)]
     # A ViT's patch embedding is a convolution whose windows do not overlap.
     has_overlap = any(layer.kernel_size != layer.stride for layer in convolutions)
-    if on_tensor_cores and has_overlap:
+    if uses_tensor_cores and has_overlap:
         return True
     return any(1 < layer.groups == layer.in_channels for layer in convolutions)
 
@@ -383,5 +382,5 @@ def build_loss(config: Config, facts: DataFacts) -> Any:
         return None
     classes = facts["num_classes"]
     counts = facts.get("class_counts") or [1] * classes
-    options = without_defaults(node, OPTIONS_OF_LOSSES, "loss")
+    options = drop_foreign_defaults(node, OPTIONS_OF_LOSSES, "loss")
     return build(options, {"num_classes": classes, "class_counts": counts})

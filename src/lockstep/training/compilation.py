@@ -44,7 +44,7 @@ class EagerEvaluation(pl.Callback):
         return {"compiled": True}
 
 
-def is_compiled(module: Any, data: Any, run: Run, strategy: Any) -> bool:
+def should_compile(module: Any, data: Any, run: Run, strategy: Any) -> bool:
     """Return whether trainer.compile compiles the net.
 
     The value auto compiles it in long runs on GPUs, but not under FSDP.
@@ -70,8 +70,8 @@ def is_compiled(module: Any, data: Any, run: Run, strategy: Any) -> bool:
 
 def _can_be_compiled(module: Any, data: Any, strategy: Any) -> bool:
     """Return whether task and data are Lockstep's, and the strategy allows to compile the net."""
-    able = capabilities(strategy)
-    if not able.supports_compile or able.compiles_units:
+    strategy_capabilities = capabilities(strategy)
+    if not strategy_capabilities.supports_compile or strategy_capabilities.compiles_units:
         return False
     is_task = hasattr(module, "net") and module.automatic_optimization
     return is_task and hasattr(data, "attach_to_ranks")
@@ -131,6 +131,6 @@ def compile_net(net: torch.nn.Module, run: Run, strategy: Any) -> None:
 def _compile_units(net: torch.nn.Module, arguments: dict[str, Any]) -> None:
     # torch warns of each weight that FSDP has gathered.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    units = getattr(net, "shard_units", list)() or [net]
-    for unit in units:
+    units = net.shard_units() if hasattr(net, "shard_units") else []
+    for unit in units or [net]:
         unit.forward = torch.compile(unit.forward, **arguments)  # type: ignore[method-assign]

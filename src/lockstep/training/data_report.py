@@ -32,29 +32,31 @@ class DataReport(pl.Callback):
         self.data = data
         self.folder = folder
         self.fields: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._make, name="data-report", daemon=True)
+        self._thread = threading.Thread(
+            target=self._compare_images, name="data-report", daemon=True
+        )
 
     def start(self) -> None:
-        """Begin, and wait for what is done at once."""
+        """Start to compare the images, and wait 3 s, in which most data are done."""
         if not self.data.source.reads_files:
             # Arrays are compared in memory. A Dataset of the user's may draw random numbers of
             # this process, and is not compared: a few of its images are opened for their size.
-            self._make()
+            self._compare_images()
             return
         self._thread.start()
         self._thread.join(WAIT_AT_START_S)
         if self._thread.is_alive():
             log.info("The images are compared with each other while the training begins.")
 
-    def _make(self) -> None:
+    def _compare_images(self) -> None:
         try:
-            made = report.make_report(self.data)
+            result = report.make_report(self.data)
         except OSError as error:
             log.warning(f"The images were not compared with each other ({error}).")
             return
-        report.write_findings(self.folder.path, made.findings)
-        report.log_findings(made.findings)
-        self.fields = made.fields
+        report.write_findings(self.folder.path, result.findings)
+        report.log_findings(result.findings)
+        self.fields = result.fields
 
     def record_fields(self) -> dict[str, object]:
         """Return the fields of run.json."""

@@ -25,7 +25,7 @@ from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config, model_name
 from lockstep.records.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
-from lockstep.training.build_data import DataFacts, build_plain_data, prepared_data
+from lockstep.training.build_data import DataFacts, build_plain_data, build_prepared_data
 from lockstep.training.build_module import build_module
 from lockstep.training.task import Task
 from lockstep.training.weights import check_fits
@@ -97,12 +97,12 @@ class FinishedModel:
         Args:
             images: (B, C, H, W) normalised.
         """
-        called: list[str] = []
+        called_layers: list[str] = []
         hooks = []
         for name, part in self.module.named_children():
             has_parameters = any(True for _ in part.parameters())
             if part is not self.net and has_parameters:
-                hooks.append(part.register_forward_hook(partial(_note, called, name)))
+                hooks.append(part.register_forward_hook(partial(_append_name, called_layers, name)))
         # A predict_step of the user's own may take another batch than images. Then the layers that
         # were called until then count.
         try:
@@ -112,11 +112,11 @@ class FinishedModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        return sorted(set(called))
+        return sorted(set(called_layers))
 
 
-def _note(called: list[str], name: str, *_: Any) -> None:
-    called.append(name)
+def _append_name(called_layers: list[str], name: str, *_: Any) -> None:
+    called_layers.append(name)
 
 
 def load_finished(
@@ -172,14 +172,14 @@ def load_data(
         # Checkpoints without a range are of versions that read 8 bits.
         data_config["range"] = checkpoint["lockstep"]["data"].get("range")
     if hasattr(data_class, "attach_to_ranks"):
-        return prepared_data(config, data_config)
+        return build_prepared_data(config, data_config)
     return build_plain_data(data_config)
 
 
 def _locate_and_read(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoint]:
     path = locate_checkpoint(address, logs, s3)
     checkpoint = read_checkpoint(path)
-    of_lockstep = checkpoint.get("lockstep")
-    if not isinstance(of_lockstep, dict) or not {"config", "data"} <= of_lockstep.keys():
+    lockstep_part = checkpoint.get("lockstep")
+    if not isinstance(lockstep_part, dict) or not {"config", "data"} <= lockstep_part.keys():
         raise UserError(f"{path} carries no config: it was not written by this project.")
     return path, checkpoint

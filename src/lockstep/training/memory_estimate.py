@@ -28,7 +28,7 @@ from lockstep.runs.batch_search import (
     find_largest_fitting,
 )
 from lockstep.strategies.recompute import recompute_activations
-from lockstep.training.build_data import prepared_data
+from lockstep.training.build_data import build_prepared_data
 from lockstep.training.build_module import build_module
 
 log = logging.getLogger(__name__)
@@ -62,24 +62,26 @@ def estimate(config: Config) -> int:
     devices = 1 if trainer["devices"] == "auto" else trainer["devices"]
     nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     ranks = 1 if trainer["launch"] == "one_process" else devices * nodes
-    parts = ranks * trainer["accumulate_grad_batches"]
-    bound = _training_images(config) // parts
+    batches_per_step = ranks * trainer["accumulate_grad_batches"]
+    most_images = _training_images(config) // batches_per_step
 
+    # The GiB of each batch that was tried.
     tried: dict[int, float | None] = {}
-    batch: int | None = max(1, min(FIRST_BATCH, bound))
+    batch: int | None = max(1, min(FIRST_BATCH, most_images))
     while batch is not None:
-        needed = peak_bytes(config, batch, ranks, devices)
-        peak = MARGIN * needed / GIB
+        tensor_bytes = peak_bytes(config, batch, ranks, devices)
+        peak = MARGIN * tensor_bytes / GIB
         tried[batch] = peak
         log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
-        batch = choose_next_batch(tried, limit, bound)
+        batch = choose_next_batch(tried, limit, most_images)
 
     largest = find_largest_fitting(tried, limit)
-    note = "limited by the data set · " if largest == bound else ""
+    note = "limited by the data set · " if largest == most_images else ""
+    factors = f"{largest} × {ranks} × {trainer['accumulate_grad_batches']}"
     log.info(
-        f"estimated largest batch {largest} per device, {largest * parts} global = {largest} × "
-        f"{ranks} × {trainer['accumulate_grad_batches']} · {note}{tried[largest]:.3g} of "
-        f"{limit:.3g} GiB, {MARGIN - 1:.0%} of it for the allocator · nothing was run"
+        f"estimated largest batch {largest} per device, {largest * batches_per_step} global = "
+        f"{factors} · {note}{tried[largest]:.3g} of {limit:.3g} GiB, {MARGIN - 1:.0%} of "
+        "it for the allocator · nothing was run"
     )
     return EXIT_OK
 
@@ -100,8 +102,8 @@ def _training_images(config: Config) -> int:
     can_list = hasattr(resolve_target(data["_target_"], "data._target_"), "list_images")
     if not can_list or not root or not Path(root).exists():
         return MOST_IMAGES
-    listed = prepared_data(config, {**data, "path": "loader", "global_batch_size": 1})
-    return int(listed.num_train)
+    listed_data = build_prepared_data(config, {**data, "path": "loader", "global_batch_size": 1})
+    return int(listed_data.num_train)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class NumberFormats:
     copies: int
 
     @classmethod
-    def of(cls, trainer: Config, *, is_sharded: bool) -> "NumberFormats":
+    def from_config(cls, trainer: Config, *, is_sharded: bool) -> "NumberFormats":
         precision = trainer["precision"]
         if precision == "auto":
             precision = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
@@ -141,10 +143,10 @@ class StepMemory:
     total: int
 
     @classmethod
-    def of(cls, snapshot: Any) -> "StepMemory":
+    def from_snapshot(cls, snapshot: Any) -> "StepMemory":
         """Return what MemTracker has counted."""
-        on_device = snapshot[torch.device("cpu")]
-        sizes = {str(kind).rpartition(".")[2]: size for kind, size in on_device.items()}
+        bytes_by_kind = snapshot[torch.device("cpu")]
+        sizes = {str(kind).rpartition(".")[2]: size for kind, size in bytes_by_kind.items()}
         return cls(sizes["PARAM"], sizes["GRAD"], sizes["OPT"], sizes["Total"])
 
     @property
@@ -160,15 +162,15 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     trainer = config["trainer"]
     strategy = trainer["strategy"] or {}
     is_sharded = "FSDP" in strategy.get("_target_", "")
-    formats = NumberFormats.of(trainer, is_sharded=is_sharded)
-    module, shape = _build(config, formats)
-    moments = _two_steps(module, trainer, formats, (batch, *shape))
+    formats = NumberFormats.from_config(trainer, is_sharded=is_sharded)
+    module, shape = _build_without_contents(config, formats)
+    moments = _trace_two_steps(module, trainer, formats, (batch, *shape))
 
     shards = 1
     if is_sharded:
         shards = devices if strategy["shard_within_node"] else ranks
-    weights = _bytes(module.net)
-    gathered = _gathered_bytes(module.net) if shards > 1 else 0
+    weights = _parameter_bytes(module.net)
+    gathered_bytes = _gathered_bytes(module.net) if shards > 1 else 0
     buckets = weights if ranks > 1 and not is_sharded else 0  # of DDP, which keeps them
     average = weights if trainer["ema_decay"] else 0
 
@@ -176,18 +178,20 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     for moment in moments:
         gradients = max(moment.gradients, buckets)
         state = moment.weights + gradients + moment.optimizer + average
-        sharded = formats.copies * state / shards
-        peak = max(peak, sharded + moment.activations + gathered)
+        sharded_bytes = formats.copies * state / shards
+        peak = max(peak, sharded_bytes + moment.activations + gathered_bytes)
     return peak
 
 
 def _gathered_bytes(net: nn.Module) -> int:
     """Return the bytes of two units, which FSDP gathers at a time, and of the gradients of one."""
     units = net.shard_units() if hasattr(net, "shard_units") else []
-    return 3 * max(map(_bytes, units or [net]))
+    return 3 * max(map(_parameter_bytes, units or [net]))
 
 
-def _build(config: Config, formats: NumberFormats) -> tuple[Any, tuple[int, int, int]]:
+def _build_without_contents(
+    config: Config, formats: NumberFormats
+) -> tuple[Any, tuple[int, int, int]]:
     """Return the module without contents, and the shape of an image: channels, height, width."""
     data = config["data"]
     size = data["image_size"]
@@ -226,7 +230,7 @@ def _refuse_unknown(config: Config, net: nn.Module) -> None:
         )
 
 
-def _two_steps(
+def _trace_two_steps(
     module: Any, trainer: Config, formats: NumberFormats, shape: tuple[int, ...]
 ) -> list[StepMemory]:
     """Return the memory at the end of each forward, and at the peak, of two steps."""
@@ -255,8 +259,8 @@ def _two_steps(
                 del images, targets, loss
                 tracker.reset_mod_stats()
         moments.append(tracker.get_tracker_snapshot("peak"))
-    return [StepMemory.of(moment) for moment in moments]
+    return [StepMemory.from_snapshot(moment) for moment in moments]
 
 
-def _bytes(net: nn.Module) -> int:
+def _parameter_bytes(net: nn.Module) -> int:
     return sum(weight.nbytes for weight in net.parameters())

@@ -55,7 +55,7 @@ def _choose_loaders(module: Any, data: Any) -> None:
     for name in ("predict_dataloader", "test_dataloader"):
         for owner in owners:
             if is_overridden(name, owner):
-                make_loaders = partial(_loaders_of, owner, name, getattr(owner, name))
+                make_loaders = partial(_call_loader_hook, owner, name, getattr(owner, name))
                 # Lightning calls this hook alone.
                 owner.predict_dataloader = make_loaders
                 return
@@ -65,7 +65,7 @@ def _choose_loaders(module: Any, data: Any) -> None:
     )
 
 
-def _loaders_of(owner: Any, hook: str, make_loaders: Callable[[], Any]) -> Any:
+def _call_loader_hook(owner: Any, hook: str, make_loaders: Callable[[], Any]) -> Any:
     """Return the loaders of a hook as a CombinedLoader or a list, which Lightning takes."""
     # Lightning itself calls setup("predict"), where such a hook has nothing to prepare.
     if hook == "test_dataloader":
@@ -73,8 +73,10 @@ def _loaders_of(owner: Any, hook: str, make_loaders: Callable[[], Any]) -> Any:
     loaders = make_loaders()
     if isinstance(loaders, CombinedLoader):
         return loaders
-    combined = CombinedLoader(loaders, "sequential").flattened
-    return [_Batches(loader) if isinstance(loader, DataLoader) else loader for loader in combined]
+    flat_loaders = CombinedLoader(loaders, "sequential").flattened
+    return [
+        _Batches(loader) if isinstance(loader, DataLoader) else loader for loader in flat_loaders
+    ]
 
 
 @dataclass

@@ -58,31 +58,38 @@ RULES = tuple(GroupRules.__dataclass_fields__)
 
 
 def parameter_groups(
-    net: nn.Module, trained: Iterable[tuple[str, nn.Parameter]], rules: GroupRules, lr: float
+    net: nn.Module,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    rules: GroupRules,
+    lr: float,
 ) -> list[Group]:
-    """Return one group for each learning rate and weight decay.
+    """Return one group for each pair of a learning rate and a weight decay.
 
-    They are those that timm's param_groups_layer_decay makes.
+    With layer_decay 0.5 the head has the optimizer's rate, the last block half of it, and the block
+    before a quarter. The groups are those of timm's param_groups_layer_decay.
 
     Args:
-        trained: by their names in `net`; of other names for parameters beside it.
+        named_parameters: those to train, by their names in `net`. Parameters beside the net have
+            other names.
         lr: the optimizer's.
 
     Returns:
-        Groups whose `lr` is theirs and whose `lr_scale` says what part of the optimizer's that is.
+        Groups with their own `lr`, and `lr_scale`, its ratio to the optimizer's.
     """
     head = head_names(net)
     layers = layer_numbers(net)
     last_layer = max(layers.values(), default=0)
-    undecayed: set[str] = getattr(net, "undecayed_names", set)()
+    names_without_decay: set[str] = (
+        net.undecayed_names() if hasattr(net, "undecayed_names") else set()
+    )
 
     groups: dict[tuple[float, bool], Group] = {}
-    for name, parameter in trained:
+    for name, parameter in named_parameters:
         depth = last_layer - layers.get(name, last_layer)
         scale = (rules.layer_decay or 1.0) ** depth
         if name in head:
             scale *= rules.head_lr_factor
-        is_decayed = rules.decay_norms or _has_weight_decay(name, parameter, undecayed)
+        is_decayed = rules.decay_norms or _has_weight_decay(name, parameter, names_without_decay)
 
         key = (scale, is_decayed)
         if key not in groups:
@@ -93,11 +100,11 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _has_weight_decay(name: str, parameter: nn.Parameter, undecayed: set[str]) -> bool:
+def _has_weight_decay(name: str, parameter: nn.Parameter, names_without_decay: set[str]) -> bool:
     """Return whether a parameter is neither a norm, nor a bias, nor one that the net excludes."""
     if parameter.ndim <= 1 or name.endswith(".bias"):
         return False
-    return not any(fnmatchcase(name, pattern) for pattern in undecayed)
+    return not any(fnmatchcase(name, pattern) for pattern in names_without_decay)
 
 
 def head_names(net: nn.Module) -> set[str]:
@@ -106,7 +113,7 @@ def head_names(net: nn.Module) -> set[str]:
     The net may name it; else it is the layer of its last matrix.
     """
     names = [name for name, _ in net.named_parameters()]
-    heads: list[str] = getattr(net, "head_names", list)()
+    heads: list[str] = net.head_names() if hasattr(net, "head_names") else []
     if not heads:
         matrices = [name for name, parameter in net.named_parameters() if parameter.ndim >= 2]
         heads = [name.rpartition(".")[0] for name in matrices[-1:]]
@@ -148,37 +155,38 @@ def freeze(net: nn.Module, patterns: str | Sequence[str]) -> None:
         UserError: a pattern that matches nothing, or nothing is left to train.
     """
     parameters = dict(net.named_parameters())
-    frozen: set[str] = set()
+    frozen_names: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        frozen |= _matching_names(net, pattern)
+        frozen_names |= _matching_names(net, pattern)
 
-    is_trained = [
-        parameter.requires_grad and name not in frozen for name, parameter in parameters.items()
+    stays_trained = [
+        parameter.requires_grad and name not in frozen_names
+        for name, parameter in parameters.items()
     ]
-    if not any(is_trained):
+    if not any(stays_trained):
         raise UserError(
             f"model.freeze={patterns!r} matches every parameter: leave at least the head to train."
         )
-    for name in frozen:
+    for name in frozen_names:
         parameters[name].requires_grad_(False)
-    _keep_in_evaluation_mode(net, frozen)
+    _keep_in_evaluation_mode(net, frozen_names)
 
 
 def _matching_names(net: nn.Module, pattern: str) -> set[str]:
     """Return the parameters that a pattern names, also without the `backbone.` that timm omits."""
     names = [name for name, _ in net.named_parameters()]
     if pattern == BACKBONE:
-        matching = set(names) - head_names(net)
+        matching_names = set(names) - head_names(net)
     else:
-        matching = {name for name in names if _matches(name, pattern)}
-    if matching:
-        return matching
+        matching_names = {name for name in names if _matches(name, pattern)}
+    if matching_names:
+        return matching_names
 
-    first = names[0].removeprefix(f"{BACKBONE}.")
-    last = names[-1].removeprefix(f"{BACKBONE}.")
+    first_name = names[0].removeprefix(f"{BACKBONE}.")
+    last_name = names[-1].removeprefix(f"{BACKBONE}.")
     raise UserError(
         f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, "
-        f"or patterns of names as {first} and {last}."
+        f"or patterns of names as {first_name} and {last_name}."
     )
 
 
@@ -190,21 +198,21 @@ def _matches(name: str, pattern: str) -> bool:
     return False
 
 
-def _keep_in_evaluation_mode(net: nn.Module, frozen: set[str]) -> None:
+def _keep_in_evaluation_mode(net: nn.Module, frozen_names: set[str]) -> None:
     """Keep the parts whose parameters are all frozen in evaluation mode.
 
     Their BatchNorm statistics stay, and their dropout does nothing.
     """
     for name, part in net.named_modules():
         names = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
-        if not names or not names <= frozen:
+        if not names or not names <= frozen_names:
             continue
         for layer in part.modules():
             layer.training = False
             # Lightning, timm or an average may set the net to training. This layer stays.
-            layer.__dict__["train"] = partial(_stay, layer)
+            layer.__dict__["train"] = partial(_keep_mode, layer)
 
 
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Take the place of a layer's method `train`."""
+def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Take the place of a layer's method `train`, and change nothing."""
     return layer

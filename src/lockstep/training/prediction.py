@@ -36,11 +36,11 @@ from lockstep.ranks.process_group import all_or_none, create_process_group
 from lockstep.records.config import Config
 from lockstep.runs.join import count_threads, ignore_expected_warnings
 from lockstep.training.inference import FinishedModel
-from lockstep.training.trainer import precision_of
+from lockstep.training.trainer import resolve_precision
 
 log = logging.getLogger(__name__)
 
-SHOWN_EVERY_S = 10.0
+LOG_INTERVAL_S = 10.0
 
 
 def prediction_config(overrides: list[str]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Predictor:
     precision: str = "32-true"
 
     def __post_init__(self) -> None:
-        self.precision_plugin = plugin_of(self.precision, self.device)
+        self.precision_plugin = create_precision_plugin(self.precision, self.device)
         self.module = self.precision_plugin.convert_module(self.model.module).to(self.device)
 
     def predictions(self, batches: Iterable[Any], data: Any) -> Iterator[Any]:
@@ -119,22 +119,22 @@ class Predictor:
             yield self._predict(batch, batch_idx, data)
 
     @torch.inference_mode()
-    def _predict(self, loaded: Any, batch_idx: int, data: Any) -> Any:
-        before = self._hook_owner("on_before_batch_transfer", data)
-        mover = self._hook_owner("transfer_batch_to_device", data)
-        after = self._hook_owner("on_after_batch_transfer", data)
-        ready = before.on_before_batch_transfer(loaded, 0)
-        if hasattr(mover, "transfer_batch_to_device"):
-            moved = mover.transfer_batch_to_device(ready, self.device, 0)
+    def _predict(self, loaded_batch: Any, batch_idx: int, data: Any) -> Any:
+        owner = self._hook_owner("on_before_batch_transfer", data)
+        batch = owner.on_before_batch_transfer(loaded_batch, 0)
+        owner = self._hook_owner("transfer_batch_to_device", data)
+        if hasattr(owner, "transfer_batch_to_device"):
+            batch = owner.transfer_batch_to_device(batch, self.device, 0)
         else:
-            moved = move_data_to_device(ready, self.device)
-        batch = self.precision_plugin.convert_input(after.on_after_batch_transfer(moved, 0))
+            batch = move_data_to_device(batch, self.device)
+        owner = self._hook_owner("on_after_batch_transfer", data)
+        batch = self.precision_plugin.convert_input(owner.on_after_batch_transfer(batch, 0))
         with self.precision_plugin.predict_step_context():
             outputs = self.module.predict_step(batch, batch_idx)
         return move_data_to_device(outputs, "cpu")
 
     def _hook_owner(self, hook: str, data: Any) -> Any:
-        """Return whose hook Lightning calls: the data module's if it overrides it, or the module's.
+        """Return the object whose hook Lightning calls: data that overrides it, else the module.
 
         A data module that is not Lightning's has its hooks itself.
         """
@@ -144,12 +144,12 @@ class Predictor:
         return self.module
 
 
-def plugin_of(precision: str, device: torch.device) -> Precision:
+def create_precision_plugin(precision: str, device: torch.device) -> Precision:
     """Return Lightning's plugin of a precision.
 
     A CPU computes in float32 what a GPU has computed in float16.
     """
-    name: Any = precision_of(precision, is_gpu=device.type == "cuda")
+    name: Any = resolve_precision(precision, is_gpu=device.type == "cuda")
     if name.startswith("16") and device.type == "cpu":
         name = "32-true"
     if name.endswith("-mixed"):
@@ -161,7 +161,7 @@ def plugin_of(precision: str, device: torch.device) -> Precision:
     return Precision()
 
 
-def patient_group() -> Any:
+def create_patient_group() -> Any:
     """Return a group whose ranks wait a week for the slowest; None for one process."""
     if not has_ranks():
         return None
@@ -169,7 +169,7 @@ def patient_group() -> Any:
         return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
-class Progress:
+class PredictionProgress:
     """A line now and then: how many images are done, how fast, and the time left.
 
     Args:
@@ -182,17 +182,19 @@ class Progress:
         self.num_ranks = num_ranks
         self.done = 0
         self.began_at = time.monotonic()
-        self.shown_at = self.began_at
+        self.logged_at = self.began_at
 
     def add(self, count: int) -> None:
         self.done = min(self.done + count * self.num_ranks, self.total)
         now = time.monotonic()
-        if now - self.shown_at < SHOWN_EVERY_S or self.done == self.total:
+        if now - self.logged_at < LOG_INTERVAL_S or self.done == self.total:
             return
-        self.shown_at = now
+        self.logged_at = now
         speed = self.done / (now - self.began_at)
-        left = duration((self.total - self.done) / speed)
-        log.info(f"{self.done:,} of {self.total:,} images · {speed:,.0f} images/s · {left} left")
+        time_left = duration((self.total - self.done) / speed)
+        log.info(
+            f"{self.done:,} of {self.total:,} images · {speed:,.0f} images/s · {time_left} left"
+        )
 
 
 def set_test_time_flip(model: FinishedModel, text: str) -> None:

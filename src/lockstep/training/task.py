@@ -60,7 +60,7 @@ class Task(pl.LightningModule):
         # (2,) float64 by metric: sum and number of the values of this rank.
         self.sums: dict[str, Tensor] = {}
 
-        if self.rules != GroupRules() and optimizer and _groups_itself(optimizer):
+        if self.rules != GroupRules() and optimizer and _takes_named_parameters(optimizer):
             raise UserError(
                 f"{optimizer.func.__name__} groups the parameters itself: leave "
                 "optimizer.layer_decay, head_lr_factor and decay_norms as they are, "
@@ -97,9 +97,9 @@ class Task(pl.LightningModule):
         return "test" if self.trainer.testing else "val"
 
     def pop_sums(self, stage: str) -> dict[str, Tensor]:
-        """Return (2,) float64 by metric, sum and number of this rank since the last call.
+        """Return sum and number of this rank by metric, since the last call.
 
-        They are still on the device.
+        Each pair is a tensor (2,) float64 on the device.
         """
         return {name: self.sums.pop(name) for name in self._counted_names(stage)}
 
@@ -108,7 +108,7 @@ class Task(pl.LightningModule):
         return sorted(name for name in self.sums if name.startswith(f"{stage}/"))
 
     def totals(self, stage: str) -> dict[str, tuple[float, float]]:
-        """Return sum and number over all ranks by metric.
+        """Return sum and number over all ranks by metric, as {"val/loss": (12.5, 50.0)}.
 
         It is a collective and a host-device synchronisation.
         """
@@ -116,12 +116,12 @@ class Task(pl.LightningModule):
         if not sums:
             return {}
 
-        stacked = torch.stack([*sums.values()])
-        summed = self.trainer.strategy.reduce(stacked, reduce_op="sum").tolist()
-        return {name: (total, number) for name, (total, number) in zip(sums, summed, strict=True)}
+        pairs = torch.stack([*sums.values()])
+        totals = self.trainer.strategy.reduce(pairs, reduce_op="sum").tolist()
+        return {name: (total, number) for name, (total, number) in zip(sums, totals, strict=True)}
 
     def epoch_means(self, stage: str) -> dict[str, float]:
-        """Return the exact means since the last call.
+        """Return the exact means since the last call, as {"val/loss": 0.25}.
 
         Those of "train" are over the images as they were augmented.
         """
@@ -209,7 +209,7 @@ class Task(pl.LightningModule):
         ]
 
         parameters: Any
-        if _groups_itself(factory):
+        if _takes_named_parameters(factory):
             parameters = trainable
         elif self.rules != GroupRules():
             keywords = factory.keywords
@@ -221,7 +221,7 @@ class Task(pl.LightningModule):
         is_sharded = any(hasattr(parameter, "full_tensor") for _, parameter in trainable)
         # torch raises ValueError, for example at a negative learning rate.
         try:
-            optimizer = factory(parameters, **self._kernel(options, is_sharded))
+            optimizer = factory(parameters, **self._kernel_options(options, is_sharded))
         except ValueError as error:
             raise UserError(
                 f"optimizer: {factory.func.__name__} refuses its options ({error})."
@@ -247,7 +247,7 @@ class Task(pl.LightningModule):
         batches = min(self.trainer.num_training_batches, total_steps * accumulate)
         return {"total_steps": int(total_steps), "steps_per_epoch": math.ceil(batches / accumulate)}
 
-    def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
+    def _kernel_options(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.
 
         It is `fused`, but not with scaled gradients, whose norm it hides. Shards take foreach at
@@ -257,22 +257,24 @@ class Task(pl.LightningModule):
         if factory.keywords.keys() & {*KERNEL_OPTIONS, "differentiable"}:
             return {}
 
-        takes_fused = "fused" in options and self.trainer.precision != "16-mixed"
-        if takes_fused and (not is_sharded or factory.func in FUSED_ON_SHARDS):
+        has_fused = "fused" in options and self.trainer.precision != "16-mixed"
+        if has_fused and (not is_sharded or factory.func in FUSED_ON_SHARDS):
             return {"fused": True}
         if is_sharded and "foreach" in options:
             return {"foreach": True}
         return {}
 
 
-def _groups_itself(optimizer: partial[torch.optim.Optimizer]) -> bool:
+def _takes_named_parameters(optimizer: partial[torch.optim.Optimizer]) -> bool:
     return hasattr(optimizer.func, "takes_named_parameters")
 
 
 def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Keep this run's kernel: a checkpoint's groups name the one that its strategy used."""
     groups = []
-    for saved, current in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        kernel = {name: current[name] for name in KERNEL_OPTIONS if name in current}
-        groups.append({**saved, **kernel})
+    for saved_group, current_group in zip(
+        state["param_groups"], optimizer.param_groups, strict=True
+    ):
+        kernel = {name: current_group[name] for name in KERNEL_OPTIONS if name in current_group}
+        groups.append({**saved_group, **kernel})
     return {**state, "param_groups": groups}

@@ -26,7 +26,7 @@ PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": 
 # Lightning's short names.
 PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 # Arguments of Lightning's Trainer that are derived here.
-DERIVED = (
+DERIVED_ARGUMENTS = (
     "accelerator",
     "devices",
     "num_nodes",
@@ -60,9 +60,9 @@ def build_trainer(
         )
 
     is_gpu = run.cluster.accelerator == "gpu"
-    arguments = _passed_on(run)
+    arguments = _passed_arguments(run)
     if hasattr(data, "attach_to_ranks"):
-        arguments |= _limits(run, data, trainable=trainable)
+        arguments |= _batch_limits(run, data, trainable=trainable)
         arguments["use_distributed_sampler"] = False
         interval = arguments["val_check_interval"]
         if isinstance(interval, int):
@@ -77,12 +77,12 @@ def build_trainer(
 
     plugins: list[Any] = [StartedRanks(run.cluster), CheckpointFiles()]
     plugins += build(options.get("plugins") or [])
-    able = capabilities(strategy)
-    precision: str | None = common_precision(
-        str(options["precision"]), is_gpu=is_gpu, scales_losses=able.scales_losses
+    strategy_capabilities = capabilities(strategy)
+    precision: str | None = agree_on_precision(
+        str(options["precision"]), is_gpu=is_gpu, scales_losses=strategy_capabilities.scales_losses
     )
     # Some strategies bring the precision's plugin themselves; Lightning takes it or the name.
-    precision_plugin = able.precision_for(precision, "cuda" if is_gpu else "cpu")
+    precision_plugin = strategy_capabilities.precision_for(precision, "cuda" if is_gpu else "cpu")
     if precision_plugin:
         plugins.append(precision_plugin)
         precision = None
@@ -102,39 +102,39 @@ def build_trainer(
             logger=loggers,
             deterministic=deterministic,
             default_root_dir=str(run.folder.path),
-            enable_checkpointing=_has(callbacks, Checkpoint),
-            enable_progress_bar=_has(callbacks, ProgressBar),
-            enable_model_summary=_has(callbacks, ModelSummary),
+            enable_checkpointing=_has_callback(callbacks, Checkpoint),
+            enable_progress_bar=_has_callback(callbacks, ProgressBar),
+            enable_model_summary=_has_callback(callbacks, ModelSummary),
             **arguments,
         )
     except (MisconfigurationException, ValueError, TypeError) as error:
         raise UserError(f"trainer: {error}") from None
 
 
-def _passed_on(run: Run) -> dict[str, Any]:
-    """Return the options that Lightning's Trainer takes as they are, and two of the run's."""
-    names = inspect.signature(pl.Trainer).parameters.keys() - set(DERIVED)
+def _passed_arguments(run: Run) -> dict[str, Any]:
+    """Return the Trainer arguments that trainer= names, the accumulation and the profiler."""
+    names = inspect.signature(pl.Trainer).parameters.keys() - set(DERIVED_ARGUMENTS)
     arguments = {key: value for key, value in run.trainer_config.items() if key in names}
     arguments["accumulate_grad_batches"] = run.batch.accumulate
     arguments["profiler"] = _profiler(run)
     return arguments
 
 
-def _has(callbacks: list[Any], kind: type) -> bool:
+def _has_callback(callbacks: list[Any], kind: type) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
 
 
-def common_precision(name: str, *, is_gpu: bool, scales_losses: bool) -> str:
+def agree_on_precision(name: str, *, is_gpu: bool, scales_losses: bool) -> str:
     """Return the precision of all ranks, whose GPUs may differ; a collective on GPUs."""
     has_bf16 = is_gpu and all(gather_objects(_has_bf16()))
-    return precision_of(name, is_gpu=is_gpu, scales_losses=scales_losses, has_bf16=has_bf16)
+    return resolve_precision(name, is_gpu=is_gpu, scales_losses=scales_losses, has_bf16=has_bf16)
 
 
 def _has_bf16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def precision_of(
+def resolve_precision(
     name: str, *, is_gpu: bool, scales_losses: bool = True, has_bf16: bool | None = None
 ) -> Any:
     """Return Lightning's name of a precision.
@@ -169,7 +169,7 @@ def _profiler(run: Run) -> Any:
     return PROFILERS[profiler](**output)
 
 
-def _limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
+def _batch_limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
     """Return an epoch's limits in whole steps, and the validations' interval in micro-batches."""
     limits: dict[str, Any] = {"val_check_interval": 1.0}
     if not data.num_val:
@@ -180,7 +180,7 @@ def _limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
     options = run.trainer_config
     accumulate = run.batch.accumulate
     batches = data.steps_per_epoch * accumulate
-    limit = whole_steps(options["limit_train_batches"], batches, accumulate)
+    limit = round_to_whole_steps(options["limit_train_batches"], batches, accumulate)
     batches_of_epoch = options.get("overfit_batches") or limit
     if not isinstance(batches_of_epoch, int):
         batches_of_epoch = int(batches_of_epoch * batches)
@@ -191,23 +191,25 @@ def _limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
     return limits
 
 
-def whole_steps(limit: float, batches: int, accumulate: int) -> float:
+def round_to_whole_steps(limit: float, batches: int, accumulate: int) -> float:
     """Return trainer.limit_train_batches so that an epoch ends with a whole optimizer step.
+
+    A limit of 10 becomes 8 where a step accumulates 4 micro-batches.
 
     Args:
         limit: a share (float) or number (int) of `batches`, the micro-batches of an epoch.
     Raises:
         UserError: not even one step fits.
     """
-    allowed = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
-    if allowed % accumulate == 0 or not limit:
+    num_batches = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
+    if num_batches % accumulate == 0 or not limit:
         return limit
-    if allowed < accumulate:
+    if num_batches < accumulate:
         raise UserError(
-            f"trainer.limit_train_batches={limit} leaves {allowed} micro-batches and a step takes "
-            f"{accumulate}: give at least {accumulate}."
+            f"trainer.limit_train_batches={limit} leaves {num_batches} micro-batches and a step "
+            f"takes {accumulate}: give at least {accumulate}."
         )
-    return allowed - allowed % accumulate
+    return num_batches - num_batches % accumulate
 
 
 def validation_interval(interval: float, batches: int, accumulate: int) -> float:
@@ -223,7 +225,7 @@ def validation_interval(interval: float, batches: int, accumulate: int) -> float
         UserError: neither, or more steps than an epoch has.
     """
     steps = batches // accumulate
-    if not _is_interval(interval, steps):
+    if not _is_valid_interval(interval, steps):
         raise UserError(
             f"trainer.val_check_interval={interval}: give a share of an epoch above 0 and up to "
             f"1.0, or a whole number of optimizer steps from 1 to {steps}, which is an epoch "
@@ -231,13 +233,13 @@ def validation_interval(interval: float, batches: int, accumulate: int) -> float
         )
     if isinstance(interval, float):
         # A share is rounded up; 1e-9 keeps 0.1 × 30 at 3 steps in spite of floating point.
-        every = math.ceil(interval * steps - 1e-9)
+        interval_steps = math.ceil(interval * steps - 1e-9)
     else:
-        every = interval
-    return 1.0 if every >= steps else every * accumulate
+        interval_steps = interval
+    return 1.0 if interval_steps >= steps else interval_steps * accumulate
 
 
-def _is_interval(interval: Any, steps: int) -> bool:
+def _is_valid_interval(interval: Any, steps: int) -> bool:
     if isinstance(interval, bool) or not isinstance(interval, int | float):
         return False
     largest = 1 if isinstance(interval, float) else steps

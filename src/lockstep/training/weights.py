@@ -1,7 +1,8 @@
 """Check that a checkpoint fits a module and its data, and load its weights for a new run."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +13,7 @@ from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config, model_name
 from lockstep.runs.run import Run
-from lockstep.training.build_data import DataFacts, other_pixels
+from lockstep.training.build_data import DataFacts, pixel_change
 from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task
 
@@ -24,16 +25,16 @@ SHOWN_CLASSES = 5
 
 def facts_of(checkpoint: Checkpoint) -> DataFacts:
     """Return the facts about the training data in a checkpoint; {} if there are none."""
-    of_lockstep = checkpoint.get("lockstep")
-    if not isinstance(of_lockstep, dict):
+    lockstep_part = checkpoint.get("lockstep")
+    if not isinstance(lockstep_part, dict):
         return {}
-    return of_lockstep.get("data") or {}
+    return lockstep_part.get("data") or {}
 
 
-def load_weights(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
-    """Load the initial weights of a new run.
+def load_or_check_weights(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
+    """Load the initial weights of a new run, or check the checkpoint of a resumed one.
 
-    Of a resumed run only check its checkpoint, which trainer.fit() loads later.
+    Lightning loads the weights of a resumed run later, in trainer.fit().
 
     Raises:
         UserError: the checkpoint is of another model, or the run to resume was trained on other
@@ -42,15 +43,17 @@ def load_weights(module: pl.LightningModule, facts: DataFacts, run: Run) -> None
     if not run.checkpoint:
         return
     if run.resume_step:
-        check_resumed(module, facts, run)
+        check_resume_checkpoint(module, facts, run)
         return
 
-    loaded = start_from(module, run.checkpoint, model_name(run.config), run.config["data"], facts)
+    sentence = load_initial_weights(
+        module, run.checkpoint, model_name(run.config), run.config["data"], facts
+    )
     if run.cluster.is_rank_zero:
-        log.info(loaded)
+        log.info(sentence)
 
 
-def check_resumed(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
+def check_resume_checkpoint(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
     """Compare the checkpoint of the run to resume with its module and its data."""
     checkpoint = load_on_all_ranks(run.checkpoint)
     # Lightning loads any module but a task. Its hooks may make layers first.
@@ -58,7 +61,7 @@ def check_resumed(module: pl.LightningModule, facts: DataFacts, run: Run) -> Non
         state = checkpoint["state_dict"]
         check_fits(module, state, run.checkpoint, model_name(run.config))
     if "data_hash" in facts:
-        check_data_of_run(checkpoint, facts, run.folder.run_id)
+        check_resume_data(checkpoint, facts, run.folder.run_id)
 
 
 def check_fits(
@@ -67,12 +70,12 @@ def check_fits(
     """Compare keys and shapes before anything is loaded."""
     module_state = module.state_dict()
     for name in sorted(module_state.keys() | state.keys()):
-        in_checkpoint = _shape(state, name)
-        in_module = _shape(module_state, name)
-        if in_checkpoint != in_module:
+        checkpoint_shape = _shape(state, name)
+        module_shape = _shape(module_state, name)
+        if checkpoint_shape != module_shape:
             raise UserError(
                 f"The checkpoint {path} is of another model than model={model_name}: "
-                f"{name} is {in_checkpoint} there, {in_module} here."
+                f"{name} is {checkpoint_shape} there, {module_shape} here."
             )
 
 
@@ -80,18 +83,18 @@ def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | str:
     return tuple(state[name].shape) if name in state else "missing"
 
 
-def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
+def check_resume_data(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run with other images than it began with."""
     stored = facts_of(checkpoint)
     before = {**facts, **stored}
     if before["class_names"] != facts["class_names"]:
         change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
-        raise _other_images(run_id, change)
+        raise _other_images_error(run_id, change)
     if before["data_hash"] == facts["data_hash"]:
-        _check_pixels_of_run(stored, facts, run_id)
+        _check_resume_pixels(stored, facts, run_id)
     elif stored.get("hash_method") == facts.get("hash_method"):
         change = f"hash {before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
-        raise _other_images(run_id, change)
+        raise _other_images_error(run_id, change)
     elif rank_zero_only.rank == 0:
         log.info(
             "The run began with a version that hashed its images in another way: whether the "
@@ -99,16 +102,16 @@ def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> 
         )
 
 
-def _other_images(run_id: str, change: str) -> UserError:
+def _other_images_error(run_id: str, change: str) -> UserError:
     return UserError(
         f"The run {run_id} was trained on other images ({change}): give it the same data.root, or "
         "start a new run with ckpt_path=."
     )
 
 
-def _check_pixels_of_run(stored: DataFacts, facts: DataFacts, run_id: str) -> None:
+def _check_resume_pixels(stored: DataFacts, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run whose files become other pixels than those it began with."""
-    change = other_pixels(stored, facts)
+    change = pixel_change(stored, facts)
     if change:
         raise UserError(
             f"The run {run_id} was trained on other pixels of the same files ({change}): resume it "
@@ -116,7 +119,7 @@ def _check_pixels_of_run(stored: DataFacts, facts: DataFacts, run_id: str) -> No
         )
 
 
-def start_from(
+def load_initial_weights(
     module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts
 ) -> str:
     """Load a checkpoint's weights into the module of a new run.
@@ -137,21 +140,33 @@ def start_from(
         UserError: the checkpoint is of another model; names the first parameter that differs.
     """
     checkpoint = load_on_all_ranks(path)
-    before = facts_of(checkpoint)
     state = dict(checkpoint["state_dict"])
-    module_state = module.state_dict()
-    has_net = hasattr(module, "net")
-    net = module.net if has_net else module
-    prefix = "net." if has_net else ""
+    initial = module.state_dict()
+    net = getattr(module, "net", module)
+    prefix = "net." if hasattr(module, "net") else ""
 
     notes = [f"Starting from the weights of {path}"]
-    notes += _adapt_net(net, prefix, state)
-    names_of_head = {f"{prefix}{name}" for name in head_names(net)}
-    notes += _match_head(names_of_head, module_state, state, before, facts)
+    resampled = _resampled_positions(net, prefix, state)
+    if resampled:
+        state |= resampled
+        notes.append("position embeddings resampled")
+
+    head_of_net = {f"{prefix}{name}" for name in head_names(net)}
     # A task may join the features of the net to its classes in a head of its own.
-    names_beside_net = {name for name in head_names(module) if not name.startswith(prefix)}
-    notes += _match_head(names_beside_net, module_state, state, before, facts)
-    notes += _match_parts_beside_net(prefix, module_state, state)
+    head_of_task = _names_beside_net(head_names(module), prefix)
+    for names in (head_of_net, head_of_task):
+        head = adapt_head(names, state, initial, facts_of(checkpoint), facts)
+        state |= head.weights
+        if head.note:
+            notes.append(head.note)
+
+    skipped = _names_beside_net(state, prefix) - initial.keys()
+    if skipped:
+        parts = sorted({name.split(".")[0] for name in skipped})
+        notes.append(f"skipped {', '.join(parts)}, which this task lacks")
+    state = {name: value for name, value in state.items() if name not in skipped}
+    for name in _names_beside_net(initial, prefix):
+        state.setdefault(name, initial[name])
 
     check_fits(module, state, path, model_name)
     module.load_state_dict(state)
@@ -164,37 +179,24 @@ def start_from(
     return "; ".join(notes) + "."
 
 
-def _adapt_net(net: torch.nn.Module, prefix: str, state: dict[str, Tensor]) -> list[str]:
-    """Let the net change its part of `state` to its image size; return what was done."""
-    if not hasattr(net, "adapted"):
-        return []
+def _names_beside_net(names: Iterable[str], prefix: str) -> set[str]:
+    """Return the names of the parts beside the net; none where the module itself is the net."""
+    return {name for name in names if not name.startswith(prefix)}
 
+
+def _resampled_positions(
+    net: torch.nn.Module, prefix: str, state: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the net's weights with position embeddings for its image size; {} if they fit."""
+    if not hasattr(net, "adapted"):
+        return {}
     net_state = {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }
     adapted = net.adapted(net_state)
     if adapted is net_state:
-        return []
-    for name, value in adapted.items():
-        state[f"{prefix}{name}"] = value
-    return ["position embeddings resampled"]
-
-
-def _match_parts_beside_net(
-    prefix: str, module_state: dict[str, Tensor], state: dict[str, Tensor]
-) -> list[str]:
-    """Remove what this task lacks beside the net from `state`, and add what is new; say so."""
-    skipped = [name for name in state if name not in module_state and not name.startswith(prefix)]
-    for name in skipped:
-        del state[name]
-    for name, value in module_state.items():
-        if not name.startswith(prefix):
-            state.setdefault(name, value)
-
-    if not skipped:
-        return []
-    parts = sorted({name.split(".")[0] for name in skipped})
-    return [f"skipped {', '.join(parts)}, which this task lacks"]
+        return {}
+    return {f"{prefix}{name}": value for name, value in adapted.items()}
 
 
 def _images_of_classes(facts: DataFacts) -> dict[str, int]:
@@ -224,76 +226,79 @@ def _may_have_seen_evaluation_images(
     return any(data_before.get(key) != data.get(key) for key in keys)
 
 
-@dataclass
-class HeadWeights:
-    """The weights of a head in a checkpoint, which its methods change, and those of the module.
+class AdaptedHead(NamedTuple):
+    """The weights of a head that this run changes, and a sentence on why; both may be empty."""
+
+    weights: dict[str, Tensor]
+    note: str = ""
+
+
+def adapt_head(
+    names: set[str],
+    state: dict[str, Tensor],
+    initial: dict[str, Tensor],
+    stored_facts: DataFacts,
+    facts: DataFacts,
+) -> AdaptedHead:
+    """Return a head's weights for the classes of this run, as far as they change.
+
+    The head of a run on cat and dog has its rows exchanged for dog and cat. For cat and fox it
+    starts anew.
 
     Args:
-        names: of the weights that differ at most in their number of rows.
-        saved: the checkpoint's weights of the whole module.
-        initial: the module's own.
-        num_classes: of this run's data; None if they say none.
+        names: of the head's weights.
+        state: the checkpoint's weights.
+        initial: the weights that the module was built with.
+        stored_facts: about the checkpoint's data.
+        facts: about this run's data.
     """
+    classes = list(facts.get("class_names", ()))
+    classes_before = list(stored_facts.get("class_names") or classes)
+    saved = _weights_of_equal_width(names, state, initial)
+    new = {name: _new_weight(initial[name], facts.get("num_classes")) for name in saved}
+    # Outputs of another number are features, and do not follow the classes.
+    are_features = any(len(weight) != len(classes) for weight in new.values())
 
-    names: list[str]
-    saved: dict[str, Tensor]
-    initial: dict[str, Tensor]
-    num_classes: int | None
-
-    def reorder(self, order: list[int]) -> list[str]:
-        for name in self.names:
-            self.saved[name] = self.saved[name][order]
-        return ["the head's rows are in this run's order of classes"]
-
-    def match_outputs(self) -> list[str]:
-        """Begin the head anew if the same classes have another number of outputs."""
-        resized = [name for name in self.names if len(self.saved[name]) != len(self.initial[name])]
-        if not resized:
-            return []
-        before = len(self.saved[resized[0]])
-        now = len(self.initial[resized[0]])
-        return self.reset(resized, f"it had {before} outputs, now {now}")
-
-    def reset(self, names: list[str], change: str) -> list[str]:
-        """Begin these weights anew; return what has changed.
-
-        Zeros give each class the same logit. Features keep their random values: zeros would never
-        learn behind a ReLU.
-        """
-        for name in names:
-            fresh = self.initial[name]
-            are_features = self.num_classes is not None and len(fresh) != self.num_classes
-            self.saved[name] = fresh.clone() if are_features else torch.zeros_like(fresh)
-        if not names:
-            return []
-        return [f"the head is new ({', '.join(names)}): {change}"]
-
-
-def _match_head(
-    names_of_head: set[str],
-    module_state: dict[str, Tensor],
-    state: dict[str, Tensor],
-    before: DataFacts,
-    facts: DataFacts,
-) -> list[str]:
-    """Change the head's rows in `state` to this run's classes or outputs; return what was done."""
-    classes = list(facts.get("class_names") or ())
-    classes_before = list(before.get("class_names") or classes)
-    names = [
-        name
-        for name in sorted(names_of_head & state.keys() & module_state.keys())
-        if state[name].ndim and state[name].shape[1:] == module_state[name].shape[1:]
-    ]
-    head = HeadWeights(names, state, module_state, facts.get("num_classes"))
-
-    sizes = {len(module_state[name]) for name in names}
-    # Outputs of another number are features.
-    if classes_before == classes or (classes and sizes != {len(classes)}):
-        return head.match_outputs()
+    if not saved or classes_before == classes or (classes and are_features):
+        return _adapt_outputs(saved, new)
     if sorted(classes_before) == sorted(classes):
-        return head.reorder([classes_before.index(name) for name in classes])
-    change = f"the classes were {_shown(classes_before)}, now {_shown(classes)}"
-    return head.reset(names, change)
+        order = [classes_before.index(name) for name in classes]
+        reordered = {name: weight[order] for name, weight in saved.items()}
+        return AdaptedHead(reordered, "the head's rows are in this run's order of classes")
+    change = f"the classes were {_shown(classes_before)}, now {_shown(classes) or 'none'}"
+    return AdaptedHead(new, f"the head is new ({', '.join(new)}): {change}")
+
+
+def _adapt_outputs(saved: dict[str, Tensor], new: dict[str, Tensor]) -> AdaptedHead:
+    """Return the new weights of a head for the same classes that has another number of outputs."""
+    resized_names = [name for name, weight in saved.items() if len(weight) != len(new[name])]
+    if not resized_names:
+        return AdaptedHead({})
+    change = f"it had {len(saved[resized_names[0]])} outputs, now {len(new[resized_names[0]])}"
+    weights = {name: new[name] for name in resized_names}
+    return AdaptedHead(weights, f"the head is new ({', '.join(resized_names)}): {change}")
+
+
+def _weights_of_equal_width(
+    names: set[str], state: dict[str, Tensor], initial: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the checkpoint's weights that differ from the module's at most in their rows."""
+    weights = {}
+    for name in sorted(names & state.keys() & initial.keys()):
+        weight = state[name]
+        if weight.ndim and weight.shape[1:] == initial[name].shape[1:]:
+            weights[name] = weight
+    return weights
+
+
+def _new_weight(initial: Tensor, num_classes: int | None) -> Tensor:
+    """Return zeros, which give each class the same logit.
+
+    Features keep their random values: zeros would never learn behind a ReLU.
+    """
+    if num_classes is not None and len(initial) != num_classes:
+        return initial.clone()
+    return torch.zeros_like(initial)
 
 
 def _shown(names: list[str]) -> str:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from local_ranks import meet, run_ranks
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
 from lockstep.checkpoints.files import Sidecar, complete_checkpoints, newest_whole, write_sidecar
-from lockstep.checkpoints.io import CheckpointFiles, on_host, write_checkpoint
+from lockstep.checkpoints.io import CheckpointFiles, copy_to_host, write_checkpoint
 from lockstep.checkpoints.load import load_on_all_ranks, read_checkpoint
 from lockstep.checkpoints.random_state import random_state, set_random_state
 from lockstep.process.errors import Diverged, UserError
@@ -83,7 +83,7 @@ def test_a_resumed_run_knows_the_best_of_its_monitor(tmp_path, options, value, i
     )  # fmt: skip
     callback.on_fit_start(trainer, None)
     assert callback.best_path == here and told == [(here, "best")] and here.exists()
-    assert callback._is_best(trainer) is is_best
+    assert callback._update_best(trainer) is is_best
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -153,7 +153,7 @@ def test_an_epochs_last_waits_for_no_checkpoint_but_the_last(writes_beside, epoc
         """It is always writing."""
 
         def save(self, trainer, *kinds):
-            saved.append((self.ended.epoch, *kinds))
+            saved.append((self.ended_epoch.epoch, *kinds))
 
         def finish_writing(self, trainer):
             pass
@@ -270,7 +270,7 @@ def test_rank_zero_reads_a_checkpoint_for_all_ranks(tmp_path):
 def test_the_copy_does_not_change_with_the_weights():
     weights = torch.arange(4.0)
     state = {"w": weights, "tied": weights[:], "plain": [1, {"a": 2}]}
-    copied = on_host(state, always=True)
+    copied = copy_to_host(state, copy_cpu_tensors=True)
     weights.zero_()
     state["plain"][1]["a"] = 3
     assert copied["w"].tolist() == [0, 1, 2, 3] and copied["plain"] == [1, {"a": 2}]
@@ -280,7 +280,7 @@ def test_the_copy_does_not_change_with_the_weights():
 def test_a_copy_of_a_counter_has_its_numbers():
     # MultiStepLR counts its milestones in one.
     milestones = Counter({3: 1, 8: 2})
-    copied = on_host({"milestones": milestones}, always=True)["milestones"]
+    copied = copy_to_host({"milestones": milestones}, copy_cpu_tensors=True)["milestones"]
     assert copied == milestones and isinstance(copied, Counter) and copied is not milestones
 
 

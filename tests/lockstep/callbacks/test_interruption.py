@@ -164,7 +164,7 @@ def stop_of_nodes(place, asked):
         node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False
     )
     with pytest.raises(Interrupted) as stopped:
-        if interruption._is_stop_due(node, "test"):
+        if interruption._vote_on_stop(node, "test"):
             interruption._stop(node, "test")
     return stopped.value.elsewhere
 

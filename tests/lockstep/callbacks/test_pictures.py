@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.callbacks.pictures import MAX_SHEET_IMAGES, Pictures, of_all_ranks
+from lockstep.callbacks.pictures import MAX_SHEET_IMAGES, Pictures, gather_largest_losses
 from lockstep.checkpoints.load import read_checkpoint
 from plain_task import Small, fit
 from runs import succeed
@@ -105,7 +105,7 @@ def test_images_of_another_rank_take_their_place_by_loss():
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
     trainer = SimpleNamespace(world_size=2, global_rank=1, strategy=strategy)
     worst = [torch.tensor([5.0, 1.0]), torch.tensor([7, 8])]
-    losses, positions = of_all_ranks(trainer, worst)
+    losses, positions = gather_largest_losses(trainer, worst)
     assert losses.tolist() == [5.0, 0.0, 1.0] and positions.tolist() == [7, 0, 8]
 
 

@@ -215,7 +215,7 @@ def test_a_heartbeat_costs_the_same_after_a_week_of_samples():
     assert time.perf_counter() - began_at < 0.5  # seconds
     assert found == {"p50": pytest.approx(23.996, rel=3e-3), "max": 27.992}
     assert len(samples.distributions["gpu0/memory_gib"].bins) < 300
-    assert samples.take_means() == {"gpu_memory_gib": 23.995} and samples.take_means() == {}
+    assert samples.pop_means() == {"gpu_memory_gib": 23.995} and samples.pop_means() == {}
 
 
 def test_quantiles_equal_those_of_numpy():

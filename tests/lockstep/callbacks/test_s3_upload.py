@@ -48,7 +48,7 @@ def checkpoint(callback, step: int, kind: str = "best"):
 
 
 def step_of(callback, kind: str = "best") -> int:
-    return read_pointer(callback.bucket.at("the-run"), kind).checkpoint.step
+    return read_pointer(callback.bucket.joinpath("the-run"), kind).checkpoint.step
 
 
 def test_the_record_names_the_uploaded_best_checkpoint(make):

@@ -10,24 +10,24 @@ import broken_modules
 from lockstep.callbacks.step_digest import (
     DROPOUTS,
     StepDigest,
-    calls_in,
+    batch_part,
     digest,
-    part_of,
-    samples_of,
+    find_random_calls,
+    hash_samples,
 )
 from plain_task import Small, fit
 
 
 def test_a_batch_is_cut_through_all_its_tensors():
     batch = {"x": torch.arange(4), "rest": (torch.arange(8).view(4, 2), ["a", "b", "c", "d"], 7)}
-    part = part_of(batch, 1, 2)
+    part = batch_part(batch, 1, 2)
     assert part["x"].tolist() == [2, 3]
     assert part["rest"][0].tolist() == [[4, 5], [6, 7]]
     assert part["rest"][1:] == (["c", "d"], 7)
 
 
 def test_equal_samples_have_equal_hashes():
-    first, second, third = samples_of([torch.tensor([1.0, 1.0, 2.0]), torch.tensor([0, 1, 0])])
+    first, second, third = hash_samples([torch.tensor([1.0, 1.0, 2.0]), torch.tensor([0, 1, 0])])
     assert first[0] == second[0] != third[0]
     assert first[1] == third[1] != second[1]
 
@@ -43,7 +43,7 @@ def test_a_digest_is_that_of_float64():
     [(broken_modules.NoisyRows, True), (broken_modules.CopiedRows, False)],
 )
 def test_calls_of_generators_are_named_by_line(cls, is_unseeded):
-    calls = calls_in(cls)
+    calls = find_random_calls(cls)
     assert any(unseeded for unseeded, _ in calls) is is_unseeded
     assert "broken_modules.py:" in calls[0][1]
 

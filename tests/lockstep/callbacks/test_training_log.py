@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.training_log import TrainingLog, check_eps, metrics_of
+from lockstep.callbacks.training_log import TrainingLog, evaluation_metrics, refuse_small_eps
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.training.task import Task
@@ -85,7 +85,7 @@ def test_a_rate_may_be_missing(tmp_path):
 def test_a_value_loss_is_no_metric_of_the_validation():
     metrics = {"value_loss": 1, "val_loss": 2, "valid/acc": 3, "validation_f1": 4, "test_acc": 5}
     trainer = SimpleNamespace(callback_metrics=metrics)
-    assert metrics_of(trainer, "val") == {"val_loss": 2, "valid/acc": 3, "validation_f1": 4}
+    assert evaluation_metrics(trainer, "val") == {"val_loss": 2, "valid/acc": 3, "validation_f1": 4}
 
 
 def test_a_logged_value_named_step_moves_no_row(tmp_path):
@@ -139,10 +139,10 @@ def test_an_eps_that_is_zero_in_float16_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"optimizer.eps=1e-08 is 0 .*optimizer.eps=1e-4, .*bf16-mixed"
     ):
-        check_eps(trainer)
+        refuse_small_eps(trainer)
     for precision, eps in (("16-mixed", 1e-8), ("bf16-true", 1e-8), ("16-true", 1e-4)):
         optimizer.param_groups[0]["eps"], trainer.precision = eps, precision
-        check_eps(trainer)
+        refuse_small_eps(trainer)
 
 
 class Slow(Small):

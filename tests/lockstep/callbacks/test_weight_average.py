@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from faults import signal_at_step
 from kills import differences
-from lockstep.callbacks.weight_average import WeightAverage, update
+from lockstep.callbacks.weight_average import WeightAverage, update_average
 from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.load import read_checkpoint
 from runs import run_script
@@ -41,7 +41,7 @@ def test_its_decay_begins_small_and_it_stays_in_its_precision(dtype):
         for parameter in trained.parameters():
             parameter.data.add_(0.1 * (step + 1))
         trained[1].num_batches_tracked += 1
-        update(average, 0.3, trained)
+        update_average(average, 0.3, trained)
         new = trained[0].weight.float()
         expected = new.clone() if expected is None else decay * expected + (1 - decay) * new
     assert average.n_averaged == 4 and average.module[1].num_batches_tracked == 4

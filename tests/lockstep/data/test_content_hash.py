@@ -16,7 +16,7 @@ from lockstep.data.image_list import ImageList
 from lockstep.data.listing import Item
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import is_same_data
-from lockstep.training.weights import check_data_of_run
+from lockstep.training.weights import check_resume_data
 
 OPTIONS = {"image_size": 8, "global_batch_size": 4, "num_workers": 0}
 
@@ -195,7 +195,7 @@ def test_a_hash_is_equal_under_every_order_of_sets(tmp_path):
 def test_a_hash_of_an_older_method_is_not_compared(caplog):
     facts = {"class_names": ["a", "b"], "data_hash": "x" * 64, "hash_method": 2}
     before = {"class_names": ["a", "b"], "data_hash": "y" * 64}
-    check_data_of_run({"lockstep": {"data": before}}, facts, "r")
+    check_resume_data({"lockstep": {"data": before}}, facts, "r")
     dm = Photographs()
     dm.data_hash, dm.list_hash, dm.hash_method = "x" * 64, "names", 2
     assert is_same_data(dm, before) is None
@@ -206,7 +206,7 @@ def test_a_hash_of_an_older_method_is_not_compared(caplog):
 def test_other_pixels_of_the_same_files_are_refused():
     same = {"data_hash": "a", "hash_method": "sampled", "class_names": ["x"], "std": [0.2]}
     before = {**same, "range": None, "mean": [0.485]}
-    check_data_of_run({"lockstep": {"data": before}}, {**before, "mean": [0.48500001]}, "r")
+    check_resume_data({"lockstep": {"data": before}}, {**before, "mean": [0.48500001]}, "r")
     for now in ({"range": [0, 4095]}, {"mean": [0.2]}):
         with pytest.raises(UserError, match="trained on other pixels of the same files"):
-            check_data_of_run({"lockstep": {"data": before}}, {**before, **now}, "r")
+            check_resume_data({"lockstep": {"data": before}}, {**before, **now}, "r")

@@ -13,7 +13,7 @@ from data.table import CSVDataModule
 from lockstep.config.instantiate import build
 from lockstep.data.augmentation import CropFlip
 from lockstep.process.errors import UserError
-from lockstep.training.build_data import _match_training, data_facts
+from lockstep.training.build_data import _apply_training_facts, data_facts
 from lockstep.training.build_module import check_target
 from runs import run_script, succeed
 from shapes import ShapeImages
@@ -121,7 +121,7 @@ def test_an_evaluation_standardises_as_the_training_did(tmp_path):
     dm.prepare()
     run = SimpleNamespace(config={"overrides": []}, cluster=SimpleNamespace(is_rank_zero=False))
     scales = {"age": [10.0, 5.0], "dose": [0.0, 1.0]}
-    _match_training(dm, {"inputs": scales}, run)
+    _apply_training_facts(dm, {"inputs": scales}, run)
     dm.attach_to_ranks()
     (_, inputs), _ = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
     assert inputs["age"].tolist() == pytest.approx([(10 + i) / 5 for i in (5, 11, 17, 23)])

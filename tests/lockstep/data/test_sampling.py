@@ -17,7 +17,7 @@ from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.data.report import make_report
 from lockstep.data.sampling import Sampling
 from lockstep.process.errors import UserError
-from lockstep.training.build_data import _warn_of_two_corrections, build_data
+from lockstep.training.build_data import _warn_of_double_correction, build_data
 from runs import succeed
 from sources import MODULES, Encoded, write
 
@@ -329,7 +329,7 @@ def test_a_resume_keeps_its_sampling():
     ("weights", "sampling"), [("auto", "sqrt"), ("auto", None), (None, "sqrt")]
 )
 def test_class_weights_beside_sampling_are_warned_of(weights, sampling, caplog):
-    _warn_of_two_corrections({"loss": {"class_weights": weights}, "data": {"sampling": sampling}})
+    _warn_of_double_correction({"loss": {"class_weights": weights}, "data": {"sampling": sampling}})
     assert ("both correct for" in caplog.text) == bool(weights and sampling)
 
 

@@ -35,10 +35,10 @@ def test_an_address_has_a_bucket_and_a_prefix():
         ("bucket", ""),
         ("s3x", "s3x/"),
     ]
-    bucket = Bucket.of({"uri": "s3://bbb/p", "required": True, "endpoint_url": "http://h"})
+    bucket = Bucket.from_config({"uri": "s3://bbb/p", "required": True, "endpoint_url": "http://h"})
     assert bucket == Bucket("s3://bbb/p", "http://h")
     assert (
-        bucket.at("x").address("y") == "s3://bbb/p/x/y"
+        bucket.joinpath("x").address("y") == "s3://bbb/p/x/y"
         and Bucket("s3://bbb").address("y") == "s3://bbb/y"
     )
 
@@ -57,7 +57,7 @@ def test_a_wrong_address_is_refused_without_its_secret(given):
 
 @pytest.mark.parametrize("prefix", ["", "prä fix/ö+1=c&d (1)/100%"])
 def test_keys_survive_writing_uploading_listing_and_reading(server, name, prefix, tmp_path):
-    bucket = Bucket(f"s3://{name}/{prefix}".rstrip("/"), server.endpoint_url).at("run")
+    bucket = Bucket(f"s3://{name}/{prefix}".rstrip("/"), server.endpoint_url).joinpath("run")
     bucket.check_writable()  # and leaves nothing
     (tmp_path / "large").write_bytes(os.urandom(20 * 2**20))
     bucket.upload("checkpoints/ä +.ckpt", tmp_path / "large", sha256="ab")

@@ -93,16 +93,16 @@ def test_a_part_of_another_node_stays_while_it_is_new(place, tmp_path):
 
 
 def test_marks_are_times_of_every_file_system():
-    assert all(RemoteFile("k", 1, str(n)).mark_s < 2**31 for n in range(100))
+    assert all(RemoteFile("k", 1, str(n)).mtime_s < 2**31 for n in range(100))
 
 
 CHILD = """
 import sys; from pathlib import Path
 from lockstep.storage import sync as module
-fetch = module._fetch
+fetch = module._fetch_file
 def slow(bucket, key, *rest):
     import time; time.sleep(0.2); fetch(bucket, key, *rest)
-module._fetch, module.THREADS = slow, 2
+module._fetch_file, module.THREADS = slow, 2
 module.sync(sys.argv[1], Path(sys.argv[2]), {"endpoint_url": sys.argv[3]})
 """
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_copied_is_a_sentence(place, tmp_path, monkeypatch):
         ):
             sync(uri, tmp_path, s3)
     monkeypatch.setattr(
-        module.Bucket, "list", lambda self, below="": iter([("../../evil", 1, "x")])
+        module.Bucket, "list", lambda self, beginning="": iter([("../../evil", 1, "x")])
     )
     with pytest.raises(UserError, match="holds the key '../../evil', which cannot be a file"):
         sync(uri, tmp_path, s3)

@@ -50,7 +50,7 @@ class Setting:
 
     def __init__(self, logs: Path, s3: dict, uuid: str = "5" * 32) -> None:
         self.s3, self.folder = s3, RunFolder(logs / "train/runs/the-run")
-        self.run, self.client = Bucket.of(s3).at("the-run"), shared_store().client()
+        self.run, self.client = Bucket.from_config(s3).joinpath("the-run"), shared_store().client()
         self.folder.checkpoints.mkdir(parents=True)
         write_record(
             self.folder.record_path, RunRecord(run_id="the-run", uuid=uuid, status="failed")
@@ -323,7 +323,7 @@ from lockstep.checkpoints.files import Sidecar, write_sidecar
 
 uri, endpoint_url, path, first = sys.argv[1:]
 folder, s3.PART_BYTES = RunFolder(Path(path)), 5 << 20
-uploader = module.Uploader(s3.Bucket(uri, endpoint_url).at(folder.run_id), folder, time.time())
+uploader = module.Uploader(s3.Bucket(uri, endpoint_url).joinpath(folder.run_id), folder, time.time())
 uploader.start()
 for step in itertools.count(int(first)):
     best = folder.checkpoints / f"best-step{step:08d}.ckpt"

@@ -22,7 +22,7 @@ from lockstep.runs.batch_size import resolve_batch
 from lockstep.runs.join import EXPECTED_WARNINGS
 from lockstep.runs.run import Run
 from lockstep.training.build import build_loggers, build_strategy
-from lockstep.training.build_data import check_same_data, prepared_data
+from lockstep.training.build_data import build_prepared_data, check_same_data_on_ranks
 from lockstep.training.task import Task
 from plain_task import Small, fit
 from runs import run_script, succeed
@@ -62,7 +62,7 @@ def with_data(here, images, num_val):
         # A node without tifffile reads 8 of 16 bits.
         pixels = {"range": None} if images[here.rank] == "c" else {"range": [0, 4095]}
         facts = {"data_hash": images[here.rank].replace("c", "a"), **pixels}
-        check_same_data(facts, Held(num_val[here.rank]), here)
+        check_same_data_on_ranks(facts, Held(num_val[here.rank]), here)
         return "same"
     except UserError as error:
         return str(error)
@@ -185,7 +185,7 @@ def test_weights_of_a_model_without_use_set_no_images(task, from_weights, tmp_pa
         "augmentation": {"_target_": "lockstep.data.augmentation.CropFlip"}, "s3": {},
     }  # fmt: skip
     images = {"crop_pct": "auto", "interpolation": "auto", "mean": "auto", "std": "auto"}
-    data = prepared_data(
+    data = build_prepared_data(
         config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": tmp_path, **images}
     )
     assert len(data.normalisation.from_weights) == from_weights

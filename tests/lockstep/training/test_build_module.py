@@ -33,24 +33,24 @@ from lockstep.runs.run import Run
 from lockstep.training.build_data import data_facts
 from lockstep.training.build_module import build_module, uses_channels_last
 from lockstep.training.metrics import compute_metrics, prepare_metrics
-from lockstep.training.weights import start_from
+from lockstep.training.weights import load_initial_weights
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 from runs import succeed
 from tasks.image_and_numbers import ImageAndNumbers
 
 
-def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
+def test_channels_last_where_convolutions_are_depthwise_or_uses_tensor_cores():
     assert uses_channels_last(
         TimmModel(3, 32, 3, "tf_efficientnet_lite0", pretrained=False), "auto"
     )
     for net in (TimmModel(3, 32, 3, "resnet10t", pretrained=False), SmallCNN(3, 8, 1)):
         assert not uses_channels_last(net, "auto") and not uses_channels_last(net, False)
         assert uses_channels_last(net, True) and uses_channels_last(
-            net, "auto", on_tensor_cores=True
+            net, "auto", uses_tensor_cores=True
         )
     vit = TimmModel(3, 32, 3, "vit_tiny_patch16_224", pretrained=False)
-    assert not uses_channels_last(vit, "auto", on_tensor_cores=True)
+    assert not uses_channels_last(vit, "auto", uses_tensor_cores=True)
     with pytest.raises(UserError, match="trainer.channels_last=nhwc: give true, false or auto"):
         uses_channels_last(SmallCNN(3, 8, 1), "nhwc")
 
@@ -146,7 +146,7 @@ def checkpoint(tmp_path):
 
 def started(checkpoint, class_names):
     module = Task(len(class_names))
-    said = start_from(
+    said = load_initial_weights(
         module,
         checkpoint[1],
         "m",
@@ -180,7 +180,7 @@ def test_other_classes_get_a_new_head_on_the_trained_body(checkpoint, names):
 def test_another_net_is_refused(checkpoint):
     facts = {"class_names": ["cat", "dog", "fox"], "data_hash": "x", "image_size": 2}
     with pytest.raises(UserError, match=r"net.1.bias is \(5,\) there, \(6,\) here"):
-        start_from(Task(3, width=6), checkpoint[1], "m", {}, facts)
+        load_initial_weights(Task(3, width=6), checkpoint[1], "m", {}, facts)
 
 
 def test_features_of_another_width_begin_random(checkpoint):
@@ -188,10 +188,16 @@ def test_features_of_another_width_begin_random(checkpoint):
     module = Task(6)
     before = module.net[2].weight.clone()
     facts = {"class_names": ["cat", "dog", "fox"], "num_classes": 3, "data_hash": "x"}
-    said = start_from(module, checkpoint[1], "m", {}, {**facts, "image_size": 2})
+    said = load_initial_weights(module, checkpoint[1], "m", {}, {**facts, "image_size": 2})
     assert torch.equal(module.net[2].weight, before) and before.abs().min() > 0
     assert torch.equal(module.net[1].weight, checkpoint[0].net[1].weight)
     assert "the head is new" in said
+
+
+def test_a_head_for_numbers_says_that_there_are_no_classes(checkpoint):
+    facts = {"class_names": [], "num_classes": 1, "data_hash": "x"}
+    said = load_initial_weights(Task(1), checkpoint[1], "m", {}, facts)
+    assert "the classes were cat, dog, fox, now none;" in said
 
 
 def joined(class_names):
@@ -216,7 +222,7 @@ def joined_checkpoint(tmp_path):
 def test_a_head_beside_the_net_is_new_for_other_classes(joined_checkpoint, names):
     before, path = joined_checkpoint
     module, facts = joined(names)
-    said = start_from(module, path, "m", {}, facts)
+    said = load_initial_weights(module, path, "m", {}, facts)
     assert not module.head[2].weight.any() and not module.head[2].bias.any()
     assert torch.equal(module.head[0].weight, before.head[0].weight)
     assert torch.equal(module.net[1].weight, before.net[1].weight)
@@ -238,7 +244,7 @@ def test_another_split_of_the_same_classes_is_warned_of(tmp_path, names, counts,
     state = {"state_dict": before.state_dict(), "lockstep": {"config": {}, "data": facts}}
     write_checkpoint(state, tmp_path / "split.ckpt")
     module, facts = joined(names)
-    said = start_from(
+    said = load_initial_weights(
         module, str(tmp_path / "split.ckpt"), "m", {}, {**facts, "class_counts": counts}
     )
     assert ("the split differs" in said) == is_warned
@@ -247,15 +253,15 @@ def test_another_split_of_the_same_classes_is_warned_of(tmp_path, names, counts,
 def test_a_head_beside_the_net_follows_the_order_of_classes(joined_checkpoint):
     before, path = joined_checkpoint
     module, facts = joined(["fox", "cat", "dog"])
-    start_from(module, path, "m", {}, facts)
+    load_initial_weights(module, path, "m", {}, facts)
     inputs = torch.randn(3, 1, 2, 2), {"age": torch.randn(3)}
-    assert torch.equal(module.joined(*inputs), before.joined(*inputs)[:, [2, 0, 1]])
+    assert torch.equal(module.joint_logits(*inputs), before.joint_logits(*inputs)[:, [2, 0, 1]])
 
 
 def test_a_head_beside_the_net_stays_for_equal_classes(joined_checkpoint):
     before, path = joined_checkpoint
     module, facts = joined(["cat", "dog", "fox"])
-    assert "the head" not in start_from(module, path, "m", {}, facts)
+    assert "the head" not in load_initial_weights(module, path, "m", {}, facts)
     assert torch.equal(module.head[2].weight, before.head[2].weight)
 
 

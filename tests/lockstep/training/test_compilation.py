@@ -15,7 +15,7 @@ from lockstep.runs.run import Run
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
 from lockstep.training import compilation
-from lockstep.training.compilation import EagerEvaluation, is_compiled
+from lockstep.training.compilation import EagerEvaluation, should_compile
 from strategies.model_parallel import ModelParallel
 
 
@@ -55,7 +55,7 @@ def test_auto_compiles_long_runs_on_gpus(strategy, changes, expected, monkeypatc
     )
     monkeypatch.setattr(shutil, "which", lambda name: name)
     made = object.__new__(strategy) if isinstance(strategy, type) else strategy
-    assert is_compiled(module, data, run, made) is expected
+    assert should_compile(module, data, run, made) is expected
 
 
 def test_an_evaluation_is_not_compiled():

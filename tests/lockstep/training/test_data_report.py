@@ -10,7 +10,7 @@ from lockstep.config.compose import compose, plain
 from lockstep.data.image_list import ImageList
 from lockstep.records.folder import RunFolder
 from lockstep.training import data_report
-from lockstep.training.build_data import prepared_data
+from lockstep.training.build_data import build_prepared_data
 from lockstep.training.data_report import DataReport
 from runs import run_script
 
@@ -43,7 +43,7 @@ WORDS = ["data=image_folder", "data.image_size=8", "data.path=array", "data.glob
 
 def test_a_slow_comparison_goes_on_beside_the_training(photos, tmp_path, monkeypatch, capsys):
     config = plain(compose("train", [*WORDS, f"data.root={photos}", f"data.cache_dir={tmp_path}"]))
-    data = prepared_data(config, config["data"])
+    data = build_prepared_data(config, config["data"])
     monkeypatch.setattr(ImageList, "read", slowly(0.02))
     monkeypatch.setattr(data_report, "WAIT_AT_START_S", 0.05)
     report = DataReport(data, RunFolder(tmp_path))

@@ -17,7 +17,7 @@ from lockstep.data.unlabelled import FilesOrBlanks, UnlabelledImages
 from lockstep.process.errors import UserError
 from lockstep.training import prediction
 from lockstep.training.own_loaders import predict_own_batches
-from lockstep.training.prediction import Predictor, Progress, plugin_of
+from lockstep.training.prediction import PredictionProgress, Predictor, create_precision_plugin
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_predictions_have_the_precision_of_the_training(precision, name, dtype):
-    assert plugin_of(precision, CPU).precision == name
+    assert create_precision_plugin(precision, CPU).precision == name
     layer = torch.nn.Linear(2, 2)
     module = SimpleNamespace(predict_step=lambda batch, number: layer(batch))
     model = SimpleNamespace(module=layer)
@@ -117,7 +117,7 @@ def test_progress_tells_the_speed_and_the_time_left(monkeypatch, caplog):
     clock = [0.0]
     monkeypatch.setattr(prediction, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     caplog.set_level(logging.INFO, logger=prediction.__name__)
-    progress = Progress(1000, num_ranks=2)
+    progress = PredictionProgress(1000, num_ranks=2)
     for clock[0] in (5.0, 10.0):
         progress.add(100)
     assert caplog.messages == ["400 of 1,000 images · 40 images/s · 15 s left"]

@@ -17,7 +17,7 @@ from lockstep.config.schema import REFUSED_TRAINER_KEYS, trainer_arguments
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.ranks.process_group import create_process_group
-from lockstep.training.trainer import common_precision, validation_interval, whole_steps
+from lockstep.training.trainer import agree_on_precision, round_to_whole_steps, validation_interval
 from runs import succeed
 
 
@@ -33,7 +33,7 @@ from runs import succeed
     ],
 )
 def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
-    assert whole_steps(limit, batches, accumulate) == wanted
+    assert round_to_whole_steps(limit, batches, accumulate) == wanted
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_wrong_limit_or_interval_is_refused():
     with pytest.raises(
         UserError, match="leaves 3 micro-batches and a step takes 4: give at least 4"
     ):
-        whole_steps(3, 40, 4)
+        round_to_whole_steps(3, 40, 4)
     for stated in (0, 0.0, 1.5, 11, -1, True, "often", "00:00:15:00"):
         with pytest.raises(
             UserError, match="trainer.val_check_interval=.* from 1 to 10, which is an epoch"
@@ -127,7 +127,7 @@ def test_a_command_of_the_templates_readme_does_as_promised(words, result):
 def precision_here(place):
     create_process_group(place, torch.device("cpu"), 30.0)
     torch.cuda.is_bf16_supported = lambda **_: place.rank == 0
-    return common_precision("auto", is_gpu=True, scales_losses=True)
+    return agree_on_precision("auto", is_gpu=True, scales_losses=True)
 
 
 def test_ranks_on_unlike_gpus_train_in_one_precision():
