@@ -246,7 +246,7 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     cpu = torch.device("cpu")
     device = torch.device("cuda", 0) if cluster.accelerator == "gpu" else cpu
     try:
-        fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
+        fingerprint = provenance.take_fingerprint(config, is_equal_on_all_ranks)
         hosts = meet(one_per_node, timeout_s, fingerprint)["hosts"]
         yield Finding(True, f"same code, options and packages on all nodes: {', '.join(hosts)}")
         create_process_group(one_per_node, device, min(60.0, timeout_s))

@@ -442,7 +442,10 @@ def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dic
     try:
         net_of_weights = write_weights(model, out)
     except Exception as error:
-        raise as_disk_full_error(error, out) or error from None
+        disk_full_error = as_disk_full_error(error, out)
+        if disk_full_error:
+            raise disk_full_error from None
+        raise
 
     compared: dict[str, float] = {}
     for name in formats:

@@ -77,8 +77,8 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.part")
     for incomplete in (folder, part):
         shutil.rmtree(incomplete, ignore_errors=True)
-    part.mkdir()
     try:
+        part.mkdir()
         content = build(part)
         (part / META).write_text(json.dumps(content))
         for path in part.iterdir():
@@ -91,8 +91,11 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
                 raise
             content = json.loads((folder / META).read_text())
     except Exception as error:
-        advice = "give data.cache_dir=FOLDER on a larger disk"
-        raise as_disk_full_error(error, folder.parent, advice) or error from None
+        remedy = "give data.cache_dir=FOLDER on a larger disk"
+        disk_full_error = as_disk_full_error(error, folder.parent, remedy)
+        if disk_full_error:
+            raise disk_full_error from None
+        raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     sync_folder(folder.parent)

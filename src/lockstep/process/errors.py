@@ -67,7 +67,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def as_disk_full_error(
-    error: BaseException, folder: Path, mend: str = "free space there, then start again"
+    error: BaseException, folder: Path, remedy: str = "free space there, then start again"
 ) -> DiskFullError | None:
     """Return DiskFullError if the error, or its cause, says that a disk is full; else None.
 
@@ -86,7 +86,7 @@ def as_disk_full_error(
         free_mib = usage.free / 2**20
         total_mib = usage.total / 2**20
         room = f" ({free_mib:.0f} of {total_mib:.0f} MiB free on {socket.gethostname()})"
-    return DiskFullError(errno.ENOSPC, f"no room on {place}{room}: {mend}")
+    return DiskFullError(errno.ENOSPC, f"no room on {place}{room}: {remedy}")
 
 
 def _full_disk_error(error: BaseException) -> BaseException | None:

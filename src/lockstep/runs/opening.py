@@ -164,7 +164,7 @@ class Opening:
             from lockstep.ranks.meeting import last_meeting, meet
 
             config = with_ranks(self.config, self.cluster)
-            fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
+            fingerprint = provenance.take_fingerprint(config, is_equal_on_all_ranks)
             decision_json = meet(
                 self.cluster, self.config["trainer"]["timeout_s"], fingerprint, self._decide
             )

@@ -80,6 +80,25 @@ def test_a_diff_keeps_bytes_and_line_ends(repository, tmp_path_factory):
     assert (other / "tree/src/a.py").read_bytes() == content
 
 
+def test_a_changed_binary_leaves_a_patch_that_applies(repository, tmp_path_factory):
+    (repository / "src" / "icon.png").write_bytes(b"\0one")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "icon")
+    other = tmp_path_factory.mktemp("other")
+    git(repository, "worktree", "add", "-q", str(other / "tree"), "HEAD")
+    (repository / "src" / "icon.png").write_bytes(b"\0two")
+    (repository / "src" / "new.png").write_bytes(b"\0new")
+    (repository / "configs" / "a.yaml").chmod(0o755)
+    (repository / "requirements.txt").write_text("second\n")
+    diff = provenance.code_diff(repository)
+    assert "Binary files a/src/icon.png and b/src/icon.png differ" in diff
+    (other / "code.diff").write_text(diff)
+    git(other / "tree", "apply", str(other / "code.diff"))
+    assert (other / "tree/requirements.txt").read_text() == "second\n"
+    assert os.access(other / "tree/configs/a.yaml", os.X_OK)
+    assert not (other / "tree/src/new.png").exists()
+
+
 def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatch):
     empty = tmp_path_factory.mktemp("empty")
     assert "not a git repository" in provenance.code_state(empty)["commit_unknown"]
