@@ -30,6 +30,7 @@ from lockstep.config.keys import root_of
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.files import write_atomically
+from lockstep.process.output import join_names
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import is_true, run_with_options
 from lockstep.ranks.failures import report_failure
@@ -256,7 +257,11 @@ def image_files(images: str) -> dict[str, Path]:
         for name, file in _files_of(path, left_out).items():
             files[name if len(typed) == 1 else str(file)] = file
 
-    reasons = [_shown(reason, names) for reason, names in left_out.items()]
+    # As "5 .txt files (a.txt, b.txt, c.txt, …)".
+    reasons = [
+        f"{len(names)} {reason} ({join_names(names, SHOWN_FILES)})"
+        for reason, names in left_out.items()
+    ]
     if not files:
         others = f" (left out: {'; '.join(reasons)})" if reasons else ""
         raise UserError(f"images={images} holds no image{others}.")
@@ -289,14 +294,6 @@ def _images_below(folder: Path, left_out: dict[str, list[str]]) -> list[str]:
     from lockstep.data.listing import files_below
 
     return [image.name for image in files_below(folder, left_out)]
-
-
-def _shown(reason: str, names: list[str]) -> str:
-    """Return "5 .txt files (a.txt, b.txt, c.txt, …)"."""
-    first = ", ".join(names[:SHOWN_FILES])
-    if len(names) > SHOWN_FILES:
-        first += ", …"
-    return f"{len(names)} {reason} ({first})"
 
 
 def refuse_missing_numbers(model: Any) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from lockstep.process.errors import is_full
@@ -92,6 +93,12 @@ def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
     modules_of_user = [path.stem for path in (REPOSITORY / "src").glob("*")]
     for name in ("__main__", "lockstep", *modules_of_user):
         logging.getLogger(name).setLevel(level)
+
+
+def join_names(names: Sequence[str], limit: int) -> str:
+    """Return "a, b, c, …": the first `limit` names, and … if there are more."""
+    more = ["…"] if len(names) > limit else []
+    return ", ".join([*names[:limit], *more])
 
 
 def duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.process.errors import UserError
+from lockstep.process.output import join_names
 from lockstep.records.config import Config, model_name
 from lockstep.runs.run import Run
 from lockstep.training.build_data import DataFacts, other_pixels
@@ -85,7 +86,7 @@ def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> 
     stored = facts_of(checkpoint)
     before = {**facts, **stored}
     if before["class_names"] != facts["class_names"]:
-        change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
+        change = f"{_class_names(before['class_names'])}, now {_class_names(facts['class_names'])}"
         raise _other_images(run_id, change)
     if before["data_hash"] == facts["data_hash"]:
         _check_pixels_of_run(stored, facts, run_id)
@@ -292,13 +293,11 @@ def _match_head(
         return head.match_outputs()
     if sorted(classes_before) == sorted(classes):
         return head.reorder([classes_before.index(name) for name in classes])
-    change = f"the classes were {_shown(classes_before)}, now {_shown(classes)}"
+    change = f"the classes were {_class_names(classes_before)}, now {_class_names(classes)}"
     return head.reset(names, change)
 
 
-def _shown(names: list[str]) -> str:
-    """Return the first names, and how many there are."""
-    text = ", ".join(names[:SHOWN_CLASSES])
-    if len(names) > SHOWN_CLASSES:
-        text += f", … ({len(names)})"
-    return text
+def _class_names(classes: list[str]) -> str:
+    """Return the first names, and how many there are if not all of them are named."""
+    count = f" ({len(classes)})" if len(classes) > SHOWN_CLASSES else ""
+    return f"{join_names(classes, SHOWN_CLASSES)}{count}"
