@@ -17,34 +17,31 @@ def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
         target: dotted name of the class. The answer is False if its file cannot be found.
         seen: names that have led to this one. Files may import a name from each other in a circle.
     """
-    if target in seen:
-        return False
-    seen = (*seen, target)
     module, _, name = target.rpartition(".")
-    file = _file_of(module)
+    file = None if target in seen else _file_of(module)
     if file is None:
         return False
-
     try:
         tree = ast.parse(file.read_text())
     except SyntaxError:
         # Its import will name the line.
         return False
+
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
-        return name in origins and has_method(origins[name], method, seen)
-
-    methods = [getattr(node, "name", None) for node in classes[name].body]
-    if method in methods:
+        return name in origins and has_method(origins[name], method, (*seen, target))
+    if method in (getattr(node, "name", None) for node in classes[name].body):
         return True
-    for base in classes[name].bases:
-        first, _, rest = ast.unparse(base).partition(".")
-        origin = origins.get(first, f"{module}.{first}")
-        if has_method(f"{origin}.{rest}".rstrip("."), method, seen):
-            return True
-    return False
+    bases = [_dotted_name(base, module, origins) for base in classes[name].bases]
+    return any(has_method(base, method, (*seen, target)) for base in bases)
+
+
+def _dotted_name(base: ast.expr, module: str, origins: dict[str, str]) -> str:
+    """Return `package.file.Base` for Base or file.Base, as a class statement of `module` has it."""
+    first, dot, rest = ast.unparse(base).partition(".")
+    return origins.get(first, f"{module}.{first}") + dot + rest
 
 
 def _file_of(module: str) -> Path | None:
