@@ -182,15 +182,15 @@ def second_machine_faults(store: Store, command: list[str], folder: Path) -> lis
     return faults
 
 
-def rows_of(folder: RunFolder) -> list[dict[str, str]]:
+def read_rows(folder: RunFolder) -> list[dict[str, str]]:
     with folder.metrics.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def metrics_faults(reference: RunFolder, folder: RunFolder) -> list[str]:
     """Compare the steps of metrics.csv, and the values that do not depend on the starts."""
-    expected = {row["step"]: row for row in rows_of(reference)}
-    rows = rows_of(folder)
+    expected = {row["step"]: row for row in read_rows(reference)}
+    rows = read_rows(folder)
     steps = [row["step"] for row in rows]
     if steps != list(expected):
         missing = [step for step in expected if step not in steps]

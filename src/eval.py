@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         path = None if isinstance(module, Task) else run.checkpoint
         trainer.test(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
 
-        metrics = test_metrics_of(trainer)
+        metrics = metrics_of_test(trainer)
         run.update(
             trainer,
             status="finished",
@@ -106,7 +106,7 @@ def check_testable(module: Any, data: Any) -> None:
         )
 
 
-def test_metrics_of(trainer: Any) -> dict[str, float]:
+def metrics_of_test(trainer: Any) -> dict[str, float]:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if not metrics:
         raise UserError(

@@ -46,7 +46,7 @@ from lockstep.process.files import write_atomically
 from lockstep.process.output import configure_logging, print_result
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import exit_code_of
-from lockstep.records.folder import checked_run_id, run_folders
+from lockstep.records.folder import run_folders, validate_run_id
 from lockstep.records.record import locked_record
 from lockstep.storage.s3 import is_s3
 
@@ -96,7 +96,7 @@ def _fetch(address: str, root: Path) -> Path:
     from lockstep.storage.fetch import fetch_for_page
     from lockstep.storage.s3 import Bucket
 
-    folder = root / checked_run_id(address.rpartition("/")[2])
+    folder = root / validate_run_id(address.rpartition("/")[2])
     fetch_for_page(Bucket(address), folder)
     return folder
 

@@ -28,7 +28,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, User
 from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
-from lockstep.records.proof_table import CHECKS, FOR_GPUS, CheckResult, skipped_check, write_table
+from lockstep.records.proof_table import CHECKS, GPU_CHECKS, CheckResult, skip_check, write_table
 from lockstep.runs.batch_search import TRAIN, without_launcher
 from lockstep.runs.forked import run_forked
 from lockstep.runs.proof import DIGEST, RANKS, Proof, RunFailed, StartScript, read_test_metrics
@@ -90,7 +90,7 @@ def check_resumed(
     if difference is None:
         return CheckResult(check, True)
     if proof.compare_repeat():
-        return skipped_check(check, "two runs of the same command differ already")
+        return skip_check(check, "two runs of the same command differ already")
     return difference_result(check, difference, cause_of_resume(run, reference, difference))
 
 
@@ -100,23 +100,21 @@ def check_accumulate(proof: Proof) -> CheckResult:
     if norms:
         reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
     if reason:
-        return skipped_check("accumulate", reason)
+        return skip_check("accumulate", reason)
     run = proof.record_in_parts("accumulate", micro_batches=2)
     if "manual optimization" in proof.failures.get("accumulate", ""):
-        return skipped_check("accumulate", "the module calls its optimizers itself")
+        return skip_check("accumulate", "the module calls its optimizers itself")
     result = result_of_parts(proof, "accumulate", run)
     is_of_batch = result.first_step == 1 and str(result.difference).startswith("loss")
     if result.equal is False and is_of_batch and not str(result.cause).startswith("a loss that"):
-        return skipped_check(
-            "accumulate", "the loss of a batch is not the mean of its images' losses"
-        )
+        return skip_check("accumulate", "the loss of a batch is not the mean of its images' losses")
     return result
 
 
 def check_ranks(proof: Proof, check: str) -> CheckResult:
     reason = proof.why_not_in_parts() or why_not_two_ranks(proof)
     if reason:
-        return skipped_check(check, reason)
+        return skip_check(check, reason)
     return result_of_parts(proof, check, proof.run_on_two_ranks(check))
 
 
@@ -162,7 +160,7 @@ def check_workers(proof: Proof) -> CheckResult:
 def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
     """Tell streams and copied generators from transforms that PyTorch seeds for each worker."""
     if proof.compare_repeat():
-        return skipped_check("workers", "two runs of the same command differ already")
+        return skip_check("workers", "two runs of the same command differ already")
     facts = proof.reference.facts
     if facts.streams:
         cause = (
@@ -177,7 +175,7 @@ def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> C
         )
         return difference_result("workers", difference, cause)
     if has_same_targets(run, proof.reference, difference.step):
-        return skipped_check(
+        return skip_check(
             "workers", "the data draw random numbers, which PyTorch seeds for each worker"
         )
     return difference_result(
@@ -189,11 +187,11 @@ def check_metric(proof: Proof) -> CheckResult:
     monitor = str(proof.config["task"].get("monitor"))
     reason = why_no_metric(proof, monitor)
     if reason:
-        return skipped_check("metric", reason)
+        return skip_check("metric", reason)
     reference = proof.reference
     run = proof.run_on_two_ranks("ddp")
     if any(len(ranks) < RANKS for ranks in run.metrics.values()) or not run.metrics:
-        return skipped_check("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
+        return skip_check("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
 
     # Metrics are compared as long as the weights are equal: the sanity check is before any step.
     training = first_difference(run, reference, proof.tolerance, compares_metrics=False)
@@ -226,7 +224,7 @@ def check_eval(proof: Proof) -> CheckResult:
     reference = proof.reference
     expected = read_test_metrics(proof.run_folder("reference"))
     if not expected:
-        return skipped_check("eval", "the task has no test_step, or the data no test_dataloader")
+        return skip_check("eval", "the task has no test_step, or the data no test_dataloader")
     limit = f"trainer.limit_test_batches={proof.epoch_steps}"
     overrides = ["ckpt_path=reference", "run_id=evaluated", limit]
     code, line = proof.start("eval", "evaluated", overrides)
@@ -249,7 +247,7 @@ def check_eval(proof: Proof) -> CheckResult:
 def check_compile(proof: Proof) -> CheckResult:
     """Compare the compiled net with the net as it is written."""
     if proof.reference.draws:
-        return skipped_check(
+        return skip_check(
             "compile", "the step draws random numbers, and compiled kernels draw others"
         )
     run = proof.recording("compile", {"trainer.compile": True})
@@ -346,7 +344,7 @@ def chosen_checks(names: str) -> list[str]:
 
 def checks_for(device: str) -> list[str]:
     """Return the checks that are made where none are chosen."""
-    return [check for check in CHECKS if device == "gpu" or check not in FOR_GPUS]
+    return [check for check in CHECKS if device == "gpu" or check not in GPU_CHECKS]
 
 
 def number_of(word: str, value: str, smallest: float) -> float:

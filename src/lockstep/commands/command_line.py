@@ -16,7 +16,7 @@ from lockstep.config.compose import (
 from lockstep.config.overrides import quoted
 from lockstep.config.schema import dotted, help_text
 from lockstep.config.suggestions import nearest_key
-from lockstep.process.errors import Ended, UserError
+from lockstep.process.errors import CommandEnded, UserError
 from lockstep.process.output import configure_logging, print_result
 from lockstep.process.redact import refuse_secrets
 from lockstep.records.config import Config
@@ -47,12 +47,12 @@ class Command:
                 first.
         Raises:
             UserError: a misspelt option or key, a value of the wrong type, or a secret.
-            Ended: --cfg job: the config has been printed.
+            CommandEnded: --cfg job: the config has been printed.
         """
         cfg = compose(self.config_name, self.overrides, stored)
         if self.options.cfg:
             _print_config(cfg, self.options)
-            raise Ended
+            raise CommandEnded
 
         config = whole_config(cfg)
         configure_logging(verbose=config["verbose"], quiet=config["quiet"])
@@ -69,7 +69,7 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
         description: of the script, for --help.
     Raises:
         UserError: an option of another program, or a folder that is not there.
-        Ended: the command has been answered.
+        CommandEnded: the command has been answered.
     """
     if "snapshot=true" in map(str.lower, argv):
         from lockstep.commands.snapshot import run_from_snapshot
@@ -80,19 +80,19 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
     options = command.options
     if options.help:
         print_result(help_text(CONFIGS, config_name, description))
-        raise Ended
+        raise CommandEnded
     if options.multirun and (options.cfg or options.info):
         raise UserError("-m runs the jobs of a sweep, --cfg and --info run none: give one of them.")
     if options.multirun:
         from lockstep.sweeps.jobs import run_sweep
 
-        raise Ended(run_sweep(config_name, command.overrides))
+        raise CommandEnded(run_sweep(config_name, command.overrides))
     if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
         from lockstep.sweeps.jobs import run_hydra
 
         register_resolvers()
         run_hydra(config_name, lambda cfg: None, argv)
-        raise Ended
+        raise CommandEnded
     return command
 
 
@@ -120,7 +120,7 @@ def _parse(config_name: str, argv: list[str]) -> Command:
 
     options, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        raise _refusal_of_flag(unknown[0], config_name)
+        raise _unknown_flag_error(unknown[0], config_name)
 
     command = Command(config_name, options, list(options.overrides))
     if not options.config_dir:
@@ -132,7 +132,7 @@ def _parse(config_name: str, argv: list[str]) -> Command:
     return replace(command, overrides=[*command.overrides, search_path])
 
 
-def _refusal_of_flag(flag: str, config_name: str) -> UserError:
+def _unknown_flag_error(flag: str, config_name: str) -> UserError:
     """Return the error for an option of another program, as --epochs."""
     name, _, value = flag.partition("=")
     key = name.lstrip("-").replace("-", "_")

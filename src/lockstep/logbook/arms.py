@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.logbook.paired import Sample, describe_difference
 from lockstep.logbook.render import is_share
 from lockstep.process.errors import UserError
-from lockstep.records.metric_names import format_metric, tested_name
+from lockstep.records.metric_names import format_metric, metric_of_test
 
 PERCENT = 100
 DIGITS = 10
@@ -182,7 +182,7 @@ class Arms:
 
     def tested_text(self, arm: Arm) -> str:
         """Return the test metric of an arm; empty where a run lacks it."""
-        name = tested_name(self.metric)
+        name = metric_of_test(self.metric)
         return f"{name} {mean_and_error(name, arm.tested)}" if arm.tested else ""
 
 

@@ -21,7 +21,7 @@ from lockstep.process.files import write_atomically
 from lockstep.process.redact import redact, redact_text
 from lockstep.records.metric_names import split_stage
 from lockstep.records.proof_table import proof_of_run
-from lockstep.records.record import RunRecord, as_json, locked_record, save_record
+from lockstep.records.record import RunRecord, as_json, locked_record, write_record_as_is
 
 # The record has the confusion matrix and the scores of at most so many classes.
 MAX_CONFUSION = 50
@@ -45,7 +45,7 @@ def summarise(folder: Path) -> RecordedRun:
     with locked_record(path):
         run = read_run(folder)
         run.record.summary = summary_of(run)
-        save_record(path, run.record)
+        write_record_as_is(path, run.record)
     return run
 
 
@@ -76,7 +76,7 @@ def add_report(folder: Path, title: str, address: str) -> None:
     if not is_url(address):
         address = os.path.relpath(address, folder)
     run.record.reports[title] = address
-    save_record(folder / "run.json", run.record)
+    write_record_as_is(folder / "run.json", run.record)
     write_page(run)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import flatten
-from lockstep.records.folder import no_such_run, read_config, run_folders
+from lockstep.records.folder import missing_run_error, read_config, run_folders
 from lockstep.records.metric_names import split_stage
 from lockstep.records.record import RunRecord, read_record, status_of
 
@@ -351,7 +351,7 @@ def find_run(name: str, *roots: Path, is_path: bool = True) -> Path:
 
     run_ids = sorted(run_id for run_id in folders if name in run_id)
     if not run_ids:
-        raise no_such_run(name, folders.values(), *roots)
+        raise missing_run_error(name, folders.values(), *roots)
     if len(run_ids) > 1:
         shown = ", ".join(run_ids[-SHOWN_RUNS:])
         if len(run_ids) > SHOWN_RUNS:

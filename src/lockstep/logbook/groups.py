@@ -15,7 +15,7 @@ from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import caution_about, unfair_differences
 from lockstep.logbook.folders import RecordedRun
 from lockstep.process.errors import UserError
-from lockstep.records.metric_names import is_lower_better, tested_name
+from lockstep.records.metric_names import is_lower_better, metric_of_test
 
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 
@@ -145,7 +145,7 @@ def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
         name,
         " ".join(repeats) or f"seed={record.seed}",
         best_of(record.metrics, metric) if is_finished else math.nan,
-        best_of(record.metrics, tested_name(metric)),
+        best_of(record.metrics, metric_of_test(metric)),
         fold_ratio,
     )
 

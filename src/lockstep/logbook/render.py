@@ -137,7 +137,7 @@ def dollars(value: float | None) -> str:
 def duration(seconds: float | None) -> str:
     if not isinstance(seconds, int | float):
         return "–"
-    return output.duration(seconds).replace(" ", NB)
+    return output.format_duration(seconds).replace(" ", NB)
 
 
 def folded(command: str, width: int = 96) -> str:

@@ -35,11 +35,11 @@ class Interrupted(Exception):
     complete.
     """
 
-    agreed = False  # every rank raises it at this step
-    elsewhere = False  # only ranks of other nodes were asked
+    is_agreed = False  # every rank raises it at this step
+    is_of_other_nodes = False  # only ranks of other nodes were asked
 
 
-class Ended(Exception):
+class CommandEnded(Exception):
     """The command has ended with this exit code, and what there was to say has been said."""
 
     def __init__(self, exit_code: int = EXIT_OK) -> None:
@@ -58,7 +58,7 @@ class DiskFullError(OSError):
         return str(self.strerror)
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Return whether an error says that a disk, or the user's quota of it, is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -91,6 +91,6 @@ def as_disk_full_error(
 
 def _full_disk_error(error: BaseException) -> BaseException | None:
     cause: BaseException | None = error
-    while cause is not None and not is_full(cause):
+    while cause is not None and not is_disk_full(cause):
         cause = cause.__cause__ or cause.__context__
     return cause

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lockstep.process import signals
-from lockstep.process.errors import UserError, is_full
+from lockstep.process.errors import UserError, is_disk_full
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.records.provenance import Fingerprint, describe_difference
@@ -159,7 +159,7 @@ class _Wait:
                 raise UserError(self.error(missing_nodes))
             self._speak(missing_nodes)
         # An import may have caught the exception of a signal. A rank that heard one does not come.
-        signals.check()
+        signals.raise_if_received()
         time.sleep(POLL_INTERVAL_S)
 
     def _speak(self, missing_nodes: list[int]) -> None:
@@ -290,7 +290,7 @@ def _answer(everyone: list[Introduction], decide: Callable[[], Answer]) -> Answe
     except UserError as error:
         return {"error": str(error)}
     except OSError as error:
-        if is_full(error):
+        if is_disk_full(error):
             raise
         # An error of a file is not the end of the store, for which `meet` would take it.
         return {"error": f"rank 0 on {first.host}: {error}"}

@@ -37,7 +37,7 @@ class Batch:
         Raises:
             UserError: it does not divide. The error names the nearest sizes that do.
         """
-        size = _checked(global_size)
+        size = _validate_size(global_size)
         if accumulate < 1:
             raise UserError(f"{ACCUMULATION}={accumulate}: give a whole number from 1 on.")
         parts = world_size * accumulate
@@ -51,13 +51,13 @@ class Batch:
         return cls(size, size // parts, accumulate)
 
     @classmethod
-    def within(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
+    def cut_to_limit(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
         """Return the batch with the fewest micro-batches of at most `limit` images.
 
         Raises:
             UserError: it does not divide. The error names the nearest numbers of ranks.
         """
-        size = _checked(global_size)
+        size = _validate_size(global_size)
         share, rest = divmod(size, world_size)
         if rest:
             divisors = [ranks for ranks in range(1, size + 1) if size % ranks == 0]
@@ -80,7 +80,7 @@ def _fewest_micro_batches(share: int, limit: float) -> int:
     return share
 
 
-def _checked(global_size: int | str | None) -> int:
+def _validate_size(global_size: int | str | None) -> int:
     if isinstance(global_size, bool) or not isinstance(global_size, int) or global_size < 1:
         raise UserError(f"data.global_batch_size={global_size!r}: give a whole number from 1 on.")
     return global_size

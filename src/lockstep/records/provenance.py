@@ -15,7 +15,7 @@ from lockstep.process.environment import available_cores
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config, flatten
 
-CODE = ("src", "configs", "requirements.txt")
+CODE_PATHS = ("src", "configs", "requirements.txt")
 GIT_TIMEOUT_S = 20
 PACKAGES = (
     "torch",
@@ -47,7 +47,7 @@ def code_state(repository: Path) -> dict[str, Any]:
 
     Pages of the logbook do not make a run dirty.
     """
-    status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE)
+    status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE_PATHS)
     heads = [line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")]
     state = {"commit": None, "dirty": None, "tree_hash": tree_hash(repository)}
     if heads and heads[0] != "(initial)":
@@ -74,7 +74,7 @@ def tree_hash(repository: Path) -> str:
     It is equal on nodes that run the same code.
     """
     digest = hashlib.sha256()
-    for name in CODE:
+    for name in CODE_PATHS:
         top = repository / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if path.suffix in (".py", ".yaml", ".txt") and path.is_file():
@@ -89,8 +89,8 @@ def code_diff(repository: Path) -> str:
     Of a binary file it has the line "Binary files … differ" alone, which `git apply` skips.
     Bytes that are no UTF-8 are surrogate escapes: write the text with errors="surrogateescape".
     """
-    diff, _ = git(repository, *DIFF, "HEAD", "--", *CODE)
-    for name in files_of(repository, "--others"):
+    diff, _ = git(repository, *DIFF, "HEAD", "--", *CODE_PATHS)
+    for name in list_code_files(repository, "--others"):
         if len(diff) > DIFF_LIMIT:
             break
         new_file, _ = git(repository, *DIFF, "--no-index", "--", os.devnull, name, differs=1)
@@ -101,9 +101,9 @@ def code_diff(repository: Path) -> str:
     return diff
 
 
-def files_of(repository: Path, *kinds: str) -> list[str]:
+def list_code_files(repository: Path, *kinds: str) -> list[str]:
     """Return the code files that git lists: --others are new, --modified changed or deleted."""
-    names, _ = git(repository, "ls-files", "-z", *kinds, "--exclude-standard", "--", *CODE)
+    names, _ = git(repository, "ls-files", "-z", *kinds, "--exclude-standard", "--", *CODE_PATHS)
     return names.split("\0")[:-1]
 
 

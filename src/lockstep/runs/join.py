@@ -132,7 +132,7 @@ def joined_ranks(run: Run) -> Iterator[None]:
     which phase.
     """
     # The imports of torch and Lightning are done.
-    signals.check()
+    signals.raise_if_received()
     prepare_process(run)
     set_breakpoints(run.cluster)
     several = run.cluster.world_size > 1
@@ -194,7 +194,7 @@ def _several_ranks(run: Run) -> Iterator[None]:
         dist.barrier()
     except BaseException as error:
         cause = error
-        if isinstance(error, Interrupted) and error.agreed:
+        if isinstance(error, Interrupted) and error.is_agreed:
             failure = _wait_to_leave(beats)
             if failure is None:
                 raise

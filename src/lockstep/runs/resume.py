@@ -16,7 +16,7 @@ from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
 from lockstep.ranks.find import is_first_on_node, launcher_of, requested_run_id
-from lockstep.records.config import ABSENT, Config, lookup, seconds_of
+from lockstep.records.config import ABSENT, Config, lookup, parse_seconds
 from lockstep.records.folder import RunFolder, find_run_folder, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.run_lock import folder_of_run_id
@@ -187,7 +187,7 @@ def what_is_over(config: Config, before: Config, record: RunRecord) -> str | Non
 def _time_is_over(limits: Limits, record: RunRecord) -> bool:
     if not limits["max_time"]:
         return False
-    return seconds_of(limits["max_time"], "trainer.max_time") <= (record.fit_seconds or 0)
+    return parse_seconds(limits["max_time"], "trainer.max_time") <= (record.fit_seconds or 0)
 
 
 def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> None:

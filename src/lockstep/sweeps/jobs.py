@@ -29,7 +29,7 @@ from lockstep.config.schema import key_of
 from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
 from lockstep.records.folder import RunFolder
-from lockstep.records.metric_names import tested_name
+from lockstep.records.metric_names import metric_of_test
 from lockstep.records.record import read_record
 from lockstep.sweeps.against import choose_paired_sweeper
 from lockstep.sweeps.checks import (
@@ -203,7 +203,7 @@ def _ended_job(number: int, code: int, overrides: list[str], folder: RunFolder, 
         # Its value is that of a shorter run.
         return Job(number, exit_code, overrides, math.nan, pruned=True, folder=str(folder.path))
     value = best_of(metrics, metric)
-    tested = best_of(metrics, tested_name(metric))
+    tested = best_of(metrics, metric_of_test(metric))
     return Job(number, exit_code, overrides, value, tested, fold_ratio, folder=str(folder.path))
 
 

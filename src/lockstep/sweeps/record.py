@@ -11,7 +11,7 @@ from lockstep.logbook.arms import ArmRun, Arms, as_record
 from lockstep.logbook.sweep_page import SCHEMA_VERSION, SWEEP_FILE, write_sweep_page
 from lockstep.process.files import utc_now, write_atomically
 from lockstep.process.redact import redact_text
-from lockstep.records.metric_names import tested_name
+from lockstep.records.metric_names import metric_of_test
 from lockstep.records.record import RunRecord, read_record, status_of
 from lockstep.sweeps.ranking import Job
 
@@ -28,7 +28,7 @@ def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], arms: Arms) 
         "command": redact_text(command),
         "finished_at": utc_now(),
         "metric": arms.metric,
-        "test_metric": tested_name(arms.metric),
+        "test_metric": metric_of_test(arms.metric),
         "minimize": arms.minimize,
         "jobs": [_job(sweep_dir, job, run) for job, run in zip(jobs, arms.runs, strict=True)],
         **as_record(arms),

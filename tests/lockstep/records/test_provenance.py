@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lockstep.process.environment import available_cores, network_interface, visible_gpus
+from lockstep.process.environment import available_cores, count_visible_gpus, network_interface
 from lockstep.process.errors import UserError
 from lockstep.process.redact import REDACTED, redact, redact_text, refuse_secrets
 from lockstep.records import provenance
@@ -140,7 +140,7 @@ def test_cores_follow_the_quota_of_every_group_above(groups, files, cores, tmp_p
 
 def test_gpus_and_interfaces_are_found_without_a_driver():
     chosen = {"0,3": 2, "": 0, "-1": 0, "NoDevFiles": 0, "GPU-1f, 2,-1,3": 2}
-    assert {word: visible_gpus({"CUDA_VISIBLE_DEVICES": word}) for word in chosen} == chosen
+    assert {word: count_visible_gpus({"CUDA_VISIBLE_DEVICES": word}) for word in chosen} == chosen
     assert (
         network_interface("127.0.0.1") == "lo" and network_interface("no.such.host.invalid") is None
     )
@@ -247,4 +247,4 @@ def test_gpus_are_counted_by_the_driver_without_nvml(driver, count, monkeypatch)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setattr("ctypes.CDLL", load)
-    assert visible_gpus({}) == count
+    assert count_visible_gpus({}) == count
