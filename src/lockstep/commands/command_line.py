@@ -9,12 +9,12 @@ from lockstep.config.compose import (
     CONFIGS,
     compose,
     register_resolvers,
+    remove_hydra_node,
     unresolved,
     whole_config,
-    without_hydra,
 )
 from lockstep.config.overrides import quoted
-from lockstep.config.schema import dotted, help_text
+from lockstep.config.schema import dotted_keys, help_text
 from lockstep.config.suggestions import nearest_key
 from lockstep.process.errors import CommandEnded, UserError
 from lockstep.process.output import configure_logging, print_result
@@ -136,7 +136,7 @@ def _unknown_flag_error(flag: str, config_name: str) -> UserError:
     """Return the error for an option of another program, as --epochs."""
     name, _, value = flag.partition("=")
     key = name.lstrip("-").replace("-", "_")
-    keys = list(dotted(unresolved(compose(config_name, []))))
+    keys = list(dotted_keys(unresolved(compose(config_name, []))))
     meant = nearest_key(key, keys) or key
     return UserError(
         f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}."
@@ -146,5 +146,5 @@ def _unknown_flag_error(flag: str, config_name: str) -> UserError:
 def _print_config(cfg: Any, options: argparse.Namespace) -> None:
     from omegaconf import OmegaConf
 
-    node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
+    node: Any = OmegaConf.select(remove_hydra_node(cfg), options.package or "")
     print_result(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())

@@ -12,7 +12,7 @@ from lockstep.config.suggestions import unknown_key
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
 
-TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Fault:
     expected: str | None
 
 
-def check(config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]) -> None:
+def check_config(
+    config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]
+) -> None:
     """Check every key and type of a composed config.
 
     Args:
@@ -40,7 +42,7 @@ def check(config: Config, options: Config, overrides: list[str], folders: tuple[
     Raises:
         UserError: it names the first wrong key and the nearest valid one.
     """
-    fault = next(_faults(config, options), None)
+    fault = next(_find_faults(config, options), None)
     if fault is None:
         return
 
@@ -58,7 +60,7 @@ def _is_about(override: str, key: str) -> bool:
     return typed.startswith(key) or key.startswith(typed)
 
 
-def _faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault]:
+def _find_faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault]:
     """Yield each wrong key or value of a node.
 
     Args:
@@ -73,18 +75,18 @@ def _faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault
 
         default = options[name]
         if isinstance(value, Mapping) and isinstance(default, Mapping):
-            yield from _faults(value, default, f"{key}.")
+            yield from _find_faults(value, default, f"{key}.")
             continue
-        expected = _expected(key, value, default)
+        expected = _expected_value(key, value, default)
         if expected:
             yield Fault(key, value, expected)
 
 
-def _expected(key: str, value: Any, default: Any) -> str | None:
+def _expected_value(key: str, value: Any, default: Any) -> str | None:
     """Return what to give in place of a value; None if it is right."""
     if key in keys.NAMES and isinstance(value, int | float):
         return f"it in quotes: '{value}'"
-    if _is_right(key, value, default):
+    if _is_valid(key, value, default):
         return None
     if key == "trainer.strategy":
         return "a strategy as trainer=ddp, trainer=fsdp and the like"
@@ -96,7 +98,7 @@ def _expected(key: str, value: Any, default: Any) -> str | None:
     return sentence
 
 
-def _is_right(key: str, value: Any, default: Any) -> bool:
+def _is_valid(key: str, value: Any, default: Any) -> bool:
     if value is None or value in (default, keys.WORD_OF_NUMBER.get(key)):
         return True
     # The type of an interpolation is known when it has been resolved.
@@ -106,11 +108,11 @@ def _is_right(key: str, value: Any, default: Any) -> bool:
 
 
 def _expected_type(value: Any, default: Any) -> str | None:
-    kind = type(default)
-    is_whole_for_float = kind is float and type(value) is int
-    if kind not in TYPES or type(value) is kind or is_whole_for_float:
+    default_type = type(default)
+    is_whole_for_float = default_type is float and type(value) is int
+    if default_type not in TYPE_NAMES or type(value) is default_type or is_whole_for_float:
         return None
-    return f"{TYPES[kind]} (the default is {str(default).lower()})"
+    return f"{TYPE_NAMES[default_type]} (the default is {str(default).lower()})"
 
 
 def _is_read(prefix: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
@@ -124,5 +126,5 @@ def _is_read(prefix: str, name: str, value: Any, parent: Config, listed: Config)
     if name == "_target_":
         return True
     # A class may take any other key, but rooot is meant to be root.
-    is_slip = difflib.get_close_matches(name, map(str, listed), 1, cutoff=0.88)
-    return "_target_" in parent and not is_slip
+    is_misspelt = difflib.get_close_matches(name, map(str, listed), 1, cutoff=0.88)
+    return "_target_" in parent and not is_misspelt

@@ -21,18 +21,18 @@ is resumed with `optimizer=sgd trainer.max_epochs=9`:
 Its options are chosen again, but for the optimizer, which is another one now. `fresh` is what they
 compose:
 
-    >>> options_of(stored, choices, folders)
+    >>> inherited_options(stored, choices, folders)
     ['model=small_cnn']
     >>> fresh = {"model": {"dropout": 0.0}, "optimizer": {"lr": 0.1}, "seed": 42, "run_id": None}
 
 Its values replace those of `fresh`. The optimizer has its own, and an id belongs to one start:
 
-    >>> values_of(stored, overrides, choices, fresh)
+    >>> inherited_values(stored, overrides, choices, fresh)
     {'model': {'dropout': 0.5}, 'seed': 7}
 
 The new overrides come last. The run records them behind those that still hold:
 
-    >>> overrides_of(stored, overrides, choices)
+    >>> inherited_overrides(stored, overrides, choices)
     ['model=small_cnn', 'model.dropout=0.5', 'seed=7']
 """
 
@@ -52,7 +52,9 @@ from lockstep.records.config import ABSENT, Config, lookup
 CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")
 
 
-def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
+def inherited_options(
+    stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]
+) -> list[str]:
     """Return overrides that choose the run's option of each group of which `choices` has none."""
     options = []
     for group, name in (stored.get("choices") or {}).items():
@@ -73,7 +75,7 @@ def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, 
     return options
 
 
-def values_of(
+def inherited_values(
     stored: Config, overrides: Sequence[str], choices: Mapping[str, str], fresh: Config
 ) -> dict[str, Any]:
     """Return the run's values to carry over.
@@ -84,20 +86,22 @@ def values_of(
     """
     values = {key: value for key, value in stored.items() if keys.is_carried_over(key)}
     values.pop("choices", None)
-    for group in _chosen_anew(stored, choices):
+    for group in _groups_chosen_anew(stored, choices):
         node = values.pop(group, None) or {}
         if group == "trainer":
             values[group] = _without_placement(node, fresh[group])
     if "overrides" in stored:
         _set_what_is_missing(values, fresh)
 
-    kept = _values_to_keep(values, fresh, {key_of(override) for override in _overrides(stored)}, "")
+    kept = _values_to_keep(
+        values, fresh, {key_of(override) for override in _stored_overrides(stored)}, ""
+    )
     if kept.get("optimizer"):
         kept["optimizer"] = _with_rates_scaled_once(kept["optimizer"], stored, overrides)
     return kept
 
 
-def _overrides(stored: Config) -> list[str]:
+def _stored_overrides(stored: Config) -> list[str]:
     return [str(override) for override in stored.get("overrides") or ()]
 
 
@@ -127,33 +131,35 @@ def repeatable_overrides(
 
     Args:
         overrides: the new ones.
-        values, fresh: as from and for `values_of`.
+        values, fresh: as from and for `inherited_values`.
     """
-    before = _overrides(stored)
+    before = _stored_overrides(stored)
     set_now = {key_of(override) for override in overrides}
     changes = []
     for override in before:
         key = key_of(override)
-        if override.startswith("~") and key not in set_now and _has(values, fresh, key):
+        if override.startswith("~") and key not in set_now and _has_key(values, fresh, key):
             changes.append(override)
 
-    repeated = _scaling_repeated(overrides, before)
+    repeated = _repeated_scaling_options(overrides, before)
     for override in overrides:
         if override.startswith("~"):
             # Hydra says what is wrong with the removal of a key that the run never had.
-            if _has(values, fresh, key_of(override)) or override not in before:
+            if _has_key(values, fresh, key_of(override)) or override not in before:
                 changes.append(override)
         elif override not in repeated:
             changes.append(set_or_add(override) if override.startswith("+") else override)
     return changes
 
 
-def overrides_of(stored: Config, overrides: Sequence[str], choices: Mapping[str, str]) -> list[str]:
+def inherited_overrides(
+    stored: Config, overrides: Sequence[str], choices: Mapping[str, str]
+) -> list[str]:
     """Return the run's overrides that the new ones do not replace."""
     set_now = {key_of(override) for override in overrides}
-    chosen_anew = _chosen_anew(stored, choices)
+    chosen_anew = _groups_chosen_anew(stored, choices)
     kept = []
-    for override in _overrides(stored):
+    for override in _stored_overrides(stored):
         key = key_of(override)
         is_of_other_option = keys.root_of(key) in chosen_anew
         if key.startswith("trainer."):
@@ -165,7 +171,7 @@ def overrides_of(stored: Config, overrides: Sequence[str], choices: Mapping[str,
     return kept
 
 
-def _chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:
+def _groups_chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:
     before = stored.get("choices") or {}
     return [group for group, name in choices.items() if name != before.get(group)]
 
@@ -192,7 +198,7 @@ def _with_rates_scaled_once(
     return dict(optimizer)
 
 
-def _scaling_repeated(overrides: Sequence[str], before: Sequence[str]) -> list[str]:
+def _repeated_scaling_options(overrides: Sequence[str], before: Sequence[str]) -> list[str]:
     """Return the options of the optimizer that the run has had, if they scale its rates.
 
     Its values hold the scaled rates: they would be scaled twice.
@@ -203,7 +209,7 @@ def _scaling_repeated(overrides: Sequence[str], before: Sequence[str]) -> list[s
     return repeated if is_scaled else []
 
 
-def _has(values: Config, fresh: Config, key: str) -> bool:
+def _has_key(values: Config, fresh: Config, key: str) -> bool:
     """Return whether the merge of both has a key; `values` has null for a removed callback."""
     kept = lookup(values, key)
     if kept is None and keys.root_of(key) in FREE_GROUPS:

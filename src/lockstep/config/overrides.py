@@ -13,18 +13,18 @@ from lockstep.process.errors import UserError
 
 # Values that Hydra reads as they are meant: functions of its grammar, quotes, lists, sweeps, null
 # and plain text.
-READ = re.compile(
+READ_AS_MEANT = re.compile(
     r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
     r"|(?!(?i:true|false|nan|inf)$)[a-zA-Z/][\w/.:@-]*"
 )
 # What fits the class of an option may not fit another one.
-UNFIT = {
+UNFIT_GROUPS = {
     "data._target_": ("data", "task"),
     "model._target_": ("data", "task", "optimizer", "scheduler"),
 }
 SEARCH_PATH = "hydra.searchpath"
 # A run of a few steps, which other commands start, ends by its epochs and leaves nothing.
-FEW_STEPS = {
+SHORT_RUN_OVERRIDES = {
     "trainer.max_steps": -1,
     "trainer.max_time": "null",
     "trainer.compile": False,
@@ -58,7 +58,7 @@ class CommandLine:
         for override in typed:
             if is_choice(override, folders):
                 override = override.lstrip("+")
-            overrides.append(as_typed(override))
+            overrides.append(quote_names(override))
         for override in overrides:
             _check_form(override, folders)
         return cls(config_name, overrides, folders)
@@ -70,20 +70,20 @@ class CommandLine:
         return {key_of(override): override.partition("=")[2] for override in chosen}
 
     @property
-    def search(self) -> list[str]:
+    def search_path_overrides(self) -> list[str]:
         """The overrides that add folders of yamls."""
         return search_paths(self.overrides)
 
     @property
-    def without_fits(self) -> list[str]:
+    def fit_removals(self) -> list[str]:
         """Overrides that remove what fits the chosen options: a class may be another one."""
         groups: set[str] = set()
         for override in self.overrides:
-            groups.update(UNFIT.get(key_of(override), ()))
+            groups.update(UNFIT_GROUPS.get(key_of(override), ()))
         return sorted(f"~fits/{group}" for group in groups)
 
     @property
-    def recorded(self) -> list[str]:
+    def recorded_overrides(self) -> list[str]:
         """The overrides that a run records: all but Hydra's own."""
         return [word for word in self.overrides if not re.match("hydra[./]", key_of(word))]
 
@@ -131,7 +131,7 @@ def is_choice(override: str, folders: tuple[Path, ...]) -> bool:
     return is_group(key_of(override), folders)
 
 
-def as_typed(override: str) -> str:
+def quote_names(override: str) -> str:
     """Quote a name that Hydra would read as a number, a switch or not at all; expand ~ in it."""
     key, sign, value = override.partition("=")
     if not sign or not keys.is_text(key.lstrip("+")):
@@ -145,7 +145,7 @@ def as_typed(override: str) -> str:
 
 
 def _quoted_if_needed(value: str) -> str:
-    return value if READ.fullmatch(value) else quoted(value)
+    return value if READ_AS_MEANT.fullmatch(value) else quoted(value)
 
 
 def set_or_add(override: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.keys import is_placement
-from lockstep.config.overrides import FEW_STEPS, overrides_of_trial, quoted
+from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_trial, quoted
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
@@ -22,7 +22,7 @@ RANKS = 2
 TOLERANCE_32 = 1e-4
 DIGEST = "callbacks.prove"
 FIXED = {
-    **FEW_STEPS,
+    **SHORT_RUN_OVERRIDES,
     "trainer.max_epochs": 2,
     "trainer.accumulate_grad_batches": 1,
     "trainer.num_sanity_val_steps": -1,

@@ -10,7 +10,7 @@ from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.config import keys
 from lockstep.config.changes import Change, changes_of
 from lockstep.config.compose import compose, defaults_of, plain
-from lockstep.config.foreign import OF_RUN, accept_config
+from lockstep.config.foreign import RUN_ROOTS, accept_config
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
@@ -105,7 +105,7 @@ def _taken_from_bucket(
     Nothing is taken for a group whose class the command line names, as with task._target_=.
     """
     typed = {key_of(override) for override in overrides}
-    roots = tuple(root for root in OF_RUN if f"{root}._target_" not in typed)
+    roots = tuple(root for root in RUN_ROOTS if f"{root}._target_" not in typed)
     whose = f"The config of the run {folder.run_id} in its bucket"
     values, rejected = accept_config(before, roots, whose)
     left = [key for key in rejected if key not in typed]

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, one_sentence, whole_config
 from lockstep.config.keys import REPEATS
-from lockstep.config.overrides import CommandLine, as_typed, is_choice
+from lockstep.config.overrides import CommandLine, is_choice, quote_names
 from lockstep.config.schema import key_of
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
@@ -28,7 +28,7 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
     from hydra.errors import HydraException
 
     try:
-        typed = [as_typed(override) for override in overrides]
+        typed = [quote_names(override) for override in overrides]
         return OverridesParser.create().parse_overrides(typed)
     except HydraException as error:
         raise UserError(one_sentence(error)) from None

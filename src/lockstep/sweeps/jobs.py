@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.config.compose import CONFIGS, compose, for_multirun
+from lockstep.config.compose import CONFIGS, adapt_to_multirun, compose
 from lockstep.config.hydra_versions import version_base
 from lockstep.config.keys import FOLD
-from lockstep.config.overrides import as_typed, quoted, search_paths
+from lockstep.config.overrides import quote_names, quoted, search_paths
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
@@ -53,7 +53,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun, report its jobs, and return their worst exit code."""
     command = f"python src/{Path(sys.argv[0]).name} -m {shlex.join(overrides)}"
     # What is wrong is refused before the first job.
-    overrides = for_multirun([as_typed(override) for override in overrides])
+    overrides = adapt_to_multirun([quote_names(override) for override in overrides])
     cfg = compose(config_name, first_values(overrides))
     refuse_missing_options(config_name, overrides)
     sweeper = str(cfg.hydra.runtime.choices.get("hydra/sweeper"))

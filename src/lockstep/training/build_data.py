@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.config.instantiate import build, parameters_of, resolve_target
 from lockstep.config.keys import names_images
-from lockstep.config.locate import foreign_import
+from lockstep.config.locate import describe_foreign_import
 from lockstep.config.schema import key_of
 from lockstep.data import report
 from lockstep.process.errors import UserError
@@ -149,7 +149,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
     data = build(without_unset(node))
     if not isinstance(data, pl.LightningDataModule):
         problem = f"data._target_={node['_target_']} is not a LightningDataModule."
-        raise UserError(foreign_import(type(data)) or problem)
+        raise UserError(describe_foreign_import(type(data)) or problem)
     return data
 
 
