@@ -58,7 +58,7 @@ SHEET_IMAGES = 48
 SHEET_COLUMNS = 6
 CAPTION_LENGTH = 16  # characters
 # A caption below this probability is red.
-UNSURE = 0.5
+UNSURE_BELOW = 0.5
 RED = "#c22745"
 # A message names at most this many files.
 SHOWN_FILES = 3
@@ -94,10 +94,10 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
         start_prediction_ranks,
     )
 
-    positive_number("top", options["top"])
-    positive_number("batch", options["batch"] or "1")
+    check_positive("top", options["top"])
+    check_positive("batch", options["batch"] or "1")
     files = {} if is_table(options) else image_files(options["images"])
-    check_out(options)
+    refuse_existing_output(options)
 
     config = prediction_config(overrides)
     cluster = find_ranks(config)
@@ -148,13 +148,13 @@ def predict_on(
         return predict_own_data(predictor, options)
     data = unlabelled_data(model, files, numbers, options)
     set_device(data, device, cluster.rank, cluster.world_size)
-    paths = OutputPaths(Path(options["out"] or default_out(model, ".csv")))
+    paths = OutputPaths(Path(options["out"] or default_output_name(model, ".csv")))
     progress = Progress(len(files), cluster.world_size)
     top = int(options["top"])
     rows: dict[str, Row] = {}
     group = patient_group()
-    mine = predict_files(predictor, data, files, paths.masks, top, progress)
-    for part in gather_objects(mine, group):
+    rows_of_rank = predict_files(predictor, data, files, paths.masks, top, progress)
+    for part in gather_objects(rows_of_rank, group):
         rows |= part
     if not cluster.is_rank_zero:
         return EXIT_OK
@@ -195,7 +195,7 @@ def unlabelled_data(
         scales=model.facts.get("inputs"),
         numbers=[numbers.get(name, {}) for name in files],
         eval_batch_size=int(batch or DEFAULT_EVAL_BATCH_SIZE),
-        num_workers=number_of_workers(options["data.num_workers"]),
+        num_workers=parse_workers(options["data.num_workers"]),
     )
 
 
@@ -204,7 +204,7 @@ def is_table(options: dict[str, str]) -> bool:
     return Path(options["images"]).suffix.lower() == ".csv"
 
 
-def number_of_workers(text: str) -> int | str:
+def parse_workers(text: str) -> int | str:
     if text == "auto":
         return text
     if not text.isdecimal():
@@ -212,13 +212,12 @@ def number_of_workers(text: str) -> int | str:
     return int(text)
 
 
-def positive_number(option: str, text: str) -> int:
+def check_positive(option: str, text: str) -> None:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"{option}={text} must be a whole number from 1.")
-    return int(text)
 
 
-def check_out(options: dict[str, str]) -> None:
+def refuse_existing_output(options: dict[str, str]) -> None:
     """Refuse to replace files that out= names, as they may be another run's.
 
     The default name has the run's id, so that it is this run's own.
@@ -234,7 +233,7 @@ def check_out(options: dict[str, str]) -> None:
             )
 
 
-def default_out(model: Any, suffix: str) -> str:
+def default_output_name(model: Any, suffix: str) -> str:
     """Return the name of the output, which has the run's id or the checkpoint's name."""
     name = (model.record.run_id or model.path.stem).replace("/", "_")
     return f"predictions-{name}{suffix}"
@@ -326,18 +325,19 @@ def predict_files(
         is_damaged = data.source.is_damaged[positions].bool()
         if is_damaged.any() and hasattr(outputs, "shape"):
             outputs = outputs[~is_damaged]
-        whole = []
+        undamaged_names = []
         for position in positions:
             if data.source.is_damaged[position]:
                 rows[names[position]] = {"error": data.source.error_of(position)}
             else:
-                whole.append(names[position])
-        rows |= zip(whole, rows_of(predictor.model, outputs, whole, masks, top), strict=True)
+                undamaged_names.append(names[position])
+        predicted = prediction_rows(predictor.model, outputs, undamaged_names, masks, top)
+        rows |= zip(undamaged_names, predicted, strict=True)
         progress.add(len(positions))
     return rows
 
 
-def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
+def prediction_rows(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
     """Return the row of each image from what predict_step returned for a batch.
 
     Masks are written as PNG files.
@@ -461,13 +461,13 @@ def write_table(path: Path, rows: dict[str, Row]) -> None:
         writer = csv.DictWriter(file, ["file", *ordered])
         writer.writeheader()
         for name, row in rows.items():
-            cells = {column: _cell(value) for column, value in row.items()}
+            cells = {column: _format_cell(value) for column, value in row.items()}
             writer.writerow({"file": name, **cells})
 
     write_atomically(path, write)
 
 
-def _cell(value: str | float) -> str | float:
+def _format_cell(value: str | float) -> str | float:
     if not isinstance(value, float):
         return value
     # Targets of a small unit keep six digits, too.
@@ -475,17 +475,17 @@ def _cell(value: str | float) -> str | float:
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:
-    """Draw images with their classes, and captions below UNSURE in red."""
+    """Draw images with their classes, and captions below UNSURE_BELOW in red."""
     from lockstep.data.contact_sheet import Tile, contact_sheet
 
     tiles = []
     for file, row in classified:
         probability = float(row["probability"])
         caption = f"{str(row['class'])[:CAPTION_LENGTH]} {probability:.0%}"
-        colour = "black" if probability >= UNSURE else RED
+        colour = "black" if probability >= UNSURE_BELOW else RED
         tiles.append(Tile([reading.open(file)], [caption, file.name], colour))
     contact_sheet(path, tiles, columns=SHEET_COLUMNS)
-    log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
+    log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE_BELOW:.0%} are red")
 
 
 def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
@@ -499,7 +499,7 @@ def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
     from lockstep.training.own_loaders import predict_own_batches
     from lockstep.training.prediction import set_device
 
-    out = Path(options["out"] or default_out(predictor.model, ".pt"))
+    out = Path(options["out"] or default_output_name(predictor.model, ".pt"))
     if out.suffix != ".pt":
         raise UserError(
             "images= is missing: a CSV is of a folder of images, "

@@ -79,11 +79,11 @@ def check_resume_epoch(proof: Proof) -> CheckResult:
 
 
 def check_resumed(
-    proof: Proof, check: str, stop: str, expected: tuple[int, ...], at: int
+    proof: Proof, check: str, stop: str, expected: tuple[int, ...], stop_at: int
 ) -> CheckResult:
     reference = proof.reference
     try:
-        run = proof.run_and_resume(check, stop, expected, at)
+        run = proof.run_and_resume(check, stop, expected, stop_at)
     except RunFailed as error:
         return CheckResult(check, False, difference="the run fails", cause=str(error))
     difference = first_difference(run, reference, 0.0)
@@ -260,7 +260,7 @@ def check_compile(proof: Proof) -> CheckResult:
     return difference_result("compile", difference, cause)
 
 
-FUNCTIONS: dict[str, Callable[[Proof], CheckResult]] = {
+CHECK_FUNCTIONS: dict[str, Callable[[Proof], CheckResult]] = {
     "repeat": check_repeat,
     "resume_step": check_resume_step,
     "resume_epoch": check_resume_epoch,
@@ -290,7 +290,7 @@ def prove(proof: Proof, checks: list[str]) -> list[CheckResult]:
         log.warning("The loss is the same in every step: this training learns nothing.")
     results = []
     for check in checks:
-        results.append(FUNCTIONS[check](proof))
+        results.append(CHECK_FUNCTIONS[check](proof))
         log.info(f"{results[-1]}")
     write_table(proof.folder, proof.overrides, results, where)
     proof.remove_batches()
@@ -363,7 +363,7 @@ def run_child(name: str, overrides: list[str], output: Path) -> int:
     return run_forked(script, overrides, without_launcher(environment()), output)
 
 
-def proof_of(config: Config, options: Options, run: StartScript = run_child) -> Proof:
+def create_proof(config: Config, options: Options, run: StartScript = run_child) -> Proof:
     """Return a proof, in a new folder.
 
     Raises:
@@ -382,7 +382,7 @@ def main(argv: list[str]) -> int:
     """Train again and again, log the table, and return the exit code."""
     overrides, options = read_options(argv)
     config = read_command("train", overrides, __doc__ or "").compose()
-    proof = proof_of(config, options)
+    proof = create_proof(config, options)
     results = prove(proof, options.checks or checks_for(proof.one_process))
     log.info(os.path.relpath(proof.folder / "prove.md"))
     failed = [result.check for result in results if result.equal is False]

@@ -20,7 +20,7 @@ from runs import succeed
 from tasks.classifier import ImageClassifier
 from tasks.regression import Regression
 
-HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
+HAS_ONNX = all(find_spec(name) for name in export.PACKAGES_OF_FORMAT["onnx"])
 SMALL_NET = [
     "data=synthetic",
     "data.num_images=300",
@@ -300,7 +300,7 @@ def test_a_run_whose_data_module_defines_no_images_is_refused(monkeypatch, capsy
 
 
 def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
-    monkeypatch.setitem(export.NEEDED, "onnx", ("no_such_package",))
+    monkeypatch.setitem(export.PACKAGES_OF_FORMAT, "onnx", ("no_such_package",))
     with pytest.raises(
         UserError, match="formats=onnx needs no_such_package: .venv/bin/pip install no_such_package"
     ):

@@ -45,7 +45,7 @@ def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16)
     config = whole_config(compose("train", small("train", (*overrides, f"paths.log_dir={folder}"))))
     chosen = prove.chosen_checks(checks) if checks else prove.checks_for("cpu")
     options = prove.Options(chosen, steps)
-    return prove.prove(prove.proof_of(config, options, forked), chosen)
+    return prove.prove(prove.create_proof(config, options, forked), chosen)
 
 
 def plain_overrides(task: str = "Sound", data: str = "Points") -> list[str]:

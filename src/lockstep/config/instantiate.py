@@ -143,7 +143,6 @@ def _to_tuple_if_taken(value: Any, parameter: inspect.Parameter | None) -> Any:
     """
     if parameter is None or not isinstance(value, list):
         return value
-    takes_tuple = isinstance(parameter.default, tuple) or TUPLE_ANNOTATION.match(
-        str(parameter.annotation)
-    )
+    annotation = str(parameter.annotation)
+    takes_tuple = isinstance(parameter.default, tuple) or TUPLE_ANNOTATION.match(annotation)
     return tuple(value) if takes_tuple else value

@@ -93,9 +93,8 @@ def inherited_values(
     if "overrides" in stored:
         _set_what_is_missing(values, fresh)
 
-    kept = _values_to_keep(
-        values, fresh, {key_of(override) for override in _stored_overrides(stored)}, ""
-    )
+    typed = {key_of(override) for override in _stored_overrides(stored)}
+    kept = _values_to_keep(values, fresh, typed, "")
     if kept.get("optimizer"):
         kept["optimizer"] = _with_rates_scaled_once(kept["optimizer"], stored, overrides)
     return kept

@@ -16,7 +16,7 @@ from lockstep.records.metric_names import format_metric, metric_of_test
 
 PERCENT = 100
 DIGITS = 10
-ABOUT_SEVERAL = (
+CAUTION_ABOUT_SEVERAL = (
     "Each interval is 95 % by itself: of twenty equal settings one is likely to seem different."
 )
 # The arm that sets nothing of its own, of against=baseline.
@@ -31,7 +31,7 @@ class ArmRun:
         arm: the settings that the runs of its arm share, and those of other arms do not.
         repeat: what it shares with one run of each other arm, as seed=1 data.fold=0.
         value: of the metric that ranks, in validation; nan if the run failed.
-        tested: the test metric that belongs to it; nan without one.
+        test_value: the test metric that belongs to it; nan without one.
         fold_ratio: validation images per training image where folds are repeated, otherwise 0.
     """
 
@@ -39,7 +39,7 @@ class ArmRun:
     arm: str
     repeat: str
     value: float
-    tested: float = math.nan
+    test_value: float = math.nan
     fold_ratio: float = 0.0
 
 
@@ -55,9 +55,9 @@ class Arm:
         return self._sample([run.value for run in self.runs])
 
     @property
-    def tested(self) -> Sample | None:
+    def test_sample(self) -> Sample | None:
         """The test metric; None where a run lacks it."""
-        values = [run.tested for run in self.runs]
+        values = [run.test_value for run in self.runs]
         return self._sample(values) if all(map(math.isfinite, values)) else None
 
     def _sample(self, values: Sequence[float]) -> Sample:
@@ -113,7 +113,7 @@ class Arms:
         return len({run.repeat for run in self.runs}) > 1
 
     @property
-    def repeats_alone(self) -> bool:
+    def has_only_repeats(self) -> bool:
         """True if the runs differ in seed or fold alone."""
         return self.has_repeats and len(self.settings) == 1
 
@@ -148,21 +148,21 @@ class Arms:
             return []
         lines = [f"{self.metric}, mean ± standard error:"]
         for arm in self.ranked:
-            lines.append("  " + " · ".join(filter(None, self._parts(arm))))
+            lines.append("  " + " · ".join(filter(None, self._line_parts(arm))))
         for comparison in self.comparisons:
             names = f"{comparison.arm} against {comparison.reference}"
             lines.append(f"  {names}: {comparison.sentence}")
         if len(self.comparisons) > 1:
-            lines.append(f"  {ABOUT_SEVERAL}")
+            lines.append(f"  {CAUTION_ABOUT_SEVERAL}")
         return lines
 
-    def _parts(self, arm: Arm) -> Iterable[str]:
+    def _line_parts(self, arm: Arm) -> Iterable[str]:
         """Yield what the line of an arm has."""
         yield f"{mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
         if len(arm.runs) > 1:
             yield f"deviation {format_metric(self.metric, arm.values.deviation)}"
         if len(self.settings) == 1:
-            yield self.tested_text(arm)
+            yield self.test_text(arm)
         yield arm.name
 
     @property
@@ -178,12 +178,12 @@ class Arms:
             return []
         best = self.ranked[0]
         tried = f"{len(self.settings)} settings were tried on the same validation images"
-        return [" · ".join(filter(None, [f"best: {best.name}", self.tested_text(best), tried]))]
+        return [" · ".join(filter(None, [f"best: {best.name}", self.test_text(best), tried]))]
 
-    def tested_text(self, arm: Arm) -> str:
+    def test_text(self, arm: Arm) -> str:
         """Return the test metric of an arm; empty where a run lacks it."""
         name = metric_of_test(self.metric)
-        return f"{name} {mean_and_error(name, arm.tested)}" if arm.tested else ""
+        return f"{name} {mean_and_error(name, arm.test_sample)}" if arm.test_sample else ""
 
 
 def count_of_runs(arm: Arm) -> str:
@@ -228,21 +228,21 @@ def as_record(arms: Arms) -> dict[str, Any]:
     arm_records = []
     for arm in arms.ranked:
         record = {"arm": arm.name, "runs": [run.run_id for run in arm.runs]}
-        arm_records.append(record | _figures(arm.values))
+        arm_records.append(record | _statistics(arm.values))
     comparisons = []
     for comparison in arms.comparisons:
         record = {"arm": comparison.arm, "against": comparison.reference}
-        record |= _figures(comparison.differences)
+        record |= _statistics(comparison.differences)
         comparisons.append(record | {"sentence": comparison.sentence})
     return {"arms": arm_records, "comparisons": comparisons}
 
 
-def _figures(sample: Sample) -> dict[str, Any]:
-    figures = {
+def _statistics(sample: Sample) -> dict[str, Any]:
+    statistics = {
         "mean": sample.mean,
         "deviation": sample.deviation,
         "standard_error": sample.error,
         "half_of_95_percent_interval": sample.half_width,
     }
-    finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+    finite = {name: value for name, value in statistics.items() if math.isfinite(value)}
     return {"count": len(sample.values), **finite}

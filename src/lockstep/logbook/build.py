@@ -13,9 +13,9 @@ from typing import Any
 
 from lockstep.logbook.figures import panels_with_lines, run_panels, why_no_curves, write_figure
 from lockstep.logbook.folders import NOTE_MARKS, RecordedRun, config_of, is_url, read_run
-from lockstep.logbook.index import readable_runs, write_index
+from lockstep.logbook.index import read_runs, write_index
 from lockstep.logbook.render import render
-from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
+from lockstep.logbook.sweep_page import read_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.redact import redact, redact_text
@@ -287,7 +287,7 @@ def _fewer_rows(metrics: str, monitor: str) -> str:
 
 def build(logbook: Path) -> list[str]:
     """Write all pages of the logbook again; return a sentence for each unreadable folder."""
-    runs, errors = readable_runs(logbook)
+    runs, errors = read_runs(logbook)
     for run in runs:
         write_page(run)
     errors += write_sweep_pages(logbook)
@@ -297,7 +297,7 @@ def build(logbook: Path) -> list[str]:
 
 def write_sweep_pages(logbook: Path) -> list[str]:
     """Write the pages of all sweeps; return a sentence for each unreadable folder."""
-    sweeps, errors = readable_sweeps(logbook)
+    sweeps, errors = read_sweeps(logbook)
     for sweep in sweeps:
         write_sweep_page(sweep.folder)
     return errors

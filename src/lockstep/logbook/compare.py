@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
-from lockstep.logbook.arms import ABOUT_SEVERAL, Arms
+from lockstep.logbook.arms import CAUTION_ABOUT_SEVERAL, Arms
 from lockstep.logbook.figures import compare_panels, missing_curves, write_figure
 from lockstep.logbook.folders import (
     NOTE_MARKS,
@@ -19,7 +19,7 @@ from lockstep.logbook.folders import (
     read_text,
 )
 from lockstep.logbook.render import (
-    aligned,
+    align_columns,
     dollars,
     duration,
     is_share,
@@ -42,7 +42,7 @@ MEANING_OF_ERROR = (
 Row = tuple[str, list[str]]
 Show = Callable[[Any], str]
 
-GIB = partial(number, unit="GiB")
+format_gib = partial(number, unit="GiB")
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -80,13 +80,13 @@ MEASURED = (
     ),
     Measurement("Waiting for data", "throughput.data_wait_share", partial(percent, digits=1)),
     Measurement("GPU utilisation", "gpu_percent", partial(number, unit="%")),
-    Measurement("Peak memory", "peak_memory_gib", GIB, has_ratio=True),
+    Measurement("Peak memory", "peak_memory_gib", format_gib, has_ratio=True),
     Measurement("Global batch", "global_batch_size", number, has_ratio=True),
     Measurement("Per-device batch", "per_device_batch_size", number, has_ratio=True),
     Measurement("Largest batch per device", "largest_batch.per_device", number, has_ratio=True),
     Measurement("Largest global batch", "largest_batch.global", number, has_ratio=True),
-    Measurement("Memory at the largest batch", "largest_batch.peak_memory_gib", GIB),
-    Measurement("Memory limit of the search", "largest_batch.limit_gib", GIB),
+    Measurement("Memory at the largest batch", "largest_batch.peak_memory_gib", format_gib),
+    Measurement("Memory limit of the search", "largest_batch.limit_gib", format_gib),
     Measurement("Lost steps", "lost_steps", number),
     Measurement("Cost", "cost.usd", dollars, has_ratio=True),
 )
@@ -120,7 +120,7 @@ SHOULD_MATCH: dict[str, Callable[[RecordedRun], Any]] = {
 }
 
 
-def not_held_fixed(runs: Sequence[RecordedRun]) -> str:
+def caution_about_runs(runs: Sequence[RecordedRun]) -> str:
     """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
     return caution_about(unfair_differences(runs))
 
@@ -161,12 +161,12 @@ def _best_rows(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def _test_rows(runs: Sequence[RecordedRun]) -> list[Row]:
-    of_test = [run.record.metrics for run in runs]
+    test_metrics = [run.record.metrics for run in runs]
     rows = []
-    for name in sorted(set().union(*of_test)):
+    for name in sorted(set().union(*test_metrics)):
         is_count = name.endswith(("/images", "/correct"))
         if split_stage(name)[0] == "test" and not is_count:
-            rows += _metric_row(name, name, of_test, _errors_of(runs, name))
+            rows += _metric_row(name, name, test_metrics, _errors_of(runs, name))
     return rows
 
 
@@ -196,7 +196,7 @@ def _metric_row(
 
     A share has its difference to the first run in points.
     """
-    values = [of_run.get(name) for of_run in metrics]
+    values = [metrics_of_run.get(name) for metrics_of_run in metrics]
     cells = []
     for value, error in zip(values, errors, strict=True):
         cell = metric(value, name)
@@ -266,13 +266,13 @@ def _weights_address(run: RecordedRun) -> str | None:
     return str(address) if address else None
 
 
-def as_text(runs: Sequence[RecordedRun]) -> str:
+def comparison_text(runs: Sequence[RecordedRun]) -> str:
     """Return the comparison as aligned columns for a terminal."""
     head = ("", labels_of(runs))
     empty = ("", [""] * len(runs))
     rows = [head, *result_rows(runs), empty, *setting_rows(runs)]
-    table = aligned([[name, *cells] for name, cells in rows])
-    return "\n\n".join(filter(None, [table, meaning_of_error(rows), not_held_fixed(runs)]))
+    table = align_columns([[name, *cells] for name, cells in rows])
+    return "\n\n".join(filter(None, [table, meaning_of_error(rows), caution_about_runs(runs)]))
 
 
 def meaning_of_error(rows: Sequence[Row]) -> str:
@@ -328,7 +328,7 @@ def write_comparison(
         title=title,
         caution=caution,
         arms=arms,
-        about_several=ABOUT_SEVERAL,
+        about_several=CAUTION_ABOUT_SEVERAL,
         runs=runs,
         labels=labels_of(runs),
         results=results,

@@ -59,7 +59,7 @@ def runs_of_group(
         raise UserError(f"{text} mixes conditions and run ids: a group is of one or the other.")
     chosen = list(runs)
     for condition in conditions:
-        chosen = [run for run in chosen if _meets(run, condition)]
+        chosen = [run for run in chosen if _meets_condition(run, condition)]
     if not chosen:
         raise UserError(
             f"No run has {text}. Keys are those of logbook.py table, as optimizer.lr, augmentation "
@@ -68,7 +68,7 @@ def runs_of_group(
     return chosen
 
 
-def _meets(run: RecordedRun, condition: str) -> bool:
+def _meets_condition(run: RecordedRun, condition: str) -> bool:
     """Return whether a run has the value of KEY=VALUE; a list, as tags, has it among others."""
     key, _, text = condition.partition("=")
     value = run.value(key)

@@ -140,7 +140,7 @@ def duration(seconds: float | None) -> str:
     return output.format_duration(seconds).replace(" ", NB)
 
 
-def folded(command: str, width: int = 96) -> str:
+def fold_command(command: str, width: int = 96) -> str:
     """Return a shell command over as many lines as it takes."""
     # A command with an open quote, or without a word, is shown as it is.
     try:
@@ -157,7 +157,7 @@ def folded(command: str, width: int = 96) -> str:
     return lines
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of equally many cells as text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
@@ -176,7 +176,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     number,
     dollars,
     duration,
-    folded,
+    fold_command,
 )
 
 
@@ -189,14 +189,14 @@ def environment() -> Environment:
         lstrip_blocks=True,
         autoescape=True,
         undefined=ChainableUndefined,
-        finalize=_escaped,
+        finalize=_escape,
     )
     env.filters |= {function.__name__: function for function in FILTERS}
     env.filters |= {"markdown": Markup, "shell": shlex.join}
     return env
 
 
-def _escaped(value: Any) -> Markup:
+def _escape(value: Any) -> Markup:
     """Return what a template shows of a value; nothing for None."""
     if isinstance(value, Markup):
         return value

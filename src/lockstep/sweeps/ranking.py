@@ -78,7 +78,7 @@ def ranking(jobs: Sequence[Job], sweep_name: str, metric: str, *, minimize: bool
     Of seeds or folds alone none is the best: their mean comes first, and they stay in order.
     """
     arms = group_into_arms(jobs, sweep_name, metric, minimize=minimize)
-    if arms.repeats_alone:
+    if arms.has_only_repeats:
         return [*arms.lines(), *_job_lines(jobs, sweep_name, metric, f"{len(jobs)} jobs:")]
 
     finished = [job for job in jobs if not job.has_failed]
