@@ -12,7 +12,7 @@ import prove
 from lockstep.config.compose import compose, whole_config
 from lockstep.records.proof_table import CheckResult, write_table
 from lockstep.runs.recording import Recording
-from runs import run_script, small
+from runs import run_script, with_small_defaults
 
 BROKEN = Path(broken_modules.__file__)
 PLAIN = (
@@ -42,7 +42,9 @@ def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16)
         output.write_text(done.output)
         return done.code
 
-    config = whole_config(compose("train", small("train", (*overrides, f"paths.log_dir={folder}"))))
+    config = whole_config(
+        compose("train", with_small_defaults("train", (*overrides, f"paths.log_dir={folder}")))
+    )
     chosen = prove.chosen_checks(checks) if checks else prove.checks_for("cpu")
     options = prove.Options(chosen, steps)
     return prove.prove(prove.create_proof(config, options, forked), chosen)

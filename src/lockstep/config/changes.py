@@ -80,6 +80,7 @@ def _is_explained_by_version(
 ) -> bool:
     """Return whether a key is missing because the other config is of another version of the code.
 
+    A run of before `trainer.ema_decay` existed has no such key, and a resume has it.
     A key that is new has the default of its yaml. One that is gone is in no yaml, no override
     states it, and its class was not asked to take it.
     """

@@ -84,7 +84,7 @@ def _find_faults(config: Config, options: Config, prefix: str = "") -> Iterator[
 
 def _expected_value(key: str, value: Any, default: Any) -> str | None:
     """Return what to give in place of a value; None if it is right."""
-    if key in keys.NAMES and isinstance(value, int | float):
+    if key in keys.TEXT_KEYS and isinstance(value, int | float):
         return f"it in quotes: '{value}'"
     if _is_valid(key, value, default):
         return None
@@ -104,7 +104,7 @@ def _is_valid(key: str, value: Any, default: Any) -> bool:
     # The type of an interpolation is known when it has been resolved.
     if isinstance(value, str) and "${" in value:
         return True
-    return isinstance(value, Mapping) and key in keys.MAY_BE_NODE
+    return isinstance(value, Mapping) and key in keys.NODE_KEYS
 
 
 def _expected_type(value: Any, default: Any) -> str | None:

@@ -77,7 +77,11 @@ def accept_config(
 def _accepted_choices(
     stored: Config, roots: tuple[str, ...], owner: str, rejected: dict[str, Any]
 ) -> dict[str, str]:
-    """Return the options that the config names and this clone has, by group."""
+    """Return the options that the config names and this clone has, by group.
+
+    Args:
+        rejected: gets the others, as {"trainer=hivemind": None}.
+    """
     named = _mapping(stored.get("choices"))
     choices = {}
     for group in (group for group in GROUPS if group in roots):
@@ -132,7 +136,12 @@ def _builds_another_net(key: str) -> bool:
 def _accepted_values(
     stored: Config, defaults: Config, prefix: str, rejected: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the accepted values that differ from the defaults of this clone."""
+    """Return the accepted values that differ from the defaults of this clone.
+
+    Args:
+        prefix: of the keys in `stored`, as "model.".
+        rejected: gets the values that are not accepted, by their dotted keys.
+    """
     values: dict[str, Any] = {}
     for name, value in stored.items():
         key = f"{prefix}{name}"

@@ -164,7 +164,7 @@ def inherited_overrides(
         if key.startswith("trainer."):
             # Another trainer takes over all values but those that place the ranks.
             is_of_other_option = is_of_other_option and keys.is_placement(key)
-        is_kept = keys.is_carried_over(key) and key not in keys.RECOMPUTED
+        is_kept = keys.is_carried_over(key) and key not in keys.RECOMPUTED_KEYS
         if is_kept and key not in set_now and not is_of_other_option:
             kept.append(override)
     return kept
@@ -240,11 +240,11 @@ def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     A key that is an interpolation in the configs keeps it, and a key that is no longer in the
     configs is dropped, unless the run overrode it (`typed`) or the class of its group may take it.
     """
-    if key in keys.RECOMPUTED:
+    if key in keys.RECOMPUTED_KEYS:
         return False
     if is_typed(key, typed):
         return True
-    is_derived = key in keys.RESOLVED or (isinstance(default, str) and "${" in default)
+    is_derived = key in keys.RESOLVED_KEYS or (isinstance(default, str) and "${" in default)
     group, _, name = key.partition(".")
     may_be_new = group in CLASS_GROUPS or (group in FREE_GROUPS and name and "." not in name)
     return (is_listed or bool(may_be_new)) and not is_derived

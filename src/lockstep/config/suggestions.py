@@ -79,7 +79,8 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
 def nearest_key(key: str, names: list[str]) -> str | None:
     """Return the key that was most likely meant.
 
-    It has the spelling, the last part, or the name in another program.
+    It has nearly the spelling (data.rooot), the last part (optimizer.num_workers), or the name in
+    another program (batch_size).
     """
     slip = difflib.get_close_matches(key, names, 1, cutoff=0.9)
     if slip:

@@ -28,7 +28,7 @@ class ArmRun:
     """One run of an arm.
 
     Args:
-        arm: the settings that the runs of its arm share, and those of other arms do not.
+        arm: the settings that only the runs of its arm have, as optimizer.lr=0.01.
         repeat: what it shares with one run of each other arm, as seed=1 data.fold=0.
         value: of the metric that ranks, in validation; nan if the run failed.
         test_value: the test metric that belongs to it; nan without one.

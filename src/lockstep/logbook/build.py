@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.logbook.figures import panels_with_lines, run_panels, why_no_curves, write_figure
 from lockstep.logbook.folders import NOTE_MARKS, RecordedRun, config_of, is_url, read_run
@@ -124,13 +124,21 @@ def _scores_and_confusion(path: Path) -> dict[str, Any]:
     return classes
 
 
-ClassScores = tuple[int, float | None, float | None, float | None]
+class ClassScores(NamedTuple):
+    """The scores of a class: shares from 0 to 1, or None where nothing was counted."""
+
+    images: int
+    precision: float | None
+    recall: float | None
+    f1: float | None
 
 
 def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
-    """Return (images, precision, recall, F1) of each class.
+    """Return the scores of each class.
 
-    They are shares from 0 to 1; None where nothing was counted.
+    Args:
+        confusion: numbers of images, with a row for each true class and a column for each
+            predicted one.
     """
     scores = []
     columns = zip(*confusion, strict=True)
@@ -139,7 +147,7 @@ def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
         images = sum(row)
         predicted = sum(column)
         f1 = _ratio(2 * right, images + predicted)
-        scores.append((images, _ratio(right, predicted), _ratio(right, images), f1))
+        scores.append(ClassScores(images, _ratio(right, predicted), _ratio(right, images), f1))
     return scores
 
 

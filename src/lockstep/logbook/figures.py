@@ -222,7 +222,7 @@ def write_sweep_figure(
     """Write the figure; remove it if there is nothing to draw.
 
     Args:
-        numeric_keys: of each key the number that each run has of it.
+        numeric_keys: as {"optimizer.lr": {run_id: 0.1}}.
     """
     path.unlink(missing_ok=True)
     if sum(len(arm.runs) for arm in arms.ranked) < 2:

@@ -120,7 +120,7 @@ def write_sweep_page(folder: Path) -> Path:
 
 
 def numeric_keys(record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the number that each run has of a key, for the keys that all arms set to numbers.
+    """Return {"optimizer.lr": {"run_a": 0.1, "run_b": 0.2}}: the keys that all arms set to numbers.
 
     More than two keys are left out: each picture would mix the others.
     """

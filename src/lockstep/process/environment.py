@@ -144,8 +144,9 @@ def cores_of_task() -> int:
 
 
 def cores_of_rank() -> int:
-    """Return the cores of this rank: those of its SLURM task, or its share of them.
+    """Return the cores of this rank, as 4 for one of two ranks on a machine with 8.
 
+    They are those of its SLURM task, or its share of them.
     The ranks of this node, and the jobs of a sweep that run side by side, share the machine's.
     """
     environ = environment()

@@ -34,6 +34,9 @@ class Batch:
     def cut(cls, global_size: int | str | None, world_size: int, accumulate: int) -> "Batch":
         """Return the batch with so many micro-batches.
 
+        >>> Batch.cut(128, world_size=4, accumulate=8)
+        Batch(global_size=128, per_device=4, accumulate=8)
+
         Raises:
             UserError: it does not divide. The error names the nearest sizes that do.
         """
@@ -54,6 +57,9 @@ class Batch:
     def cut_to_limit(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
         """Return the batch with the fewest micro-batches of at most `limit` images.
 
+        >>> Batch.cut_to_limit(128, world_size=4, limit=10)
+        Batch(global_size=128, per_device=8, accumulate=4)
+
         Raises:
             UserError: it does not divide. The error names the nearest numbers of ranks.
         """
@@ -73,7 +79,7 @@ class Batch:
 
 
 def _fewest_micro_batches(share: int, limit: float) -> int:
-    """Return in how few equal parts of at most `limit` images a rank's share divides."""
+    """Return 4 for a rank's share of 32 images and a limit of 10: four times 8 are 32."""
     for number in range(1, share):
         if share % number == 0 and share // number <= limit:
             return number

@@ -34,7 +34,8 @@ HEAD_OF_BINARY = re.compile(
 )
 # A patch is the same whatever the user has configured.
 DIFF = ("diff", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
-Fingerprint = dict[str, dict[str, str]]  # kind → name → value
+# As {"packages": {"torch": "2.14.1"}}.
+Fingerprint = dict[str, dict[str, str]]
 REMEDIES = {
     "code": "make src, configs and requirements.txt equal on all nodes",
     "options": "give all nodes the same options",

@@ -243,7 +243,7 @@ def _update_cost(record: RunRecord) -> None:
 
 
 def _cost_of_earlier_starts(record: RunRecord) -> tuple[float, float]:
-    """Return what earlier starts have cost, and the seconds that are to be paid beside it."""
+    """Return what earlier starts have cost in USD, and the seconds that are to be paid besides."""
     end = record.finished_at or record.updated_at
     last = record.restarts[-1] if record.restarts else JsonObject()
     if last.usd_before is not None:
