@@ -176,7 +176,7 @@ def evaluation_config(
         trainer = one_process_options(trainer, named)
     return {
         **composed,
-        "data": _evaluated_data(composed, checkpoint, named),
+        "data": _evaluation_data(composed, checkpoint, named),
         "trainer": {**trainer, "accumulate_grad_batches": 1},
         "callbacks": _callbacks_of_run(composed),
         "ckpt_path": str(checkpoint.path),
@@ -196,7 +196,7 @@ def _callbacks_of_run(composed: dict[str, Any]) -> dict[str, Any]:
     return {name: node for name, node in callbacks if name not in callbacks_of_every_run}
 
 
-def _evaluated_data(
+def _evaluation_data(
     composed: dict[str, Any], checkpoint: TrainedCheckpoint, named: set[str]
 ) -> dict[str, Any]:
     """Return the options of the data, whose images are made as those of the training.

@@ -53,7 +53,7 @@ CUDA_PROVIDER = "CUDAExecutionProvider"  # of onnxruntime
 WEIGHT_OPTIONS = ("freeze", "weights", "pretrained")
 
 
-def chosen_formats(text: str) -> list[str]:
+def choose_formats(text: str) -> list[str]:
     """Return the formats that are named, or else those that can be made here.
 
     Raises:
@@ -345,7 +345,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     """
     from lockstep.training.inference import load_finished
 
-    formats = chosen_formats(options["formats"])
+    formats = choose_formats(options["formats"])
     device = device_of_check(overrides)
     refuse_other_files(options)
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))

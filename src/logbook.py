@@ -78,7 +78,7 @@ def keep(options: argparse.Namespace) -> None:
             if sweep:
                 sweeps[name] = sweep
             elif is_s3(name):
-                runs[name] = _fetch(name.rstrip("/"), Path(fetched))
+                runs[name] = _fetch_run(name.rstrip("/"), Path(fetched))
             else:
                 runs[name] = find_run(name, options.logs)
         for name, folder in runs.items():
@@ -91,7 +91,7 @@ def keep(options: argparse.Namespace) -> None:
     write_index(options.logbook)
 
 
-def _fetch(address: str, root: Path) -> Path:
+def _fetch_run(address: str, root: Path) -> Path:
     """Return a folder below `root` with the small files of a run in a bucket."""
     from lockstep.storage.fetch import fetch_for_page
     from lockstep.storage.s3 import Bucket
@@ -182,14 +182,16 @@ def write_report_and_index(
     if options.md:
         print_result(options.md)
     if options.html:
-        address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))
+        address = write_report(
+            report_html(title, runs).encode(), options.html, _endpoint_of_runs(runs)
+        )
         link_from_pages(runs, options.logbook, title, address)
         print_result(address)
     if options.logbook.is_dir() and (options.md or options.html):
         write_index(options.logbook)
 
 
-def _endpoint(runs: list[RecordedRun]) -> str | None:
+def _endpoint_of_runs(runs: list[RecordedRun]) -> str | None:
     """Return the address of the store that the runs used."""
     endpoints = [run.config.get("s3.endpoint_url") for run in runs]
     return next(filter(None, endpoints), None)

@@ -96,7 +96,7 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
 
     check_positive("top", options["top"])
     check_positive("batch", options["batch"] or "1")
-    files = {} if is_table(options) else image_files(options["images"])
+    files = {} if is_table(options) else find_image_files(options["images"])
     refuse_existing_output(options)
 
     config = prediction_config(overrides)
@@ -109,14 +109,14 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
         return start_prediction_ranks(config["trainer"], cluster)
     try:
         with prediction_ranks(config["trainer"], cluster) as device:
-            return predict_on(device, cluster, config, options, files)
+            return predict_on_rank(device, cluster, config, options, files)
     except Exception as error:
         if not cluster.has_agent:
             raise
         return report_failure(error, cluster, None)
 
 
-def predict_on(
+def predict_on_rank(
     device: Any,
     cluster: Cluster,
     config: Config,
@@ -143,10 +143,10 @@ def predict_on(
     elif files:
         refuse_missing_numbers(model)
     set_test_time_flip(model, options["task.test_time_flip"])
-    predictor = Predictor(model, device, precision_for(model, config))
+    predictor = Predictor(model, device, choose_precision(model, config))
     if not files:
         return predict_own_data(predictor, options)
-    data = unlabelled_data(model, files, numbers, options)
+    data = build_unlabelled_data(model, files, numbers, options)
     set_device(data, device, cluster.rank, cluster.world_size)
     paths = OutputPaths(Path(options["out"] or default_output_name(model, ".csv")))
     progress = Progress(len(files), cluster.world_size)
@@ -159,16 +159,16 @@ def predict_on(
     if not cluster.is_rank_zero:
         return EXIT_OK
     rows = {name: rows[name] for name in files}
-    return write_results(rows, files, paths, options["images"], sheet_reading(model))
+    return write_results(rows, files, paths, options["images"], reading_of_sheet(model))
 
 
-def precision_for(model: Any, config: Config) -> str:
+def choose_precision(model: Any, config: Config) -> str:
     """Return trainer.precision, or else that of the training."""
     trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
     return str(config["trainer"]["precision"] or trained_with)
 
 
-def unlabelled_data(
+def build_unlabelled_data(
     model: Any,
     files: dict[str, Path],
     numbers: dict[str, dict[str, float]],
@@ -239,7 +239,7 @@ def default_output_name(model: Any, suffix: str) -> str:
     return f"predictions-{name}{suffix}"
 
 
-def image_files(images: str) -> dict[str, Path]:
+def find_image_files(images: str) -> dict[str, Path]:
     """Return the images of images= by their names in the CSV; {} without images=.
 
     Names are relative to the folder if there is one folder alone, else they are as typed.
@@ -253,7 +253,7 @@ def image_files(images: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
     left_out: dict[str, list[str]] = {}
     for path in typed:
-        for name, file in _files_of(path, left_out).items():
+        for name, file in _find_images(path, left_out).items():
             files[name if len(typed) == 1 else str(file)] = file
 
     # As "5 .txt files (a.txt, b.txt, c.txt, …)".
@@ -277,7 +277,7 @@ def _typed_paths(images: str) -> list[Path]:
     return [Path(part).expanduser() for part in parts if part]
 
 
-def _files_of(path: Path, left_out: dict[str, list[str]]) -> dict[str, Path]:
+def _find_images(path: Path, left_out: dict[str, list[str]]) -> dict[str, Path]:
     """Return the images below a folder by their names in it, or the one image."""
     if path.is_dir():
         return {name: path / name for name in _images_below(path, left_out)}
@@ -415,7 +415,7 @@ def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Pa
     return rows
 
 
-def sheet_reading(model: Any) -> Any:
+def reading_of_sheet(model: Any) -> Any:
     """Return how the contact sheet reads files: in colour where the net gets grey."""
     reading = model.reading
     if reading.channels == 1 and not reading.bands:

@@ -70,15 +70,15 @@ def check_repeat(proof: Proof) -> CheckResult:
 
 def check_resume_step(proof: Proof) -> CheckResult:
     stop = len(proof.reference.steps) * 3 // 4
-    return check_resumed(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
+    return check_resume(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
 
 
 def check_resume_epoch(proof: Proof) -> CheckResult:
     # A shell reports a kill as 137, Python as -9.
-    return check_resumed(proof, "resume_epoch", "dies_in", (-9, 137), 1)
+    return check_resume(proof, "resume_epoch", "dies_in", (-9, 137), 1)
 
 
-def check_resumed(
+def check_resume(
     proof: Proof, check: str, stop: str, expected: tuple[int, ...], stop_at: int
 ) -> CheckResult:
     reference = proof.reference
@@ -104,7 +104,7 @@ def check_accumulate(proof: Proof) -> CheckResult:
     run = proof.record_in_parts("accumulate", micro_batches=2)
     if "manual optimization" in proof.failures.get("accumulate", ""):
         return skip_check("accumulate", "the module calls its optimizers itself")
-    result = result_of_parts(proof, "accumulate", run)
+    result = compare_parts(proof, "accumulate", run)
     is_of_batch = result.first_step == 1 and str(result.difference).startswith("loss")
     if result.equal is False and is_of_batch and not str(result.cause).startswith("a loss that"):
         return skip_check("accumulate", "the loss of a batch is not the mean of its images' losses")
@@ -115,10 +115,10 @@ def check_ranks(proof: Proof, check: str) -> CheckResult:
     reason = proof.why_not_in_parts() or why_not_two_ranks(proof)
     if reason:
         return skip_check(check, reason)
-    return result_of_parts(proof, check, proof.run_on_two_ranks(check))
+    return compare_parts(proof, check, proof.run_on_two_ranks(check))
 
 
-def result_of_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
+def compare_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
     """Compare losses, weights and optimizer of a run that computes batches in parts."""
     reference = proof.reference
     difference = first_difference(run, reference, proof.tolerance, compares_metrics=False)
@@ -150,14 +150,14 @@ def check_workers(proof: Proof) -> CheckResult:
     if difference is None:
         return CheckResult("workers", True)
     if difference.kind == "images":
-        return result_of_workers(proof, run, difference)
+        return explain_workers(proof, run, difference)
     tolerated = first_difference(run, reference, proof.tolerance, compares_metrics=False)
     if tolerated is None:
         return CheckResult("workers", True)
     return difference_result("workers", tolerated, "the step depends on the number of workers")
 
 
-def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
+def explain_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
     """Tell streams and copied generators from transforms that PyTorch seeds for each worker."""
     if proof.compare_repeat():
         return skip_check("workers", "two runs of the same command differ already")
@@ -321,17 +321,17 @@ def read_options(argv: list[str]) -> tuple[list[str], Options]:
     for word in argv:
         key, _, value = word.partition("=")
         if key == "--checks":
-            options.checks = chosen_checks(value)
+            options.checks = parse_checks(value)
         elif key == "--steps":
-            options.steps = int(number_of(word, value, smallest=4))
+            options.steps = int(parse_number(word, value, smallest=4))
         elif key == "--tolerance":
-            options.tolerance = number_of(word, value, smallest=0.0)
+            options.tolerance = parse_number(word, value, smallest=0.0)
         else:
             overrides.append(word)
     return overrides, options
 
 
-def chosen_checks(names: str) -> list[str]:
+def parse_checks(names: str) -> list[str]:
     """Return the checks that a list names; `resume` names both of its kind."""
     chosen = []
     for name in names.split(","):
@@ -342,12 +342,12 @@ def chosen_checks(names: str) -> list[str]:
     return [check for check in CHECKS if check in chosen]
 
 
-def checks_for(device: str) -> list[str]:
+def default_checks(device: str) -> list[str]:
     """Return the checks that are made where none are chosen."""
     return [check for check in CHECKS if device == "gpu" or check not in GPU_CHECKS]
 
 
-def number_of(word: str, value: str, smallest: float) -> float:
+def parse_number(word: str, value: str, smallest: float) -> float:
     try:
         number = float(value)
     except ValueError:
@@ -383,7 +383,7 @@ def main(argv: list[str]) -> int:
     overrides, options = read_options(argv)
     config = read_command("train", overrides, __doc__ or "").compose()
     proof = create_proof(config, options)
-    results = prove(proof, options.checks or checks_for(proof.one_process))
+    results = prove(proof, options.checks or default_checks(proof.one_process))
     log.info(os.path.relpath(proof.folder / "prove.md"))
     failed = [result.check for result in results if result.equal is False]
     if failed:

@@ -13,7 +13,7 @@ from lockstep.config.compose import (
     unresolved,
     whole_config,
 )
-from lockstep.config.overrides import quoted
+from lockstep.config.overrides import quote_value
 from lockstep.config.schema import dotted_keys, help_text
 from lockstep.config.suggestions import nearest_key
 from lockstep.process.errors import CommandEnded, UserError
@@ -128,7 +128,7 @@ def _parse(config_name: str, argv: list[str]) -> Command:
     folder = Path(options.config_dir).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"--config-dir {options.config_dir} is not a folder.")
-    search_path = f"hydra.searchpath=[{quoted(f'file://{folder}')}]"
+    search_path = f"hydra.searchpath=[{quote_value(f'file://{folder}')}]"
     return replace(command, overrides=[*command.overrides, search_path])
 
 

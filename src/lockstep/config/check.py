@@ -50,12 +50,12 @@ def check_config(
         sentence = f"{fault.key}={fault.value!r}: give {fault.expected}."
     else:
         sentence = unknown_key(fault.key, options, folders)
-    if overrides and not any(_is_about(override, fault.key) for override in overrides):
+    if overrides and not any(_concerns_key(override, fault.key) for override in overrides):
         sentence += " It is in a yaml of the experiment or the callbacks."
     raise UserError(sentence)
 
 
-def _is_about(override: str, key: str) -> bool:
+def _concerns_key(override: str, key: str) -> bool:
     typed = key_of(override)
     return typed.startswith(key) or key.startswith(typed)
 
@@ -69,7 +69,7 @@ def _find_faults(config: Config, options: Config, prefix: str = "") -> Iterator[
     for name, value in config.items():
         key = f"{prefix}{name}"
         if name not in options:
-            if not _is_read(prefix[:-1], str(name), value, config, options):
+            if not _may_be_read(prefix[:-1], str(name), value, config, options):
                 yield Fault(key, value, None)
             continue
 
@@ -115,7 +115,7 @@ def _expected_type(value: Any, default: Any) -> str | None:
     return f"{TYPE_NAMES[default_type]} (the default is {str(default).lower()})"
 
 
-def _is_read(prefix: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
+def _may_be_read(prefix: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
     """Return whether something may read a key that no yaml lists."""
     if prefix == "trainer":
         if name in REFUSED_TRAINER_KEYS:

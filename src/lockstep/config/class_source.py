@@ -18,7 +18,7 @@ def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
         seen: names that have led to this one. Files may import a name from each other in a circle.
     """
     module, _, name = target.rpartition(".")
-    file = None if target in seen else _file_of(module)
+    file = None if target in seen else _find_file(module)
     if file is None:
         return False
     try:
@@ -44,18 +44,18 @@ def _dotted_name(base: ast.expr, module: str, origins: dict[str, str]) -> str:
     return origins.get(first, f"{module}.{first}") + dot + rest
 
 
-def _file_of(module: str) -> Path | None:
+def _find_file(module: str) -> Path | None:
     """Return the file of a module, and import neither it nor its packages."""
     if module.partition(".")[0] in LIBRARIES:
         return None
     for folder in (str(SOURCE), *sys.path):
-        file = _file_below(folder, module)
+        file = _find_file_below(folder, module)
         if file is not None:
             return file
     return None
 
 
-def _file_below(folder: str, module: str) -> Path | None:
+def _find_file_below(folder: str, module: str) -> Path | None:
     folders = [folder]
     spec = None
     for name in module.split("."):
@@ -77,7 +77,7 @@ def imported_names(tree: ast.Module, package: str) -> dict[str, str]:
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            source = _source_of(node, package)
+            source = _imported_module(node, package)
             for alias in node.names:
                 origins[alias.asname or alias.name] = f"{source}.{alias.name}"
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def imported_names(tree: ast.Module, package: str) -> dict[str, str]:
     return origins
 
 
-def _source_of(node: ast.ImportFrom, package: str) -> str:
+def _imported_module(node: ast.ImportFrom, package: str) -> str:
     """Return the absolute name of the module from which a statement imports."""
     if not node.level:
         return str(node.module)

@@ -169,7 +169,7 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
         ) as error:
             refused = REFUSED_KEY.match(str(error))
             if not refused:
-                raise UserError(one_sentence(error)) from None
+                raise UserError(describe_error(error)) from None
 
     key = refused["key"]
     # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
@@ -268,7 +268,7 @@ def defaults_of(config: Config) -> dict[str, Any]:
     return unresolved(_compose_options("train", (*search, *choices)))
 
 
-def one_sentence(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return an error of Hydra, OmegaConf or YAML in one line, with what to write instead."""
     message = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0]
     lines = [line.strip() for line in message.splitlines() if "See https" not in line]
@@ -325,7 +325,7 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=resolve)
     except OmegaConfBaseException as error:
-        raise UserError(one_sentence(error)) from None
+        raise UserError(describe_error(error)) from None
     return {key: value for key, value in values.items() if key != "hydra"}
 
 

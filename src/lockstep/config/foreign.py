@@ -82,7 +82,7 @@ def _accepted_choices(
     Args:
         rejected: gets the others, as {"trainer=hivemind": None}.
     """
-    named = _mapping(stored.get("choices"))
+    named = _mapping_or_empty(stored.get("choices"))
     choices = {}
     for group in (group for group in GROUPS if group in roots):
         name = named.get(group)
@@ -97,13 +97,15 @@ def _accepted_choices(
         else:
             choices[group] = str(name)
 
-    metrics = [name for name in _mapping(stored.get("metrics")) if _is_option("metrics", name)]
+    metrics = [
+        name for name in _mapping_or_empty(stored.get("metrics")) if _is_option("metrics", name)
+    ]
     if metrics:
         choices["metrics"] = f"[{','.join(metrics)}]"
     return choices
 
 
-def _mapping(value: object) -> Config:
+def _mapping_or_empty(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 

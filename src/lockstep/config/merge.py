@@ -89,9 +89,9 @@ def inherited_values(
     for group in _groups_chosen_anew(stored, choices):
         node = values.pop(group, None) or {}
         if group == "trainer":
-            values[group] = _without_placement(node, fresh[group])
+            values[group] = _values_besides_placement(node, fresh[group])
     if "overrides" in stored:
-        _set_what_is_missing(values, fresh)
+        _fill_missing_keys(values, fresh)
 
     typed = {key_of(override) for override in _stored_overrides(stored)}
     kept = _values_to_keep(values, fresh, typed, "")
@@ -104,7 +104,7 @@ def _stored_overrides(stored: Config) -> list[str]:
     return [str(override) for override in stored.get("overrides") or ()]
 
 
-def _set_what_is_missing(values: dict[str, Any], fresh: Config) -> None:
+def _fill_missing_keys(values: dict[str, Any], fresh: Config) -> None:
     """Set to null the callbacks, loggers and metrics that the run had removed.
 
     Keys that its version did not have get the value that means what it did without them. This is
@@ -175,7 +175,7 @@ def _groups_chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]
     return [group for group, name in choices.items() if name != before.get(group)]
 
 
-def _without_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
+def _values_besides_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
     """Return the values of a trainer that another one takes over, which say what is trained."""
     values = {}
     for key, value in trainer.items():

@@ -137,15 +137,15 @@ def quote_names(override: str) -> str:
     if not sign or not keys.is_text(key.lstrip("+")):
         return override
     if re.fullmatch(r"\[[^\"'\[{$]+\]", value):
-        items = [_quoted_if_needed(item) for item in value[1:-1].split(",")]
+        items = [_quote_if_needed(item) for item in value[1:-1].split(",")]
         return f"{key}=[{','.join(items)}]"
     if value.startswith("~"):
         value = str(Path(value).expanduser())
-    return f"{key}={_quoted_if_needed(value)}"
+    return f"{key}={_quote_if_needed(value)}"
 
 
-def _quoted_if_needed(value: str) -> str:
-    return value if READ_AS_MEANT.fullmatch(value) else quoted(value)
+def _quote_if_needed(value: str) -> str:
+    return value if READ_AS_MEANT.fullmatch(value) else quote_value(value)
 
 
 def set_or_add(override: str) -> str:
@@ -153,7 +153,7 @@ def set_or_add(override: str) -> str:
     return f"++{override.lstrip('+')}"
 
 
-def quoted(value: str) -> str:
+def quote_value(value: str) -> str:
     """Quote a text for Hydra's grammar."""
     text = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
     return f"'{text}'"
@@ -168,7 +168,7 @@ def _check_form(override: str, folders: tuple[Path, ...]) -> None:
                 f"{override}: a run needs {key}. Give it another value, {key}=VALUE or {key}=none."
             )
     elif not sign or not key:
-        raise UserError(f"{override}: write {_complete_forms(key, folders)}.")
+        raise UserError(f"{override}: write {_possible_forms(key, folders)}.")
 
     if not re.fullmatch(r"[\w./-]+|\[[\w.,-]+\]", value):
         return
@@ -178,7 +178,7 @@ def _check_form(override: str, folders: tuple[Path, ...]) -> None:
             raise UserError(sentence)
 
 
-def _complete_forms(key: str, folders: tuple[Path, ...]) -> str:
+def _possible_forms(key: str, folders: tuple[Path, ...]) -> str:
     """Return what an override without a sign may mean: the groups that have such an option."""
     groups: set[str] = set()
     for folder in folders:

@@ -93,15 +93,15 @@ def nearest_key(key: str, names: list[str]) -> str | None:
         return in_group[0]
     siblings = [name for name in names if name.rpartition(".")[0] == group]
     if group:
-        close_sibling = _with_close_last_part(last, siblings)
+        close_sibling = _find_close_last_part(last, siblings)
         if close_sibling:
             return close_sibling
     if elsewhere:
         return elsewhere[0]
-    return _with_close_last_part(last, siblings) or _with_close_last_part(last, names)
+    return _find_close_last_part(last, siblings) or _find_close_last_part(last, names)
 
 
-def _with_close_last_part(last: str, names: list[str]) -> str | None:
+def _find_close_last_part(last: str, names: list[str]) -> str | None:
     by_last_part = {name.rpartition(".")[2]: name for name in reversed(names)}
     close = difflib.get_close_matches(last, by_last_part, 1, cutoff=0.7)
     return by_last_part[close[0]] if close else None

@@ -124,10 +124,12 @@ class Arms:
         first, *others = self.settings
         if not self.has_repeats or first not in arms:
             return []
-        compared = [self._comparison(arms[name], arms[first]) for name in others if name in arms]
+        compared = [
+            self._compare_to_reference(arms[name], arms[first]) for name in others if name in arms
+        ]
         return [comparison for comparison in compared if comparison]
 
-    def _comparison(self, arm: Arm, reference: Arm) -> Comparison | None:
+    def _compare_to_reference(self, arm: Arm, reference: Arm) -> Comparison | None:
         values = {run.repeat: run.value for run in reference.runs}
         scale = PERCENT if is_share(self.metric) else 1
         differences = []
@@ -158,7 +160,7 @@ class Arms:
 
     def _line_parts(self, arm: Arm) -> Iterable[str]:
         """Yield what the line of an arm has."""
-        yield f"{mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
+        yield f"{format_mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
         if len(arm.runs) > 1:
             yield f"deviation {format_metric(self.metric, arm.values.deviation)}"
         if len(self.settings) == 1:
@@ -183,7 +185,7 @@ class Arms:
     def test_text(self, arm: Arm) -> str:
         """Return the test metric of an arm; empty where a run lacks it."""
         name = metric_of_test(self.metric)
-        return f"{name} {mean_and_error(name, arm.test_sample)}" if arm.test_sample else ""
+        return f"{name} {format_mean_and_error(name, arm.test_sample)}" if arm.test_sample else ""
 
 
 def count_of_runs(arm: Arm) -> str:
@@ -191,7 +193,7 @@ def count_of_runs(arm: Arm) -> str:
     return f"{len(arm.runs)} {unit}{'s' if len(arm.runs) > 1 else ''}"
 
 
-def mean_and_error(metric: str, sample: Sample) -> str:
+def format_mean_and_error(metric: str, sample: Sample) -> str:
     """Return "95.10% ± 0.40%", the mean with its standard error, or the only value."""
     mean = format_metric(metric, sample.mean)
     if len(sample.values) == 1:
@@ -223,7 +225,7 @@ def refuse_equal_repeats(runs: Iterable[ArmRun]) -> None:
             )
 
 
-def as_record(arms: Arms) -> dict[str, Any]:
+def arms_as_json(arms: Arms) -> dict[str, Any]:
     """Return arms and comparisons as sweep.json holds them."""
     arm_records = []
     for arm in arms.ranked:

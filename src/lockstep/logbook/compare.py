@@ -22,11 +22,11 @@ from lockstep.logbook.render import (
     align_columns,
     dollars,
     duration,
+    escape_markdown,
     is_share,
     metric,
     number,
     percent,
-    plain,
     render,
 )
 from lockstep.process.files import write_atomically
@@ -40,7 +40,7 @@ MEANING_OF_ERROR = (
 )
 # The name of a row, and a cell for each run.
 Row = tuple[str, list[str]]
-Show = Callable[[Any], str]
+FormatValue = Callable[[Any], str]
 
 format_gib = partial(number, unit="GiB")
 
@@ -57,13 +57,13 @@ class Measurement(NamedTuple):
     Attributes:
         title: the name of the row.
         field: the value's name in run.json.
-        show: a function that writes the value.
+        format_value: a function that writes the value.
         has_ratio: other runs have a ratio to the first one.
     """
 
     title: str
     field: str
-    show: Show
+    format_value: FormatValue
     has_ratio: bool = False
 
 
@@ -174,10 +174,10 @@ def _measured_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     rows = []
     for measurement in MEASURED:
         values = [run.value(measurement.field) for run in runs]
-        cells = [measurement.show(value) for value in values]
+        cells = [measurement.format_value(value) for value in values]
         if measurement.has_ratio:
-            cells = _with_difference(cells, values, _ratio)
-        rows += _row(measurement.title, cells)
+            cells = _add_difference(cells, values, _format_ratio)
+        rows += _row_or_nothing(measurement.title, cells)
     return rows
 
 
@@ -204,18 +204,18 @@ def _metric_row(
             cell += f" {PLUS_MINUS} {percent(error)}"
         cells.append(cell)
     if is_share(name):
-        cells = _with_difference(cells, values, _points)
-    return _row(title, cells)
+        cells = _add_difference(cells, values, _format_points)
+    return _row_or_nothing(title, cells)
 
 
-def _row(title: str, cells: list[str]) -> list[Row]:
+def _row_or_nothing(title: str, cells: list[str]) -> list[Row]:
     """Return a row, or nothing if no run has a value."""
     if set(cells) == {"–"}:
         return []
     return [(title, cells)]
 
 
-def _with_difference(
+def _add_difference(
     cells: list[str], values: Sequence[Any], difference: Callable[[float, float], str]
 ) -> list[str]:
     """Add the difference to the first run to the cells of the other ones."""
@@ -227,11 +227,11 @@ def _with_difference(
     return compared
 
 
-def _ratio(value: float, first: float) -> str:
+def _format_ratio(value: float, first: float) -> str:
     return f" (×{value / first:.2f})" if first else ""
 
 
-def _points(value: float, first: float) -> str:
+def _format_points(value: float, first: float) -> str:
     return f" ({(value - first) * 100:+.2f})"
 
 
@@ -295,7 +295,7 @@ def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
         return heading or automatic
     # A heading that nobody has changed names the runs in the head of the table, and is cut if long.
     before = html.unescape(_automatic_title(head_of_table[1].split(" | ")))
-    return automatic if heading == html.unescape(plain(before)) else heading
+    return automatic if heading == html.unescape(escape_markdown(before)) else heading
 
 
 def _automatic_title(titles: Sequence[str]) -> str:

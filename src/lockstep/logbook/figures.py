@@ -104,13 +104,13 @@ def compare_panels(runs: Sequence[RecordedRun]) -> list[Panel]:
 
     for label, run in zip(labels_of(runs), runs, strict=True):
         for panel in panels:
-            curve = _curve(run, panel)
+            curve = _curve_of_panel(run, panel)
             if curve is not None:
                 panel.lines[label] = curve
     return panels
 
 
-def _curve(run: RecordedRun, panel: Panel) -> Curve | None:
+def _curve_of_panel(run: RecordedRun, panel: Panel) -> Curve | None:
     """Return the curve of a run along the axis of a panel; None without its columns."""
     if panel.metric not in run.metrics:
         return None

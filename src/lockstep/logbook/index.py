@@ -84,7 +84,7 @@ def read_questions(logbook: Path, runs: Sequence[RecordedRun]) -> list[Question]
         run_ids = dict.fromkeys(LINK_TO_RUN.findall(text))
         question = Question(
             name=path.name,
-            title=_title(text) or path.name,
+            title=_read_title(text) or path.name,
             answer=first_sentence(note_of(text)),
             runs=[run_of[run_id] for run_id in run_ids if run_id in run_of],
         )
@@ -95,11 +95,13 @@ def read_questions(logbook: Path, runs: Sequence[RecordedRun]) -> list[Question]
 def read_reports(logbook: Path) -> list[Report]:
     reports = []
     for path in sorted(logbook.glob("*.html")):
-        reports.append(Report(path.name, _title(path.read_text(errors="replace")) or path.name))
+        reports.append(
+            Report(path.name, _read_title(path.read_text(errors="replace")) or path.name)
+        )
     return reports
 
 
-def _title(text: str) -> str:
+def _read_title(text: str) -> str:
     """Return the heading or the title of a page without its escapes; empty if it has none."""
     match = HEADING.search(text)
     return html.unescape(match[1] or match[2] or "") if match else ""

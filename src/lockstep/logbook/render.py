@@ -37,7 +37,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SAFE_IN_ADDRESS = ":/%@?=&+,;~-._#"
 
 
-def plain(text: object, limit: int = 300) -> Markup:
+def escape_markdown(text: object, limit: int = 300) -> Markup:
     """Return one line that shows exactly this text, also in a table cell.
 
     No markup, link or HTML takes effect.
@@ -53,7 +53,7 @@ def code(text: object, limit: int = 300) -> Markup:
         return Markup("")
     # Backticks cannot hold these.
     if re.search(r"[`|\\]", line):
-        return Markup(f"<code>{plain(line, limit)}</code>")
+        return Markup(f"<code>{escape_markdown(line, limit)}</code>")
     return Markup(f"`{line}`")
 
 
@@ -181,7 +181,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
 
 
 @cache
-def environment() -> Environment:
+def template_environment() -> Environment:
     """Return the environment of the templates, with the functions above as filters."""
     env = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -200,10 +200,10 @@ def _escape(value: Any) -> Markup:
     """Return what a template shows of a value; nothing for None."""
     if isinstance(value, Markup):
         return value
-    return plain("" if value is None else value)
+    return escape_markdown("" if value is None else value)
 
 
 def render(template: str, **values: Any) -> str:
     """Return the text of a template, without several empty lines in a row."""
-    text = environment().get_template(template).render(**values).replace("| \n", "|\n")
+    text = template_environment().get_template(template).render(**values).replace("| \n", "|\n")
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lockstep.process.files import write_atomically
 
-KEYS = ("step", "epoch", "time_s")
-STEP_COLUMNS = ("train/loss", "lr", "images_per_s")  # with KEYS the columns that TrainingLog fills
+KEY_COLUMNS = ("step", "epoch", "time_s")
+# With KEY_COLUMNS they are the columns that TrainingLog fills.
+STEP_COLUMNS = ("train/loss", "lr", "images_per_s")
 Row = dict[str, Any]
 Metrics = dict[str, float]
 
@@ -42,9 +43,9 @@ class MetricsCsv(Logger):
         self.has_training_log = False
 
     @property
-    def experiment(self) -> "Scalars":
+    def experiment(self) -> "ScalarWriter":
         """Return the object to which a module gives scalars itself, without `self.log`."""
-        return Scalars(self)
+        return ScalarWriter(self)
 
     @rank_zero_only
     def begin_at(self, step: int, *, replaces_loss: bool = False) -> None:
@@ -114,7 +115,7 @@ class MetricsCsv(Logger):
             return dict(metrics)
         values = {}
         for name, value in metrics.items():
-            if name in (*KEYS, *STEP_COLUMNS) or name.startswith("hardware/"):
+            if name in (*KEY_COLUMNS, *STEP_COLUMNS) or name.startswith("hardware/"):
                 name = f"module/{name}"
             values[name] = value
         # Lightning adds the epoch, which is TrainingLog's as well.
@@ -143,7 +144,7 @@ class MetricsCsv(Logger):
         self.sync()
 
 
-class Scalars:
+class ScalarWriter:
     """Take scalars that a module gives a logger itself, as TensorBoard's writer does."""
 
     def __init__(self, logger: MetricsCsv) -> None:
@@ -162,7 +163,7 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.columns = read_columns(path) or list(KEYS)
+        self.columns = read_columns(path) or list(KEY_COLUMNS)
         self.last_row: Row = {}
         self.offset = 0  # of the last row in the file, in bytes
         self.is_saved = True

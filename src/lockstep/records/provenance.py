@@ -137,7 +137,7 @@ def versions() -> dict[str, str]:
     return version_of
 
 
-def host(node_rank: int) -> dict[str, Any]:
+def describe_host(node_rank: int) -> dict[str, Any]:
     return {
         "node_rank": node_rank,
         "host": platform.node(),

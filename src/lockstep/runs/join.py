@@ -149,7 +149,7 @@ def _one_rank(run: Run) -> Iterator[None]:
     if needs_group:
         _create_group(run)
     try:
-        run.hosts = [provenance.host(run.cluster.node_rank)]
+        run.hosts = [provenance.describe_host(run.cluster.node_rank)]
         run.interruption = Interruption()
         yield
     finally:
@@ -173,7 +173,7 @@ def _several_ranks(run: Run) -> Iterator[None]:
         lost_after_s=heartbeat.LOST_AFTER_S,
     )
     # After these collectives every rank has constructed its heartbeat.
-    hosts = gather_objects(provenance.host(cluster.node_rank))
+    hosts = gather_objects(provenance.describe_host(cluster.node_rank))
     pids = gather_objects(os.getpid())
     beats.start()
 

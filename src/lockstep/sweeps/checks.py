@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import CONFIGS, compose, one_sentence, whole_config
+from lockstep.config.compose import CONFIGS, compose, describe_error, whole_config
 from lockstep.config.keys import REPEATS
 from lockstep.config.overrides import CommandLine, is_choice, quote_names
 from lockstep.config.schema import key_of
@@ -31,7 +31,7 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
         typed = [quote_names(override) for override in overrides]
         return OverridesParser.create().parse_overrides(typed)
     except HydraException as error:
-        raise UserError(one_sentence(error)) from None
+        raise UserError(describe_error(error)) from None
 
 
 def first_values(overrides: list[str]) -> list[str]:

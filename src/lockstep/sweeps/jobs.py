@@ -24,7 +24,7 @@ from unittest import mock
 from lockstep.config.compose import CONFIGS, adapt_to_multirun, compose
 from lockstep.config.hydra_versions import version_base
 from lockstep.config.keys import FOLD
-from lockstep.config.overrides import quote_names, quoted, search_paths
+from lockstep.config.overrides import quote_names, quote_value, search_paths
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
@@ -73,7 +73,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         with forward_stop_signals():
             return run_job(cfg, HydraConfig.get(), program)
 
-    folder = f"hydra.sweep.dir={quoted(str(sweep_dir))}"
+    folder = f"hydra.sweep.dir={quote_value(str(sweep_dir))}"
     try:
         run_hydra(config_name, job, ["--multirun", "--", *overrides, folder])
     finally:
@@ -135,7 +135,7 @@ def unescaped(override: str) -> str:
     # A text that is quoted already has a type of its own.
     if type(value) is not str:
         return override
-    return f"{override.partition('=')[0]}={quoted(value)}"
+    return f"{override.partition('=')[0]}={quote_value(value)}"
 
 
 def run_job(

@@ -316,7 +316,7 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     if cluster.world_size == 1:
         return
     images = RankImages(
-        host=provenance.host(0)["host"],
+        host=provenance.describe_host(0)["host"],
         data_hash=facts["data_hash"],
         counts=(data.num_train, data.num_val, data.num_test),
         pixels={name: facts[name] for name in ("range", "mean", "std") if name in facts},
