@@ -21,12 +21,7 @@ def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
     file = None if target in seen else _find_file(module)
     if file is None:
         return False
-    try:
-        tree = ast.parse(file.read_text())
-    except SyntaxError:
-        # Its import will name the line.
-        return False
-
+    tree = _parse(file)
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -36,6 +31,14 @@ def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
         return True
     bases = [_dotted_name(base, module, origins) for base in classes[name].bases]
     return any(has_method(base, method, (*seen, target)) for base in bases)
+
+
+def _parse(file: Path) -> ast.Module:
+    """Return the syntax tree of a file, an empty one if it is broken: its import names the line."""
+    try:
+        return ast.parse(file.read_text())
+    except SyntaxError:
+        return ast.Module([], [])
 
 
 def _dotted_name(base: ast.expr, module: str, origins: dict[str, str]) -> str:
