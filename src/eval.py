@@ -166,7 +166,7 @@ def evaluation_config(
 
     Args:
         composed: the checkpoint's config with the command line's overrides.
-        overrides: of the command line.
+        overrides: those of the command line.
     """
     named = {key_of(override) for override in overrides}
     if "experiment" in named:

@@ -91,7 +91,7 @@ def device_of_check(overrides: list[str]) -> Any:
     """Return the torch.device on which formats are compared with the net.
 
     Args:
-        overrides: of trainer=.
+        overrides: those of trainer=.
 
     Raises:
         UserError: the trainer has several ranks, or a GPU that is not here.
@@ -341,7 +341,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     """Write the formats, compare each with the net, write the card; upload for push_to=.
 
     Args:
-        overrides: of trainer=, whose device the comparison runs on.
+        overrides: those of trainer=, whose device the comparison runs on.
     """
     from lockstep.training.inference import load_finished
 

@@ -86,7 +86,7 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     """Predict images into a CSV, or the run's own data into a .pt file.
 
     Args:
-        overrides: of trainer=, as everywhere; without a trainer this is one process.
+        overrides: those of trainer=; without any this is one process.
     """
     from lockstep.training.prediction import (
         prediction_config,

@@ -30,7 +30,7 @@ class Command:
     """A command line: Hydra's options and the overrides.
 
     Args:
-        config_name: of the yaml in configs/ that is composed.
+        config_name: the name of the yaml in configs/ that is composed.
         options: Hydra's options, as --cfg.
         overrides: such as `model=alexnet`, in any order.
     """
@@ -66,7 +66,7 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
     It answers --help, a sweep, Hydra's own information, and a snapshot of the code.
 
     Args:
-        description: of the script, for --help.
+        description: the script's docstring, for --help.
     Raises:
         UserError: an option of another program, or a folder that is not there.
         CommandEnded: the command has been answered.

@@ -37,7 +37,7 @@ def check_config(
         config: plain, with unresolved interpolations.
         options: the chosen options alone, without the values of an experiment or of the command
             line.
-        folders: that hold the groups, configs/ first.
+        folders: the folders of configs, configs/ first.
 
     Raises:
         UserError: it names the first wrong key and the nearest valid one.
@@ -64,7 +64,7 @@ def _find_faults(config: Config, options: Config, prefix: str = "") -> Iterator[
     """Yield each wrong key or value of a node.
 
     Args:
-        prefix: of the node, as `trainer.`.
+        prefix: the beginning of the node's keys, as `trainer.`.
     """
     for name, value in config.items():
         key = f"{prefix}{name}"

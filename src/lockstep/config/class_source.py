@@ -75,7 +75,7 @@ def imported_names(tree: ast.Module, package: str) -> dict[str, str]:
     """Return the dotted name that each imported name of a file stands for.
 
     Args:
-        package: of the file, from which relative imports start.
+        package: the package of the file, where its relative imports start.
     """
     origins = {}
     for node in ast.walk(tree):

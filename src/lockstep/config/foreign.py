@@ -141,7 +141,7 @@ def _accepted_values(
     """Return the accepted values that differ from the defaults of this clone.
 
     Args:
-        prefix: of the keys in `stored`, as "model.".
+        prefix: the beginning of the keys in `stored`, as "model.".
         rejected: gets the values that are not accepted, by their dotted keys.
     """
     values: dict[str, Any] = {}
@@ -228,7 +228,7 @@ def stored_config(
     """Return the config of a checkpoint's run.
 
     Args:
-        path: of the checkpoint. Below `logs` the config of its run folder counts.
+        path: the checkpoint's. Below `logs` the config of its run folder counts.
         stored: the config in the checkpoint, of which only what is accepted counts.
     """
     folder = RunFolder(path.resolve().parent.parent)

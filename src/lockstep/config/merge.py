@@ -130,7 +130,8 @@ def repeatable_overrides(
 
     Args:
         overrides: the new ones.
-        values, fresh: as from and for `inherited_values`.
+        values: what `inherited_values` returns.
+        fresh: as for `inherited_values`.
     """
     before = _stored_overrides(stored)
     set_now = {key_of(override) for override in overrides}

@@ -42,7 +42,7 @@ class CommandLine:
 
     Args:
         config_name: the yaml that Hydra composes.
-        overrides: as Hydra reads them.
+        overrides: the overrides in the form in which Hydra reads them.
         folders: the folders that hold the groups, configs/ first.
     """
 
@@ -120,7 +120,8 @@ def config_folders(overrides: list[str], configs: Path) -> tuple[Path, ...]:
     """Return `configs` and the folders that the overrides add to it."""
     values = "".join(override.partition("=")[2] for override in search_paths(overrides))
     paths = re.findall(r"'file://(.*?)(?<!\\)'|file://([^',\]]+)", values)
-    return (configs, *(Path(quoted.replace("\\'", "'") or plain) for quoted, plain in paths))
+    added = [Path(quoted.replace("\\'", "'") or unquoted) for quoted, unquoted in paths]
+    return (configs, *added)
 
 
 def is_choice(override: str, folders: tuple[Path, ...]) -> bool:

@@ -30,7 +30,7 @@ class ArmRun:
     Args:
         arm: the settings that only the runs of its arm have, as optimizer.lr=0.01.
         repeat: what it shares with one run of each other arm, as seed=1 data.fold=0.
-        value: of the metric that ranks, in validation; nan if the run failed.
+        value: the ranking metric in validation; nan if the run failed.
         test_value: the test metric that belongs to it; nan without one.
         fold_ratio: validation images per training image where folds are repeated, otherwise 0.
     """
@@ -83,8 +83,8 @@ class Arms:
     """The arms of a sweep, or of a comparison of groups.
 
     Args:
-        runs: in order. The arm of the first one is the reference of the others.
-        metric: that ranks, of the validation.
+        runs: the runs in order. The arm of the first one is the reference of the others.
+        metric: the ranking metric, of the validation.
         minimize: whether a lower value is better.
     """
 

@@ -288,7 +288,7 @@ def _fewer_rows(metrics: str, monitor: str) -> str:
     chosen = set(range(len(lines) - 1, -1, -interval))
     for number, row in enumerate(csv.reader(lines)):
         # A row that was torn by the end of a process has too few cells.
-        if any(row[column : column + 1] > [""] for column in validated):
+        if any(column < len(row) and row[column] for column in validated):
             chosen.add(number)
     return "\n".join([head, *(lines[number] for number in sorted(chosen))]) + "\n"
 

@@ -285,7 +285,7 @@ def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
     """Return the title of a comparison: what the user wrote on its page, or the runs' titles.
 
     Args:
-        page: of an earlier comparison, if there is one.
+        page: the page of an earlier comparison, if there is one.
     """
     automatic = _automatic_title(labels_of(runs))
     text = read_text(page) if page else ""
@@ -316,7 +316,7 @@ def write_comparison(
 
     Args:
         caution: what differs between the runs but not in a fair comparison.
-        arms: of groups of runs, which are then compared as arms too.
+        arms: the groups of a comparison of groups, which are compared as arms too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".svg")

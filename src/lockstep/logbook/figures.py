@@ -4,9 +4,9 @@ A picture has the same bytes each time.
 """
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +174,7 @@ def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = 
 
     columns = 3 if len(shown) == 3 else min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
-    labels = list(ChainMap(*(panel.lines for panel in reversed(shown))))
+    labels = list(dict.fromkeys(chain.from_iterable(panel.lines for panel in shown)))
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, ROW_HEIGHT * rows), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)

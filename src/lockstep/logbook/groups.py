@@ -141,12 +141,12 @@ def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
     if run.config.get("data.fold") is not None:
         fold_ratio = (record.num_val or 0) / (record.num_train or 1)
     return ArmRun(
-        run.run_id,
-        name,
-        " ".join(repeats) or f"seed={record.seed}",
-        best_of(record.metrics, metric) if is_finished else math.nan,
-        best_of(record.metrics, metric_of_test(metric)),
-        fold_ratio,
+        run_id=run.run_id,
+        arm=name,
+        repeat=" ".join(repeats) or f"seed={record.seed}",
+        value=best_of(record.metrics, metric) if is_finished else math.nan,
+        test_value=best_of(record.metrics, metric_of_test(metric)),
+        fold_ratio=fold_ratio,
     )
 
 

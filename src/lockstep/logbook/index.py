@@ -24,7 +24,7 @@ class Question:
     """A page that compares runs.
 
     Attributes:
-        name: of its file.
+        name: the name of its file.
         title: its heading.
         answer: the first sentence of the user's words on it; empty if there are none.
         runs: those that it links and the logbook has.

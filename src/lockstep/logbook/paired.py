@@ -24,7 +24,7 @@ class Sample:
     """Values of one setting, or differences of pairs.
 
     Args:
-        values: of single runs; at least one.
+        values: the values of single runs; at least one.
         fold_ratio: validation images per training image, of folds that share training images; 0
             for values of independent runs.
     """
@@ -66,7 +66,7 @@ def pairs_needed(deviation: float, difference: float) -> int:
     """Return how many independent pairs show a difference of that size with the power POWER.
 
     Args:
-        deviation: of the differences of single pairs.
+        deviation: the standard deviation of the differences of single pairs.
     """
     for pairs in range(MIN_PAIRS, MAX_PAIRS):
         degrees = pairs - 1
@@ -85,7 +85,7 @@ def describe_difference(differences: Sample, *, minimize: bool, unit: str = "") 
     """Return what the pairs say, and no more.
 
     Args:
-        differences: of a setting to its reference, in the unit.
+        differences: a setting's values minus those of its reference, in the unit.
         minimize: whether a lower value is better.
         unit: `points` of a share in percent; empty for other metrics.
     """

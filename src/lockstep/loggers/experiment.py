@@ -85,7 +85,7 @@ class SkippingLogger(SkipMethodsMixin, Logger):
     """The logger of an evaluation, whose results are in its record: a module's figures are skipped.
 
     Args:
-        folder: of the evaluation.
+        folder: the run folder of the evaluation.
     """
 
     name_in_log = "evaluation"

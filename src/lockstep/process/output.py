@@ -13,7 +13,7 @@ from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
 
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
-PLAIN = "\033[0m"
+RESET = "\033[0m"
 # Control characters but for line ends and tabs, marks that change the direction of writing, and
 # lone surrogates.
 UNPRINTABLE = re.compile(
@@ -41,7 +41,7 @@ class Console(logging.Handler):
 
         label = "error" if record.levelno >= logging.ERROR else "warning"
         if sys.stderr.isatty():
-            print_line(f"{COLOURS[label]}{label}:{PLAIN} {text}", sys.stderr)
+            print_line(f"{COLOURS[label]}{label}:{RESET} {text}", sys.stderr)
         else:
             print_line(f"{label}: {text}", sys.stderr)
 

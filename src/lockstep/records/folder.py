@@ -44,7 +44,7 @@ class RunFolder:
     Attributes:
         bucket_config_path: untrusted, because others may write to the bucket.
         lock_path: a file that is locked for as long as the run trains.
-        code_diff: of src and configs, where they were not committed.
+        code_diff: the uncommitted changes of src and configs.
     """
 
     path: Path

@@ -169,7 +169,7 @@ def describe_difference(
     """Return a sentence on the first thing in which two nodes differ, and its remedy.
 
     Args:
-        fingerprint, first_fingerprint: as `take_fingerprint` returns them.
+        fingerprint, first_fingerprint: what `take_fingerprint` has returned on them.
         node, first_node: what the sentence calls the two.
     """
     for kind, remedy in REMEDIES.items():

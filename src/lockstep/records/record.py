@@ -73,9 +73,9 @@ class RunRecord:
         uuid: 32 random hex digits, made with the run: others may have its run_id.
         error: message, rank, host and phase, if the run failed.
         code: commit or commit_unknown (why), dirty, and tree_hash.
-        compiled: by torch.compile.
-        per_device_batch_limit: of the last start that set accumulate_grad_batches, else of the
-            first one.
+        compiled: whether torch.compile has compiled the net.
+        per_device_batch_limit: the per-device batch of the last start that set
+            accumulate_grad_batches, else of the first start.
         ended_by: "max_time", "early_stopping" or "pruned" if that ended the training before its
             epochs and steps did.
         monitor: the metric that chooses the best checkpoint.
@@ -87,7 +87,7 @@ class RunRecord:
             monitored metric as {name: value}.
         upload: uri, sha256 and step of the best checkpoint in the bucket, and as error why a
             newer one is not there.
-        restarts: as `merge_restart` makes them.
+        restarts: one entry for each restart, made by `merge_restart`.
         summary: what pages print, by lockstep.logbook.build at the end.
         reports: {title: URL} of interactive reports that contain the run.
         config: only in the logbook, because a run folder has config.yaml.

@@ -17,8 +17,8 @@ class Trial:
     Args:
         journal: path of the file that holds the study.
         study: its name.
-        number: of the trial in the study.
-        folder: of the trial's run.
+        number: the trial's number in the study.
+        folder: the run folder of the trial.
         pruner: hyperband or median; None: nothing is pruned.
     """
 
