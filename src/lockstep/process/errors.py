@@ -31,12 +31,15 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """A stop that was asked for: raised on every rank at one step, once the checkpoint is
-    complete.
+    """A stop that was asked for: raised on every rank at one step, once the checkpoint is complete.
+
+    Attributes:
+        is_agreed: every rank raises it at this step.
+        is_of_other_nodes: only ranks of other nodes were asked to stop.
     """
 
-    is_agreed = False  # every rank raises it at this step
-    is_of_other_nodes = False  # only ranks of other nodes were asked
+    is_agreed = False
+    is_of_other_nodes = False
 
 
 class CommandEnded(Exception):
