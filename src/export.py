@@ -444,10 +444,10 @@ def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dic
     try:
         net_of_weights = write_weights(model, out)
     except Exception as error:
-        disk_full_error = as_disk_full_error(error, out)
-        if disk_full_error:
-            raise disk_full_error from None
-        raise
+        full_disk = as_disk_full_error(error, out)
+        if full_disk is None:
+            raise
+        raise full_disk from None
 
     compared: dict[str, float] = {}
     for name in formats:

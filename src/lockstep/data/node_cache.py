@@ -92,10 +92,10 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
             content = json.loads((folder / META).read_text())
     except Exception as error:
         remedy = "give data.cache_dir=FOLDER on a larger disk"
-        disk_full_error = as_disk_full_error(error, folder.parent, remedy)
-        if disk_full_error:
-            raise disk_full_error from None
-        raise
+        full_disk = as_disk_full_error(error, folder.parent, remedy)
+        if full_disk is None:
+            raise
+        raise full_disk from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     sync_folder(folder.parent)

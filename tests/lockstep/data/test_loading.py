@@ -157,26 +157,6 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
 
 
-def test_a_build_that_fails_keeps_the_cause_of_its_error(tmp_path):
-    def build(part):
-        raise ValueError("no image") from KeyError("label")
-
-    with pytest.raises(ValueError, match="no image") as raised:
-        load_or_build(tmp_path / "entry", build)
-    assert isinstance(raised.value.__cause__, KeyError)
-
-
-def test_a_full_disk_refuses_the_folder_itself(tmp_path, monkeypatch):
-    def refuse(self):
-        raise OSError(errno.ENOSPC, "full", str(self))
-
-    folder = tmp_path / "entry"
-    with node_cache._locked(folder):
-        monkeypatch.setattr(node_cache.Path, "mkdir", refuse)
-        with pytest.raises(DiskFullError, match="give data.cache_dir=FOLDER on a larger disk"):
-            node_cache._build(folder, build_slowly)
-
-
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written or locked .*data.cache_dir"):
