@@ -28,7 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import REPOSITORY, folder_overrides, in_turns, median, output_of, run_record
+from measuring import (
+    REPOSITORY,
+    folder_overrides,
+    measure_in_turns,
+    median,
+    run_for_output,
+    run_record,
+)
 from step_time import Cached, timed_run
 
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
@@ -332,8 +339,8 @@ def lockstep_run(
         return timed_run(run, warmup, steps, batches, watch, torch.cuda.synchronize)
 
 
-def seconds_of(overrides: str, **options: Any) -> Callable[[], float]:
-    """Return a measurement for in_turns: seconds per step of one training run."""
+def step_timer(overrides: str, **options: Any) -> Callable[[], float]:
+    """Return a measurement for measure_in_turns: seconds per step of one training run."""
     return lambda: lockstep_run(f"{NO_CHECKPOINTS} {overrides}", **options)
 
 
@@ -344,7 +351,7 @@ def milliseconds(seconds: float) -> float:
 # --- parts
 
 
-def machine(out: Path) -> Figures:
+def measure_machine(out: Path) -> Figures:
     import torch
 
     fields = (
@@ -365,7 +372,7 @@ def machine(out: Path) -> Figures:
     }
 
 
-def ceilings(out: Path) -> Figures:
+def measure_ceilings(out: Path) -> Figures:
     import torch
 
     side = SCALE.product_side
@@ -384,9 +391,11 @@ def ceilings(out: Path) -> Figures:
     }
 
 
-def step(out: Path) -> Figures:
+def measure_step(out: Path) -> Figures:
     """ViT-B/32 in bf16: a training step of Lockstep against a bare loop over timm's net."""
-    bare, ours = in_turns(SCALE.rounds, lambda: bare_loop(SCALE.batch), seconds_of("trainer=gpu"))
+    bare, ours = measure_in_turns(
+        SCALE.rounds, lambda: bare_loop(SCALE.batch), step_timer("trainer=gpu")
+    )
     return {
         "bare_ms": milliseconds(median(bare)),
         "lockstep_ms": milliseconds(median(ours)),
@@ -410,15 +419,15 @@ def share_of_ceiling(out: Path, seconds: float) -> float | None:
     return round(FLOP_OF_IMAGE / 1e12 * SCALE.batch / seconds / ceiling, 3)
 
 
-def data(out: Path) -> Figures:
+def measure_data(out: Path) -> Figures:
     """Images that come from Lockstep's data path against batches that lie on the GPU."""
     figures = {}
     for stored, batch in ((32, SCALE.batch), (SCALE.image_size, SCALE.decoded_batch)):
         overrides = f"trainer=gpu data.stored_size={stored}"
-        cached, decoded = in_turns(
+        cached, decoded = measure_in_turns(
             2,
-            seconds_of(overrides, batch=batch),
-            seconds_of(overrides, batch=batch, cached=False),
+            step_timer(overrides, batch=batch),
+            step_timer(overrides, batch=batch, cached=False),
         )
         figures[f"stored_at_{stored}_over_cached"] = ratio(decoded, cached)
     return figures
@@ -450,7 +459,7 @@ class SynchronisationWatch:
         return counts
 
 
-def synchronisations(out: Path) -> Figures:
+def measure_synchronisations(out: Path) -> Figures:
     """Synchronisations of host and GPU per step, between two rows of the log."""
     figures: Figures = {}
     for precision in ("bf16-mixed", "16-mixed"):
@@ -463,14 +472,14 @@ def synchronisations(out: Path) -> Figures:
     return figures
 
 
-def strategies(out: Path) -> Figures:
+def measure_strategies(out: Path) -> Figures:
     """DDP and FSDP on one device, where only their overhead shows."""
     figures: Figures = {}
     for size, batch in (("small", SCALE.small_batch), ("large", SCALE.batch)):
-        ddp, fsdp = in_turns(
+        ddp, fsdp = measure_in_turns(
             2,
-            seconds_of("trainer=ddp trainer.devices=1", batch=batch),
-            seconds_of("trainer=fsdp trainer.devices=1", batch=batch),
+            step_timer("trainer=ddp trainer.devices=1", batch=batch),
+            step_timer("trainer=fsdp trainer.devices=1", batch=batch),
         )
         figures[f"ddp_ms_{size}"] = milliseconds(median(ddp))
         figures[f"fsdp_ms_{size}"] = milliseconds(median(fsdp))
@@ -478,7 +487,7 @@ def strategies(out: Path) -> Figures:
     return figures
 
 
-def compiled(out: Path) -> Figures:
+def measure_compiled(out: Path) -> Figures:
     """torch.compile against eager: bf16-mixed, weights in bf16, FSDP, and CUDA graphs."""
     gpu = "trainer=gpu trainer.compile"
     fsdp = "trainer=fsdp trainer.devices=1 trainer.compile"
@@ -517,7 +526,7 @@ def compiled(out: Path) -> Figures:
     return figures
 
 
-def memory(out: Path) -> Figures:
+def measure_memory(out: Path) -> Figures:
     """The largest batch that a search finds on a device of 40 GiB, against the estimate."""
     search = largest_batch()
     estimate = largest_batch("--estimate")
@@ -550,7 +559,7 @@ def largest_batch(*flags: str) -> int:
     return int(match[1])
 
 
-def checkpoints(out: Path) -> Figures:
+def measure_checkpoints(out: Path) -> Figures:
     """Seconds that training waits for a checkpoint, against a copy of its bytes to the host."""
     import torch
 
@@ -565,7 +574,7 @@ def checkpoints(out: Path) -> Figures:
 
     state = torch.empty(SCALE.checkpoint_mib * MIB, dtype=torch.uint8, device="cuda")
     copy = per_step(state.cpu, 2)
-    synchronous, asynchronous, without = in_turns(
+    synchronous, asynchronous, without = measure_in_turns(
         1,
         lambda: seconds("callbacks.checkpoints.asynchronous=false"),
         lambda: seconds("callbacks.checkpoints.asynchronous=true"),
@@ -579,7 +588,7 @@ def checkpoints(out: Path) -> Figures:
     return figures
 
 
-def cifar10(out: Path) -> Figures:
+def measure_cifar10(out: Path) -> Figures:
     """airbench's recipe: 200 steps of 2,000 images without evaluation, by us and by its script."""
     import torch
 
@@ -625,7 +634,7 @@ def rows_of_airbench(scratch: Path, root: Path) -> list[list[str]]:
     (scratch / "airbench.py").write_text(script)
     (scratch / "cifar10").mkdir()
     (scratch / "cifar10" / "cifar-10-batches-py").symlink_to(root / "cifar-10-batches-py")
-    printed = output_of([sys.executable, "airbench.py"], cwd=scratch)
+    printed = run_for_output([sys.executable, "airbench.py"], cwd=scratch)
     lines = [line for line in printed.splitlines() if line.startswith("|")]
     return [list(map(str.strip, line.split("|"))) for line in lines]
 
@@ -643,7 +652,7 @@ class ProfilerWatch:
         self.profiler.stop()
 
 
-def profile(out: Path) -> Figures:
+def measure_profile(out: Path) -> Figures:
     """The kernels that take the most time in a step of Lockstep."""
     steps = 3
     watch = ProfilerWatch()
@@ -675,17 +684,17 @@ class Part:
 
 
 PARTS = {
-    "machine": Part(machine, 30),
-    "ceilings": Part(ceilings, 60),
-    "step": Part(step, 110),
-    "synchronisations": Part(synchronisations, 50),
-    "data": Part(data, 150),
-    "strategies": Part(strategies, 90),
-    "checkpoints": Part(checkpoints, 90),
-    "compiled": Part(compiled, 220),
-    "memory": Part(memory, 180),
-    "profile": Part(profile, 60),
-    "cifar10": Part(cifar10, 150),
+    "machine": Part(measure_machine, 30),
+    "ceilings": Part(measure_ceilings, 60),
+    "step": Part(measure_step, 110),
+    "synchronisations": Part(measure_synchronisations, 50),
+    "data": Part(measure_data, 150),
+    "strategies": Part(measure_strategies, 90),
+    "checkpoints": Part(measure_checkpoints, 90),
+    "compiled": Part(measure_compiled, 220),
+    "memory": Part(measure_memory, 180),
+    "profile": Part(measure_profile, 60),
+    "cifar10": Part(measure_cifar10, 150),
 }
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import goal_row, in_turns, median, paired_ratio, run_record, save
+from measuring import goal_row, measure_in_turns, median, paired_ratio, run_record, save
 
 BATCH = 256
 WORKERS = (0, 1, 2, 4)
@@ -57,7 +57,7 @@ def compare(root: Path, repetitions: int) -> None:
         trial = {workers: images_per_s(batches, seconds) for workers, batches in theirs.items()}
         best = max(trial, key=trial.__getitem__)
         with tempfile.TemporaryDirectory() as scratch:
-            ours, peer = in_turns(
+            ours, peer = measure_in_turns(
                 repetitions,
                 partial(images_per_s, our_batches(size, root, scratch), seconds),
                 partial(images_per_s, theirs[best], seconds),

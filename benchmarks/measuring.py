@@ -78,7 +78,7 @@ def command_of_this_process() -> str:
     return f"python {shlex.join(arguments)}"
 
 
-def in_turns(repetitions: int, *measures: Callable[[], float]) -> list[list[float]]:
+def measure_in_turns(repetitions: int, *measures: Callable[[], float]) -> list[list[float]]:
     """Return the values of each measure, which is called `repetitions` times.
 
     They take turns, and none is always first, so that other work on the machine hits all alike.
@@ -100,10 +100,10 @@ def paired_ratio(ours: list[float], theirs: list[float], digits: int = 3) -> flo
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), digits)
 
 
-def seconds_of(command: list[str]) -> float:
+def measure_command_s(command: list[str]) -> float:
     """Return the wall time of a whole process."""
     started = time.perf_counter()
-    output_of(command)
+    run_for_output(command)
     return time.perf_counter() - started
 
 
@@ -115,14 +115,14 @@ def folder_overrides(scratch: Path | str) -> list[str]:
 def run_record(scratch: Path | str, overrides: list[str]) -> dict[str, Any]:
     """Train with `python src/train.py`; return the run's record."""
     run_id = f"bench{time.time_ns()}"
-    output_of([*TRAIN, *overrides, *folder_overrides(scratch), f"run_id={run_id}"])
+    run_for_output([*TRAIN, *overrides, *folder_overrides(scratch), f"run_id={run_id}"])
     record: dict[str, Any] = json.loads(
         Path(scratch, "log/train/runs", run_id, "run.json").read_text()
     )
     return record
 
 
-def output_of(
+def run_for_output(
     command: list[str], *, env: dict[str, str] | None = None, cwd: Path = REPOSITORY
 ) -> str:
     """Return what a process prints; end with its output if it fails."""

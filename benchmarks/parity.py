@@ -73,7 +73,7 @@ class Result:
     weights: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, case: Case, ranks: Iterable[dict]) -> "Result":
+    def from_ranks(cls, case: Case, ranks: Iterable[dict]) -> "Result":
         of_ranks = list(ranks)
         return cls(mean_losses(of_ranks, case.accumulate), of_ranks[0]["weights"])
 
@@ -115,14 +115,14 @@ class Line:
     is_right: bool
 
 
-def trained(cases: list[Case], ranks: int) -> list[Result]:
+def train_cases(cases: list[Case], ranks: int) -> list[Result]:
     """Train the cases one after the other in `ranks` processes."""
     if ranks == 1:
         by_rank = [train_all(local_cluster(0, 1, 0), cases)]
     else:
         by_rank = run_ranks(train_all, ranks, cases, timeout_s=TIMEOUT_S)
     by_case = zip(*by_rank, strict=True)
-    return [Result.of(case, results) for case, results in zip(cases, by_case, strict=True)]
+    return [Result.from_ranks(case, results) for case, results in zip(cases, by_case, strict=True)]
 
 
 def compare(model: str, cache_dir: str) -> list[Line]:
@@ -130,8 +130,8 @@ def compare(model: str, cache_dir: str) -> list[Line]:
     results: dict[Row, Result] = {}
     for ranks in sorted({row.ranks for row in ROWS}):
         rows = [row for row in ROWS if row.ranks == ranks]
-        cases = [case_of(row, model, cache_dir) for row in rows]
-        results.update(zip(rows, trained(cases, ranks), strict=True))
+        cases = [build_case(row, model, cache_dir) for row in rows]
+        results.update(zip(rows, train_cases(cases, ranks), strict=True))
 
     references: dict[Case, Result] = {}
     lines = []
@@ -146,18 +146,18 @@ def compare(model: str, cache_dir: str) -> list[Line]:
             cache_dir=cache_dir,
         )
         if case not in references:
-            references[case] = Result.of(case, [bare_loop(case)])
-        lines.append(line_of(row, results[row], case, references[case]))
+            references[case] = Result.from_ranks(case, [bare_loop(case)])
+        lines.append(build_line(row, results[row], case, references[case]))
     return lines
 
 
-def case_of(row: Row, model: str, cache_dir: str) -> Case:
+def build_case(row: Row, model: str, cache_dir: str) -> Case:
     return Case(
         model, row.strategy, row.accumulate, row.fine_tuning, row.mixup, cache_dir=cache_dir
     )
 
 
-def line_of(row: Row, result: Result, case: Case, reference: Result) -> Line:
+def build_line(row: Row, result: Result, case: Case, reference: Result) -> Line:
     """Compare a row with the bare loop of `case`."""
     distance = result.distance(reference)
     verdict = result.verdict_of_losses or "equal"
@@ -174,10 +174,10 @@ def line_of(row: Row, result: Result, case: Case, reference: Result) -> Line:
 def catch_faults(cache_dir: str) -> list[Line]:
     """Return the difference that each seeded fault makes."""
     reference_case = Case("small_cnn", cache_dir=cache_dir)
-    reference = Result.of(reference_case, [bare_loop(reference_case)])
+    reference = Result.from_ranks(reference_case, [bare_loop(reference_case)])
     cases = [Case("small_cnn", "allreduce", fault=fault, cache_dir=cache_dir) for fault in FAULTS]
     lines = []
-    for fault, result in zip(FAULTS, trained(cases, 2), strict=True):
+    for fault, result in zip(FAULTS, train_cases(cases, 2), strict=True):
         distance = result.distance(reference)
         noticed = "yes" if distance.is_noticed else "**no**"
         lines.append(Line(f"| {fault} | {distance.cells} | {noticed} |", distance.is_noticed))

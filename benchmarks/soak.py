@@ -40,10 +40,10 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent / "tests/harness")]
 
 import runs  # noqa: E402
 from faults import kill_at_line  # noqa: E402
-from kills import DDP, FSDP, TINY, differences, disturbed_run, final_state  # noqa: E402
+from kills import DDP, FSDP, TINY, differences, final_state, run_with_signals  # noqa: E402
 from lockstep.records.folder import RunFolder  # noqa: E402
 from object_store import object_store  # noqa: E402
-from runs import Done, run_script  # noqa: E402
+from runs import FinishedScript, run_script  # noqa: E402
 
 SIGNALS_PER_RUN = 5
 STARTS_OF_A_JOB = 20
@@ -135,7 +135,7 @@ class Store:
 
 
 @contextmanager
-def store_in(folder: Path) -> Iterator[Store]:
+def open_store(folder: Path) -> Iterator[Store]:
     """Run an S3 server whose files are in a folder."""
     with object_store(folder) as server:
         bucket = server.new_bucket()
@@ -146,7 +146,7 @@ def store_in(folder: Path) -> Iterator[Store]:
 # --- what must hold of a run that has ended
 
 
-def weight_faults(reference: Any, done: Done) -> list[str]:
+def weight_faults(reference: Any, done: FinishedScript) -> list[str]:
     """Compare the last checkpoint with that of an undisturbed run."""
     if done.code:
         return [f"exit code {done.code}: {done.output[-600:]}"]
@@ -182,15 +182,15 @@ def second_machine_faults(store: Store, command: list[str], folder: Path) -> lis
     return faults
 
 
-def rows_of(folder: RunFolder) -> list[dict[str, str]]:
+def read_rows(folder: RunFolder) -> list[dict[str, str]]:
     with folder.metrics.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def metrics_faults(reference: RunFolder, folder: RunFolder) -> list[str]:
     """Compare the steps of metrics.csv, and the values that do not depend on the starts."""
-    expected = {row["step"]: row for row in rows_of(reference)}
-    rows = rows_of(folder)
+    expected = {row["step"]: row for row in read_rows(reference)}
+    rows = read_rows(folder)
     steps = [row["step"] for row in rows]
     if steps != list(expected):
         missing = [step for step in expected if step not in steps]
@@ -209,12 +209,12 @@ def metrics_faults(reference: RunFolder, folder: RunFolder) -> list[str]:
 
 def record_faults(reference: RunFolder, folder: RunFolder) -> list[str]:
     """Compare run.json, but for times, starts and the training loss of the last rows."""
-    expected = _comparable(reference)
-    record = _comparable(folder)
+    expected = _comparable_fields(reference)
+    record = _comparable_fields(folder)
     return [f"run.json: {name}" for name in differences(expected, record)]
 
 
-def _comparable(folder: RunFolder) -> dict[str, Any]:
+def _comparable_fields(folder: RunFolder) -> dict[str, Any]:
     record = json.loads(folder.record_path.read_text())
     values = {name: record.get(name) for name in EXACT_FIELDS}
     metrics = record["metrics"]
@@ -240,7 +240,7 @@ def bucket_faults(store: Store, folder: RunFolder) -> list[str]:
 # --- pieces
 
 
-def undisturbed(command: Sequence[str], folder: Path) -> tuple[Done, float]:
+def run_undisturbed(command: Sequence[str], folder: Path) -> tuple[FinishedScript, float]:
     """Run a command without a signal; return how it ended and the seconds that it took."""
     began = time.monotonic()
     done = run_script("train", *command, "run_id=reference", logs=folder)
@@ -255,7 +255,7 @@ def soak_strategies(number: signal.Signals, campaign: Campaign) -> None:
 
 def soak_uploads(campaign: Campaign) -> None:
     """Disturb runs that upload, then start a second run of the same id."""
-    with store_in(campaign.folder / "store") as store:
+    with open_store(campaign.folder / "store") as store:
         _soak_strategies(signal.SIGKILL, campaign, store)
 
 
@@ -263,7 +263,7 @@ def _soak_strategies(number: signal.Signals, campaign: Campaign, store: Store | 
     folder = campaign.folder
     references = []
     for index, strategy in enumerate(STRATEGIES):
-        done, seconds = undisturbed([*strategy, *TINY], folder / f"reference-{index}")
+        done, seconds = run_undisturbed([*strategy, *TINY], folder / f"reference-{index}")
         references.append((final_state(done.folder), seconds))
 
     while campaign.sent < campaign.count:
@@ -273,7 +273,7 @@ def _soak_strategies(number: signal.Signals, campaign: Campaign, store: Store | 
         command = [*STRATEGIES[index], *TINY, f"run_id={name}"]
         if store is not None:
             command += store.options
-        done, hits = disturbed_run(
+        done, hits = run_with_signals(
             command,
             folder / name,
             campaign.chance,
@@ -294,14 +294,14 @@ def soak_job_script(campaign: Campaign) -> None:
     """Start one job script until its run has finished; signals come at random moments."""
     # The first start waits for the imports of a server, which the others share.
     run_script("train", "--help", logs=campaign.folder / "help")
-    reference, seconds = undisturbed(JOB, campaign.folder / "reference")
+    reference, seconds = run_undisturbed(JOB, campaign.folder / "reference")
     state = final_state(reference.folder)
     # A run takes about twenty starts where each may train a third of it at most.
     within_s = seconds - 0.7 * reference.record["fit_seconds"]
     while campaign.sent < campaign.count:
         folder = campaign.folder / f"job-{campaign.runs}"
-        with store_in(folder / "store") as store:
-            done, hits = disturbed_run(
+        with open_store(folder / "store") as store:
+            done, hits = run_with_signals(
                 [*JOB, "run_id=job", *store.options],
                 folder,
                 campaign.chance,
@@ -329,7 +329,7 @@ def soak_lines(campaign: Campaign) -> None:
     number_of_lines = int(count_file.read_text())
     while campaign.sent < campaign.count:
         folder = campaign.folder / f"lines-{campaign.runs}"
-        with store_in(folder / "store") as store:
+        with open_store(folder / "store") as store:
             command = [*JOB, "run_id=job", "resume=auto", *store.options]
             for _ in range(min(SIGNALS_PER_RUN, campaign.count - campaign.sent)):
                 line = campaign.chance.randrange(number_of_lines)
@@ -344,7 +344,9 @@ def soak_lines(campaign: Campaign) -> None:
             campaign.note(_faults_of_job(state, reference, done, store))
 
 
-def _faults_of_job(state: Any, reference: Done, done: Done, store: Store) -> list[str]:
+def _faults_of_job(
+    state: Any, reference: FinishedScript, done: FinishedScript, store: Store
+) -> list[str]:
     faults = weight_faults(state, done)
     if done.code:
         return faults

@@ -18,12 +18,12 @@ from measuring import (
     TRAIN,
     folder_overrides,
     goal_row,
-    in_turns,
+    measure_command_s,
+    measure_in_turns,
     median,
-    output_of,
     paired_ratio,
+    run_for_output,
     save,
-    seconds_of,
 )
 
 TORCH = [sys.executable, "-c", "import torch"]
@@ -36,12 +36,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # This run decodes the images, and warms the disk.
         first_step(scratch, "trainer=cpu")
-        torch, help_s, cfg_s, imports, one, two = in_turns(
+        torch, help_s, cfg_s, imports, one, two = measure_in_turns(
             ROUNDS,
-            partial(seconds_of, TORCH),
-            partial(seconds_of, [*TRAIN, "--help"]),
-            partial(seconds_of, [*TRAIN, "--cfg", "job"]),
-            partial(seconds_of, IMPORTS),
+            partial(measure_command_s, TORCH),
+            partial(measure_command_s, [*TRAIN, "--help"]),
+            partial(measure_command_s, [*TRAIN, "--cfg", "job"]),
+            partial(measure_command_s, IMPORTS),
             partial(first_step, scratch, "trainer=cpu"),
             partial(first_step, scratch, "trainer=ddp_sim"),
         )
@@ -86,7 +86,7 @@ def first_step(scratch: str, trainer: str) -> float:
         *folder_overrides(scratch),
     ]
     started = time.time()
-    output = output_of([sys.executable, __file__, FIRST_STEP, *overrides])
+    output = run_for_output([sys.executable, __file__, FIRST_STEP, *overrides])
     match = re.search(r"first_step_at (\S+)", output)
     assert match, output
     return float(match[1]) - started

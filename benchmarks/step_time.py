@@ -20,7 +20,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-from measuring import folder_overrides, goal_row, in_turns, median, paired_ratio, save
+from measuring import folder_overrides, goal_row, measure_in_turns, median, paired_ratio, save
 
 TINY = ["model=small_cnn", "data=digits", "data.global_batch_size=64"]
 VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
@@ -64,7 +64,7 @@ def main() -> None:
 def measure(overrides: list[str], steps: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         sides = Sides(overrides, steps, scratch)
-        bare, ours = in_turns(rounds, sides.bare, sides.ours)
+        bare, ours = measure_in_turns(rounds, sides.bare, sides.ours)
     bare_ms = [round(1000 * seconds, 3) for seconds in bare]
     ours_ms = [round(1000 * seconds, 3) for seconds in ours]
     return {
@@ -84,17 +84,17 @@ def measure_memory() -> dict[str, Any]:
     """
 
     def without() -> float:
-        seconds, mebibytes = in_new_process(train_alexnet, False)
+        seconds, mebibytes = call_in_new_process(train_alexnet, False)
         peaks["without"].append(mebibytes)
         return seconds
 
     def kept() -> float:
-        seconds, mebibytes = in_new_process(train_alexnet, True)
+        seconds, mebibytes = call_in_new_process(train_alexnet, True)
         peaks["kept"].append(mebibytes)
         return seconds
 
     peaks: dict[str, list[float]] = {"without": [], "kept": []}
-    without_s, kept_s = in_turns(MEMORY_ROUNDS, without, kept)
+    without_s, kept_s = measure_in_turns(MEMORY_ROUNDS, without, kept)
     return {
         "kept_over_without": paired_ratio(kept_s, without_s, 4),
         "without_s": median(without_s),
@@ -105,7 +105,7 @@ def measure_memory() -> dict[str, Any]:
     }
 
 
-def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
@@ -150,7 +150,9 @@ class Sides:
         trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
         # One kernel steps all parameters, as in our run: it is not what is measured here.
         optimizer = module.optimizer_factory(trained, fused=True)
-        for number, (images, labels) in enumerate(Cached(self.batches, self.steps + self.warmup)):
+        for number, (images, labels) in enumerate(
+            CachedLoader(self.batches, self.steps + self.warmup)
+        ):
             if number == self.warmup:
                 started = time.perf_counter()
             optimizer.zero_grad()
@@ -224,7 +226,7 @@ def replace_batches(data: Any, batches: list[Any], length: int) -> None:
         for batch in islice(data.train_dataloader(), CACHED_BATCHES):
             images, labels = data.on_after_batch_transfer(batch, 0)
             batches.append((images.clone(), labels.clone()))
-    data.train_dataloader = partial(Cached, batches, length)
+    data.train_dataloader = partial(CachedLoader, batches, length)
     data.on_after_batch_transfer = _unchanged
 
 
@@ -232,7 +234,7 @@ def _unchanged(batch: Any, dataloader_idx: int) -> Any:
     return batch
 
 
-class Cached:
+class CachedLoader:
     """The same few batches again and again, with the state that checkpoints ask a loader for."""
 
     def __init__(self, batches: list[Any], length: int) -> None:

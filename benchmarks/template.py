@@ -13,7 +13,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring import HERE, goal_row, in_turns, output_of, paired_ratio, run_record, save
+from measuring import (
+    HERE,
+    goal_row,
+    measure_in_turns,
+    paired_ratio,
+    run_for_output,
+    run_record,
+    save,
+)
 
 WHOLE_LIMIT = 0.8
 
@@ -22,7 +30,7 @@ def main() -> None:
     arguments = read_arguments()
     with tempfile.TemporaryDirectory() as scratch:
         both = Sides(arguments, Path(scratch))
-        theirs, ours = in_turns(3, both.template, both.ours)
+        theirs, ours = measure_in_turns(3, both.template, both.ours)
     whole = paired_ratio(ours, theirs)
     detail = f"{arguments.epochs} epoch(s); images: {arguments.data}"
     name = "template"
@@ -84,7 +92,7 @@ class Sides:
         ]
         command = [sys.executable, str(self.peer), *overrides]
         started = time.perf_counter()
-        output = output_of(command, env={"PROJECT_ROOT": str(self.scratch)})
+        output = run_for_output(command, env={"PROJECT_ROOT": str(self.scratch)})
         seconds = time.perf_counter() - started
         accuracy = re.findall(r"accuracy (\S+) threads", output)[-1]
         self.accuracies["template"].append(float(accuracy))

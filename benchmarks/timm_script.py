@@ -24,7 +24,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import goal_row, in_turns, median, output_of, paired_ratio, run_record, save
+from measuring import (
+    goal_row,
+    measure_in_turns,
+    median,
+    paired_ratio,
+    run_for_output,
+    run_record,
+    save,
+)
 
 MODEL = "tf_efficientnet_lite0"
 RATE = 1e-3
@@ -128,7 +136,7 @@ class Sides:
         environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
         began = time.perf_counter()
-        output_of(command, env=environment, cwd=options.timm)
+        run_for_output(command, env=environment, cwd=options.timm)
         self.seconds["timm"].append(time.perf_counter() - began)
         rows = list(csv.DictReader((self.scratch / name / "summary.csv").open()))
         return float(rows[-1]["eval_top1"])
@@ -138,7 +146,7 @@ def main() -> None:
     options = read_options()
     with tempfile.TemporaryDirectory() as scratch:
         sides = Sides(options, Path(scratch))
-        ours, theirs = in_turns(options.repetitions, sides.ours, sides.theirs)
+        ours, theirs = measure_in_turns(options.repetitions, sides.ours, sides.theirs)
     files = [path for path in (options.images / "train").rglob("*") if path.is_file()]
     images = options.epochs * len(files)
     if options.what == "speed":

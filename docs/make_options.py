@@ -10,7 +10,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.config.schema import Option, groups, keys_in_yaml  # noqa: E402
+from lockstep.config.schema import Option, keys_in_yaml, read_groups  # noqa: E402
 
 
 def options_page(configs: Path) -> str:
@@ -28,7 +28,7 @@ def options_page(configs: Path) -> str:
         f"| `{key.name}` | `{key.default or '…'}` | {cell(key.comment)} |"
         for key in keys_in_yaml(configs / "train.yaml")
     ]
-    for group, options in groups(configs).items():
+    for group, options in read_groups(configs).items():
         lines += ["", f"## {group}=", "", "| option | meaning |", "|---|---|"]
         lines += [f"| `{option.name}` | {cell(option.description)} |" for option in options]
         if group not in ("experiment", "debug"):

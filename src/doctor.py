@@ -1,4 +1,4 @@
-"""Check this machine, this cluster and this bucket: one sentence for each finding, with its mend.
+"""Check this machine, this cluster and this bucket: one sentence for each finding, with its remedy.
 
     MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 \\
         python src/doctor.py trainer=ddp trainer.num_nodes=2
@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 MIB = 2**20
 # Less than these is a fault of the machine.
-DISK = 5 * GIB
-SHARED = GIB // 4
-HANDLES = 1024
+MIN_DISK_BYTES = 5 * GIB
+MIN_SHARED_BYTES = GIB // 4
+MIN_FILE_HANDLES = 1024
 BUCKET_WAIT_S = 6.0
 # An earlier date is a clock that was never set.
 FIRST_YEAR = 2026
@@ -59,25 +59,25 @@ class Finding(NamedTuple):
     """One check.
 
     Attributes:
-        said: what was found.
-        mend: what mends it; empty if `said` tells it already.
+        text: what was found.
+        remedy: what mends it; empty if `text` tells it already.
     """
 
     is_fine: bool
-    said: str
-    mend: str = ""
+    text: str
+    remedy: str = ""
 
     @property
     def sentence(self) -> str:
-        said = self.said.rstrip(".")
-        if self.mend and not self.is_fine:
-            said += f": {self.mend}"
-        return f"{said}."
+        text = self.text.rstrip(".")
+        if self.remedy and not self.is_fine:
+            text += f": {self.remedy}"
+        return f"{text}."
 
 
 def examine(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check this node, then the network between the nodes."""
-    yield from _machine(config)
+    yield from _check_machine(config)
     try:
         cluster = find_ranks(config, environ)
         resolve_batch(config, cluster)
@@ -85,20 +85,20 @@ def examine(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(False, str(error))
         return
 
-    yield from _ranks(cluster)
-    yield from _interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
+    yield from _check_ranks(cluster)
+    yield from _check_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""))
     if cluster.accelerator == "gpu":
-        yield from _gpus(cluster.ranks_per_node * count_devices_per_rank(config["trainer"]))
+        yield from _check_gpus(cluster.ranks_per_node * count_devices_per_rank(config["trainer"]))
     s3 = config.get("s3") or {}
     if s3.get("uri"):
-        yield from _bucket(s3)
+        yield from _check_bucket(s3)
     if cluster.launcher == "nodes" and cluster.num_nodes > 1:
-        yield from _other_nodes(resolve_rank_options(config, cluster), cluster)
+        yield from _check_other_nodes(resolve_rank_options(config, cluster), cluster)
 
 
-def _machine(config: Config) -> Iterator[Finding]:
+def _check_machine(config: Config) -> Iterator[Finding]:
     """Check the disk, the shared memory, the limits and the clock."""
-    yield from _folder_of_runs(Path(config["paths"]["log_dir"]).resolve())
+    yield from _check_log_folder(Path(config["paths"]["log_dir"]).resolve())
 
     temporary = tempfile.gettempdir()
     yield Finding(
@@ -109,14 +109,18 @@ def _machine(config: Config) -> Iterator[Finding]:
     memory = Path("/dev/shm")
     shared = shutil.disk_usage(memory).free if memory.is_dir() else 0
     yield Finding(
-        shared > SHARED, f"{shared / MIB:.0f} MiB of shared memory", "docker run --shm-size=8g"
+        shared > MIN_SHARED_BYTES,
+        f"{shared / MIB:.0f} MiB of shared memory",
+        "docker run --shm-size=8g",
     )
     # Windows has no such module, and is refused in a sentence.
     import resource
 
     # A negative limit means none.
     handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield Finding(handles < 0 or handles >= HANDLES, f"{handles} file handles", "ulimit -n 65536")
+    yield Finding(
+        handles < 0 or handles >= MIN_FILE_HANDLES, f"{handles} file handles", "ulimit -n 65536"
+    )
     yield Finding(
         time.gmtime().tm_year >= FIRST_YEAR,
         f"the clock says {time.strftime('%F %T %Z')}",
@@ -124,7 +128,7 @@ def _machine(config: Config) -> Iterator[Finding]:
     )
 
 
-def _folder_of_runs(folder: Path) -> Iterator[Finding]:
+def _check_log_folder(folder: Path) -> Iterator[Finding]:
     """Check that runs can be written into a folder, which need not exist."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     may_write = existing.is_dir() and os.access(existing, os.W_OK)
@@ -135,13 +139,13 @@ def _folder_of_runs(folder: Path) -> Iterator[Finding]:
     )
     free = shutil.disk_usage(existing).free
     yield Finding(
-        free > DISK,
+        free > MIN_DISK_BYTES,
         f"{free / GIB:.0f} GiB free at {folder}",
         "make room, or pass paths.log_dir=OTHER",
     )
 
 
-def _ranks(cluster: Cluster) -> Iterator[Finding]:
+def _check_ranks(cluster: Cluster) -> Iterator[Finding]:
     """Report the settings, and check the cores and the address of node 0."""
     yield Finding(
         True,
@@ -165,7 +169,7 @@ def _ranks(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _interfaces(socket_ifname: str) -> Iterator[Finding]:
+def _check_interfaces(socket_ifname: str) -> Iterator[Finding]:
     """Check the interfaces that NCCL_SOCKET_IFNAME names.
 
     As NCCL reads it, = is before whole names, and ^ before those that it must not use.
@@ -183,7 +187,7 @@ def _interfaces(socket_ifname: str) -> Iterator[Finding]:
             )
 
 
-def _gpus(devices: int) -> Iterator[Finding]:
+def _check_gpus(devices: int) -> Iterator[Finding]:
     """Check driver, kernels for the first GPUs, and NCCL's plugin where the network is EFA."""
     import torch
 
@@ -203,7 +207,7 @@ def _gpus(devices: int) -> Iterator[Finding]:
         )
 
 
-def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
     """Write into the bucket, and wait for its answer at most BUCKET_WAIT_S."""
     from lockstep.storage.s3 import Bucket
 
@@ -228,7 +232,7 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
     yield answers[-1]
 
 
-def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
+def _check_other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     """Let one process of each node meet the others, and measure their network.
 
     It is measured by gloo, and on GPUs by NCCL too.
@@ -246,12 +250,12 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     cpu = torch.device("cpu")
     device = torch.device("cuda", 0) if cluster.accelerator == "gpu" else cpu
     try:
-        fingerprint = provenance.fingerprint(config, is_equal_on_all_ranks)
+        fingerprint = provenance.take_fingerprint(config, is_equal_on_all_ranks)
         hosts = meet(one_per_node, timeout_s, fingerprint).hosts
         yield Finding(True, f"same code, options and packages on all nodes: {', '.join(hosts)}")
         create_process_group(one_per_node, device, min(60.0, timeout_s))
         for measured in dict.fromkeys((cpu, device)):
-            yield _network_speed(measured)
+            yield _measure_network(measured)
         dist.barrier()
         dist.destroy_process_group()
     except UserError as error:
@@ -265,7 +269,7 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _network_speed(device: Any) -> Finding:
+def _measure_network(device: Any) -> Finding:
     """Measure an all-reduce of tensors on a device."""
     import torch
     import torch.distributed as dist

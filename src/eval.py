@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     """Evaluate as one process, or start the processes of this node; return the exit code."""
     command = read_command("train", argv, __doc__ or "")
     checkpoint = find_checkpoint(command.overrides)
-    composed = command.compose(stored=for_evaluation(checkpoint.config))
+    composed = command.compose(stored=inherited_config(checkpoint.config))
     config = evaluation_config(composed, checkpoint, command.overrides)
     cluster = find_ranks(config)
     check_before_start(config, cluster)
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         path = None if isinstance(module, Task) else run.checkpoint
         trainer.test(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
 
-        metrics = tested_metrics(trainer)
+        metrics = metrics_of_test(trainer)
         run.update(
             trainer,
             status="finished",
@@ -106,7 +106,7 @@ def check_testable(module: Any, data: Any) -> None:
         )
 
 
-def tested_metrics(trainer: Any) -> dict[str, float]:
+def metrics_of_test(trainer: Any) -> dict[str, float]:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if not metrics:
         raise UserError(
@@ -140,7 +140,7 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
     return TrainedCheckpoint(path, stored_config(path, config, logs), facts_of(checkpoint))
 
 
-def for_evaluation(stored: Config) -> Config:
+def inherited_config(stored: Config) -> Config:
     """Return the part of a run's config that counts in an evaluation: in one process by default."""
     choices = {
         group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"
@@ -162,26 +162,23 @@ def for_evaluation(stored: Config) -> Config:
 def evaluation_config(
     composed: dict[str, Any], checkpoint: TrainedCheckpoint, overrides: list[str]
 ) -> dict[str, Any]:
-    """Return the config of an evaluation.
+    """Return the config of an evaluation; `composed` stays as it is.
 
     Args:
         composed: the checkpoint's config with the command line's overrides.
-        overrides: of the command line.
+        overrides: those of the command line.
     """
-    config = dict(composed)
     named = {key_of(override) for override in overrides}
     if "experiment" in named:
         raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
-
-    if config["choices"].get("data") != (checkpoint.config.get("choices") or {}).get("data"):
-        config["data"] = _as_trained(config["data"], checkpoint.facts, named)
-    config["data"] = _as_measured(config["data"], checkpoint.facts, named)
-    # Callbacks of the run's own stay, as they may be part of the task; those of every run do not.
-    of_every_run = plain(compose("train", []))["callbacks"]
-    callbacks = {
-        name: node for name, node in (config["callbacks"] or {}).items() if name not in of_every_run
-    }
-    config |= {
+    trainer = composed["trainer"]
+    if "trainer" not in named:
+        trainer = one_process_options(trainer, named)
+    return {
+        **composed,
+        "data": _evaluation_data(composed, checkpoint, named),
+        "trainer": {**trainer, "accumulate_grad_batches": 1},
+        "callbacks": _callbacks_of_run(composed),
         "ckpt_path": str(checkpoint.path),
         "task_name": "eval",
         "resume": None,
@@ -189,16 +186,33 @@ def evaluation_config(
         "scheduler": {},
         "test": True,
         "overrides": overrides,
-        "callbacks": callbacks,
     }
-    if "trainer" not in named:
-        config["trainer"] = one_process_options(config["trainer"], named)
-    config["trainer"]["accumulate_grad_batches"] = 1
-    return config
 
 
-def _as_trained(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
-    """Return the options of another data set, with images made as those of the training."""
+def _callbacks_of_run(composed: dict[str, Any]) -> dict[str, Any]:
+    """Return the callbacks that the run has added, as they may be part of its task."""
+    callbacks_of_every_run = plain(compose("train", []))["callbacks"]
+    callbacks = (composed["callbacks"] or {}).items()
+    return {name: node for name, node in callbacks if name not in callbacks_of_every_run}
+
+
+def _evaluation_data(
+    composed: dict[str, Any], checkpoint: TrainedCheckpoint, named: set[str]
+) -> dict[str, Any]:
+    """Return the options of the data, whose images are made as those of the training.
+
+    Args:
+        named: keys of the command line, whose values count.
+    """
+    data = composed["data"]
+    choices_of_run = checkpoint.config.get("choices") or {}
+    if composed["choices"].get("data") != choices_of_run.get("data"):
+        data = _with_training_options(data, checkpoint.facts, named)
+    return _with_measured_range(data, checkpoint.facts, named)
+
+
+def _with_training_options(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
+    """Return the options of another data set, with IMAGE_OPTIONS and target of the training."""
     size_is_named = named & {"data.image_size", "data.crop_pct"}
     changed = dict(data)
     for key in IMAGE_OPTIONS:
@@ -214,10 +228,10 @@ def _as_trained(data: dict[str, Any], facts: Config, named: set[str]) -> dict[st
     return changed
 
 
-def _as_measured(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
+def _with_measured_range(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
     """Return the options with what the run measured in its training images.
 
-    Checkpoints without a range are of versions that read 8 bits.
+    A checkpoint without a range is of a version that read 8 bits, and `range` becomes None.
     """
     if "range" not in data:
         return data

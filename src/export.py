@@ -46,14 +46,14 @@ OPTIONS: dict[str, str | None] = {
 FILES = ("README.md", "config.json", "model.onnx", "model.pt2", "model.safetensors")
 # Of the largest logit: kernels of another runtime sum in another order.
 TOLERANCE = 1e-4
-NEEDED = {"safetensors": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
+PACKAGES_OF_FORMAT = {"safetensors": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 MAX_BATCH = 4096
-ON_CUDA = "CUDAExecutionProvider"  # of onnxruntime
+CUDA_PROVIDER = "CUDAExecutionProvider"  # of onnxruntime
 # These options of a model choose its weights, and are no arguments of its class in an export.
-NO_ARGUMENTS = ("freeze", "weights", "pretrained")
+WEIGHT_OPTIONS = ("freeze", "weights", "pretrained")
 
 
-def chosen_formats(text: str) -> list[str]:
+def choose_formats(text: str) -> list[str]:
     """Return the formats that are named, or else those that can be made here.
 
     Raises:
@@ -61,12 +61,14 @@ def chosen_formats(text: str) -> list[str]:
     """
     named = [name.strip() for name in text.split(",") if name.strip()]
     for name in named:
-        if name not in NEEDED:
-            raise UserError(f"formats={text}: {name} is not one of {', '.join(NEEDED)}.")
+        if name not in PACKAGES_OF_FORMAT:
+            raise UserError(
+                f"formats={text}: {name} is not one of {', '.join(PACKAGES_OF_FORMAT)}."
+            )
 
     formats = []
-    for name in named or NEEDED:
-        packages = [package for package in NEEDED[name] if not find_spec(package)]
+    for name in named or PACKAGES_OF_FORMAT:
+        packages = [package for package in PACKAGES_OF_FORMAT[name] if not find_spec(package)]
         if not packages:
             formats.append(name)
             continue
@@ -89,7 +91,7 @@ def device_of_check(overrides: list[str]) -> Any:
     """Return the torch.device on which formats are compared with the net.
 
     Args:
-        overrides: of trainer=.
+        overrides: those of trainer=.
 
     Raises:
         UserError: the trainer has several ranks, or a GPU that is not here.
@@ -146,7 +148,7 @@ def _write_timm_weights(model: Any, backbone: Any, out: Path) -> Any:
     import timm
     from timm.models import save_for_hf
 
-    config = {"label_names": model.facts["class_names"], "pretrained_cfg": _tag(model)}
+    config = {"label_names": model.facts["class_names"], "pretrained_cfg": _run_tag(model)}
     images = _images_config(model)
     save_for_hf(backbone, str(out), config, safe_serialization=True, data_config=images)
     return timm.create_model(f"local-dir:{out}", pretrained=True).eval()
@@ -161,8 +163,8 @@ def _write_own_weights(model: Any, out: Path) -> Any:
         "architecture": model_name(model.config),
         "num_classes": num_outputs,
         "label_names": facts["class_names"],
-        "model": _arguments(model, num_outputs),
-        "pretrained_cfg": {**_tag(model), **_images_config(model), "num_classes": num_outputs},
+        "model": _model_arguments(model, num_outputs),
+        "pretrained_cfg": {**_run_tag(model), **_images_config(model), "num_classes": num_outputs},
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -173,7 +175,7 @@ def _write_own_weights(model: Any, out: Path) -> Any:
     return loaded
 
 
-def _tag(model: Any) -> dict[str, str]:
+def _run_tag(model: Any) -> dict[str, str]:
     return {"tag": model.record.run_id or "local"}
 
 
@@ -192,7 +194,7 @@ def _images_config(model: Any) -> dict[str, Any]:
     }
 
 
-def _arguments(model: Any, num_outputs: int) -> dict[str, Any]:
+def _model_arguments(model: Any, num_outputs: int) -> dict[str, Any]:
     """Return the class of the net and the arguments that build it again."""
     from lockstep.config.instantiate import parameters_of, resolve_target
 
@@ -205,12 +207,12 @@ def _arguments(model: Any, num_outputs: int) -> dict[str, Any]:
     }
     arguments = {key: value for key, value in shape.items() if key in names}
     for key, value in options.items():
-        if key not in NO_ARGUMENTS:
+        if key not in WEIGHT_OPTIONS:
             arguments[key] = value
     return arguments
 
 
-def _any_batch() -> tuple[dict[int, Any]]:
+def _any_batch_size() -> tuple[dict[int, Any]]:
     """Return the shape of `images` in which the batch size is free, as torch.export takes it."""
     import torch
 
@@ -223,7 +225,7 @@ def write_pt2(model: Any, out: Path, device: Any) -> Any:
     from torch.export.passes import move_to_device_pass
 
     images = example_images(model.facts, 2)
-    program = torch.export.export(model.net, (images,), dynamic_shapes=_any_batch())
+    program = torch.export.export(model.net, (images,), dynamic_shapes=_any_batch_size())
     torch.export.save(program, out / "model.pt2")
     loaded = torch.export.load(out / "model.pt2")
     return move_to_device_pass(loaded, device).module()
@@ -247,11 +249,11 @@ def write_onnx(model: Any, out: Path, device: Any) -> Any:
         input_names=["images"],
         output_names=["logits"],
         external_data=False,
-        dynamic_shapes=_any_batch(),
+        dynamic_shapes=_any_batch_size(),
     )
     providers = ["CPUExecutionProvider"]
-    if device.type == "cuda" and ON_CUDA in onnxruntime.get_available_providers():
-        providers.insert(0, ON_CUDA)
+    if device.type == "cuda" and CUDA_PROVIDER in onnxruntime.get_available_providers():
+        providers.insert(0, CUDA_PROVIDER)
     session = onnxruntime.InferenceSession(path, providers=providers)
 
     def run(images: Any) -> Any:
@@ -281,8 +283,8 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
         data=data_name(model.config),
         model=model,
         record=model.record,
-        kind=_kind(model),
-        metrics=_results(model.record, sha256),
+        kind=_prediction_kind(model),
+        metrics=_results_of_checkpoint(model.record, sha256),
         timm=written,
         compared=compared,
         command=redact_text(model.record.command or ""),
@@ -293,7 +295,7 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
     )
 
 
-def _kind(model: Any) -> str:
+def _prediction_kind(model: Any) -> str:
     """Return what the net gives for an image: class, labels, number, mask, or another word."""
     from tasks.classifier import ImageClassifier
     from tasks.multilabel import MultiLabel
@@ -305,7 +307,7 @@ def _kind(model: Any) -> str:
     return model.facts.get("target") or "class"
 
 
-def _results(record: RunRecord, sha256: str) -> dict[str, float]:
+def _results_of_checkpoint(record: RunRecord, sha256: str) -> dict[str, float]:
     """Return the results of this very checkpoint: accuracies, and a test of all images."""
     if record.best_checkpoint.sha256 != sha256:
         return {}
@@ -318,7 +320,7 @@ def _results(record: RunRecord, sha256: str) -> dict[str, float]:
     }
 
 
-def hub(push_to: str, method: str, **arguments: Any) -> Any:
+def call_hub(push_to: str, method: str, **arguments: Any) -> Any:
     """Call the Hugging Face hub; raise UserError with its reason if it refuses.
 
     It refuses without a token, for example.
@@ -339,11 +341,11 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     """Write the formats, compare each with the net, write the card; upload for push_to=.
 
     Args:
-        overrides: of trainer=, whose device the comparison runs on.
+        overrides: those of trainer=, whose device the comparison runs on.
     """
     from lockstep.training.inference import load_finished
 
-    formats = chosen_formats(options["formats"])
+    formats = choose_formats(options["formats"])
     device = device_of_check(overrides)
     refuse_other_files(options)
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
@@ -354,7 +356,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     push_to = options["push_to"]
     repository = None
     if push_to:
-        repository = hub(push_to, "create_repo", repo_id=push_to, private=True, exist_ok=True)
+        repository = call_hub(push_to, "create_repo", repo_id=push_to, private=True, exist_ok=True)
 
     out = Path(options["out"] or Path("exports") / _folder_name(model))
     out.mkdir(parents=True, exist_ok=True)
@@ -374,7 +376,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     if repository:
         message = f"Export {out.name}"
         repo_id = repository.repo_id
-        hub(push_to, "upload_folder", repo_id=repo_id, folder_path=out, commit_message=message)
+        call_hub(push_to, "upload_folder", repo_id=repo_id, folder_path=out, commit_message=message)
         log.info(f"uploaded to {repository}")
     return EXIT_OK
 
@@ -442,14 +444,17 @@ def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dic
     try:
         net_of_weights = write_weights(model, out)
     except Exception as error:
-        raise as_disk_full_error(error, out) or error from None
+        full_disk = as_disk_full_error(error, out)
+        if full_disk is None:
+            raise
+        raise full_disk from None
 
     compared: dict[str, float] = {}
     for name in formats:
         # The exporters warn of their internals.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = _written(name, model, net_of_weights, out, device)
+            exported = _write_format(name, model, net_of_weights, out, device)
             compared[name] = largest_difference(model, exported, device)
         where = " on the GPU" if device.type == "cuda" else ""
         log.info(f"{name}: logits within {compared[name]:.1e} of the net's{where}")
@@ -461,7 +466,7 @@ def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dic
     return compared
 
 
-def _written(name: str, model: Any, net_of_weights: Any, out: Path, device: Any) -> Any:
+def _write_format(name: str, model: Any, net_of_weights: Any, out: Path, device: Any) -> Any:
     """Write a format; return what it gives for images on the device, as read from the disk."""
     if name == "onnx":
         return write_onnx(model, out, device)

@@ -35,10 +35,10 @@ def main(argv: list[str]) -> int:
         from lockstep.training.memory_estimate import estimate
 
         return estimate(config)
-    return find(config)
+    return find_largest_batch(config)
 
 
-def find(config: Config) -> int:
+def find_largest_batch(config: Config) -> int:
     """Search by short runs on this machine."""
     data = {**config["data"], "global_batch_size": "max"}
     config = {**config, "data": data}

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook import build
-from lockstep.logbook.compare import as_text, not_held_fixed, title_of, write_comparison
+from lockstep.logbook.compare import caution_about_runs, comparison_text, title_of, write_comparison
 from lockstep.logbook.folders import RecordedRun, find_run, heading_of, is_url, read_run, read_text
 from lockstep.logbook.groups import (
     arms_of_groups,
@@ -38,7 +38,7 @@ from lockstep.logbook.groups import (
     runs_of_group,
 )
 from lockstep.logbook.index import write_index
-from lockstep.logbook.render import aligned
+from lockstep.logbook.render import align_columns
 from lockstep.logbook.report import report_html
 from lockstep.logbook.sweep_page import find_sweep, keep_sweep
 from lockstep.process.errors import UserError
@@ -46,7 +46,7 @@ from lockstep.process.files import write_atomically
 from lockstep.process.output import configure_logging, print_result
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import exit_code_of
-from lockstep.records.folder import checked_run_id, run_folders
+from lockstep.records.folder import run_folders, validate_run_id
 from lockstep.records.record import locked_record
 from lockstep.storage.s3 import is_s3
 
@@ -78,7 +78,7 @@ def keep(options: argparse.Namespace) -> None:
             if sweep:
                 sweeps[name] = sweep
             elif is_s3(name):
-                runs[name] = _fetch(name.rstrip("/"), Path(fetched))
+                runs[name] = _fetch_run(name.rstrip("/"), Path(fetched))
             else:
                 runs[name] = find_run(name, options.logs)
         for name, folder in runs.items():
@@ -91,18 +91,18 @@ def keep(options: argparse.Namespace) -> None:
     write_index(options.logbook)
 
 
-def _fetch(address: str, root: Path) -> Path:
+def _fetch_run(address: str, root: Path) -> Path:
     """Return a folder below `root` with the small files of a run in a bucket."""
     from lockstep.storage.fetch import fetch_for_page
     from lockstep.storage.s3 import Bucket
 
-    folder = root / checked_run_id(address.rpartition("/")[2])
+    folder = root / validate_run_id(address.rpartition("/")[2])
     fetch_for_page(Bucket(address), folder)
     return folder
 
 
 def remove(options: argparse.Namespace) -> None:
-    folders = [_kept(name, options.logbook) for name in options.runs]
+    folders = [_find_kept(name, options.logbook) for name in options.runs]
     for folder in folders:
         shutil.rmtree(folder)
         print_result(f"{folder} removed")
@@ -110,7 +110,7 @@ def remove(options: argparse.Namespace) -> None:
     write_index(options.logbook)
 
 
-def _kept(name: str, logbook: Path) -> Path:
+def _find_kept(name: str, logbook: Path) -> Path:
     """Return the folder of a run or a sweep in the logbook.
 
     A folder in logs/ names its copy; "." is the name of the working directory.
@@ -134,9 +134,9 @@ def compare(options: argparse.Namespace) -> None:
     if len(runs) < 2 and not options.html:
         raise UserError("A comparison needs at least two runs: logbook.py compare RUN RUN.")
     title = options.title or title_of(runs, options.md)
-    print_result(as_text(runs))
+    print_result(comparison_text(runs))
     if options.md:
-        write_comparison(options.md, runs, title, caution=not_held_fixed(runs))
+        write_comparison(options.md, runs, title, caution=caution_about_runs(runs))
     write_report_and_index(options, runs, title)
 
 
@@ -182,14 +182,16 @@ def write_report_and_index(
     if options.md:
         print_result(options.md)
     if options.html:
-        address = write_report(report_html(title, runs).encode(), options.html, _endpoint(runs))
+        address = write_report(
+            report_html(title, runs).encode(), options.html, _endpoint_of_runs(runs)
+        )
         link_from_pages(runs, options.logbook, title, address)
         print_result(address)
     if options.logbook.is_dir() and (options.md or options.html):
         write_index(options.logbook)
 
 
-def _endpoint(runs: list[RecordedRun]) -> str | None:
+def _endpoint_of_runs(runs: list[RecordedRun]) -> str | None:
     """Return the address of the store that the runs used."""
     endpoints = [run.config.get("s3.endpoint_url") for run in runs]
     return next(filter(None, endpoints), None)
@@ -240,16 +242,16 @@ def table(options: argparse.Namespace) -> None:
 
     columns = options.columns or COLUMNS
     key = options.sort or "started_at"
-    runs.sort(key=lambda run: _rank(run.value(key)), reverse=True)
+    runs.sort(key=lambda run: _sort_key(run.value(key)), reverse=True)
     rows = [["run_id", *columns]]
     for run in runs:
-        rows.append([run.run_id, *(_cell(run.value(name)) for name in columns)])
+        rows.append([run.run_id, *(_format_cell(run.value(name)) for name in columns)])
     if options.csv:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)
         print_result(text.getvalue().rstrip("\n"))
         return
-    print_result(aligned(rows))
+    print_result(align_columns(rows))
     only_kept = len(runs) - len(in_logs)
     print_result(f"\n{len(in_logs)} runs of {options.logs}, {only_kept} only of {options.logbook}")
 
@@ -258,13 +260,13 @@ def _folders_by_id(root: Path) -> dict[str, Path]:
     return {folder.name: folder for folder in run_folders(root)}
 
 
-def _rank(value: Any) -> tuple[bool, bool, Any]:
+def _sort_key(value: Any) -> tuple[bool, bool, Any]:
     """Return what sorts numbers above texts, and texts above missing values."""
     is_number = isinstance(value, int | float)
     return value is not None, is_number, value if is_number else str(value)
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from lockstep.process.output import configure_logging, printable
+from lockstep.process.output import configure_logging, escape_unprintable
 from lockstep.process.project import REPOSITORY
 from lockstep.records.folder import new_run_id
 
@@ -103,7 +103,7 @@ class Host:
             line = raw.decode(errors="replace")
             if line.startswith("error: "):
                 self.error = line.rstrip()
-            print(f"[{self.name}] {printable(line)}", end="", flush=True)
+            print(f"[{self.name}] {escape_unprintable(line)}", end="", flush=True)
 
     def send(self, word: str) -> None:
         """Send a word to REMOTE_SCRIPT; nothing if the connection is gone."""

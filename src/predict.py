@@ -30,6 +30,7 @@ from lockstep.config.keys import root_of
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.process.files import write_atomically
+from lockstep.process.output import join_names
 from lockstep.process.project import REPOSITORY
 from lockstep.process.script import is_true, run_with_options
 from lockstep.ranks.failures import report_failure
@@ -57,7 +58,7 @@ SHEET_IMAGES = 48
 SHEET_COLUMNS = 6
 CAPTION_LENGTH = 16  # characters
 # A caption below this probability is red.
-UNSURE = 0.5
+UNSURE_BELOW = 0.5
 RED = "#c22745"
 # A message names at most this many files.
 SHOWN_FILES = 3
@@ -85,7 +86,7 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     """Predict images into a CSV, or the run's own data into a .pt file.
 
     Args:
-        overrides: of trainer=, as everywhere; without a trainer this is one process.
+        overrides: those of trainer=; without any this is one process.
     """
     from lockstep.training.prediction import (
         prediction_config,
@@ -93,10 +94,10 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
         start_prediction_ranks,
     )
 
-    positive_number("top", options["top"])
-    positive_number("batch", options["batch"] or "1")
-    files = {} if is_table(options) else image_files(options["images"])
-    check_out(options)
+    check_positive("top", options["top"])
+    check_positive("batch", options["batch"] or "1")
+    files = {} if is_table(options) else find_image_files(options["images"])
+    refuse_existing_output(options)
 
     config = prediction_config(overrides)
     cluster = find_ranks(config)
@@ -108,14 +109,14 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
         return start_prediction_ranks(config["trainer"], cluster)
     try:
         with prediction_ranks(config["trainer"], cluster) as device:
-            return predict_on(device, cluster, config, options, files)
+            return predict_on_rank(device, cluster, config, options, files)
     except Exception as error:
         if not cluster.has_agent:
             raise
         return report_failure(error, cluster, None)
 
 
-def predict_on(
+def predict_on_rank(
     device: Any,
     cluster: Cluster,
     config: Config,
@@ -142,32 +143,32 @@ def predict_on(
     elif files:
         refuse_missing_numbers(model)
     set_test_time_flip(model, options["task.test_time_flip"])
-    predictor = Predictor(model, device, precision_for(model, config))
+    predictor = Predictor(model, device, choose_precision(model, config))
     if not files:
         return predict_own_data(predictor, options)
-    data = unlabelled_data(model, files, numbers, options)
+    data = build_unlabelled_data(model, files, numbers, options)
     set_device(data, device, cluster.rank, cluster.world_size)
-    paths = OutputPaths(Path(options["out"] or default_out(model, ".csv")))
+    paths = OutputPaths(Path(options["out"] or default_output_name(model, ".csv")))
     progress = PredictionProgress(len(files), cluster.world_size)
     top = int(options["top"])
     rows: dict[str, Row] = {}
     group = create_patient_group()
-    mine = predict_files(predictor, data, files, paths.masks, top, progress)
-    for part in gather_objects(mine, group):
+    rows_of_rank = predict_files(predictor, data, files, paths.masks, top, progress)
+    for part in gather_objects(rows_of_rank, group):
         rows |= part
     if not cluster.is_rank_zero:
         return EXIT_OK
     rows = {name: rows[name] for name in files}
-    return write_results(rows, files, paths, options["images"], sheet_reading(model))
+    return write_results(rows, files, paths, options["images"], reading_of_sheet(model))
 
 
-def precision_for(model: Any, config: Config) -> str:
+def choose_precision(model: Any, config: Config) -> str:
     """Return trainer.precision, or else that of the training."""
     trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
     return str(config["trainer"]["precision"] or trained_with)
 
 
-def unlabelled_data(
+def build_unlabelled_data(
     model: Any,
     files: dict[str, Path],
     numbers: dict[str, dict[str, float]],
@@ -194,7 +195,7 @@ def unlabelled_data(
         scales=model.facts.get("inputs"),
         numbers=[numbers.get(name, {}) for name in files],
         eval_batch_size=int(batch or DEFAULT_EVAL_BATCH_SIZE),
-        num_workers=number_of_workers(options["data.num_workers"]),
+        num_workers=parse_workers(options["data.num_workers"]),
     )
 
 
@@ -203,7 +204,7 @@ def is_table(options: dict[str, str]) -> bool:
     return Path(options["images"]).suffix.lower() == ".csv"
 
 
-def number_of_workers(text: str) -> int | str:
+def parse_workers(text: str) -> int | str:
     if text == "auto":
         return text
     if not text.isdecimal():
@@ -211,13 +212,12 @@ def number_of_workers(text: str) -> int | str:
     return int(text)
 
 
-def positive_number(option: str, text: str) -> int:
+def check_positive(option: str, text: str) -> None:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"{option}={text} must be a whole number from 1.")
-    return int(text)
 
 
-def check_out(options: dict[str, str]) -> None:
+def refuse_existing_output(options: dict[str, str]) -> None:
     """Refuse to replace files that out= names, as they may be another run's.
 
     The default name has the run's id, so that it is this run's own.
@@ -233,13 +233,13 @@ def check_out(options: dict[str, str]) -> None:
             )
 
 
-def default_out(model: Any, suffix: str) -> str:
+def default_output_name(model: Any, suffix: str) -> str:
     """Return the name of the output, which has the run's id or the checkpoint's name."""
     name = (model.record.run_id or model.path.stem).replace("/", "_")
     return f"predictions-{name}{suffix}"
 
 
-def image_files(images: str) -> dict[str, Path]:
+def find_image_files(images: str) -> dict[str, Path]:
     """Return the images of images= by their names in the CSV; {} without images=.
 
     Names are relative to the folder if there is one folder alone, else they are as typed.
@@ -253,10 +253,14 @@ def image_files(images: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
     left_out: dict[str, list[str]] = {}
     for path in typed:
-        for name, file in _files_of(path, left_out).items():
+        for name, file in _find_images(path, left_out).items():
             files[name if len(typed) == 1 else str(file)] = file
 
-    reasons = [_shown(reason, names) for reason, names in left_out.items()]
+    # As "5 .txt files (a.txt, b.txt, c.txt, …)".
+    reasons = [
+        f"{len(names)} {reason} ({join_names(names, SHOWN_FILES)})"
+        for reason, names in left_out.items()
+    ]
     if not files:
         others = f" (left out: {'; '.join(reasons)})" if reasons else ""
         raise UserError(f"images={images} holds no image{others}.")
@@ -273,7 +277,7 @@ def _typed_paths(images: str) -> list[Path]:
     return [Path(part).expanduser() for part in parts if part]
 
 
-def _files_of(path: Path, left_out: dict[str, list[str]]) -> dict[str, Path]:
+def _find_images(path: Path, left_out: dict[str, list[str]]) -> dict[str, Path]:
     """Return the images below a folder by their names in it, or the one image."""
     if path.is_dir():
         return {name: path / name for name in _images_below(path, left_out)}
@@ -289,14 +293,6 @@ def _images_below(folder: Path, left_out: dict[str, list[str]]) -> list[str]:
     from lockstep.data.listing import list_files
 
     return [image.name for image in list_files(folder, left_out)]
-
-
-def _shown(reason: str, names: list[str]) -> str:
-    """Return "5 .txt files (a.txt, b.txt, c.txt, …)"."""
-    first = ", ".join(names[:SHOWN_FILES])
-    if len(names) > SHOWN_FILES:
-        first += ", …"
-    return f"{len(names)} {reason} ({first})"
 
 
 def refuse_missing_numbers(model: Any) -> None:
@@ -329,18 +325,19 @@ def predict_files(
         is_damaged = data.source.is_damaged[positions].bool()
         if is_damaged.any() and hasattr(outputs, "shape"):
             outputs = outputs[~is_damaged]
-        whole = []
+        undamaged_names = []
         for position in positions:
             if data.source.is_damaged[position]:
                 rows[names[position]] = {"error": data.source.explain_damage(position)}
             else:
-                whole.append(names[position])
-        rows |= zip(whole, rows_of(predictor.model, outputs, whole, masks, top), strict=True)
+                undamaged_names.append(names[position])
+        predicted = prediction_rows(predictor.model, outputs, undamaged_names, masks, top)
+        rows |= zip(undamaged_names, predicted, strict=True)
         progress.add(len(positions))
     return rows
 
 
-def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
+def prediction_rows(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
     """Return the row of each image from what predict_step returned for a batch.
 
     Masks are written as PNG files.
@@ -418,7 +415,7 @@ def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Pa
     return rows
 
 
-def sheet_reading(model: Any) -> Any:
+def reading_of_sheet(model: Any) -> Any:
     """Return how the contact sheet reads files: in colour where the net gets grey."""
     reading = model.reading
     if reading.channels == 1 and not reading.bands:
@@ -464,13 +461,13 @@ def write_table(path: Path, rows: dict[str, Row]) -> None:
         writer = csv.DictWriter(file, ["file", *ordered])
         writer.writeheader()
         for name, row in rows.items():
-            cells = {column: _cell(value) for column, value in row.items()}
+            cells = {column: _format_cell(value) for column, value in row.items()}
             writer.writerow({"file": name, **cells})
 
     write_atomically(path, write)
 
 
-def _cell(value: str | float) -> str | float:
+def _format_cell(value: str | float) -> str | float:
     if not isinstance(value, float):
         return value
     # Targets of a small unit keep six digits, too.
@@ -478,17 +475,17 @@ def _cell(value: str | float) -> str | float:
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:
-    """Draw images with their classes, and captions below UNSURE in red."""
+    """Draw images with their classes, and captions below UNSURE_BELOW in red."""
     from lockstep.data.contact_sheet import Tile, write_contact_sheet
 
     tiles = []
     for file, row in classified:
         probability = float(row["probability"])
         caption = f"{str(row['class'])[:CAPTION_LENGTH]} {probability:.0%}"
-        colour = "black" if probability >= UNSURE else RED
+        colour = "black" if probability >= UNSURE_BELOW else RED
         tiles.append(Tile([reading.open(file)], [caption, file.name], colour))
     write_contact_sheet(path, tiles, columns=SHEET_COLUMNS)
-    log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
+    log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE_BELOW:.0%} are red")
 
 
 def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
@@ -502,7 +499,7 @@ def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
     from lockstep.training.own_loaders import predict_own_batches
     from lockstep.training.prediction import set_device
 
-    out = Path(options["out"] or default_out(predictor.model, ".pt"))
+    out = Path(options["out"] or default_output_name(predictor.model, ".pt"))
     if out.suffix != ".pt":
         raise UserError(
             "images= is missing: a CSV is of a folder of images, "

@@ -28,7 +28,7 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, User
 from lockstep.process.script import script
 from lockstep.records.config import Config
 from lockstep.records.folder import new_run_id
-from lockstep.records.proof_table import CHECKS, FOR_GPUS, CheckResult, skipped_check, write_table
+from lockstep.records.proof_table import CHECKS, GPU_CHECKS, CheckResult, skip_check, write_table
 from lockstep.runs.batch_search import TRAIN_SCRIPT, remove_launcher_variables
 from lockstep.runs.forked import run_forked
 from lockstep.runs.proof import DIGEST, RANKS, Proof, RunFailed, StartScript, read_test_metrics
@@ -70,27 +70,27 @@ def check_repeat(proof: Proof) -> CheckResult:
 
 def check_resume_step(proof: Proof) -> CheckResult:
     stop = len(proof.reference.steps) * 3 // 4
-    return check_resumed(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
+    return check_resume(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
 
 
 def check_resume_epoch(proof: Proof) -> CheckResult:
     # A shell reports a kill as 137, Python as -9.
-    return check_resumed(proof, "resume_epoch", "dies_in", (-9, 137), 1)
+    return check_resume(proof, "resume_epoch", "dies_in", (-9, 137), 1)
 
 
-def check_resumed(
-    proof: Proof, check: str, stop: str, expected: tuple[int, ...], at: int
+def check_resume(
+    proof: Proof, check: str, stop: str, expected: tuple[int, ...], stop_at: int
 ) -> CheckResult:
     reference = proof.reference
     try:
-        run = proof.run_and_resume(check, stop, expected, at)
+        run = proof.run_and_resume(check, stop, expected, stop_at)
     except RunFailed as error:
         return CheckResult(check, False, difference="the run fails", cause=str(error))
     difference = first_difference(run, reference, 0.0)
     if difference is None:
         return CheckResult(check, True)
     if proof.compare_repeat():
-        return skipped_check(check, "two runs of the same command differ already")
+        return skip_check(check, "two runs of the same command differ already")
     return difference_result(check, difference, cause_of_resume(run, reference, difference))
 
 
@@ -100,27 +100,25 @@ def check_accumulate(proof: Proof) -> CheckResult:
     if norms:
         reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
     if reason:
-        return skipped_check("accumulate", reason)
+        return skip_check("accumulate", reason)
     run = proof.record_in_parts("accumulate", micro_batches=2)
     if "manual optimization" in proof.failures.get("accumulate", ""):
-        return skipped_check("accumulate", "the module calls its optimizers itself")
-    result = result_of_parts(proof, "accumulate", run)
+        return skip_check("accumulate", "the module calls its optimizers itself")
+    result = compare_parts(proof, "accumulate", run)
     is_of_batch = result.first_step == 1 and str(result.difference).startswith("loss")
     if result.equal is False and is_of_batch and not str(result.cause).startswith("a loss that"):
-        return skipped_check(
-            "accumulate", "the loss of a batch is not the mean of its images' losses"
-        )
+        return skip_check("accumulate", "the loss of a batch is not the mean of its images' losses")
     return result
 
 
 def check_ranks(proof: Proof, check: str) -> CheckResult:
     reason = proof.why_not_in_parts() or why_not_two_ranks(proof)
     if reason:
-        return skipped_check(check, reason)
-    return result_of_parts(proof, check, proof.run_on_two_ranks(check))
+        return skip_check(check, reason)
+    return compare_parts(proof, check, proof.run_on_two_ranks(check))
 
 
-def result_of_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
+def compare_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
     """Compare losses, weights and optimizer of a run that computes batches in parts."""
     reference = proof.reference
     difference = first_difference(run, reference, proof.tolerance, compares_metrics=False)
@@ -152,17 +150,17 @@ def check_workers(proof: Proof) -> CheckResult:
     if difference is None:
         return CheckResult("workers", True)
     if difference.kind == "images":
-        return result_of_workers(proof, run, difference)
+        return explain_workers(proof, run, difference)
     tolerated = first_difference(run, reference, proof.tolerance, compares_metrics=False)
     if tolerated is None:
         return CheckResult("workers", True)
     return difference_result("workers", tolerated, "the step depends on the number of workers")
 
 
-def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
+def explain_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
     """Tell streams and copied generators from transforms that PyTorch seeds for each worker."""
     if proof.compare_repeat():
-        return skipped_check("workers", "two runs of the same command differ already")
+        return skip_check("workers", "two runs of the same command differ already")
     facts = proof.reference.facts
     if facts.streams:
         cause = (
@@ -177,7 +175,7 @@ def result_of_workers(proof: Proof, run: Recording, difference: Difference) -> C
         )
         return difference_result("workers", difference, cause)
     if has_same_targets(run, proof.reference, difference.step):
-        return skipped_check(
+        return skip_check(
             "workers", "the data draw random numbers, which PyTorch seeds for each worker"
         )
     return difference_result(
@@ -189,11 +187,11 @@ def check_metric(proof: Proof) -> CheckResult:
     monitor = str(proof.config["task"].get("monitor"))
     reason = why_no_metric(proof, monitor)
     if reason:
-        return skipped_check("metric", reason)
+        return skip_check("metric", reason)
     reference = proof.reference
     run = proof.run_on_two_ranks("ddp")
     if any(len(ranks) < RANKS for ranks in run.metrics.values()) or not run.metrics:
-        return skipped_check("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
+        return skip_check("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
 
     # Metrics are compared as long as the weights are equal: the sanity check is before any step.
     training = first_difference(run, reference, proof.tolerance, compares_metrics=False)
@@ -226,7 +224,7 @@ def check_eval(proof: Proof) -> CheckResult:
     reference = proof.reference
     expected = read_test_metrics(proof.run_folder("reference"))
     if not expected:
-        return skipped_check("eval", "the task has no test_step, or the data no test_dataloader")
+        return skip_check("eval", "the task has no test_step, or the data no test_dataloader")
     limit = f"trainer.limit_test_batches={proof.epoch_steps}"
     overrides = ["ckpt_path=reference", "run_id=evaluated", limit]
     code, line = proof.start("eval", "evaluated", overrides)
@@ -249,7 +247,7 @@ def check_eval(proof: Proof) -> CheckResult:
 def check_compile(proof: Proof) -> CheckResult:
     """Compare the compiled net with the net as it is written."""
     if proof.reference.draws:
-        return skipped_check(
+        return skip_check(
             "compile", "the step draws random numbers, and compiled kernels draw others"
         )
     run = proof.record_run("compile", {"trainer.compile": True})
@@ -262,7 +260,7 @@ def check_compile(proof: Proof) -> CheckResult:
     return difference_result("compile", difference, cause)
 
 
-FUNCTIONS: dict[str, Callable[[Proof], CheckResult]] = {
+CHECK_FUNCTIONS: dict[str, Callable[[Proof], CheckResult]] = {
     "repeat": check_repeat,
     "resume_step": check_resume_step,
     "resume_epoch": check_resume_epoch,
@@ -292,7 +290,7 @@ def prove(proof: Proof, checks: list[str]) -> list[CheckResult]:
         log.warning("The loss is the same in every step: this training learns nothing.")
     results = []
     for check in checks:
-        results.append(FUNCTIONS[check](proof))
+        results.append(CHECK_FUNCTIONS[check](proof))
         log.info(f"{results[-1]}")
     write_table(proof.folder, proof.overrides, results, where)
     proof.remove_batches()
@@ -323,17 +321,17 @@ def read_options(argv: list[str]) -> tuple[list[str], Options]:
     for word in argv:
         key, _, value = word.partition("=")
         if key == "--checks":
-            options.checks = chosen_checks(value)
+            options.checks = parse_checks(value)
         elif key == "--steps":
-            options.steps = int(number_of(word, value, smallest=4))
+            options.steps = int(parse_number(word, value, smallest=4))
         elif key == "--tolerance":
-            options.tolerance = number_of(word, value, smallest=0.0)
+            options.tolerance = parse_number(word, value, smallest=0.0)
         else:
             overrides.append(word)
     return overrides, options
 
 
-def chosen_checks(names: str) -> list[str]:
+def parse_checks(names: str) -> list[str]:
     """Return the checks that a list names; `resume` names both of its kind."""
     chosen = []
     for name in names.split(","):
@@ -344,12 +342,12 @@ def chosen_checks(names: str) -> list[str]:
     return [check for check in CHECKS if check in chosen]
 
 
-def checks_for(device: str) -> list[str]:
+def default_checks(device: str) -> list[str]:
     """Return the checks that are made where none are chosen."""
-    return [check for check in CHECKS if device == "gpu" or check not in FOR_GPUS]
+    return [check for check in CHECKS if device == "gpu" or check not in GPU_CHECKS]
 
 
-def number_of(word: str, value: str, smallest: float) -> float:
+def parse_number(word: str, value: str, smallest: float) -> float:
     try:
         number = float(value)
     except ValueError:
@@ -365,7 +363,7 @@ def run_child(name: str, overrides: list[str], output: Path) -> int:
     return run_forked(script, overrides, remove_launcher_variables(environment()), output)
 
 
-def proof_of(config: Config, options: Options, run: StartScript = run_child) -> Proof:
+def create_proof(config: Config, options: Options, run: StartScript = run_child) -> Proof:
     """Return a proof, in a new folder.
 
     Raises:
@@ -384,8 +382,8 @@ def main(argv: list[str]) -> int:
     """Train again and again, log the table, and return the exit code."""
     overrides, options = read_options(argv)
     config = read_command("train", overrides, __doc__ or "").compose()
-    proof = proof_of(config, options)
-    results = prove(proof, options.checks or checks_for(proof.one_process))
+    proof = create_proof(config, options)
+    results = prove(proof, options.checks or default_checks(proof.one_process))
     log.info(os.path.relpath(proof.folder / "prove.md"))
     failed = [result.check for result in results if result.equal is False]
     if failed:

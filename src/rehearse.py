@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.commands.command_line import read_command
-from lockstep.config.overrides import FEW_STEPS, overrides_of_trial
+from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_trial
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.script import script
@@ -58,7 +58,7 @@ NOT_OF_USER = (
     f"{SRC}/rehearse.py",
 )
 FIXED = {
-    **FEW_STEPS,
+    **SHORT_RUN_OVERRIDES,
     "trainer.max_epochs": 1,
     "trainer.limit_val_batches": 1,
     "trainer.limit_test_batches": 1,

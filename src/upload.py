@@ -21,11 +21,11 @@ from lockstep.storage.uploader import finish_upload, send_files
 log = logging.getLogger(__name__)
 
 # In place of an option that the command line leaves to the run.
-OF_RUN = "that of the run"
+VALUE_OF_RUN = "that of the run"
 OPTIONS = {
     "run": None,
-    "s3.uri": OF_RUN,
-    "s3.endpoint_url": OF_RUN,
+    "s3.uri": VALUE_OF_RUN,
+    "s3.endpoint_url": VALUE_OF_RUN,
     "paths.log_dir": str(REPOSITORY / "logs"),
 }
 # There is no training to hold up, so the upload may take long.
@@ -53,7 +53,7 @@ def upload(options: dict[str, str]) -> int:
     if status_of(read_record(folder.record_path)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
 
-    _refuse_unusable(Bucket.from_config(s3).joinpath(folder.run_id))
+    _refuse_unusable_bucket(Bucket.from_config(s3).joinpath(folder.run_id))
     s3["flush_timeout_s"] = FLUSH_TIMEOUT_S
     code = finish_upload(s3, folder, EXIT_OK)
     if code != EXIT_OK:
@@ -67,7 +67,7 @@ def upload(options: dict[str, str]) -> int:
     return EXIT_OK
 
 
-def _refuse_unusable(bucket: Bucket) -> None:
+def _refuse_unusable_bucket(bucket: Bucket) -> None:
     """Raise UserError for a fault that waiting does not mend. Others are tried again."""
     try:
         bucket.check_writable()
@@ -82,7 +82,7 @@ def _bucket_config(folder: RunFolder, options: dict[str, str]) -> dict[str, Any]
     if folder.config_path.exists():
         s3 = dict(read_config(folder.config_path).get("s3") or {})
     for key in ("uri", "endpoint_url"):
-        if options[f"s3.{key}"] != OF_RUN:
+        if options[f"s3.{key}"] != VALUE_OF_RUN:
             # An empty endpoint is Amazon's.
             s3[key] = options[f"s3.{key}"] or None
     return s3

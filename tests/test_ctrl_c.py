@@ -11,7 +11,7 @@ from functools import partial
 import psutil
 import pytest
 
-from faults import BEFORE_A_GROUP, signal_at_step, stopped_before_group
+from faults import BEFORE_A_GROUP, signal_at_step, stop_before_group
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import read_record
 from ranks import SRC
@@ -109,7 +109,7 @@ def test_a_stop_between_two_process_groups_ends_all_ranks(place, whole, tmp_path
     if place == "mesh":
         trainer = ["trainer=fsdp_sim", "trainer.strategy.shard_within_node=true"]
     flag = tmp_path / "stopped"
-    fault = partial(stopped_before_group, place, flag, whole=whole)
+    fault = partial(stop_before_group, place, flag, whole=whole)
     done = run_script("train", *WORDS, *trainer, logs=tmp_path, before=fault)
     assert done.code == 75 and "Traceback" not in done.output, done.output
     assert done.record["status"] == "interrupted"

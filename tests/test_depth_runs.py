@@ -54,6 +54,14 @@ def test_an_evaluation_of_an_earlier_version_reads_8_bits():
     assert (data["range"], data["mean"]) == (None, "auto")
 
 
+def test_the_composed_config_of_an_evaluation_stays_as_it_is():
+    overrides = ["trainer=cpu", "trainer.accumulate_grad_batches=2"]
+    composed = plain(compose("train", overrides)) | {"choices": {}}
+    config = evaluation_config(composed, TrainedCheckpoint("last.ckpt", {}, {}), overrides)
+    assert config["trainer"]["accumulate_grad_batches"] == 1
+    assert composed["trainer"]["accumulate_grad_batches"] == 2
+
+
 @pytest.mark.parametrize(("stored", "limits"), [({}, None), ({"range": [0, 9]}, [0, 9])])
 def test_a_resumed_run_of_an_earlier_version_reads_8_bits(stored, limits):
     node = {"_target_": "data.image_folder.ImageFolderDataModule", "root": "x", **stored}

@@ -22,7 +22,7 @@ from PIL import Image
 
 from command_server import CommandServer, is_script
 from lockstep.config.compose import compose, plain
-from lockstep.config.schema import groups, help_text, keys_in_yaml
+from lockstep.config.schema import help_text, keys_in_yaml, read_groups
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs"
@@ -42,7 +42,7 @@ FILES = dict(
 
 
 def test_every_option_has_a_description_and_every_key_a_comment():
-    for group, options in groups(CONFIGS).items():
+    for group, options in read_groups(CONFIGS).items():
         for option in options:
             assert option.description, f"{group}={option.name}"
     named = {key.name for key in keys_in_yaml(CONFIGS / "trainer" / "default.yaml", "trainer")}
@@ -51,7 +51,7 @@ def test_every_option_has_a_description_and_every_key_a_comment():
 
 def test_help_lists_every_option():
     text = help_text(CONFIGS, "train", "what it does")
-    for group, options in groups(CONFIGS).items():
+    for group, options in read_groups(CONFIGS).items():
         if group not in ("hydra", "paths"):
             assert f"{group}=" in text
             assert all(f" {option.name} " in text for option in options)

@@ -1,4 +1,4 @@
-"""The doctor and the checks of each distributed run: one sentence per finding, with its mend."""
+"""The doctor and the checks of each distributed run: one sentence per finding, with its remedy."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def cores(monkeypatch):
 def findings(*words, **environment):
     """(whether it is fine, what was found with what mends it) of each check."""
     found = doctor.examine(plain(compose("train", list(words))), environment)
-    return [(fine, f"{said}: {mend}") for fine, said, mend in found]
+    return [(fine, f"{said}: {remedy}") for fine, said, remedy in found]
 
 
 def faults(*words, **environment):
@@ -45,26 +45,28 @@ def test_what_a_machine_lacks_makes_the_exit_code(tmp_path, monkeypatch, capsys)
         "cores for",
     )
     assert [part for part in parts if part not in named] == []
-    monkeypatch.setattr(doctor, "HANDLES", 2**40)
+    monkeypatch.setattr(doctor, "MIN_FILE_HANDLES", 2**40)
     assert doctor.main(["--json", *words]) == 1
     [bad] = [each["finding"] for each in json.loads(capsys.readouterr().out) if not each["ok"]]
     assert bad.endswith(" file handles: ulimit -n 65536.")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "mend"),
+    ("name", "value", "remedy"),
     [
-        ("doctor.DISK", 2**60, "pass paths.log_dir=OTHER"),
-        ("doctor.SHARED", 2**60, "docker run --shm-size=8g"),
+        ("doctor.MIN_DISK_BYTES", 2**60, "pass paths.log_dir=OTHER"),
+        ("doctor.MIN_SHARED_BYTES", 2**60, "docker run --shm-size=8g"),
         ("doctor.FIRST_YEAR", 2999, "timedatectl set-ntp true"),
         ("doctor.available_cores", lambda: 1, "1 cores for 2 ranks: #SBATCH --cpus-per-task"),
         ("tempfile.tempdir", "/tmp/" + 80 * "x", "export TMPDIR=/tmp"),
     ],
 )
-def test_what_this_machine_lacks_is_named_with_its_mend(name, value, mend, monkeypatch, tmp_path):
+def test_what_this_machine_lacks_is_named_with_its_remedy(
+    name, value, remedy, monkeypatch, tmp_path
+):
     monkeypatch.setattr(name, value)
     [fault] = faults("trainer=ddp_sim", f"paths.log_dir={tmp_path}")
-    assert mend in fault
+    assert remedy in fault
 
 
 def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
@@ -84,7 +86,7 @@ def test_a_wrong_driver_and_efa_without_plugin_are_named(monkeypatch, tmp_path):
     (tmp_path / "efa_0").mkdir()
     monkeypatch.setattr(doctor, "INFINIBAND", tmp_path)
     monkeypatch.setattr(gpus, "read_machine", lambda: Machine("535.54.03", [Card("T4", (7, 5))]))
-    driver, efa = doctor._gpus(1)
+    driver, efa = doctor._check_gpus(1)
     assert not driver[0] and "cannot use the driver" in driver[1] and "DEVICE=cu126" in driver[1]
     assert not efa[0] and "install aws-ofi-nccl" in efa[2]
 
@@ -120,7 +122,7 @@ def test_two_nodes_find_each_other_equal_and_measure_their_network():
 @pytest.mark.parametrize(("interface", "fine"), [("lo", False), ("eth0", True), (None, True)])
 def test_a_master_that_only_its_own_host_reaches_is_named(interface, fine, monkeypatch):
     monkeypatch.setattr(doctor, "network_interface", lambda _: interface)
-    monkeypatch.setattr(doctor, "_other_nodes", lambda *_: ())
+    monkeypatch.setattr(doctor, "_check_other_nodes", lambda *_: ())
     found = dict(findings(*TWO, **NODES | {"MASTER_ADDR": "node0"}))
     assert ("/etc/hosts" in found.get(False, "")) != fine
 
@@ -137,7 +139,7 @@ def test_a_bucket_that_is_silent_or_not_there_takes_seconds(monkeypatch):
         monkeypatch.setattr(doctor, "BUCKET_WAIT_S", wait_s)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1] if is_silent else free_port()
-            [(fine, found, _)] = doctor._bucket(
+            [(fine, found, _)] = doctor._check_bucket(
                 {"uri": "s3://bucket/x", "endpoint_url": f"http://127.0.0.1:{port}"}
             )
         assert not fine and found.startswith(said) and "hidden" not in found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import export
-from export import card_text, chosen_formats, example_images, main
+from export import card_text, choose_formats, example_images, main
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel, load_finished
@@ -20,7 +20,7 @@ from runs import succeed
 from tasks.classifier import ImageClassifier
 from tasks.regression import Regression
 
-HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
+HAS_ONNX = all(find_spec(name) for name in export.PACKAGES_OF_FORMAT["onnx"])
 SMALL_NET = [
     "data=synthetic",
     "data.num_images=300",
@@ -300,20 +300,20 @@ def test_a_run_whose_data_module_defines_no_images_is_refused(monkeypatch, capsy
 
 
 def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
-    monkeypatch.setitem(export.NEEDED, "onnx", ("no_such_package",))
+    monkeypatch.setitem(export.PACKAGES_OF_FORMAT, "onnx", ("no_such_package",))
     with pytest.raises(
         UserError, match="formats=onnx needs no_such_package: .venv/bin/pip install no_such_package"
     ):
-        chosen_formats("safetensors,onnx,pt2")
+        choose_formats("safetensors,onnx,pt2")
     caplog.set_level("INFO")
-    assert chosen_formats("") == ["safetensors", "pt2"], "without a word: what can be made here"
+    assert choose_formats("") == ["safetensors", "pt2"], "without a word: what can be made here"
     assert caplog.messages == [
         "onnx skipped, it needs no_such_package: .venv/bin/pip install no_such_package"
     ]
     with pytest.raises(
         UserError, match="formats=tflite: tflite is not one of safetensors, onnx, pt2"
     ):
-        chosen_formats("tflite")
+        choose_formats("tflite")
 
 
 def test_an_export_leaves_no_format_of_another_net(vit, tmp_path, capsys):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from faults import signal_at_step
-from kills import DDP, FSDP, TINY, differences, disturbed_run, final_state
+from kills import DDP, FSDP, TINY, differences, final_state, run_with_signals
 from lockstep.records.folder import RunFolder
 from runs import run_script
 
@@ -27,7 +27,7 @@ def test_a_disturbed_run_ends_with_the_same_weights(tmp_path, strategy, number):
     )
     assert reference.code == 0, reference.output
     command = [*strategy, *TINY, "run_id=r"]
-    done, sent = disturbed_run(
+    done, sent = run_with_signals(
         command, tmp_path / "r", random.Random(1), [number], times=3, within_s=6.0
     )
     assert done.code == 0 and sent >= 1, done.output

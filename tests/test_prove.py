@@ -12,7 +12,7 @@ import prove
 from lockstep.config.compose import compose, whole_config
 from lockstep.records.proof_table import CheckResult, write_table
 from lockstep.runs.recording import Recording
-from runs import run_script, small
+from runs import run_script, with_small_defaults
 
 BROKEN = Path(broken_modules.__file__)
 PLAIN = (
@@ -42,10 +42,12 @@ def results_of(*overrides: str, folder: Path, checks: str = "", steps: int = 16)
         output.write_text(done.output)
         return done.code
 
-    config = whole_config(compose("train", small("train", (*overrides, f"paths.log_dir={folder}"))))
-    chosen = prove.chosen_checks(checks) if checks else prove.checks_for("cpu")
+    config = whole_config(
+        compose("train", with_small_defaults("train", (*overrides, f"paths.log_dir={folder}")))
+    )
+    chosen = prove.parse_checks(checks) if checks else prove.default_checks("cpu")
     options = prove.Options(chosen, steps)
-    return prove.prove(prove.proof_of(config, options, forked), chosen)
+    return prove.prove(prove.create_proof(config, options, forked), chosen)
 
 
 def plain_overrides(task: str = "Sound", data: str = "Points") -> list[str]:
@@ -121,12 +123,12 @@ def test_a_persistent_metric_of_the_epoch_is_resumed(tmp_path):
 
 
 def test_nets_are_compiled_where_a_gpu_is_chosen():
-    assert "compile" not in prove.checks_for("cpu")
-    assert prove.checks_for("gpu") == list(prove.CHECKS)
+    assert "compile" not in prove.default_checks("cpu")
+    assert prove.default_checks("gpu") == list(prove.CHECKS)
 
 
 def test_resume_names_both_of_its_kind():
-    assert prove.chosen_checks("ddp,resume") == ["resume_step", "resume_epoch", "ddp"]
+    assert prove.parse_checks("ddp,resume") == ["resume_step", "resume_epoch", "ddp"]
 
 
 @pytest.mark.parametrize(

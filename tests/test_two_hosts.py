@@ -97,7 +97,7 @@ def test_two_hosts_lose_one_and_resume_to_equal_weights(launch, hosts, one_host)
     assert started[0].poll() is None, said(hosts)
     second.die()
     assert started[0].wait(60) != 0, said(hosts)
-    assert first.empty_within(5), first.pids()
+    assert first.is_empty_within(5), first.pids()
     [path] = runs(first)
     record = json.loads((path / "run.json").read_text())
     assert record["status"] == "failed" and (record["error"]["rank"], record["error"]["host"]) == (
@@ -109,7 +109,7 @@ def test_two_hosts_lose_one_and_resume_to_equal_weights(launch, hosts, one_host)
 
     again = launch(hosts, "resume=auto", f"run_id={path.name}")
     assert {process.wait(150) for process in again} == {0}, said(hosts)
-    assert all(host.empty_within(5) for host in hosts)
+    assert all(host.is_empty_within(5) for host in hosts)
     assert runs(first) == [path] and [p.name for p in runs(second)] == [path.name]
     record = json.loads((path / "run.json").read_text())
     assert (

@@ -60,7 +60,7 @@ def run_on_null_gpus(
     environment: dict[str, str] | None = None,
     before: Any = None,
     **options: Any,
-) -> runs.Done:
+) -> runs.FinishedScript:
     """A script as runs.run_script runs it; `options` are those of null_gpus."""
     return _server().call(
         runs.run_script,
@@ -74,7 +74,7 @@ def run_on_null_gpus(
 
 def nodes_on_null_gpus(
     *argv: str, logs: Path, num_nodes: int = 2, devices: int = 2
-) -> list[runs.Done]:
+) -> list[runs.FinishedScript]:
     """train.py on several nodes that share this machine, each with its own GPUs and folder.
 
     The nodes in order.
@@ -82,7 +82,9 @@ def nodes_on_null_gpus(
     return _server().call(_nodes, argv, logs, num_nodes, devices)
 
 
-def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> list[runs.Done]:
+def _nodes(
+    argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int
+) -> list[runs.FinishedScript]:
     port, started = ranks.free_port(), []
     for node in range(num_nodes):
         gpus = ",".join(str(node * devices + index) for index in range(devices))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.data.listing import SPLIT_OF, TRAIN, Item, parse_splits
 from lockstep.process.errors import UserError
+from lockstep.process.output import join_names
 
 AUTO = "auto"
 # A folder named train may be one of these.
@@ -249,5 +250,4 @@ def _check_same_folders(layout: FolderLayout, warnings: list[str]) -> None:
 
 
 def _list_names(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+    return join_names(sorted(names), 10)

@@ -97,8 +97,8 @@ class OptunaSearch(Sweeper):
         pruner: hyperband or median, which end hopeless trials after a validation; None: no trial.
         direction: maximize or minimize optimized_metric; auto: the mode of the checkpoints. Hydra
             passes it as every option of its yaml, and `ranking.is_minimized` reads it there.
-        folder: of the journal.
-        seed: of Optuna's sampler.
+        folder: the folder of the journal.
+        seed: the seed of Optuna's sampler.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 
-def _wrap(owner: Any, name: str, extra: Any) -> None:
+def _call_before(owner: Any, name: str, extra: Any) -> None:
     original = getattr(owner, name)
 
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -45,11 +45,11 @@ def signal_at_step(
         if trainer.sanity_checking:
             return
         seen[0] += 1
-        at = trainer.global_step if hook == "on_train_batch_end" else seen[0]
-        if _rank() == rank and at == step and trainer.state.fn != "validate":
+        position = trainer.global_step if hook == "on_train_batch_end" else seen[0]
+        if _rank() == rank and position == step and trainer.state.fn != "validate":
             os.kill(os.getpid(), number)
 
-    _wrap(Interruption, hook, fault)
+    _call_before(Interruption, hook, fault)
 
 
 # Where a rank has the creation of a process group before it, in the order of a start.
@@ -61,7 +61,7 @@ BEFORE_A_GROUP = {
 }
 
 
-def stopped_before_group(place: str, flag: Path, *, whole: bool) -> None:
+def stop_before_group(place: str, flag: Path, *, whole: bool) -> None:
     """Rank 1 is asked to stop when the other ranks are a second ahead of it.
 
     Args:
@@ -82,7 +82,7 @@ def stopped_before_group(place: str, flag: Path, *, whole: bool) -> None:
             os.kill(os.getppid() if whole else os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
 
-    _wrap(owner, name, fault)
+    _call_before(owner, name, fault)
 
 
 def fail_at_step(step: int) -> None:
@@ -93,10 +93,10 @@ def fail_at_step(step: int) -> None:
         if trainer.global_step == step:
             raise ValueError("this step is unhappy")
 
-    _wrap(Interruption, "on_train_batch_end", fault)
+    _call_before(Interruption, "on_train_batch_end", fault)
 
 
-def stopped_while_it_prepares(rank: int, number: int = signal.SIGSTOP) -> None:
+def stop_while_preparing(rank: int, number: int = signal.SIGSTOP) -> None:
     """This rank gets a signal before it reads its images; others notice within seconds."""
     from data.digits import DigitsDataModule
     from lockstep.ranks import heartbeat
@@ -108,10 +108,10 @@ def stopped_while_it_prepares(rank: int, number: int = signal.SIGSTOP) -> None:
         if _rank() == rank:
             os.kill(os.getpid(), number)
 
-    _wrap(DigitsDataModule, "prepare", fault)
+    _call_before(DigitsDataModule, "prepare", fault)
 
 
-def stopped_while_a_checkpoint_is_saved(rank: int, place: str, flag: Path) -> None:
+def freeze_during_save(rank: int, place: str, flag: Path) -> None:
     """This rank freezes while the others wait for a checkpoint; others notice within seconds.
 
     Args:
@@ -133,11 +133,11 @@ def stopped_while_a_checkpoint_is_saved(rank: int, place: str, flag: Path) -> No
             os.kill(os.getpid(), signal.SIGSTOP)
 
     if place == "hook":
-        _wrap(Task, "on_save_checkpoint", freeze)
+        _call_before(Task, "on_save_checkpoint", freeze)
     elif rank == 0:
-        _wrap(CheckpointWriter, "_write", freeze)
+        _call_before(CheckpointWriter, "_write", freeze)
     else:
-        _wrap(Checkpoints, "finish_together", freeze)
+        _call_before(Checkpoints, "finish_together", freeze)
 
 
 # Files of the code that writes metrics.csv, run.json, best.json and last.json.

@@ -119,7 +119,7 @@ class Host:
         for process in self.processes:
             process.wait(10)
 
-    def empty_within(self, seconds: float) -> bool:
+    def is_empty_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self.pids() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -15,7 +15,7 @@ import torch
 from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.records.folder import RunFolder
-from runs import Done, start_script
+from runs import FinishedScript, start_script
 
 DDP = ["experiment=quickstart", "trainer=ddp_sim"]
 FSDP = ["experiment=quickstart", "trainer=fsdp_sim"]
@@ -55,7 +55,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if a == b else [f"{path}: {a!r} {b!r}"]
 
 
-def processes_of(parent: int) -> list[psutil.Process]:
+def list_processes(parent: int) -> list[psutil.Process]:
     """Return the process and its descendants, without multiprocessing's resource tracker."""
     try:
         process = psutil.Process(parent)
@@ -65,7 +65,7 @@ def processes_of(parent: int) -> list[psutil.Process]:
         return []
 
 
-def disturbed_run(
+def run_with_signals(
     command: Sequence[str],
     logs: Path,
     chance: random.Random,
@@ -73,7 +73,7 @@ def disturbed_run(
     times: int,
     within_s: float,
     environment: dict[str, str] | None = None,
-) -> tuple[Done, int]:
+) -> tuple[FinishedScript, int]:
     """Run `train` with signals at random moments until it has ended by itself.
 
     Args:
@@ -94,7 +94,7 @@ def disturbed_run(
         number = chance.choice(signals)
         started = start_script("train", *command, "resume=auto", logs=logs, environment=environment)
         time.sleep(chance.uniform(0, within_s))
-        alive = processes_of(started.process.pid)
+        alive = list_processes(started.process.pid)
         if started.process.is_alive() and alive:
             victim = chance.choice(alive) if number == signal.SIGKILL else alive[0]
             victim.send_signal(number)

@@ -62,7 +62,7 @@ class ForkedRank:
                     from hydra.core.global_hydra import GlobalHydra
 
                     GlobalHydra.instance().clear()
-                code = _main(Path(self.args[1]).stem, self.args[2:])
+                code = _run_main(Path(self.args[1]).stem, self.args[2:])
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -102,7 +102,7 @@ def run_job(command: list[str], **_: Any) -> int:
         running_jobs.discard(job)
 
 
-def _main(script: str, argv: list[str]) -> int:
+def _run_main(script: str, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from lockstep.sweeps import jobs as sweep
@@ -112,7 +112,7 @@ def _main(script: str, argv: list[str]) -> int:
     return importlib.import_module(script).main(argv)
 
 
-def _process(
+def _run_in_process(
     script: str, argv: list[str], environment: dict[str, str], output: str, before: Any
 ) -> None:
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -133,7 +133,7 @@ def _process(
     try:
         if before is not None:
             before()
-        code = _main(script, argv)
+        code = _run_main(script, argv)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -145,7 +145,7 @@ def _process(
 
 
 @dataclass
-class Done:
+class FinishedScript:
     """How a script ended."""
 
     code: int
@@ -164,7 +164,7 @@ class Done:
         return json.loads(self.folder.record_path.read_text())
 
 
-class Started:
+class RunningScript:
     """A script that is running."""
 
     def __init__(
@@ -173,7 +173,7 @@ class Started:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self.output = logs, logs / f"output-{script}-{time.monotonic_ns()}.txt"
         self.process: multiprocessing.Process = new_process(
-            target=_process, args=(script, argv, environment, str(self.output), before)
+            target=_run_in_process, args=(script, argv, environment, str(self.output), before)
         )
         self.process.start()
 
@@ -189,7 +189,7 @@ class Started:
             assert self.process.is_alive() and time.monotonic() < deadline, self.text()
             time.sleep(0.02)
 
-    def done(self, timeout_s: float | None = None) -> Done:
+    def done(self, timeout_s: float | None = None) -> FinishedScript:
         timeout_s = timeout_s or TIMEOUT_S
         self.process.join(timeout_s)
         if self.process.is_alive():
@@ -197,19 +197,19 @@ class Started:
             self.process.join()
             raise AssertionError(f"did not end within {timeout_s} s:\n{self.text()}")
         records = sorted(self.logs.glob("*/*runs/**/run.json"), key=lambda p: p.stat().st_mtime)
-        return Done(
+        return FinishedScript(
             self.process.exitcode, self.text(), self.logs, records[-1].parent if records else None
         )
 
 
-SMALL = {
+SMALL_DEFAULTS = {
     "data": "digits",
     "model": "small_cnn",
 }  # where a test says neither: the defaults need GPUs
 
 
-def small(script: str, argv: tuple[str, ...]) -> list[str]:
-    """The words of a training with SMALL for what they leave open.
+def with_small_defaults(script: str, argv: tuple[str, ...]) -> list[str]:
+    """The words of a training with SMALL_DEFAULTS for what they leave open.
 
     An experiment, a run and a project of tests/projects leave nothing open.
     """
@@ -217,7 +217,10 @@ def small(script: str, argv: tuple[str, ...]) -> list[str]:
     is_project = any(word.startswith("task._target_=projects.") for word in argv)
     if script not in ("train", "find_batch_size") or named & {"experiment", "resume"} or is_project:
         return list(argv)
-    return [*(f"{group}={option}" for group, option in SMALL.items() if group not in named), *argv]
+    return [
+        *(f"{group}={option}" for group, option in SMALL_DEFAULTS.items() if group not in named),
+        *argv,
+    ]
 
 
 def start_script(
@@ -226,7 +229,7 @@ def start_script(
     logs: Path,
     environment: dict[str, str] | None = None,
     before: Callable | None = None,
-) -> Started:
+) -> RunningScript:
     """Start a script with its paths below `logs`.
 
     Args:
@@ -239,14 +242,16 @@ def start_script(
     ]
     if script in ("predict", "export"):
         paths = [f"log_dir={logs}"]
-    return Started(script, [*small(script, argv), *paths], logs, environment or {}, before)
+    return RunningScript(
+        script, [*with_small_defaults(script, argv), *paths], logs, environment or {}, before
+    )
 
 
-def run_script(script: str, *argv: str, logs: Path, **options: Any) -> Done:
+def run_script(script: str, *argv: str, logs: Path, **options: Any) -> FinishedScript:
     return start_script(script, *argv, logs=logs, **options).done()
 
 
-def succeed(script: str, *argv: str, logs: Path, **options: Any) -> Done:
+def succeed(script: str, *argv: str, logs: Path, **options: Any) -> FinishedScript:
     """Run a script that ends with exit code 0."""
     done = run_script(script, *argv, logs=logs, **options)
     assert done.code == 0, done.output

@@ -48,13 +48,13 @@ def write(kind: str, place: Path, images: list[Encoded]) -> Path:
         return place / "list.csv"
     for split in dict.fromkeys(image.split for image in images):
         part = [image for image in images if image.split == split]
-        (tars if kind == "webdataset" else parquets)(
+        (write_tars if kind == "webdataset" else write_parquets)(
             place, split, part, sorted({image.label for image in images})
         )
     return place
 
 
-def tars(place: Path, split: str, images: list[Encoded], _names: list[str]) -> None:
+def write_tars(place: Path, split: str, images: list[Encoded], _names: list[str]) -> None:
     half = len(images) // 2
     for number, part in enumerate((range(half), range(half, len(images)))):
         with tarfile.open(place / f"{split}-{number:04d}.tar", "w") as tar:
@@ -69,7 +69,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(info, io.BytesIO(data))
 
 
-def parquets(place: Path, split: str, images: list[Encoded], names: list[str]) -> None:
+def write_parquets(place: Path, split: str, images: list[Encoded], names: list[str]) -> None:
     """As Hugging Face's datasets write them: data/train-00000-of-00001.parquet."""
     import pyarrow as pa
     from pyarrow import parquet

@@ -57,9 +57,9 @@ def test_names_of_one_metric_have_one_stem(name, split):
 
 
 def test_the_tested_metric_is_of_the_monitored_stem():
-    assert metric_names.tested_name("valid_loss", ["test_acc", "test/loss"]) == "test/loss"
-    assert metric_names.tested_name("validation_accuracy") == "test_accuracy"
-    assert metric_names.tested_name("val/mae") == "test/mae"
+    assert metric_names.metric_of_test("valid_loss", ["test_acc", "test/loss"]) == "test/loss"
+    assert metric_names.metric_of_test("validation_accuracy") == "test_accuracy"
+    assert metric_names.metric_of_test("val/mae") == "test/mae"
 
 
 def test_a_page_pairs_validated_and_tested_metrics(tmp_path):

@@ -28,7 +28,7 @@ from lockstep.training.task import Task
 from object_store import shared_store
 from plain_task import fit
 from predict import main as predict
-from predict import rows_of
+from predict import prediction_rows
 from runs import run_script, succeed
 from tasks.distillation import Distillation, compute_rescaling
 from tasks.manual_optimization import SharpnessAware
@@ -434,20 +434,20 @@ def test_one_label_alone_is_no_multilabel_task():
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
     model = SimpleNamespace(module=None, facts={"class_names": ["cat", "dog"]})
     names = ["a/1.png", "a/1.jpg"]
-    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, tmp_path, 1) == [
+    assert prediction_rows(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, tmp_path, 1) == [
         {"cat": 0.25, "dog": 0.5}, {"cat": 1.0, "dog": 0.0}
     ]  # fmt: skip
-    assert rows_of(model, torch.tensor([1.5, 2.5]), names, tmp_path, 1) == [
+    assert prediction_rows(model, torch.tensor([1.5, 2.5]), names, tmp_path, 1) == [
         {"value": 1.5},
         {"value": 2.5},
     ]
     masks = torch.tensor([[[0, 1]], [[2, 0]]])
-    rows = rows_of(model, masks, names, tmp_path / "p", 1)
+    rows = prediction_rows(model, masks, names, tmp_path / "p", 1)
     assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist(), (
         "one stem, two files"
     )
     model.facts["class_names"] = ["0", "255"]
-    rows_of(model, masks[:1], names[:1], tmp_path / "p", 1)
+    prediction_rows(model, masks[:1], names[:1], tmp_path / "p", 1)
     assert np.array(Image.open(rows[0]["mask"])).tolist() == [[0, 255]], (
         "as in the masks of the training"
     )
@@ -457,7 +457,7 @@ def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
 def test_predicted_masks_have_the_grey_levels_of_the_training(tmp_path):
     model = SimpleNamespace(module=None, facts={"class_names": ["0", "127", "254"]})
     masks = torch.tensor([[[0, 1, 2]]], dtype=torch.uint8)
-    (row,) = rows_of(model, masks, ["a.png"], tmp_path, 1)
+    (row,) = prediction_rows(model, masks, ["a.png"], tmp_path, 1)
     assert np.array(Image.open(row["mask"])).tolist() == [[0, 127, 254]]
 
 

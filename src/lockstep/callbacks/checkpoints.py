@@ -35,7 +35,7 @@ from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.process_group import all_or_none, has_heartbeat, wait_for_all
 from lockstep.records.config import Config
-from lockstep.records.metric_names import direction, is_metric_of
+from lockstep.records.metric_names import better_direction, is_metric_of
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +91,11 @@ class Checkpoints(pl.Callback):
         option = "callbacks.checkpoints"
         if mode not in ("max", "min"):
             raise UserError(f"{option}.mode={mode!r}: max or min.")
-        if direction(monitor) not in (mode, None):
+        if better_direction(monitor) not in (mode, None):
             best = "largest" if mode == "min" else "smallest"
             raise UserError(
                 f"{option}.monitor={monitor}: the best is the {best}, give task.mode="
-                f"{direction(monitor)} (in a script mode=)."
+                f"{better_direction(monitor)} (in a script mode=)."
             )
         if every_n_epochs < 1:
             raise UserError(f"{option}.every_n_epochs={every_n_epochs}: 1 or more.")

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lockstep.checkpoints.loader_state import loaders_in
+from lockstep.process.output import join_names
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,7 @@ class Doubts(pl.Callback):
         names = parameters_without_optimizer(trainer)
         if not names:
             return False
-        listed = ", ".join(names[:NAMES_IN_WARNING])
-        if len(names) > NAMES_IN_WARNING:
-            listed += ", …"
+        listed = join_names(names, NAMES_IN_WARNING)
         log.warning(
             f"{len(names)} parameters require a gradient but are in no optimizer, and stay as they "
             f"are ({listed}): return them in configure_optimizers, or set requires_grad=False."

@@ -172,7 +172,7 @@ class HardwareStats(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._stop_sampling(all_ranks=isinstance(exception, Interrupted) and exception.agreed)
+        self._stop_sampling(all_ranks=isinstance(exception, Interrupted) and exception.is_agreed)
 
     def _stop_sampling(self, *, all_ranks: bool) -> None:
         """Stop sampling, and collect the statistics of all nodes if all ranks call this."""

@@ -28,7 +28,7 @@ from lockstep.checkpoints.resume_point import (
 )
 from lockstep.process import signals
 from lockstep.process.errors import Interrupted
-from lockstep.process.output import duration
+from lockstep.process.output import format_duration
 from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.process_group import all_or_none
 
@@ -118,7 +118,7 @@ class Interruption(pl.Callback):
             self._previous_handlers = signals.install_stop_handler(self._on_signal)
         if signals.received:
             # A signal has come in the middle of an import.
-            self.request_stop(signals.first_name())
+            self.request_stop(signals.first_signal_name())
 
         kinds = ("train", "evaluate", "time")
         self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
@@ -204,8 +204,8 @@ class Interruption(pl.Callback):
             save_last(trainer)
         stop = Interrupted(self.reason or "another rank was asked to stop")
         requests = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
-        stop.agreed = True
-        stop.elsewhere = (trainer.node_rank, True) not in requests
+        stop.is_agreed = True
+        stop.is_of_other_nodes = (trainer.node_rank, True) not in requests
         raise stop
 
 
@@ -277,8 +277,8 @@ class MaxTime(pl.Callback):
         trainer.check_val_every_n_epoch = 1
         if trainer.is_global_zero:
             log.info(
-                f"trainer.max_time: the limit of {duration(self.seconds)} is reached at step "
-                f"{trainer.global_step}, in epoch {epoch_text(trainer)}: it ends here."
+                f"trainer.max_time: the limit of {format_duration(self.seconds)} is reached at "
+                f"step {trainer.global_step}, in epoch {epoch_text(trainer)}: it ends here."
             )
 
     def record_fields(self) -> dict[str, object]:

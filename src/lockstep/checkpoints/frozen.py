@@ -12,6 +12,8 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.process.output import join_names
+
 log = logging.getLogger(__name__)
 
 # Plain values, as a checkpoint holds them.
@@ -106,14 +108,11 @@ def _add_groups(
 def _describe_changes(frozen: list[str], unfrozen: list[str]) -> str:
     parts = []
     if unfrozen:
-        parts.append(f"{_some(unfrozen)} that the module as built freezes are trained")
+        parts.append(f"{_count_and_names(unfrozen)} that the module as built freezes are trained")
     if frozen:
-        parts.append(f"{_some(frozen)} that the module as built trains are frozen")
+        parts.append(f"{_count_and_names(frozen)} that the module as built trains are frozen")
     return ", and ".join(parts)
 
 
-def _some(names: list[str]) -> str:
-    listed = ", ".join(names[:NAMES_IN_LOG])
-    if len(names) > NAMES_IN_LOG:
-        listed += ", …"
-    return f"{len(names)} parameters ({listed})"
+def _count_and_names(names: list[str]) -> str:
+    return f"{len(names)} parameters ({join_names(names, NAMES_IN_LOG)})"

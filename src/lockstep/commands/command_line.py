@@ -9,14 +9,14 @@ from lockstep.config.compose import (
     CONFIGS,
     compose,
     register_resolvers,
+    remove_hydra_node,
     unresolved,
     whole_config,
-    without_hydra,
 )
-from lockstep.config.overrides import quoted
-from lockstep.config.schema import dotted, help_text
+from lockstep.config.overrides import quote_value
+from lockstep.config.schema import dotted_keys, help_text
 from lockstep.config.suggestions import nearest_key
-from lockstep.process.errors import Ended, UserError
+from lockstep.process.errors import CommandEnded, UserError
 from lockstep.process.output import configure_logging, print_result
 from lockstep.process.redact import refuse_secrets
 from lockstep.records.config import Config
@@ -30,7 +30,7 @@ class Command:
     """A command line: Hydra's options and the overrides.
 
     Args:
-        config_name: of the yaml in configs/ that is composed.
+        config_name: the name of the yaml in configs/ that is composed.
         options: Hydra's options, as --cfg.
         overrides: such as `model=alexnet`, in any order.
     """
@@ -47,12 +47,12 @@ class Command:
                 first.
         Raises:
             UserError: a misspelt option or key, a value of the wrong type, or a secret.
-            Ended: --cfg job: the config has been printed.
+            CommandEnded: --cfg job: the config has been printed.
         """
         cfg = compose(self.config_name, self.overrides, stored)
         if self.options.cfg:
             _print_config(cfg, self.options)
-            raise Ended
+            raise CommandEnded
 
         config = whole_config(cfg)
         configure_logging(verbose=config["verbose"], quiet=config["quiet"])
@@ -66,10 +66,10 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
     It answers --help, a sweep, Hydra's own information, and a snapshot of the code.
 
     Args:
-        description: of the script, for --help.
+        description: the script's docstring, for --help.
     Raises:
         UserError: an option of another program, or a folder that is not there.
-        Ended: the command has been answered.
+        CommandEnded: the command has been answered.
     """
     if "snapshot=true" in map(str.lower, argv):
         from lockstep.commands.snapshot import run_from_snapshot
@@ -80,19 +80,19 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
     options = command.options
     if options.help:
         print_result(help_text(CONFIGS, config_name, description))
-        raise Ended
+        raise CommandEnded
     if options.multirun and (options.cfg or options.info):
         raise UserError("-m runs the jobs of a sweep, --cfg and --info run none: give one of them.")
     if options.multirun:
         from lockstep.sweeps.jobs import run_sweep
 
-        raise Ended(run_sweep(config_name, command.overrides))
+        raise CommandEnded(run_sweep(config_name, command.overrides))
     if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
         from lockstep.sweeps.jobs import run_hydra
 
         register_resolvers()
         run_hydra(config_name, lambda cfg: None, argv)
-        raise Ended
+        raise CommandEnded
     return command
 
 
@@ -120,7 +120,7 @@ def _parse(config_name: str, argv: list[str]) -> Command:
 
     options, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        raise _refusal_of_flag(unknown[0], config_name)
+        raise _unknown_flag_error(unknown[0], config_name)
 
     command = Command(config_name, options, list(options.overrides))
     if not options.config_dir:
@@ -128,15 +128,15 @@ def _parse(config_name: str, argv: list[str]) -> Command:
     folder = Path(options.config_dir).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"--config-dir {options.config_dir} is not a folder.")
-    search_path = f"hydra.searchpath=[{quoted(f'file://{folder}')}]"
+    search_path = f"hydra.searchpath=[{quote_value(f'file://{folder}')}]"
     return replace(command, overrides=[*command.overrides, search_path])
 
 
-def _refusal_of_flag(flag: str, config_name: str) -> UserError:
+def _unknown_flag_error(flag: str, config_name: str) -> UserError:
     """Return the error for an option of another program, as --epochs."""
     name, _, value = flag.partition("=")
     key = name.lstrip("-").replace("-", "_")
-    keys = list(dotted(unresolved(compose(config_name, []))))
+    keys = list(dotted_keys(unresolved(compose(config_name, []))))
     meant = nearest_key(key, keys) or key
     return UserError(
         f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}."
@@ -146,5 +146,5 @@ def _refusal_of_flag(flag: str, config_name: str) -> UserError:
 def _print_config(cfg: Any, options: argparse.Namespace) -> None:
     from omegaconf import OmegaConf
 
-    node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
+    node: Any = OmegaConf.select(remove_hydra_node(cfg), options.package or "")
     print_result(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())

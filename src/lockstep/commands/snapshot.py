@@ -10,11 +10,11 @@ from pathlib import Path
 from lockstep.process.environment import environment, set_variables
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
-from lockstep.records.provenance import CODE, files_of, git
+from lockstep.records.provenance import CODE_PATHS, git, list_code_files
 
 log = logging.getLogger(__name__)
 
-IN_SNAPSHOT = "LOCKSTEP_SNAPSHOT"
+SNAPSHOT_VARIABLE = "LOCKSTEP_SNAPSHOT"
 
 
 def run_from_snapshot(argv: list[str]) -> None:
@@ -26,7 +26,7 @@ def run_from_snapshot(argv: list[str]) -> None:
     Raises:
         UserError: there is no commit, or another launcher has started the ranks.
     """
-    if IN_SNAPSHOT in environment():
+    if SNAPSHOT_VARIABLE in environment():
         return
     if {"RANK", "SLURM_PROCID"} & environment().keys():
         raise UserError(
@@ -53,7 +53,7 @@ def run_from_snapshot(argv: list[str]) -> None:
         # Runs and data stay where they are without a snapshot.
         command.append(f"paths.root_dir={REPOSITORY}")
     sys.stdout.flush()
-    set_variables({IN_SNAPSHOT: "1"})
+    set_variables({SNAPSHOT_VARIABLE: "1"})
     os.execv(sys.executable, command)
 
 
@@ -64,11 +64,11 @@ def _copy_changes(folder: Path) -> None:
         UserError: git cannot list the changes.
     """
     # Compared with HEAD, of which the worktree is: changes may be staged.
-    listing = ("diff", "--name-only", "-z", "--no-renames", "--relative", "HEAD", "--", *CODE)
+    listing = ("diff", "--name-only", "-z", "--no-renames", "--relative", "HEAD", "--", *CODE_PATHS)
     changed, complaint = git(REPOSITORY, *listing)
     if complaint and not changed:
         raise UserError(f"snapshot=true cannot list the changed files ({complaint.strip()}).")
-    for name in [*changed.split("\0")[:-1], *files_of(REPOSITORY, "--others")]:
+    for name in [*changed.split("\0")[:-1], *list_code_files(REPOSITORY, "--others")]:
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)

@@ -21,7 +21,7 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        return f"was {_shown(self.before)}, now {_shown(self.now)}"
+        return f"was {_describe_value(self.before)}, now {_describe_value(self.now)}"
 
 
 def changes_of(
@@ -36,23 +36,25 @@ def changes_of(
         defaults_of: returns the config of a run's options without any override, unresolved.
     """
     changes = []
-    for change in _walk(before, now, ""):
+    for change in _find_changes(before, now, ""):
         is_absent = ABSENT in (change.before, change.now)
-        if is_absent and _is_of_version(change, before, now, defaults_of):
+        if is_absent and _is_explained_by_version(change, before, now, defaults_of):
             continue
         changes.append(change)
     return changes
 
 
-def _walk(before: Any, now: Any, key: str) -> Iterator[Change]:
+def _find_changes(before: Any, now: Any, key: str) -> Iterator[Change]:
     """Yield the different values; a missing value and null are one."""
     if _is_node_or_absent(before, now) and _is_node_or_absent(now, before):
         inner_before = {} if before is ABSENT else before
         inner_now = {} if now is ABSENT else now
         for name in dict.fromkeys([*inner_before, *inner_now]):
             inner_key = f"{key}.{name}" if key else str(name)
-            yield from _walk(inner_before.get(name, ABSENT), inner_now.get(name, ABSENT), inner_key)
-    elif _counts(key) and _or_none(before) != _or_none(now):
+            yield from _find_changes(
+                inner_before.get(name, ABSENT), inner_now.get(name, ABSENT), inner_key
+            )
+    elif _affects_training(key) and _null_if_empty(before) != _null_if_empty(now):
         yield Change(key, before, now)
 
 
@@ -60,7 +62,7 @@ def _is_node_or_absent(value: Any, other: Any) -> bool:
     return isinstance(value, Mapping) or (value is ABSENT and isinstance(other, Mapping))
 
 
-def _counts(key: str) -> bool:
+def _affects_training(key: str) -> bool:
     """Return whether a value says how a run is trained.
 
     The names of options and the switch that scales the rates do not: values and rates do.
@@ -69,20 +71,21 @@ def _counts(key: str) -> bool:
     return is_trained and keys.root_of(key) != "choices" and key != keys.LR_SCALING_KEY
 
 
-def _or_none(value: Any) -> Any:
+def _null_if_empty(value: Any) -> Any:
     return None if value is ABSENT or value == {} else value
 
 
-def _is_of_version(
+def _is_explained_by_version(
     change: Change, before: Config, now: Config, defaults_of: Callable[[Config], Config]
 ) -> bool:
     """Return whether a key is missing because the other config is of another version of the code.
 
+    A run of before `trainer.ema_decay` existed has no such key, and a resume has it.
     A key that is new has the default of its yaml. One that is gone is in no yaml, no override
     states it, and its class was not asked to take it.
     """
     group = keys.root_of(change.key)
-    if _is_chosen_anew(group, before, now):
+    if _has_other_option(group, before, now):
         return False
     overrides = [*(before.get("overrides") or ()), *(now.get("overrides") or ())]
     was_typed = is_typed(change.key, {key_of(str(override)) for override in overrides})
@@ -93,13 +96,13 @@ def _is_of_version(
     return default is ABSENT and not was_typed and group not in CLASS_GROUPS
 
 
-def _is_chosen_anew(group: str, before: Config, now: Config) -> bool:
+def _has_other_option(group: str, before: Config, now: Config) -> bool:
     choices_before = before.get("choices") or {}
     choices_now = now.get("choices") or {}
     return group in choices_before and choices_before[group] != choices_now.get(group)
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Return a value for a sentence; of a node its class."""
     if value is ABSENT:
         return "not set"

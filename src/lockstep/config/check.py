@@ -12,7 +12,7 @@ from lockstep.config.suggestions import unknown_key
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
 
-TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,21 @@ class Fault:
     expected: str | None
 
 
-def check(config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]) -> None:
+def check_config(
+    config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]
+) -> None:
     """Check every key and type of a composed config.
 
     Args:
         config: plain, with unresolved interpolations.
         options: the chosen options alone, without the values of an experiment or of the command
             line.
-        folders: that hold the groups, configs/ first.
+        folders: the folders of configs, configs/ first.
 
     Raises:
         UserError: it names the first wrong key and the nearest valid one.
     """
-    fault = next(_faults(config, options), None)
+    fault = next(_find_faults(config, options), None)
     if fault is None:
         return
 
@@ -48,43 +50,43 @@ def check(config: Config, options: Config, overrides: list[str], folders: tuple[
         sentence = f"{fault.key}={fault.value!r}: give {fault.expected}."
     else:
         sentence = unknown_key(fault.key, options, folders)
-    if overrides and not any(_is_about(override, fault.key) for override in overrides):
+    if overrides and not any(_concerns_key(override, fault.key) for override in overrides):
         sentence += " It is in a yaml of the experiment or the callbacks."
     raise UserError(sentence)
 
 
-def _is_about(override: str, key: str) -> bool:
+def _concerns_key(override: str, key: str) -> bool:
     typed = key_of(override)
     return typed.startswith(key) or key.startswith(typed)
 
 
-def _faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault]:
+def _find_faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault]:
     """Yield each wrong key or value of a node.
 
     Args:
-        prefix: of the node, as `trainer.`.
+        prefix: the beginning of the node's keys, as `trainer.`.
     """
     for name, value in config.items():
         key = f"{prefix}{name}"
         if name not in options:
-            if not _is_read(prefix[:-1], str(name), value, config, options):
+            if not _may_be_read(prefix[:-1], str(name), value, config, options):
                 yield Fault(key, value, None)
             continue
 
         default = options[name]
         if isinstance(value, Mapping) and isinstance(default, Mapping):
-            yield from _faults(value, default, f"{key}.")
+            yield from _find_faults(value, default, f"{key}.")
             continue
-        expected = _expected(key, value, default)
+        expected = _expected_value(key, value, default)
         if expected:
             yield Fault(key, value, expected)
 
 
-def _expected(key: str, value: Any, default: Any) -> str | None:
+def _expected_value(key: str, value: Any, default: Any) -> str | None:
     """Return what to give in place of a value; None if it is right."""
-    if key in keys.NAMES and isinstance(value, int | float):
+    if key in keys.TEXT_KEYS and isinstance(value, int | float):
         return f"it in quotes: '{value}'"
-    if _is_right(key, value, default):
+    if _is_valid(key, value, default):
         return None
     if key == "trainer.strategy":
         return "a strategy as trainer=ddp, trainer=fsdp and the like"
@@ -96,24 +98,24 @@ def _expected(key: str, value: Any, default: Any) -> str | None:
     return sentence
 
 
-def _is_right(key: str, value: Any, default: Any) -> bool:
+def _is_valid(key: str, value: Any, default: Any) -> bool:
     if value is None or value in (default, keys.WORD_OF_NUMBER.get(key)):
         return True
     # The type of an interpolation is known when it has been resolved.
     if isinstance(value, str) and "${" in value:
         return True
-    return isinstance(value, Mapping) and key in keys.MAY_BE_NODE
+    return isinstance(value, Mapping) and key in keys.NODE_KEYS
 
 
 def _expected_type(value: Any, default: Any) -> str | None:
-    kind = type(default)
-    is_whole_for_float = kind is float and type(value) is int
-    if kind not in TYPES or type(value) is kind or is_whole_for_float:
+    default_type = type(default)
+    is_whole_for_float = default_type is float and type(value) is int
+    if default_type not in TYPE_NAMES or type(value) is default_type or is_whole_for_float:
         return None
-    return f"{TYPES[kind]} (the default is {str(default).lower()})"
+    return f"{TYPE_NAMES[default_type]} (the default is {str(default).lower()})"
 
 
-def _is_read(prefix: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
+def _may_be_read(prefix: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
     """Return whether something may read a key that no yaml lists."""
     if prefix == "trainer":
         if name in REFUSED_TRAINER_KEYS:
@@ -124,5 +126,5 @@ def _is_read(prefix: str, name: str, value: Any, parent: Config, listed: Config)
     if name == "_target_":
         return True
     # A class may take any other key, but rooot is meant to be root.
-    is_slip = difflib.get_close_matches(name, map(str, listed), 1, cutoff=0.88)
-    return "_target_" in parent and not is_slip
+    is_misspelt = difflib.get_close_matches(name, map(str, listed), 1, cutoff=0.88)
+    return "_target_" in parent and not is_misspelt

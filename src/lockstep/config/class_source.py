@@ -17,48 +17,48 @@ def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
         target: dotted name of the class. The answer is False if its file cannot be found.
         seen: names that have led to this one. Files may import a name from each other in a circle.
     """
-    if target in seen:
-        return False
-    seen = (*seen, target)
     module, _, name = target.rpartition(".")
-    file = _file_of(module)
+    file = None if target in seen else _find_file(module)
     if file is None:
         return False
-
-    try:
-        tree = ast.parse(file.read_text())
-    except SyntaxError:
-        # Its import will name the line.
-        return False
+    tree = _parse(file)
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
-        return name in origins and has_method(origins[name], method, seen)
-
-    methods = [getattr(node, "name", None) for node in classes[name].body]
-    if method in methods:
+        return name in origins and has_method(origins[name], method, (*seen, target))
+    if method in (getattr(node, "name", None) for node in classes[name].body):
         return True
-    for base in classes[name].bases:
-        first, _, rest = ast.unparse(base).partition(".")
-        origin = origins.get(first, f"{module}.{first}")
-        if has_method(f"{origin}.{rest}".rstrip("."), method, seen):
-            return True
-    return False
+    bases = [_dotted_name(base, module, origins) for base in classes[name].bases]
+    return any(has_method(base, method, (*seen, target)) for base in bases)
 
 
-def _file_of(module: str) -> Path | None:
+def _parse(file: Path) -> ast.Module:
+    """Return the syntax tree of a file, an empty one if it is broken: its import names the line."""
+    try:
+        return ast.parse(file.read_text())
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _dotted_name(base: ast.expr, module: str, origins: dict[str, str]) -> str:
+    """Return `package.file.Base` for Base or file.Base, as a class statement of `module` has it."""
+    first, dot, rest = ast.unparse(base).partition(".")
+    return origins.get(first, f"{module}.{first}") + dot + rest
+
+
+def _find_file(module: str) -> Path | None:
     """Return the file of a module, and import neither it nor its packages."""
     if module.partition(".")[0] in LIBRARIES:
         return None
     for folder in (str(SOURCE), *sys.path):
-        file = _file_below(folder, module)
+        file = _find_file_below(folder, module)
         if file is not None:
             return file
     return None
 
 
-def _file_below(folder: str, module: str) -> Path | None:
+def _find_file_below(folder: str, module: str) -> Path | None:
     folders = [folder]
     spec = None
     for name in module.split("."):
@@ -75,12 +75,12 @@ def imported_names(tree: ast.Module, package: str) -> dict[str, str]:
     """Return the dotted name that each imported name of a file stands for.
 
     Args:
-        package: of the file, from which relative imports start.
+        package: the package of the file, where its relative imports start.
     """
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            source = _source_of(node, package)
+            source = _imported_module(node, package)
             for alias in node.names:
                 origins[alias.asname or alias.name] = f"{source}.{alias.name}"
         if isinstance(node, ast.Import):
@@ -90,7 +90,7 @@ def imported_names(tree: ast.Module, package: str) -> dict[str, str]:
     return origins
 
 
-def _source_of(node: ast.ImportFrom, package: str) -> str:
+def _imported_module(node: ast.ImportFrom, package: str) -> str:
     """Return the absolute name of the module from which a statement imports."""
     if not node.level:
         return str(node.module)

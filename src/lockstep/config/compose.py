@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import merge
-from lockstep.config.check import check
+from lockstep.config.check import check_config
 from lockstep.config.class_source import has_method
 from lockstep.config.hydra_versions import register_resolver, store_config, version_base
 from lockstep.config.overrides import (
@@ -32,9 +32,9 @@ from lockstep.records.folder import new_run_id
 
 CONFIGS = REPOSITORY / "configs"
 # Groups whose options nobody chooses.
-NOT_CHOSEN = ("hydra", "fits", "resumed")
+UNCHOSEN_GROUPS = ("hydra", "fits", "resumed")
 # Groups whose options set values of others.
-OF_VALUES = ("experiment", "debug")
+VALUE_GROUPS = ("experiment", "debug")
 # Keys that an option has, whatever its class.
 OPTIONAL_KEYS = {"_target_", "_partial_", "monitor", "mode", "outputs"}
 REFUSED_KEY = re.compile(
@@ -59,30 +59,32 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
             wrong type.
     """
     register_resolvers()
-    line = CommandLine.parse(config_name, overrides, CONFIGS)
+    command_line = CommandLine.parse(config_name, overrides, CONFIGS)
     recipe = ((stored or {}).get("choices") or {}).get("experiment")
-    if stored and line.choices.get("experiment", recipe) == recipe:
-        cfg = _compose_resumed(line, stored)
-        overrides_before = merge.overrides_of(stored, line.overrides, line.choices)
+    if stored and command_line.choices.get("experiment", recipe) == recipe:
+        cfg = _compose_resumed(command_line, stored)
+        overrides_before = merge.inherited_overrides(
+            stored, command_line.overrides, command_line.choices
+        )
     else:
         overrides_before = []
-        overrides_of_run = [*line.overrides, *line.without_fits]
-        cfg = _compose(config_name, overrides_of_run, line.folders)
-        if _brings_loaders(cfg, line):
-            cfg = _compose(config_name, [*overrides_of_run, "data=none"], line.folders)
+        overrides_of_run = [*command_line.overrides, *command_line.fit_removals]
+        cfg = _compose(config_name, overrides_of_run, command_line.folders)
+        if _brings_loaders(cfg, command_line):
+            cfg = _compose(config_name, [*overrides_of_run, "data=none"], command_line.folders)
 
-    cfg.hydra.overrides.task = [*overrides_before, *line.recorded]
-    if line.overrides or stored:
-        _check(cfg, line)
+    cfg.hydra.overrides.task = [*overrides_before, *command_line.recorded_overrides]
+    if command_line.overrides or stored:
+        _check(cfg, command_line)
     return cfg
 
 
-def _brings_loaders(cfg: Any, line: CommandLine) -> bool:
+def _brings_loaders(cfg: Any, command_line: CommandLine) -> bool:
     """Return whether nobody has chosen data, and the module of task= has its own loaders."""
-    if any(key_of(word).partition(".")[0] == "data" for word in line.overrides):
+    if any(key_of(word).partition(".")[0] == "data" for word in command_line.overrides):
         return False
-    recipe = line.choices.get("experiment")
-    if recipe and _chooses_data(str(recipe), line.folders):
+    recipe = command_line.choices.get("experiment")
+    if recipe and _chooses_data(str(recipe), command_line.folders):
         return False
     return has_method(str(cfg.task.get("_target_")), "train_dataloader")
 
@@ -109,29 +111,36 @@ def _is_about_data(path: Path, folders: tuple[Path, ...]) -> bool:
     return False
 
 
-def _compose_resumed(line: CommandLine, stored: Config) -> Any:
+def _compose_resumed(command_line: CommandLine, stored: Config) -> Any:
     """Compose the config of a run that goes on."""
-    choices = line.choices
-    options = merge.options_of(stored, choices, line.folders)
-    chosen_now = [override for override in line.overrides if key_of(override) in choices]
-    fresh = _compose(line.config_name, [*line.search, *options, *chosen_now], line.folders)
+    choices = command_line.choices
+    options = merge.inherited_options(stored, choices, command_line.folders)
+    chosen_now = [override for override in command_line.overrides if key_of(override) in choices]
+    fresh = _compose(
+        command_line.config_name,
+        [*command_line.search_path_overrides, *options, *chosen_now],
+        command_line.folders,
+    )
     defaults = unresolved(fresh)
 
-    values = merge.values_of(stored, line.overrides, choices, defaults)
-    changes = merge.repeatable_overrides(line.overrides, stored, values, defaults)
+    values = merge.inherited_values(stored, command_line.overrides, choices, defaults)
+    changes = merge.repeatable_overrides(command_line.overrides, stored, values, defaults)
     store_config(group="resumed", name="run", node=values, package="_global_")
-    overrides = [*options, "+resumed=run", *changes, *line.without_fits]
-    return _compose(line.config_name, overrides, line.folders)
+    overrides = [*options, "+resumed=run", *changes, *command_line.fit_removals]
+    return _compose(command_line.config_name, overrides, command_line.folders)
 
 
-def _check(cfg: Any, line: CommandLine) -> None:
+def _check(cfg: Any, command_line: CommandLine) -> None:
     """Refuse what nothing reads, and remove what options say of classes that are not chosen."""
     chosen = []
     for group, name in chosen_options(cfg).items():
-        if name and group not in OF_VALUES:
+        if name and group not in VALUE_GROUPS:
             chosen.append(f"{group}={name}")
-    options = _of_choices(line.config_name, (*line.search, *chosen, *line.without_fits))
-    check(unresolved(cfg), unresolved(options), line.overrides, line.folders)
+    options = _compose_options(
+        command_line.config_name,
+        (*command_line.search_path_overrides, *chosen, *command_line.fit_removals),
+    )
+    check_config(unresolved(cfg), unresolved(options), command_line.overrides, command_line.folders)
     _drop_options_of_another_class(cfg, options)
 
 
@@ -160,21 +169,21 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
         ) as error:
             refused = REFUSED_KEY.match(str(error))
             if not refused:
-                raise UserError(one_sentence(error)) from None
+                raise UserError(describe_error(error)) from None
 
     key = refused["key"]
     # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
     # too. A key that no yaml lists may be of Lightning's Trainer. Values may be added to a group.
     if refused["is_listed"] or _is_trainer_argument(key) or is_group(key, folders):
-        return _compose(config_name, _repaired(overrides, key, folders), folders)
+        return _compose(config_name, _repair_overrides(overrides, key, folders), folders)
     choices = [word for word in overrides if is_choice(word, folders)]
     options = unresolved(_compose(config_name, [*search_paths(overrides), *choices], folders))
     if refused["is_removed"] and key in flatten(options):
-        return _compose(config_name, _repaired(overrides, key, folders), folders)
+        return _compose(config_name, _repair_overrides(overrides, key, folders), folders)
     raise UserError(unknown_key(key, options, folders))
 
 
-def _repaired(overrides: list[str], key: str, folders: tuple[Path, ...]) -> list[str]:
+def _repair_overrides(overrides: list[str], key: str, folders: tuple[Path, ...]) -> list[str]:
     """Return overrides of `key` that Hydra takes.
 
     It refuses to set a key that is new, to add one that is there, and to remove a null, which is
@@ -194,7 +203,7 @@ def _is_trainer_argument(key: str) -> bool:
     return group == "trainer" and name in trainer_arguments()
 
 
-def for_multirun(typed: list[str]) -> list[str]:
+def adapt_to_multirun(typed: list[str]) -> list[str]:
     """Return overrides that Hydra's own multirun takes where `compose` does."""
     folders = config_folders(typed, CONFIGS)
     listed: set[str] = set()
@@ -236,7 +245,7 @@ def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
 
 
 @functools.cache
-def _of_choices(config_name: str, overrides: tuple[str, ...]) -> Any:
+def _compose_options(config_name: str, overrides: tuple[str, ...]) -> Any:
     """Compose the chosen options alone, without the values of an experiment.
 
     They are the same for all jobs of a sweep.
@@ -252,14 +261,14 @@ def defaults_of(config: Config) -> dict[str, Any]:
     folders = config_folders(search, CONFIGS)
     choices = []
     for group, name in (config.get("choices") or {}).items():
-        if not name or group in OF_VALUES or not is_group(group, folders):
+        if not name or group in VALUE_GROUPS or not is_group(group, folders):
             continue
         if not missing_option(group, str(name), folders):
             choices.append(f"{group}={name}")
-    return unresolved(_of_choices("train", (*search, *choices)))
+    return unresolved(_compose_options("train", (*search, *choices)))
 
 
-def one_sentence(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return an error of Hydra, OmegaConf or YAML in one line, with what to write instead."""
     message = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0]
     lines = [line.strip() for line in message.splitlines() if "See https" not in line]
@@ -290,7 +299,7 @@ def register_resolvers() -> None:
     register_resolver("new_run_id", new_run_id, use_cache=True)
 
 
-def without_hydra(cfg: Any) -> Any:
+def remove_hydra_node(cfg: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
@@ -312,11 +321,11 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
 
     if resolve:
         # Hydra's node cannot be resolved. The copy takes time.
-        cfg = without_hydra(cfg)
+        cfg = remove_hydra_node(cfg)
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=resolve)
     except OmegaConfBaseException as error:
-        raise UserError(one_sentence(error)) from None
+        raise UserError(describe_error(error)) from None
     return {key: value for key, value in values.items() if key != "hydra"}
 
 
@@ -339,4 +348,6 @@ def typed_overrides(cfg: Any) -> list[str]:
 def chosen_options(cfg: Any) -> Config:
     """Return the option of each config group."""
     choices = cfg.hydra.runtime.choices.items()
-    return {group: name for group, name in choices if group.partition("/")[0] not in NOT_CHOSEN}
+    return {
+        group: name for group, name in choices if group.partition("/")[0] not in UNCHOSEN_GROUPS
+    }

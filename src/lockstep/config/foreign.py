@@ -19,15 +19,15 @@ from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder, read_config
 
 # Top-level keys that the net of a checkpoint, its data too, or a whole run needs.
-OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
-OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
-OF_RUN = (*OF_DATA, "optimizer", "scheduler", "callbacks", "tags", "experiment_name", "test")
+CHECKPOINT_ROOTS = ("data", "task", "model", "loss", "metrics", "trainer")
+DATA_ROOTS = (*CHECKPOINT_ROOTS, "augmentation", "seed")
+RUN_ROOTS = (*DATA_ROOTS, "optimizer", "scheduler", "callbacks", "tags", "experiment_name", "test")
 GROUPS = ("data", "task", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
-NEEDED = ("data", "task", "model")
+REQUIRED_GROUPS = ("data", "task", "model")
 # A value of theirs that is not accepted would build another net.
-NET = ("task", "model", "loss")
+NET_GROUPS = ("task", "model", "loss")
 # A checkpoint brings its weights.
-WEIGHTS = ("weights", "pretrained", "freeze")
+WEIGHT_OPTIONS = ("weights", "pretrained", "freeze")
 # Without dot, slash and colon, so that it is no path, address or class.
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")
 # So no _target_.
@@ -37,30 +37,30 @@ NAMES = {
     "experiment_name": WORD,
     "tags": WORD,
 }
-PLACE = re.compile(
+PLACE_NAME = re.compile(
     r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers|cfg$"
 )
-ADDRESS = re.compile(r"addr|peers")
-LARGEST = 2**31
+ADDRESS_NAME = re.compile(r"addr|peers")
+LARGEST_NUMBER = 2**31
 LONGEST_LIST = 64
 
 
 def accept_config(
-    stored: object, roots: tuple[str, ...], whose: str
+    stored: object, roots: tuple[str, ...], owner: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the part of an untrusted config that may be used, and the keys that were rejected.
 
     Args:
         roots: top-level keys to take from.
-        whose: the config's owner for an error, e.g. "The checkpoint x.ckpt".
+        owner: the config's owner for an error, e.g. "The checkpoint x.ckpt".
 
     Raises:
         UserError: it names an option that is not here, or a net that cannot be built here.
     """
     if not isinstance(stored, Mapping):
-        raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
+        raise UserError(f"{owner} carries no config: it was not written by Lockstep.")
     rejected: dict[str, Any] = {}
-    choices = _accepted_choices(stored, roots, whose, rejected)
+    choices = _accepted_choices(stored, roots, owner, rejected)
     defaults = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
 
     candidates = {}
@@ -70,36 +70,42 @@ def accept_config(
     values = _accepted_values(candidates, defaults, "", rejected)
     for key, value in rejected.items():
         if _builds_another_net(key):
-            raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
+            raise UserError(f"{owner} has {key}={value!r:.60}, which cannot be built here.")
     return {**values, "choices": choices}, list(rejected)
 
 
 def _accepted_choices(
-    stored: Config, roots: tuple[str, ...], whose: str, rejected: dict[str, Any]
+    stored: Config, roots: tuple[str, ...], owner: str, rejected: dict[str, Any]
 ) -> dict[str, str]:
-    """Return the options that the config names and this clone has, by group."""
-    named = _mapping(stored.get("choices"))
+    """Return the options that the config names and this clone has, by group.
+
+    Args:
+        rejected: gets the others, as {"trainer=hivemind": None}.
+    """
+    named = _mapping_or_empty(stored.get("choices"))
     choices = {}
     for group in (group for group in GROUPS if group in roots):
         name = named.get(group)
         if not _is_option(group, name):
-            if group in NEEDED or (group in NET and stored.get(group)):
+            if group in REQUIRED_GROUPS or (group in NET_GROUPS and stored.get(group)):
                 options = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
                 raise UserError(
-                    f"{whose} names {group}={name!r:.60}, which is not here: there is {options}."
+                    f"{owner} names {group}={name!r:.60}, which is not here: there is {options}."
                 )
         elif connects_to_peers(group, str(name)):
             rejected[f"{group}={name}"] = None
         else:
             choices[group] = str(name)
 
-    metrics = [name for name in _mapping(stored.get("metrics")) if _is_option("metrics", name)]
+    metrics = [
+        name for name in _mapping_or_empty(stored.get("metrics")) if _is_option("metrics", name)
+    ]
     if metrics:
         choices["metrics"] = f"[{','.join(metrics)}]"
     return choices
 
 
-def _mapping(value: object) -> Config:
+def _mapping_or_empty(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 
@@ -118,26 +124,31 @@ def connects_to_peers(group: str, name: str) -> bool:
     if group != "trainer":
         return False
     listed = keys_in_yaml(CONFIGS / group / f"{name}.yaml", commented=False)
-    return any(ADDRESS.search(key.name) for key in listed)
+    return any(ADDRESS_NAME.search(key.name) for key in listed)
 
 
 def _builds_another_net(key: str) -> bool:
     """Return whether the net would be another one without the value of a rejected key."""
     root, _, name = key.partition(".")
-    if root not in NET or name in WEIGHTS:
+    if root not in NET_GROUPS or name in WEIGHT_OPTIONS:
         return False
-    return root != "task" or not PLACE.search(name)
+    return root != "task" or not PLACE_NAME.search(name)
 
 
 def _accepted_values(
     stored: Config, defaults: Config, prefix: str, rejected: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the accepted values that differ from the defaults of this clone."""
+    """Return the accepted values that differ from the defaults of this clone.
+
+    Args:
+        prefix: the beginning of the keys in `stored`, as "model.".
+        rejected: gets the values that are not accepted, by their dotted keys.
+    """
     values: dict[str, Any] = {}
     for name, value in stored.items():
         key = f"{prefix}{name}"
         default = defaults.get(name)
-        value = _without_tuple(value)
+        value = _to_list(value)
         # This machine keeps its own devices and workers.
         if keys.kind_of(key) is keys.MACHINE:
             continue
@@ -154,7 +165,7 @@ def _accepted_values(
     return values
 
 
-def _without_tuple(value: object) -> object:
+def _to_list(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -197,7 +208,7 @@ def _accepts_word(key: str, word: str, default: object) -> bool:
     if isinstance(default, str):
         return WORD.fullmatch(default) is not None
     # It takes the place of nothing, unless the key is for a place.
-    return default is None and not PLACE.search(key)
+    return default is None and not PLACE_NAME.search(key)
 
 
 def _accepts_number(key: str, number: object, default: object, *, is_listed: bool) -> bool:
@@ -208,16 +219,16 @@ def _accepts_number(key: str, number: object, default: object, *, is_listed: boo
     if isinstance(default, Mapping) or not (is_listed or key.startswith("model.")):
         return False
     # Neither nan nor inf is below any limit.
-    return number is None or (isinstance(number, int | float) and abs(number) <= LARGEST)
+    return number is None or (isinstance(number, int | float) and abs(number) <= LARGEST_NUMBER)
 
 
 def stored_config(
-    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT
+    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = CHECKPOINT_ROOTS
 ) -> Config:
     """Return the config of a checkpoint's run.
 
     Args:
-        path: of the checkpoint. Below `logs` the config of its run folder counts.
+        path: the checkpoint's. Below `logs` the config of its run folder counts.
         stored: the config in the checkpoint, of which only what is accepted counts.
     """
     folder = RunFolder(path.resolve().parent.parent)
@@ -229,7 +240,7 @@ def stored_config(
 
 
 def config_of_checkpoint(
-    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT
+    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = CHECKPOINT_ROOTS
 ) -> Config:
     """Return the whole config to build a checkpoint's net with."""
     cfg = compose("train", [], stored_config(path, stored, logs, roots))

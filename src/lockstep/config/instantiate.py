@@ -19,7 +19,7 @@ VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 # Keys of a node that are for hydra.utils.instantiate, not arguments.
 HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 # The beginning of an annotation that takes a tuple, as `tuple[int, int] | None`.
-TUPLE = re.compile(r"(<class '|typing\.|Optional\[|Union\[)*[Tt]uple\b")
+TUPLE_ANNOTATION = re.compile(r"(<class '|typing\.|Optional\[|Union\[)*[Tt]uple\b")
 
 
 def resolve_target(target: Any, where: str) -> Any:
@@ -82,13 +82,13 @@ def build(
     options = node.keys() - {*HYDRA_KEYS} | arguments.keys()
     if not takes_any_name:
         _refuse_unknown(options, parameters, target)
-    options |= positional(node, parameters)
+    options |= positional_parameters(node, parameters)
     for key in (defaults or {}).keys() & parameters.keys() - options:
         arguments[key] = (defaults or {})[key]
     return _instantiate(node, arguments, parameters)
 
 
-def positional(node: Mapping[str, Any], parameters: Mapping[str, Any]) -> set[str]:
+def positional_parameters(node: Mapping[str, Any], parameters: Mapping[str, Any]) -> set[str]:
     """Return the parameters that the list `_args_` of a node fills."""
     return set(list(parameters)[: len(node.get("_args_") or ())])
 
@@ -129,18 +129,20 @@ def _instantiate(
 def _with_tuples(partial: Any, parameters: Mapping[str, inspect.Parameter]) -> Any:
     """Return the partial with tuples where its target takes them: a yaml has lists alone."""
     named = [*zip(parameters, partial.args, strict=False)]
-    args = [_as_taken(value, parameters[name]) for name, value in named]
+    args = [_to_tuple_if_taken(value, parameters[name]) for name, value in named]
     keywords = {
-        name: _as_taken(value, parameters.get(name)) for name, value in partial.keywords.items()
+        name: _to_tuple_if_taken(value, parameters.get(name))
+        for name, value in partial.keywords.items()
     }
     return functools.partial(partial.func, *args, *partial.args[len(args) :], **keywords)
 
 
-def _as_taken(value: Any, parameter: inspect.Parameter | None) -> Any:
+def _to_tuple_if_taken(value: Any, parameter: inspect.Parameter | None) -> Any:
     """Return a list as a tuple if the parameter has one as its default, or its annotation says
     so.
     """
     if parameter is None or not isinstance(value, list):
         return value
-    takes_tuple = isinstance(parameter.default, tuple) or TUPLE.match(str(parameter.annotation))
+    annotation = str(parameter.annotation)
+    takes_tuple = isinstance(parameter.default, tuple) or TUPLE_ANNOTATION.match(annotation)
     return tuple(value) if takes_tuple else value

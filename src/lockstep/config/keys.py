@@ -144,13 +144,13 @@ WEIGHTS_OF_NET = "model.weights"
 # A launcher that starts the ranks says how many there are.
 RANK_COUNTS = ("trainer.devices", "trainer.num_nodes")
 # config.yaml holds what `auto` came to on the machine of that start.
-RESOLVED = ("trainer.accelerator", *RANK_COUNTS)
+RESOLVED_KEYS = ("trainer.accelerator", *RANK_COUNTS)
 # Every start computes these anew, also where an earlier start stated them.
-RECOMPUTED = (ACCUMULATION, "paths.log_dir")
+RECOMPUTED_KEYS = (ACCUMULATION, "paths.log_dir")
 # The keys of a trainer that place the ranks. Another trainer has its own.
-PLACEMENT = ("trainer.launch", "trainer.strategy", ACCUMULATION, *RESOLVED)
+PLACEMENT_KEYS = ("trainer.launch", "trainer.strategy", ACCUMULATION, *RESOLVED_KEYS)
 # What a run is called and what it leaves, which an evaluation of it does not inherit.
-LABELS = ("logbook", "tags", "test")
+LABEL_KEYS = ("logbook", "tags", "test")
 # A run of a few steps has none of these.
 LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
 # The images, as the command line names them; data=NAME is a choice of them too.
@@ -182,7 +182,7 @@ SHARED_BY_ARMS = (
 # What versions did that had no such key. A run of theirs that is resumed does it still.
 LEGACY_DEFAULTS = {"data.range": None}
 # Keys whose value is a name: `run_id=2025_11_25` is not a number.
-TEXTS = (
+NAME_KEYS = (
     "ckpt_path",
     "data.cache_dir",
     "data.group",
@@ -205,7 +205,7 @@ TEXTS = (
     "tags",
 )
 # In a yaml too they must be text.
-NAMES = ("run_id", "experiment_name", "data.name")
+TEXT_KEYS = ("run_id", "experiment_name", "data.name")
 # A word that a key takes beside a number.
 WORD_OF_NUMBER = {
     "data.global_batch_size": "max",
@@ -214,7 +214,7 @@ WORD_OF_NUMBER = {
     "trainer.num_nodes": "auto",
 }
 # They may be a node in place of their default.
-MAY_BE_NODE = ("trainer.compile", "trainer.strategy")
+NODE_KEYS = ("trainer.compile", "trainer.strategy")
 # Hydra and the project set them, and nobody types them.
 INTERNAL = ("_target_", "_partial_", "task_name", "sweep_dir", "trial")
 # The lengths of a training, over which a schedule stretches.
@@ -235,7 +235,7 @@ def is_below(key: str, pattern: str) -> bool:
 
 def is_text(key: str) -> bool:
     """Return whether the value of a key is a name, whatever it looks like."""
-    return any(fnmatchcase(key, pattern) for pattern in TEXTS)
+    return any(fnmatchcase(key, pattern) for pattern in NAME_KEYS)
 
 
 def root_of(key: str) -> str:
@@ -271,7 +271,7 @@ def is_run_locator(key: str) -> bool:
 
 def is_not_inherited(key: str) -> bool:
     """Return whether a value is of one run alone, so that an evaluation does not inherit it."""
-    return is_run_locator(key) or root_of(key) in LABELS
+    return is_run_locator(key) or root_of(key) in LABEL_KEYS
 
 
 def is_carried_over(key: str) -> bool:
@@ -308,7 +308,7 @@ def is_omitted_by_baseline(key: str) -> bool:
 
 def is_placement(key: str) -> bool:
     """Return whether a key places the ranks."""
-    return any(is_below(key, pattern) for pattern in PLACEMENT)
+    return any(is_below(key, pattern) for pattern in PLACEMENT_KEYS)
 
 
 def is_rate(name: str) -> bool:

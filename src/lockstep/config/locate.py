@@ -63,17 +63,17 @@ def _log_once() -> None:
         )
 
 
-def join_packages() -> None:
+def alias_lightning_packages() -> None:
     """Let both names of Lightning give the same modules, also for later imports of this process.
 
-    If the other package has been imported already, it stays: see `foreign_import`.
+    If the other package has been imported already, it stays: see `describe_foreign_import`.
     """
     is_joined = any(isinstance(finder, SameModules) for finder in sys.meta_path)
     if not is_joined and not SAME_PACKAGES.keys() & sys.modules.keys():
         sys.meta_path.insert(0, SameModules())
 
 
-def foreign_import(cls: type) -> str | None:
+def describe_foreign_import(cls: type) -> str | None:
     """Return which line to change where a class is of Lightning's other package; None elsewhere."""
     bases = [base.__module__.partition(".")[0] for base in cls.__mro__]
     if "pytorch_lightning" not in bases:
@@ -101,7 +101,7 @@ def locate(target: str, where: str) -> Any:
     Raises:
         UserError: it cannot be found, or its file cannot be imported; then with the line.
     """
-    join_packages()
+    alias_lightning_packages()
     share_packages()
     parts = target.split(".")
     if not all(parts):
@@ -123,7 +123,7 @@ def _import(name: str, target: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        line = _line_of(error)
+        line = _line_of_failure(error)
         if line:
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {line}: {problem}.") from None
@@ -137,7 +137,7 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         raise UserError(f"{where}={target!r} cannot be found: {problem}.") from None
 
 
-def _line_of(error: Exception) -> str | None:
+def _line_of_failure(error: Exception) -> str | None:
     """Return the last line of the user's files that an exception went through."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"

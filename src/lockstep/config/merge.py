@@ -21,18 +21,18 @@ is resumed with `optimizer=sgd trainer.max_epochs=9`:
 Its options are chosen again, but for the optimizer, which is another one now. `fresh` is what they
 compose:
 
-    >>> options_of(stored, choices, folders)
+    >>> inherited_options(stored, choices, folders)
     ['model=small_cnn']
     >>> fresh = {"model": {"dropout": 0.0}, "optimizer": {"lr": 0.1}, "seed": 42, "run_id": None}
 
 Its values replace those of `fresh`. The optimizer has its own, and an id belongs to one start:
 
-    >>> values_of(stored, overrides, choices, fresh)
+    >>> inherited_values(stored, overrides, choices, fresh)
     {'model': {'dropout': 0.5}, 'seed': 7}
 
 The new overrides come last. The run records them behind those that still hold:
 
-    >>> overrides_of(stored, overrides, choices)
+    >>> inherited_overrides(stored, overrides, choices)
     ['model=small_cnn', 'model.dropout=0.5', 'seed=7']
 """
 
@@ -52,7 +52,9 @@ from lockstep.records.config import ABSENT, Config, lookup
 CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")
 
 
-def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
+def inherited_options(
+    stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]
+) -> list[str]:
     """Return overrides that choose the run's option of each group of which `choices` has none."""
     options = []
     for group, name in (stored.get("choices") or {}).items():
@@ -73,7 +75,7 @@ def options_of(stored: Config, choices: Mapping[str, str], folders: tuple[Path, 
     return options
 
 
-def values_of(
+def inherited_values(
     stored: Config, overrides: Sequence[str], choices: Mapping[str, str], fresh: Config
 ) -> dict[str, Any]:
     """Return the run's values to carry over.
@@ -84,24 +86,25 @@ def values_of(
     """
     values = {key: value for key, value in stored.items() if keys.is_carried_over(key)}
     values.pop("choices", None)
-    for group in _chosen_anew(stored, choices):
+    for group in _groups_chosen_anew(stored, choices):
         node = values.pop(group, None) or {}
         if group == "trainer":
-            values[group] = _without_placement(node, fresh[group])
+            values[group] = _values_besides_placement(node, fresh[group])
     if "overrides" in stored:
-        _set_what_is_missing(values, fresh)
+        _fill_missing_keys(values, fresh)
 
-    kept = _values_to_keep(values, fresh, {key_of(override) for override in _overrides(stored)}, "")
+    typed = {key_of(override) for override in _stored_overrides(stored)}
+    kept = _values_to_keep(values, fresh, typed, "")
     if kept.get("optimizer"):
         kept["optimizer"] = _with_rates_scaled_once(kept["optimizer"], stored, overrides)
     return kept
 
 
-def _overrides(stored: Config) -> list[str]:
+def _stored_overrides(stored: Config) -> list[str]:
     return [str(override) for override in stored.get("overrides") or ()]
 
 
-def _set_what_is_missing(values: dict[str, Any], fresh: Config) -> None:
+def _fill_missing_keys(values: dict[str, Any], fresh: Config) -> None:
     """Set to null the callbacks, loggers and metrics that the run had removed.
 
     Keys that its version did not have get the value that means what it did without them. This is
@@ -127,50 +130,53 @@ def repeatable_overrides(
 
     Args:
         overrides: the new ones.
-        values, fresh: as from and for `values_of`.
+        values: what `inherited_values` returns.
+        fresh: as for `inherited_values`.
     """
-    before = _overrides(stored)
+    before = _stored_overrides(stored)
     set_now = {key_of(override) for override in overrides}
     changes = []
     for override in before:
         key = key_of(override)
-        if override.startswith("~") and key not in set_now and _has(values, fresh, key):
+        if override.startswith("~") and key not in set_now and _has_key(values, fresh, key):
             changes.append(override)
 
-    repeated = _scaling_repeated(overrides, before)
+    repeated = _repeated_scaling_options(overrides, before)
     for override in overrides:
         if override.startswith("~"):
             # Hydra says what is wrong with the removal of a key that the run never had.
-            if _has(values, fresh, key_of(override)) or override not in before:
+            if _has_key(values, fresh, key_of(override)) or override not in before:
                 changes.append(override)
         elif override not in repeated:
             changes.append(set_or_add(override) if override.startswith("+") else override)
     return changes
 
 
-def overrides_of(stored: Config, overrides: Sequence[str], choices: Mapping[str, str]) -> list[str]:
+def inherited_overrides(
+    stored: Config, overrides: Sequence[str], choices: Mapping[str, str]
+) -> list[str]:
     """Return the run's overrides that the new ones do not replace."""
     set_now = {key_of(override) for override in overrides}
-    chosen_anew = _chosen_anew(stored, choices)
+    chosen_anew = _groups_chosen_anew(stored, choices)
     kept = []
-    for override in _overrides(stored):
+    for override in _stored_overrides(stored):
         key = key_of(override)
         is_of_other_option = keys.root_of(key) in chosen_anew
         if key.startswith("trainer."):
             # Another trainer takes over all values but those that place the ranks.
             is_of_other_option = is_of_other_option and keys.is_placement(key)
-        is_kept = keys.is_carried_over(key) and key not in keys.RECOMPUTED
+        is_kept = keys.is_carried_over(key) and key not in keys.RECOMPUTED_KEYS
         if is_kept and key not in set_now and not is_of_other_option:
             kept.append(override)
     return kept
 
 
-def _chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:
+def _groups_chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]:
     before = stored.get("choices") or {}
     return [group for group, name in choices.items() if name != before.get(group)]
 
 
-def _without_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
+def _values_besides_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
     """Return the values of a trainer that another one takes over, which say what is trained."""
     values = {}
     for key, value in trainer.items():
@@ -192,7 +198,7 @@ def _with_rates_scaled_once(
     return dict(optimizer)
 
 
-def _scaling_repeated(overrides: Sequence[str], before: Sequence[str]) -> list[str]:
+def _repeated_scaling_options(overrides: Sequence[str], before: Sequence[str]) -> list[str]:
     """Return the options of the optimizer that the run has had, if they scale its rates.
 
     Its values hold the scaled rates: they would be scaled twice.
@@ -203,7 +209,7 @@ def _scaling_repeated(overrides: Sequence[str], before: Sequence[str]) -> list[s
     return repeated if is_scaled else []
 
 
-def _has(values: Config, fresh: Config, key: str) -> bool:
+def _has_key(values: Config, fresh: Config, key: str) -> bool:
     """Return whether the merge of both has a key; `values` has null for a removed callback."""
     kept = lookup(values, key)
     if kept is None and keys.root_of(key) in FREE_GROUPS:
@@ -235,11 +241,11 @@ def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     A key that is an interpolation in the configs keeps it, and a key that is no longer in the
     configs is dropped, unless the run overrode it (`typed`) or the class of its group may take it.
     """
-    if key in keys.RECOMPUTED:
+    if key in keys.RECOMPUTED_KEYS:
         return False
     if is_typed(key, typed):
         return True
-    is_derived = key in keys.RESOLVED or (isinstance(default, str) and "${" in default)
+    is_derived = key in keys.RESOLVED_KEYS or (isinstance(default, str) and "${" in default)
     group, _, name = key.partition(".")
     may_be_new = group in CLASS_GROUPS or (group in FREE_GROUPS and name and "." not in name)
     return (is_listed or bool(may_be_new)) and not is_derived

@@ -13,18 +13,18 @@ from lockstep.process.errors import UserError
 
 # Values that Hydra reads as they are meant: functions of its grammar, quotes, lists, sweeps, null
 # and plain text.
-READ = re.compile(
+READ_AS_MEANT = re.compile(
     r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
     r"|(?!(?i:true|false|nan|inf)$)[a-zA-Z/][\w/.:@-]*"
 )
 # What fits the class of an option may not fit another one.
-UNFIT = {
+UNFIT_GROUPS = {
     "data._target_": ("data", "task"),
     "model._target_": ("data", "task", "optimizer", "scheduler"),
 }
 SEARCH_PATH = "hydra.searchpath"
 # A run of a few steps, which other commands start, ends by its epochs and leaves nothing.
-FEW_STEPS = {
+SHORT_RUN_OVERRIDES = {
     "trainer.max_steps": -1,
     "trainer.max_time": "null",
     "trainer.compile": False,
@@ -42,7 +42,7 @@ class CommandLine:
 
     Args:
         config_name: the yaml that Hydra composes.
-        overrides: as Hydra reads them.
+        overrides: the overrides in the form in which Hydra reads them.
         folders: the folders that hold the groups, configs/ first.
     """
 
@@ -58,7 +58,7 @@ class CommandLine:
         for override in typed:
             if is_choice(override, folders):
                 override = override.lstrip("+")
-            overrides.append(as_typed(override))
+            overrides.append(quote_names(override))
         for override in overrides:
             _check_form(override, folders)
         return cls(config_name, overrides, folders)
@@ -70,20 +70,20 @@ class CommandLine:
         return {key_of(override): override.partition("=")[2] for override in chosen}
 
     @property
-    def search(self) -> list[str]:
+    def search_path_overrides(self) -> list[str]:
         """The overrides that add folders of yamls."""
         return search_paths(self.overrides)
 
     @property
-    def without_fits(self) -> list[str]:
+    def fit_removals(self) -> list[str]:
         """Overrides that remove what fits the chosen options: a class may be another one."""
         groups: set[str] = set()
         for override in self.overrides:
-            groups.update(UNFIT.get(key_of(override), ()))
+            groups.update(UNFIT_GROUPS.get(key_of(override), ()))
         return sorted(f"~fits/{group}" for group in groups)
 
     @property
-    def recorded(self) -> list[str]:
+    def recorded_overrides(self) -> list[str]:
         """The overrides that a run records: all but Hydra's own."""
         return [word for word in self.overrides if not re.match("hydra[./]", key_of(word))]
 
@@ -120,7 +120,8 @@ def config_folders(overrides: list[str], configs: Path) -> tuple[Path, ...]:
     """Return `configs` and the folders that the overrides add to it."""
     values = "".join(override.partition("=")[2] for override in search_paths(overrides))
     paths = re.findall(r"'file://(.*?)(?<!\\)'|file://([^',\]]+)", values)
-    return (configs, *(Path(quoted.replace("\\'", "'") or plain) for quoted, plain in paths))
+    added = [Path(quoted.replace("\\'", "'") or unquoted) for quoted, unquoted in paths]
+    return (configs, *added)
 
 
 def is_choice(override: str, folders: tuple[Path, ...]) -> bool:
@@ -131,21 +132,21 @@ def is_choice(override: str, folders: tuple[Path, ...]) -> bool:
     return is_group(key_of(override), folders)
 
 
-def as_typed(override: str) -> str:
+def quote_names(override: str) -> str:
     """Quote a name that Hydra would read as a number, a switch or not at all; expand ~ in it."""
     key, sign, value = override.partition("=")
     if not sign or not keys.is_text(key.lstrip("+")):
         return override
     if re.fullmatch(r"\[[^\"'\[{$]+\]", value):
-        items = [_quoted_if_needed(item) for item in value[1:-1].split(",")]
+        items = [_quote_if_needed(item) for item in value[1:-1].split(",")]
         return f"{key}=[{','.join(items)}]"
     if value.startswith("~"):
         value = str(Path(value).expanduser())
-    return f"{key}={_quoted_if_needed(value)}"
+    return f"{key}={_quote_if_needed(value)}"
 
 
-def _quoted_if_needed(value: str) -> str:
-    return value if READ.fullmatch(value) else quoted(value)
+def _quote_if_needed(value: str) -> str:
+    return value if READ_AS_MEANT.fullmatch(value) else quote_value(value)
 
 
 def set_or_add(override: str) -> str:
@@ -153,7 +154,7 @@ def set_or_add(override: str) -> str:
     return f"++{override.lstrip('+')}"
 
 
-def quoted(value: str) -> str:
+def quote_value(value: str) -> str:
     """Quote a text for Hydra's grammar."""
     text = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
     return f"'{text}'"
@@ -168,7 +169,7 @@ def _check_form(override: str, folders: tuple[Path, ...]) -> None:
                 f"{override}: a run needs {key}. Give it another value, {key}=VALUE or {key}=none."
             )
     elif not sign or not key:
-        raise UserError(f"{override}: write {_complete_forms(key, folders)}.")
+        raise UserError(f"{override}: write {_possible_forms(key, folders)}.")
 
     if not re.fullmatch(r"[\w./-]+|\[[\w.,-]+\]", value):
         return
@@ -178,7 +179,7 @@ def _check_form(override: str, folders: tuple[Path, ...]) -> None:
             raise UserError(sentence)
 
 
-def _complete_forms(key: str, folders: tuple[Path, ...]) -> str:
+def _possible_forms(key: str, folders: tuple[Path, ...]) -> str:
     """Return what an override without a sign may mean: the groups that have such an option."""
     groups: set[str] = set()
     for folder in folders:

@@ -33,7 +33,7 @@ REFUSED_TRAINER_KEYS = {
     "barebones": "use callbacks=none",
 }
 # The options that --help lists before the others of their group.
-EVERYDAY = {"trainer": ("cpu", "gpu", "ddp", "fsdp", "ddp_sim", "fsdp_sim")}
+EVERYDAY_OPTIONS = {"trainer": ("cpu", "gpu", "ddp", "fsdp", "ddp_sim", "fsdp_sim")}
 
 
 class Option(NamedTuple):
@@ -52,7 +52,7 @@ class Key(NamedTuple):
     comment: str
 
 
-def groups(configs: Path) -> dict[str, list[Option]]:
+def read_groups(configs: Path) -> dict[str, list[Option]]:
     """Return every group with its options, both in alphabetical order."""
     options_of: dict[str, list[Option]] = {}
     for path in sorted(configs.glob("*/*.yaml")):
@@ -91,9 +91,9 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     main_yaml = configs / f"{config_name}.yaml"
     defaults = set(re.findall(r"^  - (\w+)(?:: |/)(\w+)$", main_yaml.read_text(), re.MULTILINE))
     lines = [description.strip(), ""]
-    for group, options in groups(configs).items():
+    for group, options in read_groups(configs).items():
         lines.append(f"{group}=")
-        for option in everyday_first(group, options):
+        for option in sort_everyday_first(group, options):
             mark = "*" if (group, option.name) in defaults else " "
             lines.append(f"  {mark} {option.name:22} {option.description}")
     lines += ["", "  * chosen by default", "", "Keys (docs/options.md has those of every option):"]
@@ -110,9 +110,9 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     return "\n".join(lines)
 
 
-def everyday_first(group: str, options: list[Option]) -> list[Option]:
-    """Return the options of a group with those of EVERYDAY at the top."""
-    everyday = EVERYDAY.get(group, ())
+def sort_everyday_first(group: str, options: list[Option]) -> list[Option]:
+    """Return the options of a group with those of EVERYDAY_OPTIONS at the top."""
+    everyday = EVERYDAY_OPTIONS.get(group, ())
     rank = {name: number for number, name in enumerate(everyday)}
     return sorted(options, key=lambda option: rank.get(option.name, len(rank)))
 
@@ -135,13 +135,13 @@ def yaml_files(group: str, folders: tuple[Path, ...]) -> list[Path]:
     return paths
 
 
-def dotted(node: Config, prefix: str = "") -> Iterator[str]:
+def dotted_keys(node: Config, prefix: str = "") -> Iterator[str]:
     """Yield every key that a user can give; values before the nodes that hold them."""
     for name, value in node.items():
         if name in INTERNAL:
             continue
         if isinstance(value, Mapping):
-            yield from dotted(value, f"{prefix}{name}.")
+            yield from dotted_keys(value, f"{prefix}{name}.")
         yield f"{prefix}{name}"
 
 

@@ -25,11 +25,13 @@ def share_packages() -> None:
     for file in sorted(COMPONENTS.glob("*/__init__.py")):
         name = file.parent.name
         for root in roots:
-            theirs = root / name
+            user_folder = root / name
             # A folder of tests mirrors the packages.
-            modules = [path for path in theirs.glob("*.py") if not path.name.startswith("test_")]
+            modules = [
+                path for path in user_folder.glob("*.py") if not path.name.startswith("test_")
+            ]
             if name != "lockstep" and modules:
-                _join(importlib.import_module(name), theirs)
+                _add_folder(importlib.import_module(name), user_folder)
 
 
 def _is_of_user(folder: str) -> bool:
@@ -43,19 +45,19 @@ def _is_of_user(folder: str) -> bool:
     return not any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
 
 
-def _join(package: ModuleType, theirs: Path) -> None:
+def _add_folder(package: ModuleType, user_folder: Path) -> None:
     """Search a user's folder before that of this project's package."""
-    if str(theirs) in package.__path__:
+    if str(user_folder) in package.__path__:
         return
     ours = [Path(folder) for folder in package.__path__]
-    package.__path__.insert(0, str(theirs))
-    log.info(f"{package.__name__}: modules of {theirs} come before those of {ours[0]}.")
+    package.__path__.insert(0, str(user_folder))
+    log.info(f"{package.__name__}: modules of {user_folder} come before those of {ours[0]}.")
 
-    init = theirs / "__init__.py"
+    init = user_folder / "__init__.py"
     if not init.is_file() or hasattr(package, "__getattr__"):
         return
 
-    def read_theirs(name: str) -> Any:
+    def read_from_user_package(name: str) -> Any:
         """Run their __init__.py when somebody asks for what it may define."""
         is_ours = any((folder / f"{name}.py").exists() for folder in ours)
         if is_ours or name.startswith("__") and name != "__all__":
@@ -65,4 +67,4 @@ def _join(package: ModuleType, theirs: Path) -> None:
         exec(compile(init.read_text(), init, "exec"), vars(package))
         return getattr(package, name)
 
-    vars(package)["__getattr__"] = read_theirs
+    vars(package)["__getattr__"] = read_from_user_package

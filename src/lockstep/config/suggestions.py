@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.config.schema import (
     FREE_GROUPS,
     REFUSED_TRAINER_KEYS,
-    dotted,
+    dotted_keys,
     is_group,
     keys_in_yaml,
     trainer_arguments,
@@ -44,7 +44,7 @@ NAMES_ELSEWHERE = {
     "paths.log_dir": "output_dir save_dir",
     "ckpt_path": "checkpoint weights",
 }
-ANY_OTHER = {
+HINTS_FOR_ANY_CLASS = {
     "model": "any model of timm is model=timm model.name={name}; ",
     "metrics": "any class of torchmetrics is "
     "'+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
@@ -58,7 +58,7 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
         return f"There is no {key} here: {' or '.join(others[:4])} has it."
 
     group = key.partition(".")[0]
-    keys_of_run = list(dotted(options))
+    keys_of_run = list(dotted_keys(options))
     arguments = [name for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
     keys_of_trainer = [f"trainer.{name}" for name in arguments]
     close = nearest_key(key, [*keys_of_run, *keys_of_trainer, *_keys_of_group(group, folders)])
@@ -79,7 +79,8 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
 def nearest_key(key: str, names: list[str]) -> str | None:
     """Return the key that was most likely meant.
 
-    It has the spelling, the last part, or the name in another program.
+    It has nearly the spelling (data.rooot), the last part (optimizer.num_workers), or the name in
+    another program (batch_size).
     """
     slip = difflib.get_close_matches(key, names, 1, cutoff=0.9)
     if slip:
@@ -92,15 +93,15 @@ def nearest_key(key: str, names: list[str]) -> str | None:
         return in_group[0]
     siblings = [name for name in names if name.rpartition(".")[0] == group]
     if group:
-        close_sibling = _with_close_last_part(last, siblings)
+        close_sibling = _find_close_last_part(last, siblings)
         if close_sibling:
             return close_sibling
     if elsewhere:
         return elsewhere[0]
-    return _with_close_last_part(last, siblings) or _with_close_last_part(last, names)
+    return _find_close_last_part(last, siblings) or _find_close_last_part(last, names)
 
 
-def _with_close_last_part(last: str, names: list[str]) -> str | None:
+def _find_close_last_part(last: str, names: list[str]) -> str | None:
     by_last_part = {name.rpartition(".")[2]: name for name in reversed(names)}
     close = difflib.get_close_matches(last, by_last_part, 1, cutoff=0.7)
     return by_last_part[close[0]] if close else None
@@ -115,7 +116,7 @@ def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | No
 
     close = difflib.get_close_matches(name.lower(), names, 1)
     hint = f"did you mean {group}={close[0]}? " if close else ""
-    other = ANY_OTHER.get(group, "").format(name=name)
+    other = HINTS_FOR_ANY_CLASS.get(group, "").format(name=name)
     if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name):
         other = f"a class of any package is {group}._target_={name}; "
     elif group == "data" and "/" in name:

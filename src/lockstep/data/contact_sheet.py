@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lockstep.data.decoding import get_size, to_pillow
 from lockstep.process.files import write_atomically
-from lockstep.process.output import printable
+from lockstep.process.output import escape_unprintable
 
 TILE = 128  # side of a picture in a contact sheet, in pixels
 # A small contact sheet belongs into git. It has as many colours as its size allows.
@@ -55,7 +55,7 @@ def write_contact_sheet(
         for k, picture in enumerate(pictures):
             sheet.paste(_make_thumbnail(picture), (x + k * TILE, y))
         for k, line in enumerate(lines):
-            text = _shorten_to_width(printable(line), TILE * len(pictures), font)
+            text = _shorten_to_width(escape_unprintable(line), TILE * len(pictures), font)
             fill = "#777777" if k else colour
             draw.text((x, y + TILE + 2 + 14 * k), text, fill, font)
     data = _encode_small_png(sheet) if is_small else _encode_png(sheet)

@@ -19,6 +19,7 @@ from lockstep.data.decoding import CorruptImage, get_size
 from lockstep.data.listing import TEST, TRAIN, VAL, describe_counts
 from lockstep.data.source import Source
 from lockstep.process.files import write_atomically
+from lockstep.process.output import join_names
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +172,9 @@ def log_contents(data: Any, augmentation: str | None = None) -> None:
 
 def log_classes(data: Any) -> None:
     """Log the classes and the number of images in each split."""
-    names = ", ".join(data.class_names[:SHOWN_CLASSES])
-    if len(data.class_names) > SHOWN_CLASSES:
-        names += ", …"
     targets = f"targets of the kind {data.target_kind}"
     if data.target_kind in NAME_OF_TARGETS:
+        names = join_names(data.class_names, SHOWN_CLASSES)
         targets = f"{data.num_classes} {NAME_OF_TARGETS[data.target_kind]}: {names}"
     if data.target_scale:
         mean, std = data.target_scale.values()

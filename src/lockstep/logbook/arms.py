@@ -12,11 +12,11 @@ from typing import Any
 from lockstep.logbook.paired import Sample, describe_difference
 from lockstep.logbook.render import is_share
 from lockstep.process.errors import UserError
-from lockstep.records.metric_names import format_metric, tested_name
+from lockstep.records.metric_names import format_metric, metric_of_test
 
 PERCENT = 100
 DIGITS = 10
-ABOUT_SEVERAL = (
+CAUTION_ABOUT_SEVERAL = (
     "Each interval is 95 % by itself: of twenty equal settings one is likely to seem different."
 )
 # The arm that sets nothing of its own, of against=baseline.
@@ -28,10 +28,10 @@ class ArmRun:
     """One run of an arm.
 
     Args:
-        arm: the settings that the runs of its arm share, and those of other arms do not.
+        arm: the settings that only the runs of its arm have, as optimizer.lr=0.01.
         repeat: what it shares with one run of each other arm, as seed=1 data.fold=0.
-        value: of the metric that ranks, in validation; nan if the run failed.
-        tested: the test metric that belongs to it; nan without one.
+        value: the ranking metric in validation; nan if the run failed.
+        test_value: the test metric that belongs to it; nan without one.
         fold_ratio: validation images per training image where folds are repeated, otherwise 0.
     """
 
@@ -39,7 +39,7 @@ class ArmRun:
     arm: str
     repeat: str
     value: float
-    tested: float = math.nan
+    test_value: float = math.nan
     fold_ratio: float = 0.0
 
 
@@ -55,9 +55,9 @@ class Arm:
         return self._sample([run.value for run in self.runs])
 
     @property
-    def tested(self) -> Sample | None:
+    def test_sample(self) -> Sample | None:
         """The test metric; None where a run lacks it."""
-        values = [run.tested for run in self.runs]
+        values = [run.test_value for run in self.runs]
         return self._sample(values) if all(map(math.isfinite, values)) else None
 
     def _sample(self, values: Sequence[float]) -> Sample:
@@ -83,8 +83,8 @@ class Arms:
     """The arms of a sweep, or of a comparison of groups.
 
     Args:
-        runs: in order. The arm of the first one is the reference of the others.
-        metric: that ranks, of the validation.
+        runs: the runs in order. The arm of the first one is the reference of the others.
+        metric: the ranking metric, of the validation.
         minimize: whether a lower value is better.
     """
 
@@ -113,7 +113,7 @@ class Arms:
         return len({run.repeat for run in self.runs}) > 1
 
     @property
-    def repeats_alone(self) -> bool:
+    def has_only_repeats(self) -> bool:
         """True if the runs differ in seed or fold alone."""
         return self.has_repeats and len(self.settings) == 1
 
@@ -124,10 +124,12 @@ class Arms:
         first, *others = self.settings
         if not self.has_repeats or first not in arms:
             return []
-        compared = [self._comparison(arms[name], arms[first]) for name in others if name in arms]
+        compared = [
+            self._compare_to_reference(arms[name], arms[first]) for name in others if name in arms
+        ]
         return [comparison for comparison in compared if comparison]
 
-    def _comparison(self, arm: Arm, reference: Arm) -> Comparison | None:
+    def _compare_to_reference(self, arm: Arm, reference: Arm) -> Comparison | None:
         values = {run.repeat: run.value for run in reference.runs}
         scale = PERCENT if is_share(self.metric) else 1
         differences = []
@@ -148,21 +150,21 @@ class Arms:
             return []
         lines = [f"{self.metric}, mean ± standard error:"]
         for arm in self.ranked:
-            lines.append("  " + " · ".join(filter(None, self._parts(arm))))
+            lines.append("  " + " · ".join(filter(None, self._line_parts(arm))))
         for comparison in self.comparisons:
             names = f"{comparison.arm} against {comparison.reference}"
             lines.append(f"  {names}: {comparison.sentence}")
         if len(self.comparisons) > 1:
-            lines.append(f"  {ABOUT_SEVERAL}")
+            lines.append(f"  {CAUTION_ABOUT_SEVERAL}")
         return lines
 
-    def _parts(self, arm: Arm) -> Iterable[str]:
+    def _line_parts(self, arm: Arm) -> Iterable[str]:
         """Yield what the line of an arm has."""
-        yield f"{mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
+        yield f"{format_mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
         if len(arm.runs) > 1:
             yield f"deviation {format_metric(self.metric, arm.values.deviation)}"
         if len(self.settings) == 1:
-            yield self.tested_text(arm)
+            yield self.test_text(arm)
         yield arm.name
 
     @property
@@ -178,12 +180,12 @@ class Arms:
             return []
         best = self.ranked[0]
         tried = f"{len(self.settings)} settings were tried on the same validation images"
-        return [" · ".join(filter(None, [f"best: {best.name}", self.tested_text(best), tried]))]
+        return [" · ".join(filter(None, [f"best: {best.name}", self.test_text(best), tried]))]
 
-    def tested_text(self, arm: Arm) -> str:
+    def test_text(self, arm: Arm) -> str:
         """Return the test metric of an arm; empty where a run lacks it."""
-        name = tested_name(self.metric)
-        return f"{name} {mean_and_error(name, arm.tested)}" if arm.tested else ""
+        name = metric_of_test(self.metric)
+        return f"{name} {format_mean_and_error(name, arm.test_sample)}" if arm.test_sample else ""
 
 
 def count_of_runs(arm: Arm) -> str:
@@ -191,7 +193,7 @@ def count_of_runs(arm: Arm) -> str:
     return f"{len(arm.runs)} {unit}{'s' if len(arm.runs) > 1 else ''}"
 
 
-def mean_and_error(metric: str, sample: Sample) -> str:
+def format_mean_and_error(metric: str, sample: Sample) -> str:
     """Return "95.10% ± 0.40%", the mean with its standard error, or the only value."""
     mean = format_metric(metric, sample.mean)
     if len(sample.values) == 1:
@@ -223,26 +225,26 @@ def refuse_equal_repeats(runs: Iterable[ArmRun]) -> None:
             )
 
 
-def as_record(arms: Arms) -> dict[str, Any]:
+def arms_as_json(arms: Arms) -> dict[str, Any]:
     """Return arms and comparisons as sweep.json holds them."""
     arm_records = []
     for arm in arms.ranked:
         record = {"arm": arm.name, "runs": [run.run_id for run in arm.runs]}
-        arm_records.append(record | _figures(arm.values))
+        arm_records.append(record | _statistics(arm.values))
     comparisons = []
     for comparison in arms.comparisons:
         record = {"arm": comparison.arm, "against": comparison.reference}
-        record |= _figures(comparison.differences)
+        record |= _statistics(comparison.differences)
         comparisons.append(record | {"sentence": comparison.sentence})
     return {"arms": arm_records, "comparisons": comparisons}
 
 
-def _figures(sample: Sample) -> dict[str, Any]:
-    figures = {
+def _statistics(sample: Sample) -> dict[str, Any]:
+    statistics = {
         "mean": sample.mean,
         "deviation": sample.deviation,
         "standard_error": sample.error,
         "half_of_95_percent_interval": sample.half_width,
     }
-    finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+    finite = {name: value for name, value in statistics.items() if math.isfinite(value)}
     return {"count": len(sample.values), **finite}

@@ -9,19 +9,19 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.logbook.figures import panels_with_lines, run_panels, why_no_curves, write_figure
 from lockstep.logbook.folders import NOTE_MARKS, RecordedRun, config_of, is_url, read_run
-from lockstep.logbook.index import readable_runs, write_index
+from lockstep.logbook.index import read_runs, write_index
 from lockstep.logbook.render import render
-from lockstep.logbook.sweep_page import readable_sweeps, write_sweep_page
+from lockstep.logbook.sweep_page import read_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.process.redact import redact, redact_text
 from lockstep.records.metric_names import split_stage
 from lockstep.records.proof_table import proof_of_run
-from lockstep.records.record import RunRecord, as_json, locked_record, save_record
+from lockstep.records.record import RunRecord, as_json, locked_record, write_record_as_is
 
 # The record has the confusion matrix and the scores of at most so many classes.
 MAX_CONFUSION = 50
@@ -45,7 +45,7 @@ def summarise(folder: Path) -> RecordedRun:
     with locked_record(path):
         run = read_run(folder)
         run.record.summary = summary_of(run)
-        save_record(path, run.record)
+        write_record_as_is(path, run.record)
     return run
 
 
@@ -76,7 +76,7 @@ def add_report(folder: Path, title: str, address: str) -> None:
     if not is_url(address):
         address = os.path.relpath(address, folder)
     run.record.reports[title] = address
-    save_record(folder / "run.json", run.record)
+    write_record_as_is(folder / "run.json", run.record)
     write_page(run)
 
 
@@ -124,13 +124,21 @@ def _scores_and_confusion(path: Path) -> dict[str, Any]:
     return classes
 
 
-ClassScores = tuple[int, float | None, float | None, float | None]
+class ClassScores(NamedTuple):
+    """The scores of a class: shares from 0 to 1, or None where nothing was counted."""
+
+    images: int
+    precision: float | None
+    recall: float | None
+    f1: float | None
 
 
 def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
-    """Return (images, precision, recall, F1) of each class.
+    """Return the scores of each class.
 
-    They are shares from 0 to 1; None where nothing was counted.
+    Args:
+        confusion: numbers of images, with a row for each true class and a column for each
+            predicted one.
     """
     scores = []
     columns = zip(*confusion, strict=True)
@@ -139,7 +147,7 @@ def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
         images = sum(row)
         predicted = sum(column)
         f1 = _ratio(2 * right, images + predicted)
-        scores.append((images, _ratio(right, predicted), _ratio(right, images), f1))
+        scores.append(ClassScores(images, _ratio(right, predicted), _ratio(right, images), f1))
     return scores
 
 
@@ -280,14 +288,14 @@ def _fewer_rows(metrics: str, monitor: str) -> str:
     chosen = set(range(len(lines) - 1, -1, -interval))
     for number, row in enumerate(csv.reader(lines)):
         # A row that was torn by the end of a process has too few cells.
-        if any(row[column : column + 1] > [""] for column in validated):
+        if any(column < len(row) and row[column] for column in validated):
             chosen.add(number)
     return "\n".join([head, *(lines[number] for number in sorted(chosen))]) + "\n"
 
 
 def build(logbook: Path) -> list[str]:
     """Write all pages of the logbook again; return a sentence for each unreadable folder."""
-    runs, errors = readable_runs(logbook)
+    runs, errors = read_runs(logbook)
     for run in runs:
         write_page(run)
     errors += write_sweep_pages(logbook)
@@ -297,7 +305,7 @@ def build(logbook: Path) -> list[str]:
 
 def write_sweep_pages(logbook: Path) -> list[str]:
     """Write the pages of all sweeps; return a sentence for each unreadable folder."""
-    sweeps, errors = readable_sweeps(logbook)
+    sweeps, errors = read_sweeps(logbook)
     for sweep in sweeps:
         write_sweep_page(sweep.folder)
     return errors

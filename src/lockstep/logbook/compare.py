@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config.changes import differences
-from lockstep.logbook.arms import ABOUT_SEVERAL, Arms
+from lockstep.logbook.arms import CAUTION_ABOUT_SEVERAL, Arms
 from lockstep.logbook.figures import compare_panels, missing_curves, write_figure
 from lockstep.logbook.folders import (
     NOTE_MARKS,
@@ -19,14 +19,14 @@ from lockstep.logbook.folders import (
     read_text,
 )
 from lockstep.logbook.render import (
-    aligned,
+    align_columns,
     dollars,
     duration,
+    escape_markdown,
     is_share,
     metric,
     number,
     percent,
-    plain,
     render,
 )
 from lockstep.process.files import write_atomically
@@ -40,9 +40,9 @@ MEANING_OF_ERROR = (
 )
 # The name of a row, and a cell for each run.
 Row = tuple[str, list[str]]
-Show = Callable[[Any], str]
+FormatValue = Callable[[Any], str]
 
-GIB = partial(number, unit="GiB")
+format_gib = partial(number, unit="GiB")
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -57,13 +57,13 @@ class Measurement(NamedTuple):
     Attributes:
         title: the name of the row.
         field: the value's name in run.json.
-        show: a function that writes the value.
+        format_value: a function that writes the value.
         has_ratio: other runs have a ratio to the first one.
     """
 
     title: str
     field: str
-    show: Show
+    format_value: FormatValue
     has_ratio: bool = False
 
 
@@ -80,13 +80,13 @@ MEASURED = (
     ),
     Measurement("Waiting for data", "throughput.data_wait_share", partial(percent, digits=1)),
     Measurement("GPU utilisation", "gpu_percent", partial(number, unit="%")),
-    Measurement("Peak memory", "peak_memory_gib", GIB, has_ratio=True),
+    Measurement("Peak memory", "peak_memory_gib", format_gib, has_ratio=True),
     Measurement("Global batch", "global_batch_size", number, has_ratio=True),
     Measurement("Per-device batch", "per_device_batch_size", number, has_ratio=True),
     Measurement("Largest batch per device", "largest_batch.per_device", number, has_ratio=True),
     Measurement("Largest global batch", "largest_batch.global", number, has_ratio=True),
-    Measurement("Memory at the largest batch", "largest_batch.peak_memory_gib", GIB),
-    Measurement("Memory limit of the search", "largest_batch.limit_gib", GIB),
+    Measurement("Memory at the largest batch", "largest_batch.peak_memory_gib", format_gib),
+    Measurement("Memory limit of the search", "largest_batch.limit_gib", format_gib),
     Measurement("Lost steps", "lost_steps", number),
     Measurement("Cost", "cost.usd", dollars, has_ratio=True),
 )
@@ -120,7 +120,7 @@ SHOULD_MATCH: dict[str, Callable[[RecordedRun], Any]] = {
 }
 
 
-def not_held_fixed(runs: Sequence[RecordedRun]) -> str:
+def caution_about_runs(runs: Sequence[RecordedRun]) -> str:
     """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
     return caution_about(unfair_differences(runs))
 
@@ -161,12 +161,12 @@ def _best_rows(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def _test_rows(runs: Sequence[RecordedRun]) -> list[Row]:
-    of_test = [run.record.metrics for run in runs]
+    test_metrics = [run.record.metrics for run in runs]
     rows = []
-    for name in sorted(set().union(*of_test)):
+    for name in sorted(set().union(*test_metrics)):
         is_count = name.endswith(("/images", "/correct"))
         if split_stage(name)[0] == "test" and not is_count:
-            rows += _metric_row(name, name, of_test, _errors_of(runs, name))
+            rows += _metric_row(name, name, test_metrics, _errors_of(runs, name))
     return rows
 
 
@@ -174,10 +174,10 @@ def _measured_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     rows = []
     for measurement in MEASURED:
         values = [run.value(measurement.field) for run in runs]
-        cells = [measurement.show(value) for value in values]
+        cells = [measurement.format_value(value) for value in values]
         if measurement.has_ratio:
-            cells = _with_difference(cells, values, _ratio)
-        rows += _row(measurement.title, cells)
+            cells = _add_difference(cells, values, _format_ratio)
+        rows += _row_or_nothing(measurement.title, cells)
     return rows
 
 
@@ -196,7 +196,7 @@ def _metric_row(
 
     A share has its difference to the first run in points.
     """
-    values = [of_run.get(name) for of_run in metrics]
+    values = [metrics_of_run.get(name) for metrics_of_run in metrics]
     cells = []
     for value, error in zip(values, errors, strict=True):
         cell = metric(value, name)
@@ -204,18 +204,18 @@ def _metric_row(
             cell += f" {PLUS_MINUS} {percent(error)}"
         cells.append(cell)
     if is_share(name):
-        cells = _with_difference(cells, values, _points)
-    return _row(title, cells)
+        cells = _add_difference(cells, values, _format_points)
+    return _row_or_nothing(title, cells)
 
 
-def _row(title: str, cells: list[str]) -> list[Row]:
+def _row_or_nothing(title: str, cells: list[str]) -> list[Row]:
     """Return a row, or nothing if no run has a value."""
     if set(cells) == {"–"}:
         return []
     return [(title, cells)]
 
 
-def _with_difference(
+def _add_difference(
     cells: list[str], values: Sequence[Any], difference: Callable[[float, float], str]
 ) -> list[str]:
     """Add the difference to the first run to the cells of the other ones."""
@@ -227,11 +227,11 @@ def _with_difference(
     return compared
 
 
-def _ratio(value: float, first: float) -> str:
+def _format_ratio(value: float, first: float) -> str:
     return f" (×{value / first:.2f})" if first else ""
 
 
-def _points(value: float, first: float) -> str:
+def _format_points(value: float, first: float) -> str:
     return f" ({(value - first) * 100:+.2f})"
 
 
@@ -266,13 +266,13 @@ def _weights_address(run: RecordedRun) -> str | None:
     return str(address) if address else None
 
 
-def as_text(runs: Sequence[RecordedRun]) -> str:
+def comparison_text(runs: Sequence[RecordedRun]) -> str:
     """Return the comparison as aligned columns for a terminal."""
     head = ("", labels_of(runs))
     empty = ("", [""] * len(runs))
     rows = [head, *result_rows(runs), empty, *setting_rows(runs)]
-    table = aligned([[name, *cells] for name, cells in rows])
-    return "\n\n".join(filter(None, [table, meaning_of_error(rows), not_held_fixed(runs)]))
+    table = align_columns([[name, *cells] for name, cells in rows])
+    return "\n\n".join(filter(None, [table, meaning_of_error(rows), caution_about_runs(runs)]))
 
 
 def meaning_of_error(rows: Sequence[Row]) -> str:
@@ -285,7 +285,7 @@ def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
     """Return the title of a comparison: what the user wrote on its page, or the runs' titles.
 
     Args:
-        page: of an earlier comparison, if there is one.
+        page: the page of an earlier comparison, if there is one.
     """
     automatic = _automatic_title(labels_of(runs))
     text = read_text(page) if page else ""
@@ -295,7 +295,7 @@ def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
         return heading or automatic
     # A heading that nobody has changed names the runs in the head of the table, and is cut if long.
     before = html.unescape(_automatic_title(head_of_table[1].split(" | ")))
-    return automatic if heading == html.unescape(plain(before)) else heading
+    return automatic if heading == html.unescape(escape_markdown(before)) else heading
 
 
 def _automatic_title(titles: Sequence[str]) -> str:
@@ -316,7 +316,7 @@ def write_comparison(
 
     Args:
         caution: what differs between the runs but not in a fair comparison.
-        arms: of groups of runs, which are then compared as arms too.
+        arms: the groups of a comparison of groups, which are compared as arms too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".svg")
@@ -328,7 +328,7 @@ def write_comparison(
         title=title,
         caution=caution,
         arms=arms,
-        about_several=ABOUT_SEVERAL,
+        about_several=CAUTION_ABOUT_SEVERAL,
         runs=runs,
         labels=labels_of(runs),
         results=results,

@@ -4,9 +4,9 @@ A picture has the same bytes each time.
 """
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,13 +42,13 @@ class Panel(NamedTuple):
     """One coordinate system of a picture.
 
     Attributes:
-        along: label of the horizontal axis.
+        x_label: label of the horizontal axis.
         lines: curves by their labels.
         metric: its name in metrics.csv if all lines are of one.
     """
 
     title: str
-    along: str
+    x_label: str
     lines: dict[str, Curve]
     metric: str = ""
 
@@ -104,18 +104,18 @@ def compare_panels(runs: Sequence[RecordedRun]) -> list[Panel]:
 
     for label, run in zip(labels_of(runs), runs, strict=True):
         for panel in panels:
-            curve = _curve(run, panel)
+            curve = _curve_of_panel(run, panel)
             if curve is not None:
                 panel.lines[label] = curve
     return panels
 
 
-def _curve(run: RecordedRun, panel: Panel) -> Curve | None:
+def _curve_of_panel(run: RecordedRun, panel: Panel) -> Curve | None:
     """Return the curve of a run along the axis of a panel; None without its columns."""
     if panel.metric not in run.metrics:
         return None
     steps, values = run.metrics[panel.metric]
-    if panel.along == EPOCH:
+    if panel.x_label == EPOCH:
         epochs_per_step = (run.record.epochs or 0) / (run.record.steps or 1)
         return steps * epochs_per_step, values
     if "time_s" not in run.metrics:
@@ -135,12 +135,12 @@ def missing_curves(runs: Sequence[RecordedRun], panels: Sequence[Panel]) -> list
     for panel in panels:
         absent = [label for label in labels if label not in panel.lines and label not in without]
         if absent:
-            name = panel.metric if panel.along == EPOCH else f"{panel.metric} over {MINUTES}"
+            name = panel.metric if panel.x_label == EPOCH else f"{panel.metric} over {MINUTES}"
             sentences.append(f"metrics.csv of {', '.join(absent)} has no {name}.")
     return sentences
 
 
-def thin(curve: Curve, limit: int) -> Curve:
+def thin_curve(curve: Curve, limit: int) -> Curve:
     """Return at most `limit` evenly chosen points of a curve, the last one among them."""
     steps, values = curve
     count = min(len(steps), limit)
@@ -174,12 +174,12 @@ def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = 
 
     columns = 3 if len(shown) == 3 else min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
-    labels = list(ChainMap(*(panel.lines for panel in reversed(shown))))
+    labels = list(dict.fromkeys(chain.from_iterable(panel.lines for panel in shown)))
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, ROW_HEIGHT * rows), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for ax, panel in zip(axes, shown, strict=False):
-            _draw(ax, panel, labels if has_one_legend else list(panel.lines))
+            _draw_panel(ax, panel, labels if has_one_legend else list(panel.lines))
             if not has_one_legend and panel.title != "Learning rate":
                 ax.legend()
         if has_one_legend:
@@ -190,14 +190,14 @@ def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = 
     return True
 
 
-def _draw(ax: Any, panel: Panel, labels: list[str]) -> None:
+def _draw_panel(ax: Any, panel: Panel, labels: list[str]) -> None:
     """Draw the lines of a panel, each in the colour of its place among the labels."""
     for label, curve in panel.lines.items():
         # A single point has no line, so it gets a dot.
         marker = "." if len(curve[0]) == 1 else None
         colour = f"C{labels.index(label)}"
-        ax.plot(*thin(curve, MAX_POINTS), color=colour, label=label, marker=marker)
-    ax.set(title=panel.title, xlabel=panel.along)
+        ax.plot(*thin_curve(curve, MAX_POINTS), color=colour, label=label, marker=marker)
+    ax.set(title=panel.title, xlabel=panel.x_label)
     if panel.title.startswith("Utilisation"):
         ax.set_ylim(0, 105)
 
@@ -222,7 +222,7 @@ def write_sweep_figure(
     """Write the figure; remove it if there is nothing to draw.
 
     Args:
-        numeric_keys: of each key the number that each run has of it.
+        numeric_keys: as {"optimizer.lr": {run_id: 0.1}}.
     """
     path.unlink(missing_ok=True)
     if sum(len(arm.runs) for arm in arms.ranked) < 2:
@@ -243,9 +243,9 @@ def write_sweep_figure(
     heights = [height for height, _ in rows]
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-        parts = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)
-        for part, (_, draw) in zip(parts.flat, rows, strict=True):
-            draw(part)
+        subfigures = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)
+        for subfigure, (_, draw) in zip(subfigures.flat, rows, strict=True):
+            draw(subfigure)
         figure.savefig(path, transparent=True, metadata={"Date": None})
     return True
 
@@ -258,9 +258,9 @@ def _axis_label(arms: Arms) -> str:
     return f"{arms.metric} in %" if is_share(arms.metric) else arms.metric
 
 
-def _draw_arms(part: Any, arms: Arms) -> None:
+def _draw_arms(subfigure: Any, arms: Arms) -> None:
     """Draw a row for each arm, the best one on top."""
-    ax = part.subplots()
+    ax = subfigure.subplots()
     names = []
     for row, arm in enumerate(arms.ranked):
         scale = _scale_of(arms)
@@ -283,8 +283,8 @@ def _arm_name(arm: Arm) -> str:
     return arm.name or f"{len(arm.runs)} runs"
 
 
-def _draw_keys(part: Any, arms: Arms, numeric_keys: Mapping[str, Mapping[str, float]]) -> None:
-    axes = part.subplots(1, len(numeric_keys), squeeze=False)
+def _draw_keys(subfigure: Any, arms: Arms, numeric_keys: Mapping[str, Mapping[str, float]]) -> None:
+    axes = subfigure.subplots(1, len(numeric_keys), squeeze=False)
     for ax, (key, numbers) in zip(axes.flat, numeric_keys.items(), strict=True):
         _draw_key(ax, arms, key, numbers)
 
@@ -297,9 +297,9 @@ def _draw_key(ax: Any, arms: Arms, key: str, numbers: Mapping[str, float]) -> No
             values_at.setdefault(numbers[run.run_id], []).append(_scale_of(arms) * run.value)
     for number, values in values_at.items():
         ax.plot([number] * len(values), values, "o", color="C0", alpha=0.5, markersize=4)
-    along = sorted(values_at)
-    means = [sum(values_at[number]) / len(values_at[number]) for number in along]
-    ax.plot(along, means, color="C1")
-    if min(along) > 0 and max(along) / min(along) >= LOGARITHMIC:
+    sorted_numbers = sorted(values_at)
+    means = [sum(values_at[number]) / len(values_at[number]) for number in sorted_numbers]
+    ax.plot(sorted_numbers, means, color="C1")
+    if min(sorted_numbers) > 0 and max(sorted_numbers) / min(sorted_numbers) >= LOGARITHMIC:
         ax.set_xscale("log")
     ax.set(xlabel=key, ylabel=_axis_label(arms))

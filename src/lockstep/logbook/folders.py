@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import flatten
-from lockstep.records.folder import no_such_run, read_config, run_folders
+from lockstep.records.folder import missing_run_error, read_config, run_folders
 from lockstep.records.metric_names import split_stage
 from lockstep.records.record import RunRecord, read_record, status_of
 
@@ -102,7 +102,7 @@ class RecordedRun:
         return uri.rpartition("/")[0].removesuffix("/checkpoints")
 
     @property
-    def events(self) -> str:
+    def tensorboard_address(self) -> str:
         """The address of TensorBoard's files that a reader of the page can open; empty without any.
 
         It is in the bucket, or else in the run's own folder, which a copy has not.
@@ -115,7 +115,7 @@ class RecordedRun:
 
     @property
     def best_checkpoint(self) -> str:
-        """The address of the best checkpoint that a reader can open; empty as with `events`."""
+        """The address of the best checkpoint that a reader can open; empty without any."""
         best = self.record.best_checkpoint
         in_bucket = best.s3_uri or self.record.upload.uri
         if in_bucket or self.is_copy:
@@ -215,7 +215,7 @@ class RecordedRun:
         return SIGNS.get(self.status, "")
 
     @property
-    def note_beside(self) -> str:
+    def note_for_other_page(self) -> str:
         """The user's own words for a page beside the run's folder: their links lead on."""
         return re.sub(r"\]\((?![a-z]+:|[/#])", f"]({quote(self.run_id)}/", self.note)
 
@@ -251,7 +251,7 @@ class RecordedRun:
         whole = [row for row in rows[1:] if len(row) == len(head)]
         if not whole:
             return {}
-        numbers = np.array([list(map(_number, row)) for row in whole])
+        numbers = np.array([list(map(_parse_number, row)) for row in whole])
         return dict(zip(head, numbers.T, strict=True))
 
     def text(self, name: str) -> str:
@@ -302,7 +302,7 @@ def _is_result(metric: str) -> bool:
     return not metric.endswith("_best") and metric not in ("images", "correct")
 
 
-def _number(cell: str) -> float:
+def _parse_number(cell: str) -> float:
     try:
         return float(cell)
     except ValueError:
@@ -351,7 +351,7 @@ def find_run(name: str, *roots: Path, is_path: bool = True) -> Path:
 
     run_ids = sorted(run_id for run_id in folders if name in run_id)
     if not run_ids:
-        raise no_such_run(name, folders.values(), *roots)
+        raise missing_run_error(name, folders.values(), *roots)
     if len(run_ids) > 1:
         shown = ", ".join(run_ids[-SHOWN_RUNS:])
         if len(run_ids) > SHOWN_RUNS:

@@ -15,7 +15,7 @@ from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import caution_about, unfair_differences
 from lockstep.logbook.folders import RecordedRun
 from lockstep.process.errors import UserError
-from lockstep.records.metric_names import is_lower_better, tested_name
+from lockstep.records.metric_names import is_lower_better, metric_of_test
 
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 
@@ -59,7 +59,7 @@ def runs_of_group(
         raise UserError(f"{text} mixes conditions and run ids: a group is of one or the other.")
     chosen = list(runs)
     for condition in conditions:
-        chosen = [run for run in chosen if _meets(run, condition)]
+        chosen = [run for run in chosen if _meets_condition(run, condition)]
     if not chosen:
         raise UserError(
             f"No run has {text}. Keys are those of logbook.py table, as optimizer.lr, augmentation "
@@ -68,7 +68,7 @@ def runs_of_group(
     return chosen
 
 
-def _meets(run: RecordedRun, condition: str) -> bool:
+def _meets_condition(run: RecordedRun, condition: str) -> bool:
     """Return whether a run has the value of KEY=VALUE; a list, as tags, has it among others."""
     key, _, text = condition.partition("=")
     value = run.value(key)
@@ -141,12 +141,12 @@ def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
     if run.config.get("data.fold") is not None:
         fold_ratio = (record.num_val or 0) / (record.num_train or 1)
     return ArmRun(
-        run.run_id,
-        name,
-        " ".join(repeats) or f"seed={record.seed}",
-        best_of(record.metrics, metric) if is_finished else math.nan,
-        best_of(record.metrics, tested_name(metric)),
-        fold_ratio,
+        run_id=run.run_id,
+        arm=name,
+        repeat=" ".join(repeats) or f"seed={record.seed}",
+        value=best_of(record.metrics, metric) if is_finished else math.nan,
+        test_value=best_of(record.metrics, metric_of_test(metric)),
+        fold_ratio=fold_ratio,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.logbook.folders import RecordedRun, note_of, read_run
 from lockstep.logbook.render import first_sentence, render
-from lockstep.logbook.sweep_page import Sweep, readable_sweeps
+from lockstep.logbook.sweep_page import Sweep, read_sweeps
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.records.folder import run_folders
@@ -24,7 +24,7 @@ class Question:
     """A page that compares runs.
 
     Attributes:
-        name: of its file.
+        name: the name of its file.
         title: its heading.
         answer: the first sentence of the user's words on it; empty if there are none.
         runs: those that it links and the logbook has.
@@ -46,21 +46,21 @@ class Report:
 
 def write_index(logbook: Path) -> None:
     """Write README.md: what was asked and answered, sweeps, other runs, and all runs in a table."""
-    runs, _ = readable_runs(logbook)
-    sweeps, _ = readable_sweeps(logbook)
+    runs, _ = read_runs(logbook)
+    sweeps, _ = read_sweeps(logbook)
     questions = read_questions(logbook, runs)
     text = render(
         "index.md.j2",
         questions=questions,
         reports=read_reports(logbook),
         sweeps=sweeps,
-        other_runs=runs_with_words(runs, questions, sweeps),
+        other_runs=runs_with_notes(runs, questions, sweeps),
         runs=runs,
     )
     write_atomically(logbook / INDEX, lambda file: file.write(text))
 
 
-def readable_runs(logbook: Path) -> tuple[list[RecordedRun], list[str]]:
+def read_runs(logbook: Path) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs of a logbook, the newest first, and a sentence for each unreadable folder."""
     runs = []
     errors = []
@@ -84,7 +84,7 @@ def read_questions(logbook: Path, runs: Sequence[RecordedRun]) -> list[Question]
         run_ids = dict.fromkeys(LINK_TO_RUN.findall(text))
         question = Question(
             name=path.name,
-            title=_title(text) or path.name,
+            title=_read_title(text) or path.name,
             answer=first_sentence(note_of(text)),
             runs=[run_of[run_id] for run_id in run_ids if run_id in run_of],
         )
@@ -95,17 +95,19 @@ def read_questions(logbook: Path, runs: Sequence[RecordedRun]) -> list[Question]
 def read_reports(logbook: Path) -> list[Report]:
     reports = []
     for path in sorted(logbook.glob("*.html")):
-        reports.append(Report(path.name, _title(path.read_text(errors="replace")) or path.name))
+        reports.append(
+            Report(path.name, _read_title(path.read_text(errors="replace")) or path.name)
+        )
     return reports
 
 
-def _title(text: str) -> str:
+def _read_title(text: str) -> str:
     """Return the heading or the title of a page without its escapes; empty if it has none."""
     match = HEADING.search(text)
     return html.unescape(match[1] or match[2] or "") if match else ""
 
 
-def runs_with_words(
+def runs_with_notes(
     runs: Sequence[RecordedRun], questions: Sequence[Question], sweeps: Sequence[Sweep]
 ) -> list[RecordedRun]:
     """Return the runs of which the user has written, and that no question or sweep links."""

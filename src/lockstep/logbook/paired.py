@@ -16,7 +16,7 @@ CONFIDENCE = 0.95
 POWER = 0.9
 # Two differences have a spread with one degree of freedom, which says next to nothing.
 MIN_PAIRS = 3
-MOST_PAIRS = 1000
+MAX_PAIRS = 1000
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Sample:
     """Values of one setting, or differences of pairs.
 
     Args:
-        values: of single runs; at least one.
+        values: the values of single runs; at least one.
         fold_ratio: validation images per training image, of folds that share training images; 0
             for values of independent runs.
     """
@@ -66,14 +66,14 @@ def pairs_needed(deviation: float, difference: float) -> int:
     """Return how many independent pairs show a difference of that size with the power POWER.
 
     Args:
-        deviation: of the differences of single pairs.
+        deviation: the standard deviation of the differences of single pairs.
     """
-    for pairs in range(MIN_PAIRS, MOST_PAIRS):
+    for pairs in range(MIN_PAIRS, MAX_PAIRS):
         degrees = pairs - 1
         quantiles = t_quantile((1 + CONFIDENCE) / 2, degrees) + t_quantile(POWER, degrees)
         if quantiles * deviation / math.sqrt(pairs) <= difference:
             return pairs
-    return MOST_PAIRS
+    return MAX_PAIRS
 
 
 def is_significant(differences: Sample) -> bool:
@@ -85,7 +85,7 @@ def describe_difference(differences: Sample, *, minimize: bool, unit: str = "") 
     """Return what the pairs say, and no more.
 
     Args:
-        differences: of a setting to its reference, in the unit.
+        differences: a setting's values minus those of its reference, in the unit.
         minimize: whether a lower value is better.
         unit: `points` of a share in percent; empty for other metrics.
     """
@@ -99,14 +99,14 @@ def describe_difference(differences: Sample, *, minimize: bool, unit: str = "") 
     if all(value == first for value in differences.values):
         if not first:
             return f"equal in all {pairs}"
-        size = f"{rounded(abs(first), 2)} {unit}".rstrip()
+        size = f"{format_rounded(abs(first), 2)} {unit}".rstrip()
         return f"differs by {size} in each of {pairs}: no spread to make an interval of"
 
     width = differences.half_width
     if not is_significant(differences):
         return _describe_insignificant(differences, pairs, unit)
     verdict = "better" if (differences.mean < 0) is minimize else "worse"
-    size = with_error(abs(differences.mean), width, unit)
+    size = format_with_error(abs(differences.mean), width, unit)
     basis = f"{CONFIDENCE * 100:.0f} %, {pairs}"
     if differences.fold_ratio:
         basis += ", which share training images: with Nadeau and Bengio's correction"
@@ -115,25 +115,25 @@ def describe_difference(differences: Sample, *, minimize: bool, unit: str = "") 
 
 def _describe_insignificant(differences: Sample, pairs: str, unit: str) -> str:
     width = differences.half_width
-    largest = f"{rounded(width, 1)} {unit}".rstrip()
+    largest = f"{format_rounded(width, 1)} {unit}".rstrip()
     text = f"no difference larger than {largest} can be told from these {pairs}"
     if differences.fold_ratio:
         # More folds share still more images.
         return f"{text}, which share training images: with Nadeau and Bengio's correction"
-    smaller = float(rounded(width, 1)) / 2
+    smaller = float(format_rounded(width, 1)) / 2
     needed = pairs_needed(differences.deviation, smaller)
-    if needed >= MOST_PAIRS:
+    if needed >= MAX_PAIRS:
         return text
     return f"{text}; about {needed} would tell {smaller:.4g}"
 
 
-def with_error(value: float, error: float, unit: str = "") -> str:
+def format_with_error(value: float, error: float, unit: str = "") -> str:
     """Return "0.34 ± 0.15 points": both with the decimals of the error's two digits."""
     decimals = _decimals(error, 2)
     return f"{value:.{decimals}f} ± {error:.{decimals}f} {unit}".rstrip()
 
 
-def rounded(value: float, digits: int) -> str:
+def format_rounded(value: float, digits: int) -> str:
     """Return a number with so many significant digits, without an exponent."""
     decimals = digits - 1 - _magnitude(value, digits)
     return f"{round(value, decimals):.{max(0, decimals)}f}"

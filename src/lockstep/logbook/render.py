@@ -37,7 +37,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SAFE_IN_ADDRESS = ":/%@?=&+,;~-._#"
 
 
-def plain(text: object, limit: int = 300) -> Markup:
+def escape_markdown(text: object, limit: int = 300) -> Markup:
     """Return one line that shows exactly this text, also in a table cell.
 
     No markup, link or HTML takes effect.
@@ -53,7 +53,7 @@ def code(text: object, limit: int = 300) -> Markup:
         return Markup("")
     # Backticks cannot hold these.
     if re.search(r"[`|\\]", line):
-        return Markup(f"<code>{plain(line, limit)}</code>")
+        return Markup(f"<code>{escape_markdown(line, limit)}</code>")
     return Markup(f"`{line}`")
 
 
@@ -137,10 +137,10 @@ def dollars(value: float | None) -> str:
 def duration(seconds: float | None) -> str:
     if not isinstance(seconds, int | float):
         return "–"
-    return output.duration(seconds).replace(" ", NB)
+    return output.format_duration(seconds).replace(" ", NB)
 
 
-def folded(command: str, width: int = 96) -> str:
+def fold_command(command: str, width: int = 96) -> str:
     """Return a shell command over as many lines as it takes."""
     # A command with an open quote, or without a word, is shown as it is.
     try:
@@ -157,7 +157,7 @@ def folded(command: str, width: int = 96) -> str:
     return lines
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of equally many cells as text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
@@ -176,12 +176,12 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     number,
     dollars,
     duration,
-    folded,
+    fold_command,
 )
 
 
 @cache
-def environment() -> Environment:
+def template_environment() -> Environment:
     """Return the environment of the templates, with the functions above as filters."""
     env = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -189,21 +189,21 @@ def environment() -> Environment:
         lstrip_blocks=True,
         autoescape=True,
         undefined=ChainableUndefined,
-        finalize=_escaped,
+        finalize=_escape,
     )
     env.filters |= {function.__name__: function for function in FILTERS}
     env.filters |= {"markdown": Markup, "shell": shlex.join}
     return env
 
 
-def _escaped(value: Any) -> Markup:
+def _escape(value: Any) -> Markup:
     """Return what a template shows of a value; nothing for None."""
     if isinstance(value, Markup):
         return value
-    return plain("" if value is None else value)
+    return escape_markdown("" if value is None else value)
 
 
 def render(template: str, **values: Any) -> str:
     """Return the text of a template, without several empty lines in a row."""
-    text = environment().get_template(template).render(**values).replace("| \n", "|\n")
+    text = template_environment().get_template(template).render(**values).replace("| \n", "|\n")
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.compare import Row, not_held_fixed, result_rows, setting_rows
-from lockstep.logbook.figures import thin
+from lockstep.logbook.compare import Row, caution_about_runs, result_rows, setting_rows
+from lockstep.logbook.figures import thin_curve
 from lockstep.logbook.folders import RecordedRun, labels_of
 from lockstep.logbook.render import metric
 from lockstep.process.redact import redact
@@ -39,22 +39,22 @@ def report_html(title: str, runs: Sequence[RecordedRun]) -> str:
     """Return the whole file; the same runs give the same bytes."""
     parts = {
         "TITLE": html.escape(title).replace("@", "&#64;"),
-        "STYLE": _static("uPlot.min.css") + _static("report.css"),
-        "UPLOT": _static("uPlot.iife.min.js"),
-        "SCRIPT": _static("report.js"),
-        "DATA": _json(page_data(runs)),
+        "STYLE": _read_static("uPlot.min.css") + _read_static("report.css"),
+        "UPLOT": _read_static("uPlot.iife.min.js"),
+        "SCRIPT": _read_static("report.js"),
+        "DATA": _to_script_json(page_data(runs)),
     }
-    page = _static("report.html")
+    page = _read_static("report.html")
     for placeholder, text in parts.items():
         page = page.replace(f"@{placeholder}@", text)
     return page
 
 
-def _static(name: str) -> str:
+def _read_static(name: str) -> str:
     return (STATIC / name).read_text(encoding="utf-8")
 
 
-def _json(data: dict[str, Any]) -> str:
+def _to_script_json(data: dict[str, Any]) -> str:
     """Return data as JSON that may stand in a script element.
 
     No text of a run may end the element or look like a placeholder.
@@ -67,7 +67,7 @@ def _json(data: dict[str, Any]) -> str:
 
 def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Return what report.js draws."""
-    caution = not_held_fixed(runs)
+    caution = caution_about_runs(runs)
     labels = labels_of(runs)
     run_ids = ("Run", [run.run_id for run in runs])
     return {
@@ -112,7 +112,7 @@ def _table(head: list[str], rows: Sequence[Row]) -> dict[str, Any]:
 def _run_data(run: RecordedRun, label: str) -> dict[str, Any]:
     curves = {}
     for name, curve in run.metrics.items():
-        steps, values = thin(curve, MAX_POINTS)
+        steps, values = thin_curve(curve, MAX_POINTS)
         curves[name] = [_six_digits(steps), _six_digits(values)]
     return {
         "run_id": run.run_id,

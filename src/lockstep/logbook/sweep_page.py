@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.arms import ABOUT_SEVERAL, ArmRun, Arms
+from lockstep.logbook.arms import CAUTION_ABOUT_SEVERAL, ArmRun, Arms
 from lockstep.logbook.figures import write_sweep_figure
 from lockstep.logbook.folders import NOTE_MARKS, heading_of, note_of, read_text
 from lockstep.logbook.render import render
@@ -48,7 +48,7 @@ class Sweep:
     def jobs(self) -> list[dict[str, Any]]:
         """The best value first and failed jobs last; in order where none is the best."""
         jobs: list[dict[str, Any]] = self.record["jobs"]
-        if self.arms.repeats_alone:
+        if self.arms.has_only_repeats:
             return jobs
         sign = 1 if self.arms.minimize else -1
         return sorted(
@@ -91,13 +91,13 @@ def _arm_run(job: dict[str, Any]) -> ArmRun:
         run_id=str(job["run_id"]),
         arm=str(job["arm"]),
         repeat=str(job["repeat"]),
-        value=_number(job["value"]),
-        tested=_number(job["tested"]),
+        value=_parse_number(job["value"]),
+        test_value=_parse_number(job["tested"]),
         fold_ratio=float(job["fold_ratio"]),
     )
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
@@ -110,7 +110,7 @@ def write_sweep_page(folder: Path) -> Path:
         "sweep.md.j2",
         sweep=sweep,
         arms=sweep.arms,
-        about_several=ABOUT_SEVERAL,
+        about_several=CAUTION_ABOUT_SEVERAL,
         figure=FIGURE if has_figure else "",
         note=note_of(read_text(page)),
         note_marks=NOTE_MARKS,
@@ -120,7 +120,7 @@ def write_sweep_page(folder: Path) -> Path:
 
 
 def numeric_keys(record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the number that each run has of a key, for the keys that all arms set to numbers.
+    """Return {"optimizer.lr": {"run_a": 0.1, "run_b": 0.2}}: the keys that all arms set to numbers.
 
     More than two keys are left out: each picture would mix the others.
     """
@@ -167,7 +167,7 @@ def keep_sweep(folder: Path, logbook: Path) -> Path:
     if target.resolve() == folder.resolve():
         raise UserError(f"{folder} is in the logbook already.")
     sweep = read_sweep(folder)
-    if (target / SWEEP_FILE).exists() and _are_of_two_sweeps(read_sweep(target), sweep):
+    if (target / SWEEP_FILE).exists() and _are_different_sweeps(read_sweep(target), sweep):
         raise UserError(
             f"{target} is another sweep of this name: remove it first, with logbook.py remove "
             f"{target.name}, or give {folder} another name."
@@ -183,7 +183,7 @@ def keep_sweep(folder: Path, logbook: Path) -> Path:
     return write_sweep_page(target)
 
 
-def _are_of_two_sweeps(first: Sweep, second: Sweep) -> bool:
+def _are_different_sweeps(first: Sweep, second: Sweep) -> bool:
     """Return whether two sweeps have no job in common. A sweep that went on has more jobs."""
     ids_of_first = _ids_of_jobs(first)
     ids_of_second = _ids_of_jobs(second)
@@ -197,7 +197,7 @@ def _ids_of_jobs(sweep: Sweep) -> set[str]:
     return {job["uuid"] for job in sweep.record["jobs"] if job.get("uuid")}
 
 
-def readable_sweeps(logbook: Path) -> tuple[list[Sweep], list[str]]:
+def read_sweeps(logbook: Path) -> tuple[list[Sweep], list[str]]:
     """Return the sweeps of a logbook, the newest first, and a sentence for each unreadable one."""
     sweeps = []
     errors = []

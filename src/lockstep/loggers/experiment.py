@@ -19,15 +19,19 @@ log = logging.getLogger(__name__)
 METHODS = re.compile(r"(add|log)(_\w+)?|append|upload|track|watch")
 
 
-class Skipping:
-    """Skip methods of other trackers that an experiment does not have."""
+class SkipMethodsMixin:
+    """Skip methods of other trackers that an experiment does not have.
 
-    skips_for = "logger"
+    Attributes:
+        name_in_log: the logger's name in the line about a skipped method.
+    """
+
+    name_in_log = "logger"
 
     def __getattr__(self, name: str) -> Any:
         if not METHODS.fullmatch(name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return functools.partial(_skip, self.skips_for, name)
+        return functools.partial(_skip, self.name_in_log, name)
 
 
 @rank_zero_only
@@ -41,43 +45,50 @@ def _log_once(logger: str, method: str) -> None:
 
 
 def skip_other_methods(logger: Any, name: str) -> None:
-    """Give a logger an `experiment` that skips methods of other trackers.
+    """Let the experiment of a logger skip methods of other trackers.
 
-    The logger and its experiment stay instances of their classes.
+    The logger gets a subclass of its class, and so does its experiment: modules and Lightning ask
+    isinstance(logger, TensorBoardLogger), of which a wrapper would be no instance.
     """
-    cls = type(logger)
+    logger_class = type(logger)
 
-    def experiment(self: Any) -> Any:
-        inner = cls.experiment.__get__(self, cls) if hasattr(cls, "experiment") else None
-        return _tolerant_experiment(inner, name)
+    def read_experiment(self: Any) -> Any:
+        # Some loggers have none.
+        original = None
+        if hasattr(logger_class, "experiment"):
+            original = super(tolerant_class, self).experiment  # type: ignore[misc]
+        return _skipping_experiment(original, name)
 
-    tolerant = type(cls.__name__, (cls,), {"experiment": property(experiment)})
-    tolerant.__module__ = cls.__module__
-    logger.__class__ = tolerant
+    tolerant_class: Any = type(
+        logger_class.__name__, (logger_class,), {"experiment": property(read_experiment)}
+    )
+    tolerant_class.__module__ = logger_class.__module__
+    logger.__class__ = tolerant_class
 
 
-def _tolerant_experiment(experiment: Any, name: str) -> Any:
+def _skipping_experiment(experiment: Any, logger_name: str) -> Any:
+    """Return the experiment with SkipMethodsMixin among its bases, or a new one for None."""
     if experiment is None:
-        experiment = Skipping()
-        experiment.skips_for = name
+        experiment = SkipMethodsMixin()
+        experiment.name_in_log = logger_name
     cls = type(experiment)
     # Such a class answers to any method itself, as Lightning's of other ranks does.
     if not hasattr(cls, "__getattr__"):
-        attributes = {"skips_for": name, "__module__": cls.__module__}
+        attributes = {"name_in_log": logger_name, "__module__": cls.__module__}
         # A class written in C stays as it is.
         with contextlib.suppress(TypeError):
-            experiment.__class__ = type(cls.__name__, (cls, Skipping), attributes)
+            experiment.__class__ = type(cls.__name__, (cls, SkipMethodsMixin), attributes)
     return experiment
 
 
-class SkippingLogger(Skipping, Logger):
+class SkippingLogger(SkipMethodsMixin, Logger):
     """The logger of an evaluation, whose results are in its record: a module's figures are skipped.
 
     Args:
-        folder: of the evaluation.
+        folder: the run folder of the evaluation.
     """
 
-    skips_for = "evaluation"
+    name_in_log = "evaluation"
     name = "evaluation"
     version = ""
     save_dir: str | None = None
@@ -92,7 +103,7 @@ class SkippingLogger(Skipping, Logger):
 
     @property
     def experiment(self) -> Any:
-        return _tolerant_experiment(None, self.skips_for)
+        return _skipping_experiment(None, self.name_in_log)
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Do nothing: the record has them."""

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lockstep.process.files import write_atomically
 
-KEYS = ("step", "epoch", "time_s")
-OF_STEPS = ("train/loss", "lr", "images_per_s")  # with KEYS the columns that TrainingLog fills
+KEY_COLUMNS = ("step", "epoch", "time_s")
+# With KEY_COLUMNS they are the columns that TrainingLog fills.
+STEP_COLUMNS = ("train/loss", "lr", "images_per_s")
 Row = dict[str, Any]
 Metrics = dict[str, float]
 
@@ -42,9 +43,9 @@ class MetricsCsv(Logger):
         self.has_training_log = False
 
     @property
-    def experiment(self) -> "Scalars":
+    def experiment(self) -> "ScalarWriter":
         """Return the object to which a module gives scalars itself, without `self.log`."""
-        return Scalars(self)
+        return ScalarWriter(self)
 
     @rank_zero_only
     def begin_at(self, step: int, *, replaces_loss: bool = False) -> None:
@@ -56,13 +57,13 @@ class MetricsCsv(Logger):
         """
         self.has_training_log = True
         self.table = Table(self.path)
-        self.table.cut(step)
+        self.table.drop_rows_after(step)
         if replaces_loss and self.table.step == step:
-            for name in OF_STEPS:
-                self.table.last.pop(name, None)
+            for name in STEP_COLUMNS:
+                self.table.last_row.pop(name, None)
         # A test ends a run, in its last row. A module may log such a name while it trains.
         logged: set[str] = set()
-        for row in rows_of(self.path):
+        for row in read_rows(self.path):
             if row["step"] < self.table.step:
                 logged |= row.keys()
         tests = [name for name in self.table.columns if name.startswith("test")]
@@ -83,7 +84,7 @@ class MetricsCsv(Logger):
         """Add the results of a test, which ends a run; no row is removed."""
         if self.table is None:
             self.table = Table(self.path)
-            self.table.cut(math.inf)
+            self.table.drop_rows_after(math.inf)
         self.table.add(self.table.step, values)
 
     @rank_zero_only
@@ -102,8 +103,8 @@ class MetricsCsv(Logger):
         step = int(step or 0)
         if self.table is None:
             self.table = Table(self.path)
-            self.table.cut(step)
-        last = self.table.last
+            self.table.drop_rows_after(step)
+        last = self.table.last_row
         if last and (self.has_training_log or step < last["step"]):
             step = last["step"]
         self.table.add(step, self._without_collisions(metrics, last))
@@ -114,7 +115,7 @@ class MetricsCsv(Logger):
             return dict(metrics)
         values = {}
         for name, value in metrics.items():
-            if name in (*KEYS, *OF_STEPS) or name.startswith("hardware/"):
+            if name in (*KEY_COLUMNS, *STEP_COLUMNS) or name.startswith("hardware/"):
                 name = f"module/{name}"
             values[name] = value
         # Lightning adds the epoch, which is TrainingLog's as well.
@@ -143,7 +144,7 @@ class MetricsCsv(Logger):
         self.sync()
 
 
-class Scalars:
+class ScalarWriter:
     """Take scalars that a module gives a logger itself, as TensorBoard's writer does."""
 
     def __init__(self, logger: MetricsCsv) -> None:
@@ -162,40 +163,40 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.columns = columns_of(path) or list(KEYS)
-        self.last: Row = {}
+        self.columns = read_columns(path) or list(KEY_COLUMNS)
+        self.last_row: Row = {}
         self.offset = 0  # of the last row in the file, in bytes
         self.is_saved = True
 
     @property
     def step(self) -> int:
         """The step of the last row; 0 if there is none."""
-        return self.last.get("step", 0)
+        return self.last_row.get("step", 0)
 
-    def cut(self, step: float) -> None:
+    def drop_rows_after(self, step: float) -> None:
         """Drop the rows after a step; the last of the others becomes the row that may change."""
-        for row in rows_of(self.path):
+        for row in read_rows(self.path):
             if row["step"] <= step:
-                self.last = row
+                self.last_row = row
         if self.path.exists():
             self.rewrite()
 
     def add(self, step: int, values: Row) -> None:
         """Add values to the last row, or begin a row."""
-        if step != self.last.get("step"):
+        if step != self.last_row.get("step"):
             self.save()
             self.offset = 0
             if self.path.exists():
                 self.offset = self.path.stat().st_size
-            self.last = {"step": step}
-        self.last.update(values)
+            self.last_row = {"step": step}
+        self.last_row.update(values)
         self.is_saved = False
 
     def save(self) -> None:
         """Write the last row over what the file holds of it."""
         if self.is_saved:
             return
-        new = [name for name in self.last if name not in self.columns]
+        new = [name for name in self.last_row if name not in self.columns]
         if new or not self.path.exists():
             self.columns += new
             self.rewrite()
@@ -204,7 +205,7 @@ class Table:
             file.seek(self.offset)
             # Write first, then cut: a kill between the two leaves the row whole, and a rest of the
             # old one, which has fewer cells than a row and is skipped.
-            file.write(self._line(self.last))
+            file.write(self._line(self.last_row))
             file.flush()
             file.truncate()
         self.is_saved = True
@@ -220,55 +221,55 @@ class Table:
         Args:
             without: columns whose cells become empty.
         """
-        end = self.last.get("step", -1)
+        end = self.last_row.get("step", -1)
         blank = dict.fromkeys(without, "")
         for name in without:
-            self.last.pop(name, None)
+            self.last_row.pop(name, None)
 
         def write(file: Any) -> None:
-            file.write(encoded(self.columns))
-            for row in rows_of(self.path):
+            file.write(encode_line(self.columns))
+            for row in read_rows(self.path):
                 if row["step"] < end:
                     file.write(self._line(row | blank))
             self.offset = file.tell()
-            if self.last:
-                file.write(self._line(self.last))
+            if self.last_row:
+                file.write(self._line(self.last_row))
 
         write_atomically(self.path, write, binary=True)
         self.is_saved = True
 
     def _line(self, row: Row) -> bytes:
-        return encoded(row.get(name, "") for name in self.columns)
+        return encode_line(row.get(name, "") for name in self.columns)
 
 
-def encoded(cells: Iterable[Any]) -> bytes:
+def encode_line(cells: Iterable[Any]) -> bytes:
     """Return a line of CSV."""
     text = io.StringIO(newline="")
     csv.writer(text).writerow(cells)
     return text.getvalue().encode(errors="backslashreplace")
 
 
-def lines_of(file: Iterable[str]) -> Iterator[list[str]]:
+def read_cells(file: Iterable[str]) -> Iterator[list[str]]:
     """Return the cells of each line; a power cut may leave zero bytes, which are no cells."""
     return csv.reader(line.replace("\0", "") for line in file)
 
 
-def columns_of(path: Path) -> list[str]:
+def read_columns(path: Path) -> list[str]:
     """Return the head of a metrics.csv; empty if there is no file, or none with steps."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        columns = next(lines_of(file), [])
+        columns = next(read_cells(file), [])
     return columns if "step" in columns else []
 
 
-def rows_of(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows without empty cells; a damaged or shortened line is skipped."""
-    columns = columns_of(path)
+    columns = read_columns(path)
     if not columns:
         return
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for cells in lines_of(file):
+        for cells in read_cells(file):
             if len(cells) != len(columns):
                 continue
             pairs = zip(columns, cells, strict=True)

@@ -45,12 +45,12 @@ class Trackio(Logger):
         import trackio
 
         # It begins the run, or continues it.
-        self.open = partial(
+        self.begin_run = partial(
             trackio.init, project, run_id, space_id=space_id, resume="allow", embed=False
         )
         self.run: Any = None
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            self.run = self.open()
+            self.run = self.begin_run()
 
     @property
     def experiment(self) -> Any:
@@ -64,7 +64,7 @@ class Trackio(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if self.run is None:
             # A test follows the training, at whose end Lightning has finalized the loggers.
-            self.run = self.open()
+            self.run = self.begin_run()
         self.run.log(metrics, step)
 
     def finalize(self, status: str) -> None:

@@ -58,7 +58,7 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
+def count_visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     """Count the NVIDIA GPUs that a process started now would see, without torch."""
     listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
@@ -74,14 +74,14 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
         return int(pynvml.nvmlDeviceGetCount())
     except Exception:
         # NVML raises errors of its own. A container without it may have CUDA all the same.
-        return _gpus_of_driver()
+        return _count_gpus_of_driver()
 
 
 def _names_gpu(name: str) -> bool:
     return name.isdigit() or name.startswith(("GPU-", "MIG-"))
 
 
-def _gpus_of_driver() -> int:
+def _count_gpus_of_driver() -> int:
     count = ctypes.c_int()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -114,12 +114,12 @@ def available_cores(
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             folder = mount / "cpu" / group.strip("/")
         if not controllers or "cpu" in controllers.split(","):
-            quotas = [_quota(level, names) for level in (folder, *folder.parents)]
+            quotas = [_cpu_quota(level, names) for level in (folder, *folder.parents)]
             cores = max(1, min(cores, *quotas))
     return cores
 
 
-def _quota(folder: Path, names: tuple[str, ...]) -> int:
+def _cpu_quota(folder: Path, names: tuple[str, ...]) -> int:
     """Return the whole cores that a control group may use; NO_QUOTA if it has none."""
     try:
         text = " ".join((folder / name).read_text() for name in names)
@@ -144,8 +144,9 @@ def cores_of_task() -> int:
 
 
 def cores_of_rank() -> int:
-    """Return the cores of this rank: those of its SLURM task, or its share of them.
+    """Return the cores of this rank, as 4 for one of two ranks on a machine with 8.
 
+    They are those of its SLURM task, or its share of them.
     The ranks of this node, and the jobs of a sweep that run side by side, share the machine's.
     """
     environ = environment()

@@ -31,15 +31,18 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """A stop that was asked for: raised on every rank at one step, once the checkpoint is
-    complete.
+    """A stop that was asked for: raised on every rank at one step, once the checkpoint is complete.
+
+    Attributes:
+        is_agreed: every rank raises it at this step.
+        is_of_other_nodes: only ranks of other nodes were asked to stop.
     """
 
-    agreed = False  # every rank raises it at this step
-    elsewhere = False  # only ranks of other nodes were asked
+    is_agreed = False
+    is_of_other_nodes = False
 
 
-class Ended(Exception):
+class CommandEnded(Exception):
     """The command has ended with this exit code, and what there was to say has been said."""
 
     def __init__(self, exit_code: int = EXIT_OK) -> None:
@@ -58,7 +61,7 @@ class DiskFullError(OSError):
         return str(self.strerror)
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Return whether an error says that a disk, or the user's quota of it, is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -67,7 +70,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def as_disk_full_error(
-    error: BaseException, folder: Path, mend: str = "free space there, then start again"
+    error: BaseException, folder: Path, remedy: str = "free space there, then start again"
 ) -> DiskFullError | None:
     """Return DiskFullError if the error, or its cause, says that a disk is full; else None.
 
@@ -86,11 +89,11 @@ def as_disk_full_error(
         free_mib = usage.free / 2**20
         total_mib = usage.total / 2**20
         room = f" ({free_mib:.0f} of {total_mib:.0f} MiB free on {socket.gethostname()})"
-    return DiskFullError(errno.ENOSPC, f"no room on {place}{room}: {mend}")
+    return DiskFullError(errno.ENOSPC, f"no room on {place}{room}: {remedy}")
 
 
 def _full_disk_error(error: BaseException) -> BaseException | None:
     cause: BaseException | None = error
-    while cause is not None and not is_full(cause):
+    while cause is not None and not is_disk_full(cause):
         cause = cause.__cause__ or cause.__context__
     return cause

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Of Lustre mounted without -o flock, and of some network disks.
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def utc_now() -> str:
@@ -88,7 +88,7 @@ def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bo
                 return False
             time.sleep(0.02)
         except OSError as error:
-            if required or error.errno not in NO_LOCKS:
+            if required or error.errno not in NO_LOCK_ERRNOS:
                 raise
             return True
 

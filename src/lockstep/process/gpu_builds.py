@@ -18,6 +18,8 @@ Capability = tuple[int, int]
 
 SMI = ("nvidia-smi", "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader")
 SMI_WAIT_S = 30
+# Driver, capability and name of a GPU, as 580.95.05, 9.0, NVIDIA H200.
+GPU_LINE = re.compile(r"^(\d[\d.]*), (\d+)\.(\d+), (.+)$", re.MULTILINE)
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
 
 
@@ -102,19 +104,14 @@ def read_machine() -> Machine | None:
             f"This machine has an NVIDIA driver, but nvidia-smi does not answer ({error}): "
             "name the build yourself, as DEVICE=cu130 or DEVICE=cu126."
         ) from None
-    rows = [row.split(", ", 2) for row in answer.stdout.splitlines()]
-    if not rows or any(len(row) != 3 for row in rows):
+    gpus = GPU_LINE.findall(answer.stdout)
+    if not gpus or len(gpus) < len(answer.stdout.splitlines()):
         complaint = " ".join(answer.stdout.split())[:200]
         raise UserError(
             f"nvidia-smi cannot list GPUs ({complaint}): mend the driver, or pass DEVICE=cpu."
         )
-    cards = [Card(name, _capability(capability)) for _, capability, name in rows]
-    return Machine(rows[0][0], cards)
-
-
-def _capability(text: str) -> Capability:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
+    cards = [Card(name, (int(major), int(minor))) for _, major, minor, name in gpus]
+    return Machine(gpus[0][0], cards)
 
 
 def choose_wheel_tag(machine: Machine) -> str:

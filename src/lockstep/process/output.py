@@ -5,14 +5,15 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
-from lockstep.process.errors import is_full
+from lockstep.process.errors import is_disk_full
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
 
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
-PLAIN = "\033[0m"
+RESET = "\033[0m"
 # Control characters but for line ends and tabs, marks that change the direction of writing, and
 # lone surrogates.
 UNPRINTABLE = re.compile(
@@ -27,7 +28,7 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # As in every handler: a wrong call of log.warning ends no training.
         try:
-            text = printable(self.format(record))
+            text = escape_unprintable(self.format(record))
         except Exception:
             self.handleError(record)
             return
@@ -40,12 +41,12 @@ class Console(logging.Handler):
 
         label = "error" if record.levelno >= logging.ERROR else "warning"
         if sys.stderr.isatty():
-            print_line(f"{COLOURS[label]}{label}:{PLAIN} {text}", sys.stderr)
+            print_line(f"{COLOURS[label]}{label}:{RESET} {text}", sys.stderr)
         else:
             print_line(f"{label}: {text}", sys.stderr)
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Escape what could move the cursor or colour the terminal, as a file's name may."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -62,13 +63,13 @@ def print_line(text: str, stream: TextIO, *, is_result: bool = False) -> None:
         # Python would end with exit code 120 when it flushes the stream at its end.
         with open(os.devnull, "w") as devnull:
             os.dup2(devnull.fileno(), 1 if stream is sys.stdout else 2)
-        if is_result and is_full(error):
+        if is_result and is_disk_full(error):
             raise
 
 
 def print_result(text: object) -> None:
     """Print a result of a script."""
-    print_line(printable(str(text)), sys.stdout, is_result=True)
+    print_line(escape_unprintable(str(text)), sys.stdout, is_result=True)
 
 
 def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
@@ -94,7 +95,13 @@ def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def duration(seconds: float) -> str:
+def join_names(names: Sequence[str], limit: int) -> str:
+    """Return "a, b, c, …": the first `limit` names, and … if there are more."""
+    more = ["…"] if len(names) > limit else []
+    return ", ".join([*names[:limit], *more])
+
+
+def format_duration(seconds: float) -> str:
     """Return the two largest parts: 6.7 s, 48 s, 4 min 12 s, 3 h 7 min, 2 d 4 h."""
     if seconds < 1:
         return f"{seconds:.2g} s"

@@ -6,15 +6,15 @@ from typing import Any
 from lockstep.process.errors import UserError
 
 REDACTED = "[redacted]"
-NAME = (
+SECRET_WORD = (
     r"(?:passw(?:or)?d|passphrase|pwd|secrets?|tokens?|credentials?|authorization"
     r"|access[_-]?key(?:[_-]?id)?"
     r"|(?:api|secret|private|account|kms|sse)[_-]?key)"
 )
-SECRET_NAME = re.compile(rf"{NAME}$", re.IGNORECASE)
+SECRET_NAME = re.compile(rf"{SECRET_WORD}$", re.IGNORECASE)
 NAMED_VALUE = re.compile(
-    rf"((?<![\w-])--?[\w-]{{0,60}}{NAME}[ \t]{{1,8}}"
-    rf"|{NAME}[\"']?[ \t]{{0,8}}[=:][ \t]{{0,8}}(?:bearer |basic )?)"
+    rf"((?<![\w-])--?[\w-]{{0,60}}{SECRET_WORD}[ \t]{{1,8}}"
+    rf"|{SECRET_WORD}[\"']?[ \t]{{0,8}}[=:][ \t]{{0,8}}(?:bearer |basic )?)"
     r"(\"[^\"\n]*\"|'[^'\n]*'"
     r"|(?![\[\"'])(?!\d[\d.,]*(?:[\s;)\]}\"']|\Z)|(?:null|none|true|false|bearer|basic)\b)\S+)",
     re.IGNORECASE,
@@ -29,17 +29,19 @@ TOKEN = re.compile(
     r"(?=[a-z/+]*[A-Z])(?=[a-zA-Z/+]*\d)(?=[A-Z0-9/+]*[a-z])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
-LOGIN = re.compile(
+URL_LOGIN = re.compile(
     r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,20}://)[^\s/?#\"'<>@]{1,500}@", re.IGNORECASE
 )
-SIGNED = re.compile(
+SIGNED_QUERY = re.compile(
     r"\?(?=[^\s?]{0,500}(?:x-amz-|signature|sig=|token|credential))[^\s\"'<>]+", re.IGNORECASE
 )
 
 
 def redact_text(text: str) -> str:
     """Return the text with every secret replaced."""
-    text = SIGNED.sub(f"?{REDACTED}", LOGIN.sub(rf"\1{REDACTED}@", TOKEN.sub(REDACTED, text)))
+    text = TOKEN.sub(REDACTED, text)
+    text = URL_LOGIN.sub(rf"\1{REDACTED}@", text)
+    text = SIGNED_QUERY.sub(f"?{REDACTED}", text)
     return NAMED_VALUE.sub(rf"\1{REDACTED}", text)
 
 

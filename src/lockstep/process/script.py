@@ -15,7 +15,7 @@ from lockstep.process.errors import (
     EXIT_FAILED,
     EXIT_OK,
     EXIT_USER_ERROR,
-    Ended,
+    CommandEnded,
     Interrupted,
     UserError,
     as_disk_full_error,
@@ -25,8 +25,8 @@ from lockstep.process.output import configure_logging
 log = logging.getLogger(__name__)
 
 # What `make install` installs: a script that misses one of them was started with another Python.
-INSTALLED = ("hydra", "omegaconf", "yaml", "torch", "lightning", "numpy", "PIL", "psutil")
-NOT_ALLOWED = (
+REQUIRED_PACKAGES = ("hydra", "omegaconf", "yaml", "torch", "lightning", "numpy", "PIL", "psutil")
+FILE_ACCESS_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -52,7 +52,7 @@ def exit_code_of(task: Callable[[], int | None]) -> int:
     """Run the task; return its exit code, 0 if it returns none."""
     try:
         return task() or EXIT_OK
-    except Ended as end:
+    except CommandEnded as end:
         return end.exit_code
     except UserError as error:
         log.error(f"{error}")
@@ -64,7 +64,7 @@ def exit_code_of(task: Callable[[], int | None]) -> int:
         # Ctrl-C came before the run began.
         return 128 + signal.SIGINT
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in INSTALLED:
+        if str(error.name).partition(".")[0] not in REQUIRED_PACKAGES:
             raise
         log.error(
             f"{sys.executable} has no {error.name}: "
@@ -72,10 +72,10 @@ def exit_code_of(task: Callable[[], int | None]) -> int:
         )
         return EXIT_USER_ERROR
     except Exception as error:
-        return _code_of_system_error(error)
+        return _report_system_error(error)
 
 
-def _code_of_system_error(error: Exception) -> int:
+def _report_system_error(error: Exception) -> int:
     """Log a full disk or a file that may not be touched, and return the exit code.
 
     Any other error is raised again.
@@ -84,7 +84,7 @@ def _code_of_system_error(error: Exception) -> int:
     if no_space:
         log.error(f"{no_space}")
         return EXIT_FAILED
-    if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename:
+    if isinstance(error, OSError) and error.errno in FILE_ACCESS_ERRNOS and error.filename:
         log.error(f"{error.filename} cannot be written or read: {error.strerror}.")
         return EXIT_USER_ERROR
     raise error
@@ -105,7 +105,7 @@ def run_with_options(
     if not argv or "--help" in argv or "-h" in argv:
         print(description)
         return EXIT_OK
-    return exit_code_of(lambda: task(_options_of(argv, defaults)))
+    return exit_code_of(lambda: task(_parse_options(argv, defaults)))
 
 
 def is_true(options: Mapping[str, str], name: str) -> bool:
@@ -116,7 +116,7 @@ def is_true(options: Mapping[str, str], name: str) -> bool:
     return value == "true"
 
 
-def _options_of(argv: list[str], defaults: Mapping[str, str | None]) -> dict[str, str]:
+def _parse_options(argv: list[str], defaults: Mapping[str, str | None]) -> dict[str, str]:
     """Return the value of each option; ~ is expanded."""
     takes = f"it takes {', '.join(f'{name}=' for name in defaults)}."
     options = dict(defaults)

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.process.errors import Interrupted
 
 INTERRUPTED_AT_ONCE = 128 + signal.SIGINT
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 received: list[int] = []  # the signals that came since the run began
 _force_exit_action: list[Callable[[], None]] = []
@@ -25,7 +25,7 @@ def install_stop_handler(handler: Callable[[int, Any], Any] | signal.Handlers) -
     nohup ignores SIGHUP, and `&` in a script ignores Ctrl-C.
     """
     previous = {}
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             previous[int(number)] = signal.signal(number, handler)
     return previous
@@ -51,20 +51,20 @@ def record_signal(number: int, _frame: Any = None) -> None:
 def interrupt(number: int, _frame: Any = None) -> None:
     """Raise Interrupted for the first signal.
 
-    In the middle of an import it may be lost: see `check`.
+    In the middle of an import it may be lost: see `raise_if_received`.
     """
     record_signal(number)
     if len(received) == 1:
-        check()
+        raise_if_received()
 
 
-def check() -> None:
+def raise_if_received() -> None:
     """Raise Interrupted if a signal came, also one whose exception an import has caught."""
     if received:
-        raise Interrupted(first_name())
+        raise Interrupted(first_signal_name())
 
 
-def first_name() -> str:
+def first_signal_name() -> str:
     """Return the name of the first signal that came."""
     return signal.Signals(received[0]).name
 
@@ -80,7 +80,7 @@ def defer_signals() -> Iterator[None]:
         yield
     finally:
         restore_handlers(previous)
-    check()
+    raise_if_received()
 
 
 def set_force_exit_action(action: Callable[[], None]) -> None:

@@ -132,13 +132,13 @@ def explain_failure(
     Returns:
         The exception itself, with `culprit`, or Interrupted if another rank was stopped.
     """
-    is_agreed = isinstance(error, Interrupted) and error.agreed
+    is_agreed = isinstance(error, Interrupted) and error.is_agreed
     if is_agreed or hasattr(error, "culprit"):
         return error
     culprit = _CulpritSearch(error, store, cluster, hosts, epochs).find_first_error()
     if culprit["kind"] == "Interrupted" and not isinstance(error, Interrupted):
         stop = Interrupted("another rank was asked to stop")
-        stop.elsewhere = True
+        stop.is_of_other_nodes = True
         stop.__cause__ = error
         return stop
     error.culprit = culprit  # type: ignore[attr-defined]
@@ -301,7 +301,7 @@ def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | N
     if not cluster.has_agent:
         record_end(folder, EXIT_INTERRUPTED)
     # Without an agreement another rank may have failed, which the agent knows.
-    if error.agreed or not cluster.has_agent:
+    if error.is_agreed or not cluster.has_agent:
         begins_anew = has_trained(folder) and not any(folder.checkpoints.glob("*.json"))
         advice = f"resume={folder.run_id} continues it"
         if begins_anew:

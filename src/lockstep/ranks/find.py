@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from lockstep.process.environment import (
     AGENT,
+    count_visible_gpus,
     die_with_parent,
     environment,
     network_interface,
     set_variables,
-    visible_gpus,
 )
 from lockstep.process.errors import UserError
 from lockstep.ranks.placement import RequestedDevices, resolve_devices
@@ -418,7 +418,7 @@ def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
     """
     if environ is None:
         environ = environment()
-    gpus = visible_gpus(environ)
+    gpus = count_visible_gpus(environ)
     trainer_name = (config.get("choices") or {}).get("trainer", "this trainer")
     is_training = config["task_name"] == "train"
     accelerator, requested = resolve_devices(config["trainer"], trainer_name, gpus, is_training)

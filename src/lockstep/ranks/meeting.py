@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lockstep.process import signals
-from lockstep.process.errors import UserError, is_full
+from lockstep.process.errors import UserError, is_disk_full
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.records.provenance import Fingerprint, describe_difference
@@ -173,7 +173,7 @@ class _Deadline:
                 raise UserError(self.describe_missing(missing_nodes, reason))
             self._log(missing_nodes, reason)
         # An import may have caught the exception of a signal. A rank that heard one does not come.
-        signals.check()
+        signals.raise_if_received()
         time.sleep(POLL_INTERVAL_S)
 
     def _log(self, missing_nodes: Sequence[int], reason: str) -> None:
@@ -287,7 +287,7 @@ def _answer(
         except UserError as problem:
             error = str(problem)
         except OSError as problem:
-            if is_full(problem):
+            if is_disk_full(problem):
                 raise
             # The other ranks name the file too, in place of waiting for this one.
             error = f"rank 0 on {hosts[0]}: {problem}"

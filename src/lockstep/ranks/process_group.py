@@ -143,10 +143,10 @@ def _agree_to_go_on(meeting: Meeting) -> None:
     let_others_read(cluster)
     reason = "another rank was asked to stop"
     if signals.received:
-        reason = signals.first_name()
+        reason = signals.first_signal_name()
     stop = Interrupted(reason)
-    stop.agreed = True
-    stop.elsewhere = int(decision) != cluster.node_rank and not signals.received
+    stop.is_agreed = True
+    stop.is_of_other_nodes = int(decision) != cluster.node_rank and not signals.received
     raise stop
 
 

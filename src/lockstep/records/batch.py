@@ -34,10 +34,13 @@ class Batch:
     def cut(cls, global_size: int | str | None, world_size: int, accumulate: int) -> "Batch":
         """Return the batch with so many micro-batches.
 
+        >>> Batch.cut(128, world_size=4, accumulate=8)
+        Batch(global_size=128, per_device=4, accumulate=8)
+
         Raises:
             UserError: it does not divide. The error names the nearest sizes that do.
         """
-        size = _checked(global_size)
+        size = _validate_size(global_size)
         if accumulate < 1:
             raise UserError(f"{ACCUMULATION}={accumulate}: give a whole number from 1 on.")
         parts = world_size * accumulate
@@ -51,13 +54,16 @@ class Batch:
         return cls(size, size // parts, accumulate)
 
     @classmethod
-    def within(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
+    def cut_to_limit(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
         """Return the batch with the fewest micro-batches of at most `limit` images.
+
+        >>> Batch.cut_to_limit(128, world_size=4, limit=10)
+        Batch(global_size=128, per_device=8, accumulate=4)
 
         Raises:
             UserError: it does not divide. The error names the nearest numbers of ranks.
         """
-        size = _checked(global_size)
+        size = _validate_size(global_size)
         share, rest = divmod(size, world_size)
         if rest:
             divisors = [ranks for ranks in range(1, size + 1) if size % ranks == 0]
@@ -73,14 +79,14 @@ class Batch:
 
 
 def _fewest_micro_batches(share: int, limit: float) -> int:
-    """Return in how few equal parts of at most `limit` images a rank's share divides."""
+    """Return 4 for a rank's share of 32 images and a limit of 10: four times 8 are 32."""
     for number in range(1, share):
         if share % number == 0 and share // number <= limit:
             return number
     return share
 
 
-def _checked(global_size: int | str | None) -> int:
+def _validate_size(global_size: int | str | None) -> int:
     if isinstance(global_size, bool) or not isinstance(global_size, int) or global_size < 1:
         raise UserError(f"data.global_batch_size={global_size!r}: give a whole number from 1 on.")
     return global_size

@@ -28,7 +28,7 @@ def data_name(config: Config) -> str:
     return str(config["data"].get("name") or choices.get("data") or "data")
 
 
-def seconds_of(span: Any, key: str) -> float:
+def parse_seconds(span: Any, key: str) -> float:
     """Return the seconds of a span of time that the option `key` has.
 
     Args:

@@ -43,8 +43,8 @@ class RunFolder:
 
     Attributes:
         bucket_config_path: untrusted, because others may write to the bucket.
-        alive: a file that is locked for as long as the run trains.
-        code_diff: of src and configs, where they were not committed.
+        lock_path: a file that is locked for as long as the run trains.
+        code_diff: the uncommitted changes of src and configs.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class RunFolder:
         self.config_path = self.path / "config.yaml"
         self.bucket_config_path = self.path / "from-bucket" / "config.yaml"
         self.record_path = self.path / "run.json"
-        self.alive = self.path / ".alive"
+        self.lock_path = self.path / ".alive"
         self.metrics = self.path / "metrics.csv"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
@@ -67,7 +67,7 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
 
 
-def checked_run_id(run_id: str) -> str:
+def validate_run_id(run_id: str) -> str:
     """Return the same id; raise UserError if it could leave its folder or prefix."""
     if not RUN_ID_PATTERN.fullmatch(str(run_id)) or ".." in run_id:
         raise UserError(
@@ -121,14 +121,14 @@ def run_folders(root: Path) -> list[Path]:
 
 def find_run_folder(logs: Path, run_id: str) -> RunFolder:
     """Return the folder of a run or a sweep's job under `logs`; raise UserError without one."""
-    checked_run_id(run_id)
+    validate_run_id(run_id)
     for pattern in (f"runs/{run_id}", f"multiruns/*/{run_id}"):
         for path in (logs / "train").glob(f"{pattern}/run.json"):
             return RunFolder(path.parent)
-    raise no_such_run(run_id, run_folders(logs), logs)
+    raise missing_run_error(run_id, run_folders(logs), logs)
 
 
-def no_such_run(name: str, folders: Iterable[Path], *roots: Path) -> UserError:
+def missing_run_error(name: str, folders: Iterable[Path], *roots: Path) -> UserError:
     """Return the error that names the run of nearly that name, and the newest ones."""
     in_order = sorted(folders, key=lambda folder: (folder / "run.json").stat().st_mtime)
     names = [folder.name for folder in in_order]

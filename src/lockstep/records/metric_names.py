@@ -43,7 +43,7 @@ def is_metric_of(stage: str, name: str) -> bool:
 def is_lower_better(metric: str) -> bool:
     """Return whether any word of a metric's name is that of a loss or an error: val_top1_err.
 
-    It decides where nothing states the mode. `direction` judges a mode that is stated.
+    It decides where nothing states the mode. `better_direction` judges a mode that is stated.
     """
     name = metric.lower()
     if "loss" in name or "error" in name:
@@ -51,7 +51,7 @@ def is_lower_better(metric: str) -> bool:
     return not (LOWER_IS_BETTER | MOSTLY_LOWER_IS_BETTER).isdisjoint(re.split("[^a-z]+", name))
 
 
-def direction(metric: str) -> str | None:
+def better_direction(metric: str) -> str | None:
     """Return "min" or "max" if the last word of a metric's name leaves no doubt, else None."""
     name = metric.lower().removesuffix("_epoch").removesuffix("_step")
     last = re.split("[^a-z0-9]+", name)[-1]
@@ -60,7 +60,7 @@ def direction(metric: str) -> str | None:
     return "max" if last in HIGHER_IS_BETTER else None
 
 
-def tested_name(monitor: str, metrics: Iterable[str] = ()) -> str:
+def metric_of_test(monitor: str, metrics: Iterable[str] = ()) -> str:
     """Return the test metric that corresponds to a monitored one: test/mae for val/mae.
 
     A monitored metric of training, as train/loss, has test/acc.

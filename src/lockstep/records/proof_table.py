@@ -21,7 +21,7 @@ CHECKS = {
     "compile": "the compiled net, as trainer.compile=true",
 }
 # A net is compiled for GPUs as a rule, and a compilation takes its time.
-FOR_GPUS = ("compile",)
+GPU_CHECKS = ("compile",)
 MARKS = {True: "equal", False: "DIFFERS", None: "–"}
 
 
@@ -41,7 +41,7 @@ class CheckResult:
         return f"{MARKS[self.equal]:8} {CHECKS[self.check]:48} {' · '.join(notes)}".rstrip()
 
 
-def skipped_check(check: str, why: str) -> CheckResult:
+def skip_check(check: str, why: str) -> CheckResult:
     """Return the line of a check that is not counted."""
     return CheckResult(check, None, cause=why)
 
@@ -85,12 +85,12 @@ def proof_of_run(record: RunRecord, logs: Path) -> dict[str, Any]:
     """
     for path in sorted(logs.glob("prove/*/prove.json"), reverse=True):
         reference = path.parent / "train" / "runs" / "reference" / "run.json"
-        if reference.exists() and _names(read_record(reference)) == _names(record):
+        if reference.exists() and _recipe_names(read_record(reference)) == _recipe_names(record):
             return _read_table(path.parent)
     return {}
 
 
-def _names(record: RunRecord) -> list[str | None]:
+def _recipe_names(record: RunRecord) -> list[str | None]:
     return [record.experiment, record.model, record.data]
 
 

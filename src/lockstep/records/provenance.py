@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
@@ -14,7 +15,7 @@ from lockstep.process.environment import available_cores
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config, flatten
 
-CODE = ("src", "configs", "requirements.txt")
+CODE_PATHS = ("src", "configs", "requirements.txt")
 GIT_TIMEOUT_S = 20
 PACKAGES = (
     "torch",
@@ -27,10 +28,15 @@ PACKAGES = (
     "tensorboard",
 )
 DIFF_LIMIT = 200_000  # characters
+# What a patch says of a binary file, before the line that it differs.
+HEAD_OF_BINARY = re.compile(
+    r"^diff --git .*\n(?:(?!diff )[a-z].*\n)*(?=Binary files )", re.MULTILINE
+)
 # A patch is the same whatever the user has configured.
 DIFF = ("diff", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
-Fingerprint = dict[str, dict[str, str]]  # kind → name → value
-MENDS = {
+# As {"packages": {"torch": "2.14.1"}}.
+Fingerprint = dict[str, dict[str, str]]
+REMEDIES = {
     "code": "make src, configs and requirements.txt equal on all nodes",
     "options": "give all nodes the same options",
     "packages": "run make install there",
@@ -42,7 +48,7 @@ def code_state(repository: Path) -> dict[str, Any]:
 
     Pages of the logbook do not make a run dirty.
     """
-    status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE)
+    status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE_PATHS)
     heads = [line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")]
     state = {"commit": None, "dirty": None, "tree_hash": tree_hash(repository)}
     if heads and heads[0] != "(initial)":
@@ -69,7 +75,7 @@ def tree_hash(repository: Path) -> str:
     It is equal on nodes that run the same code.
     """
     digest = hashlib.sha256()
-    for name in CODE:
+    for name in CODE_PATHS:
         top = repository / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if path.suffix in (".py", ".yaml", ".txt") and path.is_file():
@@ -81,22 +87,24 @@ def tree_hash(repository: Path) -> str:
 def code_diff(repository: Path) -> str:
     """Return what `git apply` takes: the changes of the code since HEAD, cut at DIFF_LIMIT.
 
+    Of a binary file it has the line "Binary files … differ" alone, which `git apply` skips.
     Bytes that are no UTF-8 are surrogate escapes: write the text with errors="surrogateescape".
     """
-    diff, _ = git(repository, *DIFF, "HEAD", "--", *CODE)
-    for name in files_of(repository, "--others"):
+    diff, _ = git(repository, *DIFF, "HEAD", "--", *CODE_PATHS)
+    for name in list_code_files(repository, "--others"):
         if len(diff) > DIFF_LIMIT:
             break
         new_file, _ = git(repository, *DIFF, "--no-index", "--", os.devnull, name, differs=1)
         diff += new_file
+    diff = HEAD_OF_BINARY.sub("", diff)
     if len(diff) > DIFF_LIMIT:
         return diff[:DIFF_LIMIT] + "\n… cut here\n"
     return diff
 
 
-def files_of(repository: Path, *kinds: str) -> list[str]:
+def list_code_files(repository: Path, *kinds: str) -> list[str]:
     """Return the code files that git lists: --others are new, --modified changed or deleted."""
-    names, _ = git(repository, "ls-files", "-z", *kinds, "--exclude-standard", "--", *CODE)
+    names, _ = git(repository, "ls-files", "-z", *kinds, "--exclude-standard", "--", *CODE_PATHS)
     return names.split("\0")[:-1]
 
 
@@ -129,7 +137,7 @@ def versions() -> dict[str, str]:
     return version_of
 
 
-def host(node_rank: int) -> dict[str, Any]:
+def describe_host(node_rank: int) -> dict[str, Any]:
     return {
         "node_rank": node_rank,
         "host": platform.node(),
@@ -138,7 +146,7 @@ def host(node_rank: int) -> dict[str, Any]:
     }
 
 
-def fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) -> Fingerprint:
+def take_fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) -> Fingerprint:
     """Return what must be equal on all nodes of a run, whatever folders a node has.
 
     Args:
@@ -156,15 +164,20 @@ def fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) ->
 
 
 def describe_difference(
-    print_of_node: Fingerprint, print_of_first: Fingerprint, node: str, first: str
+    fingerprint: Fingerprint, first_fingerprint: Fingerprint, node: str, first_node: str
 ) -> str | None:
-    """Return a sentence on the first thing in which two nodes differ, and how to fix it."""
-    for kind, mend in MENDS.items():
-        values = print_of_node[kind]
-        values_of_first = print_of_first[kind]
-        for key in sorted(values.keys() | values_of_first.keys()):
+    """Return a sentence on the first thing in which two nodes differ, and its remedy.
+
+    Args:
+        fingerprint, first_fingerprint: what `take_fingerprint` has returned on them.
+        node, first_node: what the sentence calls the two.
+    """
+    for kind, remedy in REMEDIES.items():
+        values = fingerprint[kind]
+        first_values = first_fingerprint[kind]
+        for key in sorted(values.keys() | first_values.keys()):
             value = values.get(key, "missing")
-            first_value = values_of_first.get(key, "missing")
+            first_value = first_values.get(key, "missing")
             if value != first_value:
-                return f"{node} has {key}={value}, {first} has {key}={first_value}: {mend}."
+                return f"{node} has {key}={value}, {first_node} has {key}={first_value}: {remedy}."
     return None

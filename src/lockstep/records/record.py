@@ -73,9 +73,9 @@ class RunRecord:
         uuid: 32 random hex digits, made with the run: others may have its run_id.
         error: message, rank, host and phase, if the run failed.
         code: commit or commit_unknown (why), dirty, and tree_hash.
-        compiled: by torch.compile.
-        per_device_batch_limit: of the last start that set accumulate_grad_batches, else of the
-            first one.
+        compiled: whether torch.compile has compiled the net.
+        per_device_batch_limit: the per-device batch of the last start that set
+            accumulate_grad_batches, else of the first start.
         ended_by: "max_time", "early_stopping" or "pruned" if that ended the training before its
             epochs and steps did.
         monitor: the metric that chooses the best checkpoint.
@@ -87,7 +87,7 @@ class RunRecord:
             monitored metric as {name: value}.
         upload: uri, sha256 and step of the best checkpoint in the bucket, and as error why a
             newer one is not there.
-        restarts: as `merge_restart` makes them.
+        restarts: one entry for each restart, made by `merge_restart`.
         summary: what pages print, by lockstep.logbook.build at the end.
         reports: {title: URL} of interactive reports that contain the run.
         config: only in the logbook, because a run folder has config.yaml.
@@ -228,13 +228,13 @@ def write_record(path: Path, record: RunRecord) -> None:
     record.schema_version = SCHEMA_VERSION
     record.updated_at = utc_now()
     _update_cost(record)
-    save_record(path, record)
+    write_record_as_is(path, record)
 
 
 def _update_cost(record: RunRecord) -> None:
     """Compute what the run has cost so far; the pauses before restarts cost nothing."""
     price = record.cost.get("price_per_hour")
-    before, running_s = _cost_before(record)
+    before, running_s = _cost_of_earlier_starts(record)
     if (price is None and not before) or not running_s >= 0:
         return
     usd = before + (price or 0.0) * (record.num_nodes or 1) * running_s / 3600
@@ -242,20 +242,20 @@ def _update_cost(record: RunRecord) -> None:
     record.cost = {"usd": round(usd, 4), "usd_per_epoch": of_epoch, "price_per_hour": price}
 
 
-def _cost_before(record: RunRecord) -> tuple[float, float]:
-    """Return what earlier starts have cost, and the seconds that are to be paid beside it."""
+def _cost_of_earlier_starts(record: RunRecord) -> tuple[float, float]:
+    """Return what earlier starts have cost in USD, and the seconds that are to be paid besides."""
     end = record.finished_at or record.updated_at
     last = record.restarts[-1] if record.restarts else JsonObject()
     if last.usd_before is not None:
         # They may have run on other nodes, at another price.
-        return last.usd_before, _between(last.at, end)
-    running_s = _between(record.started_at, end)
+        return last.usd_before, _seconds_between(last.at, end)
+    running_s = _seconds_between(record.started_at, end)
     for restart in record.restarts:
         running_s -= restart.downtime_s or restart.idle_s or 0.0
     return 0.0, max(running_s, 0.0)
 
 
-def save_record(path: Path, record: RunRecord) -> None:
+def write_record_as_is(path: Path, record: RunRecord) -> None:
     """Write the record as it is."""
     text = json.dumps(as_json(record), indent=1, allow_nan=False, default=str)
     write_atomically(path, lambda file: file.write(text + "\n"))
@@ -298,7 +298,7 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
     if record.status != "running":
         return record.status if record.status in STATUSES else "lost"
     limit_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
-    silent_s = _between(record.updated_at or record.started_at, now or utc_now())
+    silent_s = _seconds_between(record.updated_at or record.started_at, now or utc_now())
     return "running" if silent_s <= limit_s else "lost"
 
 
@@ -308,7 +308,7 @@ def merge_restart(previous: RunRecord, record: RunRecord, *, step: int) -> RunRe
     It resumes at `step`, or from scratch at 0. The pause before it is `idle_s` if the previous
     start had finished, else `downtime_s`.
     """
-    silent_s = _between(previous.updated_at, record.started_at)
+    silent_s = _seconds_between(previous.updated_at, record.started_at)
     pause = "idle_s" if previous.status == "finished" else "downtime_s"
     is_same_code = record.code.get("tree_hash") == previous.code.get("tree_hash")
     restart = JsonObject(
@@ -342,7 +342,7 @@ def merge_restart(previous: RunRecord, record: RunRecord, *, step: int) -> RunRe
     return record
 
 
-def _between(earlier: str | None, later: str | None) -> float:
+def _seconds_between(earlier: str | None, later: str | None) -> float:
     """Return the seconds between two times; nan if one is missing or has no zone."""
     try:
         duration = datetime.fromisoformat(str(later)) - datetime.fromisoformat(str(earlier))

@@ -17,8 +17,8 @@ class Trial:
     Args:
         journal: path of the file that holds the study.
         study: its name.
-        number: of the trial in the study.
-        folder: of the trial's run.
+        number: the trial's number in the study.
+        folder: the run folder of the trial.
         pruner: hyperband or median; None: nothing is pruned.
     """
 
@@ -62,18 +62,18 @@ def journal_storage(path: Path) -> Any:
 
 def _remove_torn_line(path: Path, lock: Any) -> None:
     """Remove a line that a full disk has cut: the next one would be glued to it."""
-    if not path.exists() or _ends_whole(path):
+    if not path.exists() or _ends_with_newline(path):
         return
     lock.acquire()
     try:
         # Another process may have been writing it.
-        if not _ends_whole(path):
+        if not _ends_with_newline(path):
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     finally:
         lock.release()
 
 
-def _ends_whole(path: Path) -> bool:
+def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size == 0:

@@ -290,7 +290,7 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
         child = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
     try:
         signals.install_stop_handler(signals.interrupt)
-        signals.check()
+        signals.raise_if_received()
         return child.wait()
     finally:
         child.terminate()

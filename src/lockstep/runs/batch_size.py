@@ -56,7 +56,7 @@ def resolve_batch(
         return Batch.cut(cluster.world_size * accumulate, cluster.world_size, accumulate)
     if limit is None or states_accumulation(config.get("overrides", ())):
         return Batch.cut(size_or_max, cluster.world_size, accumulate)
-    return Batch.within(size_or_max, cluster.world_size, limit)
+    return Batch.cut_to_limit(size_or_max, cluster.world_size, limit)
 
 
 def _refuse_other_loaders(batches: int, world_size: int) -> None:

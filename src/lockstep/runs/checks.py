@@ -8,7 +8,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster, find_requested_run_id
-from lockstep.records.config import Config, data_name, model_name, seconds_of
+from lockstep.records.config import Config, data_name, model_name, parse_seconds
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.storage.s3 import Bucket
 
@@ -95,7 +95,7 @@ def _check_training(config: Config) -> None:
             f"trainer.ema_decay={decay}: give a number from 0 to below 1, such as 0.999, or null."
         )
     if trainer["max_time"]:
-        seconds_of(trainer["max_time"], "trainer.max_time")
+        parse_seconds(trainer["max_time"], "trainer.max_time")
 
 
 def _check_training_on_cpu(config: Config) -> None:

@@ -18,7 +18,7 @@ from lockstep.process.errors import (
 from lockstep.ranks.find import Cluster
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
-from lockstep.records.metric_names import format_metric, tested_name
+from lockstep.records.metric_names import format_metric, metric_of_test
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.resume import find_finished_run
 from lockstep.runs.run_lock import hold_run_lock
@@ -171,7 +171,7 @@ def _format_metrics(record: RunRecord) -> list[str]:
     Without either it is the monitored one, or the loss, as the training has left it.
     """
     metrics = record.metrics
-    names = [f"{record.monitor}_best", tested_name(record.monitor, metrics)]
+    names = [f"{record.monitor}_best", metric_of_test(record.monitor, metrics)]
     names = [name for name in names if isinstance(metrics.get(name), float)]
     if not names:
         in_training = [name for name in (record.monitor, "train/loss") if name in metrics]

@@ -128,7 +128,7 @@ def _code_and_host(run: Run) -> dict[str, Any]:
     return {
         "code": provenance.code_state(REPOSITORY),
         "versions": provenance.versions(),
-        "hosts": [provenance.host(run.cluster.node_rank)],
+        "hosts": [provenance.describe_host(run.cluster.node_rank)],
         "launcher": run.cluster.launcher,
         "agent": find_restart_id(environment()),
         "cost": {"price_per_hour": hardware.get("price_per_hour_usd")},

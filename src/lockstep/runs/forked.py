@@ -43,7 +43,7 @@ def run_forked(script: Path, overrides: list[str], environ: Mapping[str, str], o
     child.start()
     try:
         signals.install_stop_handler(signals.interrupt)
-        signals.check()
+        signals.raise_if_received()
         child.join()
         return int(child.exitcode or 0)
     finally:

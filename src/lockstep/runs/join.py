@@ -132,7 +132,7 @@ def join_ranks(run: Run) -> Iterator[None]:
     which phase.
     """
     # The imports of torch and Lightning are done.
-    signals.check()
+    signals.raise_if_received()
     prepare_process(run)
     set_breakpoints(run.cluster)
     several = run.cluster.world_size > 1
@@ -149,7 +149,7 @@ def _join_alone(run: Run) -> Iterator[None]:
     if needs_group:
         _create_group(run)
     try:
-        run.hosts = [provenance.host(run.cluster.node_rank)]
+        run.hosts = [provenance.describe_host(run.cluster.node_rank)]
         run.interruption = Interruption()
         yield
     finally:
@@ -173,7 +173,7 @@ def _join_several(run: Run) -> Iterator[None]:
         lost_after_s=heartbeat.LOST_AFTER_S,
     )
     # After these collectives every rank has constructed its heartbeat.
-    hosts = gather_objects(provenance.host(cluster.node_rank))
+    hosts = gather_objects(provenance.describe_host(cluster.node_rank))
     pids = gather_objects(os.getpid())
     beats.start()
 
@@ -194,7 +194,7 @@ def _join_several(run: Run) -> Iterator[None]:
         dist.barrier()
     except BaseException as error:
         cause = error
-        if isinstance(error, Interrupted) and error.agreed:
+        if isinstance(error, Interrupted) and error.is_agreed:
             failure = _wait_to_leave(beats)
             if failure is None:
                 raise

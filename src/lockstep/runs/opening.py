@@ -19,7 +19,7 @@ from lockstep.process.environment import environment, set_variables
 from lockstep.process.errors import (
     EXIT_FAILED,
     EXIT_OK,
-    Ended,
+    CommandEnded,
     Interrupted,
     UserError,
 )
@@ -72,7 +72,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
     how the run has ended. Then what is left is uploaded, and the page is written.
 
     Raises:
-        Ended: the run could not be opened; the reason has been logged.
+        CommandEnded: the run could not be opened; the reason has been logged.
     """
     opening = Opening(config, cluster)
     run = None
@@ -90,7 +90,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
             code = _finish(opening, code)
 
     if run is None:
-        raise Ended(code)
+        raise CommandEnded(code)
     run.exit_code = code
 
 
@@ -125,15 +125,15 @@ def _report_failure(error: BaseException, opening: "Opening") -> int:
     # the rank that failed.
     is_explained = isinstance(error, Interrupted | UserError) or hasattr(error, "culprit")
     if signals.received and not is_explained:
-        error = Interrupted(signals.first_name())
+        error = Interrupted(signals.first_signal_name())
 
-    if opening.meeting is not None and not getattr(error, "elsewhere", False):
+    if opening.meeting is not None and not getattr(error, "is_of_other_nodes", False):
         # A rank may end before it has joined: let none of the others wait for it.
         meeting = opening.meeting
         error = failures.explain_failure(error, meeting.errors, cluster, meeting.hosts)
     code = failures.report_failure(error, cluster, opening.folder)
     if (
-        getattr(error, "elsewhere", False)
+        getattr(error, "is_of_other_nodes", False)
         and cluster.launcher == "torchrun"
         and cluster.num_nodes > 1
     ):
@@ -174,7 +174,7 @@ class Opening:
         self.meeting = meet(
             self.cluster,
             config["trainer"]["timeout_s"],
-            provenance.fingerprint(config, is_equal_on_all_ranks),
+            provenance.take_fingerprint(config, is_equal_on_all_ranks),
             lambda: asdict(self._decide()),
         )
         return RunDecision(**self.meeting.decision)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.keys import is_placement
-from lockstep.config.overrides import FEW_STEPS, overrides_of_trial, quoted
+from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_trial, quote_value
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
@@ -22,7 +22,7 @@ RANKS = 2
 TOLERANCE_32 = 1e-4
 DIGEST = "callbacks.prove"
 FIXED = {
-    **FEW_STEPS,
+    **SHORT_RUN_OVERRIDES,
     "trainer.max_epochs": 2,
     "trainer.accumulate_grad_batches": 1,
     "trainer.num_sanity_val_steps": -1,
@@ -72,7 +72,7 @@ class Proof:
     def start(self, script_name: str, name: str, overrides: list[str]) -> tuple[int, str]:
         """Run a script; return its exit code and its last line."""
         output = self.folder / f"{name}.txt"
-        log_folder = f"paths.log_dir={quoted(str(self.folder))}"
+        log_folder = f"paths.log_dir={quote_value(str(self.folder))}"
         code = self.run(script_name, [*overrides, log_folder], output)
         text = output.read_text().strip()
         return code, text.rpartition("\n")[2].removeprefix("error: ")

@@ -10,13 +10,13 @@ from lockstep.checkpoints.files import complete_checkpoints
 from lockstep.config import keys
 from lockstep.config.changes import Change, changes_of
 from lockstep.config.compose import compose, defaults_of, plain
-from lockstep.config.foreign import OF_RUN, accept_config
+from lockstep.config.foreign import RUN_ROOTS, accept_config
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import locked_file
 from lockstep.ranks.find import detect_launcher, find_requested_run_id, is_first_on_node
-from lockstep.records.config import ABSENT, Config, lookup, seconds_of
+from lockstep.records.config import ABSENT, Config, lookup, parse_seconds
 from lockstep.records.folder import RunFolder, find_run_folder, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.run_lock import folder_of_run_id
@@ -108,7 +108,7 @@ def _accept_bucket_config(
     Nothing is taken for a group whose class the command line names, as with task._target_=.
     """
     typed = {key_of(override) for override in overrides}
-    roots = tuple(root for root in OF_RUN if f"{root}._target_" not in typed)
+    roots = tuple(root for root in RUN_ROOTS if f"{root}._target_" not in typed)
     title = f"The config of the run {folder.run_id} in its bucket"
     values, rejected = accept_config(config, roots, title)
     missing = [key for key in rejected if key not in typed]
@@ -187,7 +187,7 @@ def _has_reached(limit: str, limits: Limits, record: RunRecord) -> bool:
     if limit == "time":
         max_time = limits["max_time"]
         trained_s = record.fit_seconds or 0
-        return bool(max_time) and seconds_of(max_time, "trainer.max_time") <= trained_s
+        return bool(max_time) and parse_seconds(max_time, "trainer.max_time") <= trained_s
     if limit == "steps":
         return 0 <= limits["max_steps"] <= (record.steps or 0)
     return 0 < (limits["max_epochs"] or 0) <= (record.epochs or 0)

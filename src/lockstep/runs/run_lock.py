@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.process.environment import environment
-from lockstep.process.errors import UserError, is_full
+from lockstep.process.errors import UserError, is_disk_full
 from lockstep.process.files import lock, locked_file
 from lockstep.ranks.find import find_restart_id
 from lockstep.records.config import Config
-from lockstep.records.folder import RunFolder, checked_run_id, find_run_folder, new_run_id
+from lockstep.records.folder import RunFolder, find_run_folder, new_run_id, validate_run_id
 from lockstep.records.record import has_trained, read_record
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def folder_of_run_id(config: Config, run_id: str) -> RunFolder:
         runs = Path(config["sweep_dir"])
     else:
         runs = Path(config["paths"]["log_dir"]) / config["task_name"] / "runs"
-    return RunFolder(runs / checked_run_id(run_id))
+    return RunFolder(runs / validate_run_id(run_id))
 
 
 def choose_run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
@@ -73,24 +73,24 @@ def hold_run_lock(folder: RunFolder, wait_s: float = LOCK_WAIT_S) -> IO[str]:
     raise UserError(
         f"The run {folder.run_id} is still trained by another process, on this machine or on one "
         f"that shares {folder.path.parent}: end it; where its machine is gone, "
-        f"remove {folder.alive}."
+        f"remove {folder.lock_path}."
     )
 
 
 def is_alive(folder: RunFolder) -> bool:
     """Return whether a process trains the run."""
-    if not folder.alive.exists():
+    if not folder.lock_path.exists():
         return False
-    with locked_file(folder.alive, wait_s=0) as is_free:
+    with locked_file(folder.lock_path, wait_s=0) as is_free:
         return not is_free
 
 
 def _open_lock(folder: RunFolder) -> IO[str]:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        return folder.alive.open("a")
+        return folder.lock_path.open("a")
     except OSError as error:
-        if is_full(error):
+        if is_disk_full(error):
             raise
         reason = f"{folder.path} cannot be written ({error.strerror})"
         raise UserError(f"{reason}: give another place with paths.log_dir=.") from None

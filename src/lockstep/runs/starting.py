@@ -62,7 +62,7 @@ def _run_agent(
         signals.install_stop_handler(signals.interrupt)
         from lockstep.ranks import agent
 
-        signals.check()
+        signals.raise_if_received()
         return agent.start_ranks(
             cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"]
         )

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import CONFIGS, compose, one_sentence, whole_config
+from lockstep.config.compose import CONFIGS, compose, describe_error, whole_config
 from lockstep.config.keys import REPEATS
-from lockstep.config.overrides import CommandLine, as_typed, is_choice
+from lockstep.config.overrides import CommandLine, is_choice, quote_names
 from lockstep.config.schema import key_of
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
@@ -28,10 +28,10 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
     from hydra.errors import HydraException
 
     try:
-        typed = [as_typed(override) for override in overrides]
+        typed = [quote_names(override) for override in overrides]
         return OverridesParser.create().parse_overrides(typed)
     except HydraException as error:
-        raise UserError(one_sentence(error)) from None
+        raise UserError(describe_error(error)) from None
 
 
 def choose_first_values(overrides: list[str]) -> list[str]:

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.config.compose import CONFIGS, compose, for_multirun
+from lockstep.config.compose import CONFIGS, adapt_to_multirun, compose
 from lockstep.config.hydra_versions import version_base
 from lockstep.config.keys import FOLD
-from lockstep.config.overrides import as_typed, quoted, search_paths
+from lockstep.config.overrides import quote_names, quote_value, search_paths
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import best_of
 from lockstep.process.environment import environment
 from lockstep.records.folder import RunFolder
-from lockstep.records.metric_names import tested_name
+from lockstep.records.metric_names import metric_of_test
 from lockstep.records.record import read_record
 from lockstep.sweeps.against import choose_paired_sweeper
 from lockstep.sweeps.checks import (
@@ -53,7 +53,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun, report its jobs, and return their worst exit code."""
     command = f"python src/{Path(sys.argv[0]).name} -m {shlex.join(overrides)}"
     # What is wrong is refused before the first job.
-    overrides = for_multirun([as_typed(override) for override in overrides])
+    overrides = adapt_to_multirun([quote_names(override) for override in overrides])
     cfg = compose(config_name, choose_first_values(overrides))
     refuse_missing_options(config_name, overrides)
     sweeper = str(cfg.hydra.runtime.choices.get("hydra/sweeper"))
@@ -73,7 +73,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         with forward_stop_signals():
             return run_job(cfg, HydraConfig.get(), program)
 
-    folder = f"hydra.sweep.dir={quoted(str(sweep_dir))}"
+    folder = f"hydra.sweep.dir={quote_value(str(sweep_dir))}"
     try:
         run_hydra(config_name, start_job, ["--multirun", "--", *overrides, folder])
     finally:
@@ -134,7 +134,7 @@ def unescape(override: str) -> str:
     # A text that is quoted already has a type of its own.
     if type(value) is not str:
         return override
-    return f"{override.partition('=')[0]}={quoted(value)}"
+    return f"{override.partition('=')[0]}={quote_value(value)}"
 
 
 def run_job(
@@ -211,7 +211,7 @@ def _describe_end(
         # Its value is that of a shorter run.
         return Job(number, exit_code, overrides, math.nan, pruned=True, folder=str(folder.path))
     value = best_of(metrics, metric)
-    tested = best_of(metrics, tested_name(metric))
+    tested = best_of(metrics, metric_of_test(metric))
     return Job(number, exit_code, overrides, value, tested, fold_ratio, folder=str(folder.path))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
-from lockstep.process.environment import JOBS, environment, visible_gpus
+from lockstep.process.environment import JOBS, count_visible_gpus, environment
 from lockstep.sweeps import jobs as sweep_jobs
 from lockstep.sweeps.stopping import forward_stop_signals, stop_signals
 
@@ -26,7 +26,7 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
             `trainer.devices` GPUs.
     """
     environ = environment()
-    gpus = 0 if trainer.accelerator == "cpu" else visible_gpus(environ)
+    gpus = 0 if trainer.accelerator == "cpu" else count_visible_gpus(environ)
     gpus_of_job = trainer.devices if isinstance(trainer.devices, int) else 1
     if "process_devices" in trainer and trainer.launch == "one_process":
         # One process may use all of them.

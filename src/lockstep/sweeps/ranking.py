@@ -83,7 +83,7 @@ def format_ranking(jobs: Sequence[Job], arms: Arms, sweep_dir: Path) -> list[str
         arms: of the jobs.
     """
     metric = arms.metric
-    if arms.repeats_alone:
+    if arms.has_only_repeats:
         return [*arms.lines(), *_format_jobs(jobs, sweep_dir, metric, f"{len(jobs)} jobs:")]
 
     ranked = [job for job in jobs if job.has_value]

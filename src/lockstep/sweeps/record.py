@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.arms import ArmRun, Arms, as_record
+from lockstep.logbook.arms import ArmRun, Arms, arms_as_json
 from lockstep.logbook.sweep_page import SCHEMA_VERSION, SWEEP_FILE, write_sweep_page
 from lockstep.process.files import utc_now, write_atomically
 from lockstep.process.redact import redact_text
-from lockstep.records.metric_names import tested_name
+from lockstep.records.metric_names import metric_of_test
 from lockstep.records.record import RunRecord, read_record, status_of
 from lockstep.sweeps.ranking import Job
 
@@ -28,12 +28,12 @@ def write_sweep(sweep_dir: Path, command: str, jobs: Sequence[Job], arms: Arms) 
         "command": redact_text(command),
         "finished_at": utc_now(),
         "metric": arms.metric,
-        "test_metric": tested_name(arms.metric),
+        "test_metric": metric_of_test(arms.metric),
         "minimize": arms.minimize,
         "jobs": [
             _describe_job(sweep_dir, job, run) for job, run in zip(jobs, arms.runs, strict=True)
         ],
-        **as_record(arms),
+        **arms_as_json(arms),
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     write_atomically(sweep_dir / SWEEP_FILE, lambda file: file.write(text))

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 
-from lockstep.config.overrides import quoted
+from lockstep.config.overrides import quote_value
 from lockstep.process.errors import UserError
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record
@@ -122,7 +122,7 @@ class Search:
             "study": self.study.study_name,
             "folder": trial.user_attrs["folder"],
         }
-        items = [f"{name}:{quoted(text)}" for name, text in texts.items()]
+        items = [f"{name}:{quote_value(text)}" for name, text in texts.items()]
         items += [f"number:{trial.number}", f"pruner:{self.pruner or 'null'}"]
         return [*self.fixed, *self._suggest_overrides(trial), f"trial={{{','.join(items)}}}"]
 

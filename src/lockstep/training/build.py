@@ -26,7 +26,7 @@ from lockstep.config.instantiate import parameters_of
 from lockstep.data.report import collect_settings
 from lockstep.loggers.experiment import SkippingLogger, skip_other_methods
 from lockstep.process.errors import UserError
-from lockstep.records.config import model_name, seconds_of
+from lockstep.records.config import model_name, parse_seconds
 from lockstep.records.trial import Trial
 from lockstep.runs.join import device_of
 from lockstep.runs.run import Run
@@ -264,7 +264,7 @@ def _build_control_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback
     options = run.trainer_config
     callbacks: list[pl.Callback] = []
     if is_training and options["max_time"]:
-        seconds = seconds_of(options["max_time"], "trainer.max_time")
+        seconds = parse_seconds(options["max_time"], "trainer.max_time")
         callbacks.append(MaxTime(seconds, run.recorder.elapsed, run.interruption))
     trial = run.config.get("trial")
     if is_training and trial and trial["pruner"]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.config.instantiate import build, parameters_of, resolve_target
 from lockstep.config.keys import names_images
-from lockstep.config.locate import foreign_import
+from lockstep.config.locate import describe_foreign_import
 from lockstep.config.schema import key_of
 from lockstep.data import report
 from lockstep.process.errors import UserError
@@ -152,7 +152,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
     data = build(drop_unset_options(node))
     if not isinstance(data, pl.LightningDataModule):
         problem = f"data._target_={node['_target_']} is not a LightningDataModule."
-        raise UserError(foreign_import(type(data)) or problem)
+        raise UserError(describe_foreign_import(type(data)) or problem)
     return data
 
 
@@ -320,7 +320,7 @@ def check_same_data_on_ranks(facts: DataFacts, data: Any, cluster: Cluster) -> N
     if cluster.world_size == 1:
         return
     images = RankImages(
-        host=provenance.host(0)["host"],
+        host=provenance.describe_host(0)["host"],
         data_hash=facts["data_hash"],
         counts=(data.num_train, data.num_val, data.num_test),
         pixels={name: facts[name] for name in ("range", "mean", "std") if name in facts},

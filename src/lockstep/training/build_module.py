@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.config.instantiate import build, parameters_of, positional, resolve_target
-from lockstep.config.locate import foreign_import
+from lockstep.config.instantiate import build, parameters_of, positional_parameters, resolve_target
+from lockstep.config.locate import describe_foreign_import
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 from lockstep.records.config import Config
@@ -138,7 +138,7 @@ def _task_options(task: Config, parameters: Mapping[str, inspect.Parameter]) -> 
 
 def _requested_names(options: Config, parameters: Mapping[str, inspect.Parameter]) -> set[str]:
     """Return the parameters that the yaml leaves open, for parts and facts about the data."""
-    names = parameters.keys() - options.keys() - positional(options, parameters)
+    names = parameters.keys() - options.keys() - positional_parameters(options, parameters)
     for name in PARTS & names:
         # A text or a number is an option of the user's that has the name of a part.
         if isinstance(parameters[name].default, str | bool | int | float):
@@ -219,7 +219,8 @@ def check_module(module: Any, target: str) -> None:
     """Raise UserError if task= is no LightningModule, or has layers without a shape."""
     if not isinstance(module, pl.LightningModule):
         raise UserError(
-            foreign_import(type(module)) or f"task._target_={target} is not a LightningModule."
+            describe_foreign_import(type(module))
+            or f"task._target_={target} is not a LightningModule."
         )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):

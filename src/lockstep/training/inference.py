@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoints.load import Checkpoint, read_checkpoint
 from lockstep.checkpoints.random_state import random_state, set_random_state
-from lockstep.config.foreign import OF_DATA, config_of_checkpoint
+from lockstep.config.foreign import DATA_ROOTS, config_of_checkpoint
 from lockstep.config.instantiate import parameters_of, resolve_target
 from lockstep.data.framing import Framing
 from lockstep.data.reading import Reading
@@ -165,7 +165,7 @@ def load_data(
         UserError: there is none, it was not written by this project, or its images are not here.
     """
     path, checkpoint = _locate_and_read(address, logs, s3)
-    config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
+    config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, DATA_ROOTS)
     data_config = {**config["data"], **options}
     data_class = resolve_target(config["data"].get("_target_"), "data._target_")
     if "range" in parameters_of(data_class)[0] and "range" not in options:

@@ -27,7 +27,7 @@ from lockstep.config.compose import compose, whole_config
 from lockstep.config.schema import key_of
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.process.errors import EXIT_FAILED, UserError
-from lockstep.process.output import duration
+from lockstep.process.output import format_duration
 from lockstep.ranks.collectives import has_ranks
 from lockstep.ranks.failures import log_failure
 from lockstep.ranks.find import Cluster, set_rank_environment
@@ -191,7 +191,7 @@ class PredictionProgress:
             return
         self.logged_at = now
         speed = self.done / (now - self.began_at)
-        time_left = duration((self.total - self.done) / speed)
+        time_left = format_duration((self.total - self.done) / speed)
         log.info(
             f"{self.done:,} of {self.total:,} images · {speed:,.0f} images/s · {time_left} left"
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.process.errors import UserError
+from lockstep.process.output import join_names
 from lockstep.records.config import Config, model_name
 from lockstep.runs.run import Run
 from lockstep.training.build_data import DataFacts, pixel_change
@@ -88,7 +89,7 @@ def check_resume_data(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> 
     stored = facts_of(checkpoint)
     before = {**facts, **stored}
     if before["class_names"] != facts["class_names"]:
-        change = f"{_shown(before['class_names'])}, now {_shown(facts['class_names'])}"
+        change = f"{_class_names(before['class_names'])}, now {_class_names(facts['class_names'])}"
         raise _other_images_error(run_id, change)
     if before["data_hash"] == facts["data_hash"]:
         _check_resume_pixels(stored, facts, run_id)
@@ -252,7 +253,7 @@ def adapt_head(
         stored_facts: about the checkpoint's data.
         facts: about this run's data.
     """
-    classes = list(facts.get("class_names", ()))
+    classes = list(facts.get("class_names") or ())
     classes_before = list(stored_facts.get("class_names") or classes)
     saved = _weights_of_equal_width(names, state, initial)
     new = {name: _new_weight(initial[name], facts.get("num_classes")) for name in saved}
@@ -265,7 +266,9 @@ def adapt_head(
         order = [classes_before.index(name) for name in classes]
         reordered = {name: weight[order] for name, weight in saved.items()}
         return AdaptedHead(reordered, "the head's rows are in this run's order of classes")
-    change = f"the classes were {_shown(classes_before)}, now {_shown(classes) or 'none'}"
+    change = (
+        f"the classes were {_class_names(classes_before)}, now {_class_names(classes) or 'none'}"
+    )
     return AdaptedHead(new, f"the head is new ({', '.join(new)}): {change}")
 
 
@@ -301,9 +304,7 @@ def _new_weight(initial: Tensor, num_classes: int | None) -> Tensor:
     return torch.zeros_like(initial)
 
 
-def _shown(names: list[str]) -> str:
-    """Return the first names, and how many there are."""
-    text = ", ".join(names[:SHOWN_CLASSES])
-    if len(names) > SHOWN_CLASSES:
-        text += f", … ({len(names)})"
-    return text
+def _class_names(classes: list[str]) -> str:
+    """Return the first names, and how many there are if not all of them are named."""
+    count = f" ({len(classes)})" if len(classes) > SHOWN_CLASSES else ""
+    return f"{join_names(classes, SHOWN_CLASSES)}{count}"

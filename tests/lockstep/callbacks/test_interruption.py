@@ -166,7 +166,7 @@ def stop_of_nodes(place, asked):
     with pytest.raises(Interrupted) as stopped:
         if interruption._vote_on_stop(node, "test"):
             interruption._stop(node, "test")
-    return stopped.value.elsewhere
+    return stopped.value.is_of_other_nodes
 
 
 def test_only_the_node_whose_rank_was_asked_was_asked():

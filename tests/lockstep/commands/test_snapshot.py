@@ -23,8 +23,8 @@ def project(tmp_path, monkeypatch):
         subprocess.run([*git, *command], check=True)
     monkeypatch.setattr(snapshot, "REPOSITORY", tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "src/train.py")])
-    monkeypatch.setenv(snapshot.IN_SNAPSHOT, "")  # and what is set in a test is taken back
-    monkeypatch.delenv(snapshot.IN_SNAPSHOT)
+    monkeypatch.setenv(snapshot.SNAPSHOT_VARIABLE, "")  # and what is set in a test is taken back
+    monkeypatch.delenv(snapshot.SNAPSHOT_VARIABLE)
     started = []
     monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
     return tmp_path, started
@@ -45,11 +45,11 @@ def test_a_snapshot_runs_the_uncommitted_code_of_the_moment(project):
         "train.py": "changed",
         "new.py": "new",
     }
-    assert os.environ[snapshot.IN_SNAPSHOT] == "1"
+    assert os.environ[snapshot.SNAPSHOT_VARIABLE] == "1"
 
 
 def test_a_snapshot_takes_none_of_itself(project, monkeypatch):
-    monkeypatch.setenv(snapshot.IN_SNAPSHOT, "1")
+    monkeypatch.setenv(snapshot.SNAPSHOT_VARIABLE, "1")
     assert snapshot.run_from_snapshot(["snapshot=true"]) is None and project[1] == []
 
 

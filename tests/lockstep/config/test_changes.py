@@ -39,7 +39,7 @@ OPTIONS = [
         group, option.name, marks=[] if DEFAULTS[group] == option.name else pytest.mark.slow
     )
     for group in DEFAULTS
-    for option in schema.groups(CONFIGS)[group]
+    for option in schema.read_groups(CONFIGS)[group]
     if option.name not in ("default", "none") or DEFAULTS[group] == option.name
 ]
 

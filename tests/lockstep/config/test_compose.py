@@ -101,7 +101,7 @@ def test_what_something_reads_passes(words):
     ],
 )
 def test_a_sweep_takes_what_a_run_takes(typed, taken):
-    assert module.for_multirun([typed]) == [taken]
+    assert module.adapt_to_multirun([typed]) == [taken]
 
 
 @pytest.mark.parametrize(

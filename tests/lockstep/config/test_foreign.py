@@ -11,9 +11,9 @@ import yaml
 from lockstep.config import foreign
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.foreign import (
+    CHECKPOINT_ROOTS,
     GROUPS,
-    OF_CHECKPOINT,
-    OF_RUN,
+    RUN_ROOTS,
     accept_config,
     config_of_checkpoint,
 )
@@ -77,7 +77,7 @@ def test_no_key_lets_a_target_path_or_address_through(group, option, composed_on
             try:
                 found, _ = accept_config(
                     {**base, group: {**(base[group] or {}), **dict.fromkeys(part, value)}},
-                    OF_RUN,
+                    RUN_ROOTS,
                     "It",
                 )
             except UserError:
@@ -86,15 +86,15 @@ def test_no_key_lets_a_target_path_or_address_through(group, option, composed_on
 
 
 def test_nor_does_any_other_key(composed_once):
-    others = [key for key in OF_RUN if key not in GROUPS]
+    others = [key for key in RUN_ROOTS if key not in GROUPS]
     for value in [*HOSTILE, {"a": 1}, {"a": {"_target_": "os.system"}}]:
-        found, _ = accept_config({**stored(), **dict.fromkeys(others, value)}, OF_RUN, "It")
+        found, _ = accept_config({**stored(), **dict.fromkeys(others, value)}, RUN_ROOTS, "It")
         assert not {*others} & {*found}, value
 
 
 def test_a_foreign_config_chooses_no_peers_to_train_with():
     theirs = stored("trainer=hivemind", "trainer.initial_peers=[/ip4/1.2.3.4/tcp/1]")
-    taken, rejected = accept_config(theirs, OF_CHECKPOINT, "It")
+    taken, rejected = accept_config(theirs, CHECKPOINT_ROOTS, "It")
     assert "trainer" not in taken["choices"] and "trainer" not in taken
     assert "trainer=hivemind" in rejected
 
@@ -107,7 +107,7 @@ def test_nothing_outside_the_roots_is_taken():
     before.update(
         task_name="../../..", extra={"_target_": "os.system"}, overrides=["paths.log_dir=/etc"]
     )
-    found, rejected = accept_config(before, OF_RUN, "It")
+    found, rejected = accept_config(before, RUN_ROOTS, "It")
     assert set(found) == {"choices"} and {*rejected} == {
         "callbacks.mine",
         "data.root",
@@ -130,7 +130,7 @@ def test_nothing_outside_the_roots_is_taken():
 )
 def test_an_experiments_own_config_comes_back(words):
     before = stored(*words)
-    found, rejected = accept_config(before, OF_RUN, "It")
+    found, rejected = accept_config(before, RUN_ROOTS, "It")
     now = plain(compose("train", [], found))
     parts = (
         "data",
@@ -154,13 +154,13 @@ def test_a_net_that_cannot_be_built_here_is_refused():
     for target in ("os.system", "models.alexnet.AlexNet", 7, ["models.small_cnn.SmallCNN"]):
         before["model"]["_target_"] = target
         with pytest.raises(UserError, match="It has model._target_=.*cannot be built here"):
-            accept_config(before, OF_CHECKPOINT, "It")
+            accept_config(before, CHECKPOINT_ROOTS, "It")
     for name in ("mine", "../train", "alexnet.yaml", "", 7, None, ["alexnet"], "/etc/passwd"):
         before["choices"]["model"] = name
         with pytest.raises(
             UserError, match="It names model=.*which is not here: there is airbench"
         ):
-            accept_config(before, OF_CHECKPOINT, "It")
+            accept_config(before, CHECKPOINT_ROOTS, "It")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_net_that_cannot_be_built_here_is_refused():
 )
 def test_nonsense_is_refused_in_a_sentence(nonsense):
     with pytest.raises(UserError, match="carries no config|which is not here"):
-        accept_config(nonsense, OF_CHECKPOINT, "It")
+        accept_config(nonsense, CHECKPOINT_ROOTS, "It")
 
 
 def test_a_run_below_the_log_folder_is_the_users_own(tmp_path):

@@ -13,7 +13,7 @@ NAMES = {
     *(key.name for key in schema.keys_in_yaml(CONFIGS / "train.yaml", commented=False)),
     *(
         key.name
-        for group, options in schema.groups(CONFIGS).items()
+        for group, options in schema.read_groups(CONFIGS).items()
         for option in options
         for key in schema.keys_in_yaml(option.path, group, commented=False)
     ),
@@ -58,8 +58,11 @@ ELSEWHERE = {
     ("eval.py", "evaluation_config"): "the values of one evaluation",
     ("eval.py", "size_is_named"): "which options say the size of the images",
     ("lockstep/config/foreign.py", "NAMES"): "the boundary says itself what it lets in",
-    ("lockstep/config/foreign.py", "OF_RUN"): "the boundary says itself what it lets in",
-    ("lockstep/config/overrides.py", "FEW_STEPS"): "the overrides of a run of a few steps",
+    ("lockstep/config/foreign.py", "RUN_ROOTS"): "the boundary says itself what it lets in",
+    (
+        "lockstep/config/overrides.py",
+        "SHORT_RUN_OVERRIDES",
+    ): "the overrides of a run of a few steps",
     ("lockstep/config/suggestions.py", "NAMES_ELSEWHERE"): "names from other programs",
     ("lockstep/runs/batch_search.py", "changes"): "the overrides of a search's trial",
     ("lockstep/runs/proof.py", "FIXED"): "the overrides of a proof",

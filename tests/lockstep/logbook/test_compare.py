@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.logbook.build import keep_run, summarise
 from lockstep.logbook.compare import (
-    as_text,
-    not_held_fixed,
+    caution_about_runs,
+    comparison_text,
     result_rows,
     setting_rows,
     title_of,
@@ -44,20 +44,22 @@ def test_numbers_have_their_ratio_to_the_first_run(
     assert rows["test/acc"] == ["86.43 % ± 0.34 %", "86.51 % ± 0.34 % (+0.08)", "–"]
     assert rows["Epochs"] == ["12", "24", "12"] and rows["Largest batch per device"][0] == "412"
     assert rows["Status"] == ["finished", "finished", "out of memory"]
-    assert not_held_fixed(runs[:2]) == "Not held fixed between these runs: the number of epochs."
-    assert not_held_fixed(runs[:1]) == ""
+    assert (
+        caution_about_runs(runs[:2]) == "Not held fixed between these runs: the number of epochs."
+    )
+    assert caution_about_runs(runs[:1]) == ""
     runs[1].record.compiled, runs[1].record.seed, runs[1].record.code["tree_hash"] = (
         True,
         7,
         "other",
     )
-    assert not_held_fixed(runs[:2]).endswith(
+    assert caution_about_runs(runs[:2]).endswith(
         "the number of epochs, torch.compile, the seed, the code."
     )
 
 
 def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):
-    lines = as_text(runs[:2]).splitlines()
+    lines = comparison_text(runs[:2]).splitlines()
     table = {name: rest for name, *rest in (re.split("  +", line) for line in lines)}
     assert lines[0].split() == ["ddp", "fsdp"] and table["choices.trainer"] == ["ddp", "fsdp"]
     assert lines[1].index("finished") == lines[0].index("ddp")
@@ -67,10 +69,10 @@ def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):
 def test_a_comparison_with_errors_says_what_they_mean(runs, tmp_path):
     meaning = "±: standard error of a share"
     write_comparison(tmp_path / "c.md", runs, "c")
-    assert meaning in as_text(runs) and meaning in (tmp_path / "c.md").read_text()
+    assert meaning in comparison_text(runs) and meaning in (tmp_path / "c.md").read_text()
     for run in runs:
         run.record.summary.pop("errors", None)
-    assert "±" not in as_text(runs)
+    assert "±" not in comparison_text(runs)
 
 
 def test_one_legend_stands_below_the_panels_of_a_comparison(runs, tmp_path):
@@ -104,14 +106,14 @@ def test_other_initial_weights_are_a_difference(runs):
         f"fsdp.ckpt, sha256 {'cd' * 8}",
         "–",
     ]
-    assert "the initial weights" in not_held_fixed(runs[:2])
+    assert "the initial weights" in caution_about_runs(runs[:2])
     runs[2].config["model.weights"] = "mine.pth"
     assert dict(setting_rows(runs))["initial_weights"][2] == "mine.pth"
 
 
 def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
     page = tmp_path / "logbook" / "two.md"
-    write_comparison(page, runs[:2], "Two <ways>", caution=not_held_fixed(runs[:2]))
+    write_comparison(page, runs[:2], "Two <ways>", caution=caution_about_runs(runs[:2]))
     text = page.read_text()
     head = f"# Two &#60;ways&#62;\n\n{NOTE_MARKS[0]}\n\n{NOTE_MARKS[1]}\n\n**Not held fixed between these runs:"
     assert text.startswith(head)

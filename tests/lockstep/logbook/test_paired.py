@@ -10,11 +10,11 @@ import scipy.stats
 from lockstep.logbook.paired import (
     Sample,
     describe_difference,
+    format_rounded,
+    format_with_error,
     is_significant,
     pairs_needed,
-    rounded,
     t_quantile,
-    with_error,
 )
 
 REPETITIONS = 2000
@@ -94,6 +94,6 @@ def test_the_sentence_of_folds_names_the_correction():
 
 
 def test_numbers_have_the_digits_of_their_error():
-    assert with_error(12.345, 0.0996) == "12.35 ± 0.10"
-    assert with_error(1234.5, 120.0, "images") == "1234 ± 120 images"
-    assert [rounded(value, 1) for value in (0.096, 123, 0.00054)] == ["0.1", "100", "0.0005"]
+    assert format_with_error(12.345, 0.0996) == "12.35 ± 0.10"
+    assert format_with_error(1234.5, 120.0, "images") == "1234 ± 120 images"
+    assert [format_rounded(value, 1) for value in (0.096, 123, 0.00054)] == ["0.1", "100", "0.0005"]

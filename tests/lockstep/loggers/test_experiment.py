@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
 from lockstep.loggers.experiment import SkippingLogger, skip_other_methods
-from lockstep.loggers.metrics_csv import MetricsCsv, rows_of
+from lockstep.loggers.metrics_csv import MetricsCsv, read_rows
 from plain_task import Small
 
 
@@ -59,7 +59,7 @@ def test_a_method_that_a_logger_lacks_is_skipped(tmp_path, caplog):
         "logger.tensorboard has no log_image",
     ]
     loggers["csv"].save()
-    assert next(rows_of(tmp_path / "metrics.csv"))["brightness"] == "0.5"
+    assert next(read_rows(tmp_path / "metrics.csv"))["brightness"] == "0.5"
 
 
 def test_loggers_and_experiments_stay_of_their_classes(tmp_path):

@@ -17,7 +17,7 @@ from faults import signal_at_step
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.files import newest_whole, read_sidecar
-from lockstep.loggers.metrics_csv import MetricsCsv, rows_of
+from lockstep.loggers.metrics_csv import MetricsCsv, read_rows
 from plain_task import Numbers, Regression, Small, fit
 from runs import run_script
 
@@ -70,7 +70,7 @@ def test_rows_are_synced_before_the_checkpoint_is_visible(tmp_path, monkeypatch)
 
     def look(self):
         sync(self)
-        held[self.table.last["step"]] = len(list(tmp_path.glob("*.ckpt.json")))
+        held[self.table.last_row["step"]] = len(list(tmp_path.glob("*.ckpt.json")))
 
     monkeypatch.setattr(MetricsCsv, "sync", look)
     log, often = TrainingLog(1), Checkpoints(tmp_path, "val/x", every_minutes=0.0)
@@ -333,6 +333,6 @@ def test_a_name_of_a_test_may_be_logged_in_training(tmp_path):
     logger.add_to_last_row({"test/loss": 0.5})
     logger.save()
     MetricsCsv(tmp_path / "m.csv").begin_at(10)
-    rows = list(rows_of(tmp_path / "m.csv"))
+    rows = list(read_rows(tmp_path / "m.csv"))
     assert [row.get("test_acc") for row in rows] == ["0.5", "1.0"]
     assert [row.get("test/loss") for row in rows] == [None, None]

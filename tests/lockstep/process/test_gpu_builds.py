@@ -88,6 +88,13 @@ def test_a_broken_nvidia_smi_is_quoted(smi):
         read_machine()
 
 
+@pytest.mark.parametrize("line", ["535.54.03, [N/A], NVIDIA L4", "[N/A], 8.9, NVIDIA L4"])
+def test_a_gpu_without_a_capability_is_quoted(line, smi):
+    smi(f"535.54.03, 8.9, NVIDIA L4\n{line}")
+    with pytest.raises(UserError, match="cannot list GPUs .*N/A.*DEVICE=cpu"):
+        read_machine()
+
+
 @pytest.mark.parametrize("has_driver", [False, True])
 def test_without_nvidia_smi_the_drivers_files_decide(has_driver, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_builds, "SMI", (str(tmp_path / "none"),))

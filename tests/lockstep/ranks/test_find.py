@@ -17,7 +17,7 @@ from lockstep.ranks.find import (
     set_rank_environment,
 )
 from lockstep.ranks.placement import RequestedDevices
-from lockstep.records.folder import checked_run_id
+from lockstep.records.folder import validate_run_id
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -208,7 +208,7 @@ def test_who_would_start_this_process_again():
     assert (
         mine
         == find_restart_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
-        == checked_run_id(mine)
+        == validate_run_id(mine)
     )
 
 

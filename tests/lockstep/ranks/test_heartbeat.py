@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from faults import stopped_while_a_checkpoint_is_saved, stopped_while_it_prepares
+from faults import freeze_during_save, stop_while_preparing
 from lockstep.ranks.failures import explain_failure
 from lockstep.ranks.find import Cluster
 from lockstep.ranks.heartbeat import Heartbeat, LostRank
@@ -151,7 +151,7 @@ SIGN = "gave no sign of life for 2 s while the other ranks waited for it"
 
 
 def test_a_rank_that_is_stopped_while_it_prepares_is_named(tmp_path):
-    fault = partial(stopped_while_it_prepares, 1)
+    fault = partial(stop_while_preparing, 1)
     began = time.monotonic()
     done = run_script("train", "trainer=ddp_sim", "run_id=r", logs=tmp_path, before=fault)
     assert done.code == 1 and time.monotonic() - began < 60, done.output
@@ -163,7 +163,7 @@ def test_a_rank_that_is_stopped_while_it_prepares_is_named(tmp_path):
 def test_a_rank_that_freezes_in_a_save_is_named(frozen, place, tmp_path):
     """Lightning's barrier would wait for it for 300 s, the one of a long write for two hours."""
     flag = tmp_path / "frozen"
-    fault = partial(stopped_while_a_checkpoint_is_saved, frozen, place, flag)
+    fault = partial(freeze_during_save, frozen, place, flag)
     done = run_script(
         "train",
         "trainer=ddp_sim",
@@ -194,7 +194,7 @@ def test_a_node_that_goes_while_it_prepares_is_named(dead, number, tmp_path):
             "run_id=r",
             logs=tmp_path / str(rank),
             environment={**master, "NODE_RANK": str(rank)},
-            before=partial(stopped_while_it_prepares, dead, number),
+            before=partial(stop_while_preparing, dead, number),
         )
         for rank in (0, 1)
     ]

@@ -11,18 +11,18 @@ import yaml
 
 from lockstep.process.errors import DiskFullError, UserError, as_disk_full_error
 from lockstep.process.files import lock, locked_file, write_atomically
-from lockstep.process.output import duration
+from lockstep.process.output import format_duration
 from lockstep.records.batch import Batch, states_accumulation
-from lockstep.records.config import seconds_of
-from lockstep.records.folder import checked_run_id, find_run_folder, new_run_id, read_config
+from lockstep.records.config import parse_seconds
+from lockstep.records.folder import find_run_folder, new_run_id, read_config, validate_run_id
 
 
 def test_a_run_id_cannot_leave_its_folder():
     for bad in ("../x", "", ".hidden", "a..b", "x" * 101, "a\nb", ["a"]):
         with pytest.raises(UserError, match="run_id"):
-            checked_run_id(bad)
+            validate_run_id(bad)
     first, second = new_run_id(), new_run_id()
-    assert first != second and first[:10] <= second[:10] and checked_run_id(first) == first
+    assert first != second and first[:10] <= second[:10] and validate_run_id(first) == first
 
 
 def test_a_write_is_whole_or_leaves_the_old_file(tmp_path):
@@ -102,12 +102,12 @@ def test_a_span_of_time_is_read_and_shown():
         "00:01:30:00": 5400,
         "2:05": 125,
     }
-    assert {each: seconds_of(each, "trainer.max_time") for each in stated} == stated
+    assert {each: parse_seconds(each, "trainer.max_time") for each in stated} == stated
     for bad in (0, True, "90 weeks", "1:2:3:4:5", "", "inf"):
         with pytest.raises(
             UserError, match="trainer.max_time=.*: give days:hours:minutes:seconds as 00:01:30:00"
         ):
-            seconds_of(bad, "trainer.max_time")
+            parse_seconds(bad, "trainer.max_time")
     shown = {
         0.4: "0.4 s",
         48: "48 s",
@@ -116,7 +116,7 @@ def test_a_span_of_time_is_read_and_shown():
         11220: "3 h 7 min",
         187261: "2 d 4 h",
     }
-    assert {seconds: duration(seconds) for seconds in shown} == shown
+    assert {seconds: format_duration(seconds) for seconds in shown} == shown
 
 
 # A global batch is cut by ranks and accumulation; what does not divide is refused with the nearest
@@ -133,7 +133,7 @@ def test_a_batch_divides_by_ranks_and_accumulation():
         (64, 2, 32): Batch(64, 32, 1), (64, 1, 32): Batch(64, 32, 2), (64, 4, math.inf): Batch(64, 16, 1),
         (48, 2, 10): Batch(48, 8, 3),  # 24 images of each rank: 12 are too many
     }.items():  # fmt: skip
-        assert Batch.within(*sizes) == wanted
+        assert Batch.cut_to_limit(*sizes) == wanted
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_a_batch_divides_by_ranks_and_accumulation():
         (Batch.cut, ("max", 2, 1), "data.global_batch_size='max': give a whole number from 1 on."),
         (Batch.cut, (True, 1, 1), "data.global_batch_size=True: give"),
         (Batch.cut, (8, 1, 0), "trainer.accumulate_grad_batches=0: give"),
-        (Batch.within, (0, 2, 8), "data.global_batch_size=0: give"),
+        (Batch.cut_to_limit, (0, 2, 8), "data.global_batch_size=0: give"),
         (
-            Batch.within,
+            Batch.cut_to_limit,
             (64, 3, 32),
             "over 3 ranks: the nearest numbers of ranks over which it does are 2 and 4.",
         ),
-        (Batch.within, (8, 9, 8), "over which it does are 8."),
+        (Batch.cut_to_limit, (8, 9, 8), "over which it does are 8."),
     ],
 )
 def test_what_does_not_divide_names_the_nearest_that_do(cut, sizes, said):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lockstep.process.environment import available_cores, network_interface, visible_gpus
+from lockstep.process.environment import available_cores, count_visible_gpus, network_interface
 from lockstep.process.errors import UserError
 from lockstep.process.redact import REDACTED, redact, redact_text, refuse_secrets
 from lockstep.records import provenance
@@ -80,6 +80,25 @@ def test_a_diff_keeps_bytes_and_line_ends(repository, tmp_path_factory):
     assert (other / "tree/src/a.py").read_bytes() == content
 
 
+def test_a_changed_binary_leaves_a_patch_that_applies(repository, tmp_path_factory):
+    (repository / "src" / "icon.png").write_bytes(b"\0one")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "icon")
+    other = tmp_path_factory.mktemp("other")
+    git(repository, "worktree", "add", "-q", str(other / "tree"), "HEAD")
+    (repository / "src" / "icon.png").write_bytes(b"\0two")
+    (repository / "src" / "new.png").write_bytes(b"\0new")
+    (repository / "configs" / "a.yaml").chmod(0o755)
+    (repository / "requirements.txt").write_text("second\n")
+    diff = provenance.code_diff(repository)
+    assert "Binary files a/src/icon.png and b/src/icon.png differ" in diff
+    (other / "code.diff").write_text(diff)
+    git(other / "tree", "apply", str(other / "code.diff"))
+    assert (other / "tree/requirements.txt").read_text() == "second\n"
+    assert os.access(other / "tree/configs/a.yaml", os.X_OK)
+    assert not (other / "tree/src/new.png").exists()
+
+
 def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatch):
     empty = tmp_path_factory.mktemp("empty")
     assert "not a git repository" in provenance.code_state(empty)["commit_unknown"]
@@ -121,7 +140,7 @@ def test_cores_follow_the_quota_of_every_group_above(groups, files, cores, tmp_p
 
 def test_gpus_and_interfaces_are_found_without_a_driver():
     chosen = {"0,3": 2, "": 0, "-1": 0, "NoDevFiles": 0, "GPU-1f, 2,-1,3": 2}
-    assert {word: visible_gpus({"CUDA_VISIBLE_DEVICES": word}) for word in chosen} == chosen
+    assert {word: count_visible_gpus({"CUDA_VISIBLE_DEVICES": word}) for word in chosen} == chosen
     assert (
         network_interface("127.0.0.1") == "lo" and network_interface("no.such.host.invalid") is None
     )
@@ -228,4 +247,4 @@ def test_gpus_are_counted_by_the_driver_without_nvml(driver, count, monkeypatch)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setattr("ctypes.CDLL", load)
-    assert visible_gpus({}) == count
+    assert count_visible_gpus({}) == count

@@ -20,7 +20,7 @@ from lockstep.records.record import RunRecord, read_record, write_record
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.checks import check_before_start
 from lockstep.runs.first_record import find_recipe_changes, format_headlines
-from lockstep.runs.opening import Ended, open_run
+from lockstep.runs.opening import CommandEnded, open_run
 from lockstep.runs.resume import find_reached_limit, read_earlier_config
 from lockstep.runs.run import Run
 from lockstep.runs.run_lock import hold_run_lock
@@ -232,7 +232,7 @@ def test_the_largest_batch_takes_the_place_of_max(tmp_path):
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr("lockstep.ranks.find.visible_gpus", lambda environ: 1)
+    monkeypatch.setattr("lockstep.ranks.find.count_visible_gpus", lambda environ: 1)
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1",
              "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a"}  # fmt: skip
     with pytest.raises(UserError, match="4 ranks on this node see 1 GPU: "):
@@ -321,7 +321,7 @@ def test_who_waits_in_vain_leaves_the_run_alone(error, tmp_path, monkeypatch):
         raise error
 
     monkeypatch.setattr("lockstep.runs.opening.hold_run_lock", wait_in_vain)
-    with pytest.raises(Ended), open_run(config, find_ranks(config, {})):
+    with pytest.raises(CommandEnded), open_run(config, find_ranks(config, {})):
         pass
     assert [path.name for path in folder.path.iterdir()] == ["run.json"]
     assert read_record(folder.record_path).status == "running"
@@ -335,7 +335,7 @@ def test_a_library_that_calls_exit_fails_the_run(tmp_path, monkeypatch):
         sys.exit(0)
 
     monkeypatch.setattr("lockstep.runs.opening.format_headlines", leave)
-    with pytest.raises(Ended) as ended, open_run(config, find_ranks(config, {})):
+    with pytest.raises(CommandEnded) as ended, open_run(config, find_ranks(config, {})):
         pass
     record = read_record(RunFolder(tmp_path / "train" / "runs" / "r").record_path)
     assert ended.value.exit_code == 1

@@ -139,7 +139,7 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
     ],
 )
 def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, monkeypatch):
-    monkeypatch.setattr(local, "visible_gpus", lambda environ: gpus)
+    monkeypatch.setattr(local, "count_visible_gpus", lambda environ: gpus)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher = LocalJobs(n_jobs)
