@@ -36,7 +36,7 @@ from measuring import (
     run_for_output,
     run_record,
 )
-from step_time import Cached, timed_run
+from step_time import CachedLoader, timed_run
 
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
 CLASSES = 10
@@ -280,7 +280,7 @@ def bare_loop(batch: int) -> float:
         "vit_base_patch32_224", num_classes=CLASSES, **SCALE.timm_options
     ).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    batches = iter(Cached(random_batches(batch), SCALE.warmup + SCALE.steps + 1))
+    batches = iter(CachedLoader(random_batches(batch), SCALE.warmup + SCALE.steps + 1))
 
     def step() -> None:
         images, labels = next(batches)
