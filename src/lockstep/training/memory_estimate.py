@@ -63,20 +63,20 @@ def estimate(config: Config) -> int:
     nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     ranks = 1 if trainer["launch"] == "one_process" else devices * nodes
     batches_per_step = ranks * trainer["accumulate_grad_batches"]
-    most_images = _training_images(config) // batches_per_step
+    most_per_device = _training_images(config) // batches_per_step
 
-    # The GiB of each batch that was tried.
+    # The peak in GiB of each batch size that was tried.
     tried: dict[int, float | None] = {}
-    batch: int | None = max(1, min(FIRST_BATCH, most_images))
+    batch: int | None = max(1, min(FIRST_BATCH, most_per_device))
     while batch is not None:
         tensor_bytes = peak_bytes(config, batch, ranks, devices)
         peak = MARGIN * tensor_bytes / GIB
         tried[batch] = peak
         log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
-        batch = choose_next_batch(tried, limit, most_images)
+        batch = choose_next_batch(tried, limit, most_per_device)
 
     largest = find_largest_fitting(tried, limit)
-    note = "limited by the data set · " if largest == most_images else ""
+    note = "limited by the data set · " if largest == most_per_device else ""
     factors = f"{largest} × {ranks} × {trainer['accumulate_grad_batches']}"
     log.info(
         f"estimated largest batch {largest} per device, {largest * batches_per_step} global = "
