@@ -170,7 +170,7 @@ class ImageClassifier(Task):
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
         """Compute the metrics. A validation without `metrics` has one collective."""
-        totals = self.totals(stage)
+        totals = self.pop_totals(stage)
         if not totals:
             # limit_test_batches=0
             return {}

@@ -150,7 +150,7 @@ def test_metrics_rank_batches_of_small_logits_with_others():
 def test_hits_before_a_checkpoint_count_after_it():
     strategy = SimpleNamespace(reduce=lambda counts, reduce_op: 2 * counts, root_device="cpu")
     classifier = ImageClassifier(nn.Flatten(), num_classes=3)
-    classifier._trainer = SimpleNamespace(strategy=strategy, is_global_zero=True, interrupted=False)
+    classifier._trainer = SimpleNamespace(strategy=strategy, interrupted=False)
     logits = torch.eye(3)[[0, 1, 2, 2]].view(4, 1, 1, 3).requires_grad_()
     classifier.training_step((logits, torch.tensor([0, 1, 1, 2])), 0)
     mixed = 0.6 * torch.eye(3)[[0, 0, 0, 2]] + 0.4 * torch.eye(3)[[1, 1, 1, 1]]
@@ -164,9 +164,13 @@ def test_hits_before_a_checkpoint_count_after_it():
     )
     for is_zero, expected in ((True, [10, 16]), (False, [0, 0])):
         other = ImageClassifier(nn.Flatten(), num_classes=3)
-        other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero)
+        state = SimpleNamespace(fn="fit")
+        other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero, state=state)
         other.on_load_checkpoint(checkpoint)
         assert other.pop_sums("train")["train/acc"].tolist() == expected
+        state.fn = "test"
+        other.on_load_checkpoint(checkpoint)
+        assert not other.sums
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -23,13 +24,15 @@ from lockstep.checkpoints.load import read_checkpoint
 from lockstep.data.reading import Reading
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord
-from lockstep.training.inference import FinishedModel
+from lockstep.training.inference import FinishedModel, load_finished
 from lockstep.training.task import Task
+from models.small_cnn import SmallCNN
 from object_store import shared_store
 from plain_task import fit
 from predict import main as predict
 from predict import prediction_rows
 from runs import run_script, succeed
+from tasks.classifier import ImageClassifier
 from tasks.distillation import Distillation, compute_rescaling
 from tasks.manual_optimization import SharpnessAware
 from tasks.multilabel import MultiLabel
@@ -131,6 +134,31 @@ def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatc
     resumed = succeed("train", f"resume={run_id}", f"trainer.max_epochs={epochs}", logs=logs,
                        environment=store.environment())  # fmt: skip
     assert resumed.record["steps"] == 16 * epochs, resumed.output
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("task", "task_class", "options"),
+    [
+        ("classifier", ImageClassifier, {"num_classes": 2}),
+        ("regression", Regression, {"mean": 15, "std": 3}),
+    ],
+)
+def test_a_checkpoint_loads_into_a_plain_trainer(task, task_class, options, tmp_path):
+    done = trained(task, "cpu", tmp_path, "trainer.max_epochs=1")
+    path = newest_whole(done.folder.checkpoints, "best")
+    num_outputs = options.get("num_classes", 1)
+    net = SmallCNN(num_outputs, shapes.SIZE, channels=1)
+    loaded = task_class.load_from_checkpoint(path, net=net, **options).eval()
+
+    images = shapes.pictures(8)["images"]
+    finished = load_finished(str(path), tmp_path).module
+    assert torch.equal(loaded.predict_step(images, 0), finished.predict_step(images, 0))
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    [results] = trainer.test(loaded, datamodule=shapes.Shapes(CASES[task][0]))
+    metrics = done.record["metrics"]
+    assert results == pytest.approx({name: metrics[name] for name in results}, rel=1e-5)
 
 
 @pytest.mark.slow

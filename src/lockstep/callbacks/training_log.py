@@ -171,7 +171,9 @@ class TrainingLog(pl.Callback):
 
     def _end_epoch(self, module: Any) -> Metrics:
         """Return what the module has counted in the epoch, and keep it with the mean loss."""
-        counted_means = module.epoch_means("train") if hasattr(module, "epoch_means") else {}
+        counted_means = {}
+        if hasattr(module, "pop_epoch_means"):
+            counted_means = module.pop_epoch_means("train")
         total, number = self.epoch_losses
         self.epoch_losses = (0.0, 0)
         self.epoch_means = {"train/loss": total / number} if number else {}

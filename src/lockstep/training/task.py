@@ -107,26 +107,33 @@ class Task(pl.LightningModule):
         """Return the metrics counted in a stage, in the same order on every rank."""
         return sorted(name for name in self.sums if name.startswith(f"{stage}/"))
 
-    def totals(self, stage: str) -> dict[str, tuple[float, float]]:
-        """Return sum and number over all ranks by metric, as {"val/loss": (12.5, 50.0)}.
+    def pop_totals(self, stage: str) -> dict[str, list[float]]:
+        """Return sum and number over all ranks by metric, as {"val/loss": [12.5, 50.0]}.
 
-        It is a collective and a host-device synchronisation.
+        It is a collective and a host-device synchronisation, and it empties the sums.
         """
-        sums = self.pop_sums(stage)
+        return self._totals(self.pop_sums(stage))
+
+    def _totals(self, sums: dict[str, Tensor]) -> dict[str, list[float]]:
         if not sums:
             return {}
-
         pairs = torch.stack([*sums.values()])
-        totals = self.trainer.strategy.reduce(pairs, reduce_op="sum").tolist()
-        return {name: (total, number) for name, (total, number) in zip(sums, totals, strict=True)}
+        # After an exception a rank may save without the others.
+        if not self.trainer.interrupted:
+            pairs = self.trainer.strategy.reduce(pairs, reduce_op="sum")
+        return dict(zip(sums, pairs.tolist(), strict=True))
 
-    def epoch_means(self, stage: str) -> dict[str, float]:
-        """Return the exact means since the last call, as {"val/loss": 0.25}.
+    def pop_epoch_means(self, stage: str) -> dict[str, float]:
+        """Return the exact means since the last call, as {"val/loss": 0.25}; empty the sums.
 
-        Those of "train" are over the images as they were augmented.
+        Those of "train" are over the images as they were augmented. It is a collective.
         """
-        totals = self.totals(stage)
+        totals = self.pop_totals(stage)
         return {name: total / number for name, (total, number) in totals.items() if number}
+
+    # Tasks that were written for earlier versions call these names.
+    totals = pop_totals
+    epoch_means = pop_epoch_means
 
     def log_exactly(self, values: dict[str, float]) -> None:
         """Log values that are equal on all ranks, in float64."""
@@ -149,7 +156,7 @@ class Task(pl.LightningModule):
 
         A subclass adds to the exact means.
         """
-        return self.epoch_means(stage)
+        return self.pop_epoch_means(stage)
 
     def on_validation_epoch_end(self) -> None:
         self.log_exactly(self.evaluation_values("val"))
@@ -159,21 +166,22 @@ class Task(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what all ranks have counted in this epoch; a collective unless fit has failed."""
-        sums = {}
-        for name in self._counted_names("train"):
-            pair = self.sums[name].clone()
-            # After an exception a rank may save without the others.
-            if not self.trainer.interrupted:
-                pair = self.trainer.strategy.reduce(pair, reduce_op="sum")
-            sums[name] = pair.tolist()
-        checkpoint["train_sums"] = sums
+        sums = {name: self.sums[name] for name in self._counted_names("train")}
+        checkpoint["train_sums"] = self._totals(sums)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Give rank 0 what all ranks had counted; the others begin at zero."""
-        device = self.trainer.strategy.root_device
+        """Give rank 0 what all ranks had counted, if training resumes; the others begin at zero."""
+        try:
+            trainer = self.trainer
+        except RuntimeError:
+            # load_from_checkpoint has no trainer.
+            return
+        if trainer.state.fn != "fit":
+            return
         for name, pair in (checkpoint.get("train_sums") or {}).items():
+            device = trainer.strategy.root_device
             sums = torch.tensor(pair, dtype=torch.float64, device=device)
-            if not self.trainer.is_global_zero:
+            if not trainer.is_global_zero:
                 sums = torch.zeros_like(sums)
             self.sums[name] = sums
 
