@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,7 @@ class Checkpoints(pl.Callback):
         self.best_value: float | None = None
         self.best_path: Path | None = None
         self.saved_step = -1
-        # Whether this epoch's end is saved as last, because the run stops after it.
-        self.stops_after_epoch = False
+        self._stops_after_epoch = False
         self.validated_step = -1
         self.ended_epoch: EndedEpoch | None = None
         # Whether ranks have logged values of their own
@@ -132,7 +131,7 @@ class Checkpoints(pl.Callback):
             self._set_up_fit(trainer)
 
     def _set_up_fit(self, trainer: pl.Trainer) -> None:
-        self.stops_after_epoch = False
+        self._stops_after_epoch = False
         self.loader_state.attach(trainer)
         callbacks = trainer.callbacks
         if not any(getattr(each, "checkpoints", None) is self for each in callbacks):
@@ -147,6 +146,10 @@ class Checkpoints(pl.Callback):
             files.remove_leftovers(self.folder)
 
     # When to save
+
+    def stop_after_epoch(self) -> None:
+        """Save the end of this epoch as last, because the run stops after it."""
+        self._stops_after_epoch = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is None:
@@ -234,7 +237,7 @@ class Checkpoints(pl.Callback):
             epochs == trainer.max_epochs
             or resume_point.steps_are_over(trainer)
             or trainer.should_stop
-            or self.stops_after_epoch
+            or self._stops_after_epoch
         ):
             return True
         if epochs % self.every_n_epochs:
@@ -332,7 +335,7 @@ class Checkpoints(pl.Callback):
         is_before = self._is_before_validation(trainer, point)
         state = self.loader_state.state_dict(point, is_before_validation=is_before)
         frozen = frozen_state(trainer)
-        position = {"point": asdict(point), "frozen": frozen}
+        position = {"point": point.to_checkpoint(), "frozen": frozen}
         checkpoint["lockstep"] = {**self.contents, **position, **state}
         removed = keep_plain_hyperparameters(checkpoint)
         if removed and not self.writer.is_checked and trainer.is_global_zero:

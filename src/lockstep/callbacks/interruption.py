@@ -124,14 +124,18 @@ class Interruption(pl.Callback):
         self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._is_in_script():
-            self._restore_handlers()
-        else:
+        if self._is_in_notebook():
             self._forget_signals()
+        else:
+            self._restore_handlers()
 
-    def _is_in_script(self) -> bool:
-        """Return whether a script ends now, whose handlers stay; or `setup` was not reached."""
-        return not self._previous_handlers or signals.interrupt in self._previous_handlers.values()
+    def _is_in_notebook(self) -> bool:
+        """Return whether `setup` replaced the handlers of a notebook or a plain script.
+
+        A command, as train.py, has installed `signals.interrupt`, and reports the signal itself.
+        """
+        handlers = self._previous_handlers.values()
+        return bool(handlers) and signals.interrupt not in handlers
 
     def _forget_signals(self) -> None:
         """Forget a signal of the last step, which must not stop the next fit of a notebook."""
@@ -147,7 +151,7 @@ class Interruption(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if not self._is_in_script():
+        if self._is_in_notebook():
             self._forget_signals()
 
     def on_train_batch_end(
@@ -159,8 +163,8 @@ class Interruption(pl.Callback):
             # The epoch's end is saved when all callbacks have had their turn.
             self.stops_after_epoch = self._vote_on_stop(trainer, "train")
             for callback in trainer.callbacks:
-                if isinstance(callback, Checkpoints):
-                    callback.stops_after_epoch = self.stops_after_epoch
+                if self.stops_after_epoch and isinstance(callback, Checkpoints):
+                    callback.stop_after_epoch()
             return
         if self._vote_on_stop(trainer, "train"):
             call_after_module_hook(pl_module, lambda: self._stop(trainer, "train"))

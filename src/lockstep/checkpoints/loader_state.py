@@ -95,8 +95,8 @@ class LoaderState:
                 "before_epoch": self.random_before_epoch,
                 "before_batches": self.random_before_batches,
                 # A step that is not complete is trained again from its first micro-batch.
-                "batches": point.batches_done * self.trainer.accumulate_grad_batches
-                - point.lacking,
+                "batches": point.steps_done * self.trainer.accumulate_grad_batches
+                - point.missing_micro_batches,
             }
         states = [loader.state_dict() for loader in loaders if has_state(loader)]
         ranks = gather_for_checkpoint((now, replay, states), self.trainer)

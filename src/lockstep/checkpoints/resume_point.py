@@ -7,7 +7,7 @@ whether a validation is skipped or repeated. Checkpoints of this project store t
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +21,13 @@ STAGE_NAMES = {
     "sanity_check": VALIDATION,
     "test": "test",
 }
+# The keys of checkpoints, where they differ from the names of a ResumePoint's fields.
+STORED_KEYS = {
+    "steps_done": "batches_done",
+    "missing_micro_batches": "lacking",
+    "limits_when_ended": "ended",
+    "max_time_when_ended_s": "over_at",
+}
 
 
 @dataclass(frozen=True)
@@ -29,28 +36,33 @@ class ResumePoint:
 
     Args:
         epoch: the current epoch from 0; at EPOCH_END the one that has just ended.
-        batches_done: the optimizer steps done in it.
-        phase: TRAINING resumes after `batches_done`, VALIDATION repeats the whole validation at
+        steps_done: the optimizer steps done in it.
+        phase: TRAINING resumes after `steps_done`, VALIDATION repeats the whole validation at
             that point, EPOCH_END starts the next epoch.
         is_last: whether the steps end the epoch.
-        lacking: the micro-batches that its last step has fewer than accumulate_grad_batches.
-        ended: max_epochs and max_steps of a training that a callback ended, as EarlyStopping does.
-        over_at: the seconds of a trainer.max_time that ended the training.
+        missing_micro_batches: how many fewer than accumulate_grad_batches its last step has.
+        limits_when_ended: max_epochs and max_steps of a training that a callback ended, as
+            EarlyStopping does.
+        max_time_when_ended_s: the seconds of a trainer.max_time that ended the training.
     """
 
     epoch: int
-    batches_done: int
+    steps_done: int
     phase: str
     is_last: bool = False
-    lacking: int = 0
-    ended: list[int | None] | None = None
-    over_at: float | None = None
+    missing_micro_batches: int = 0
+    limits_when_ended: list[int | None] | None = None
+    max_time_when_ended_s: float | None = None
 
     @classmethod
     def from_checkpoint(cls, stored: Mapping[str, Any]) -> "ResumePoint":
         """Return the point of a checkpoint, which another version may have written."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in stored.items() if name in names})
+        keys = {field.name: STORED_KEYS.get(field.name, field.name) for field in fields(cls)}
+        return cls(**{name: stored[key] for name, key in keys.items() if key in stored})
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return what a checkpoint stores, with keys that version 2.0 reads too."""
+        return {STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
 
 def stage_name(trainer: pl.Trainer) -> str:
@@ -121,20 +133,21 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> ResumePoint:
     Args:
         validated_step: the optimizer step of the latest validation.
     """
-    batches = micro_batches_done(trainer)
+    micro_batches = micro_batches_done(trainer)
     accumulate = trainer.accumulate_grad_batches
     is_last = ends_epoch(trainer)
-    steps = batches // accumulate
-    lacking = 0
+    steps = micro_batches // accumulate
+    missing = 0
     phase = TRAINING
     if is_last:
-        steps = math.ceil(batches / accumulate)
-        lacking = -batches % accumulate
+        steps = math.ceil(micro_batches / accumulate)
+        missing = -micro_batches % accumulate
         phase = EPOCH_END
     if is_validation_due(trainer) and validated_step != trainer.global_step:
         phase = VALIDATION
 
-    point = ResumePoint(trainer.current_epoch, steps, phase, is_last=is_last, lacking=lacking)
+    epoch = trainer.current_epoch
+    point = ResumePoint(epoch, steps, phase, is_last=is_last, missing_micro_batches=missing)
     return add_end(point, trainer) if has_left_epoch(trainer) else point
 
 
@@ -169,23 +182,33 @@ def find_max_time(trainer: pl.Trainer) -> Any:
 def add_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
     """Return the point with what has ended the training, if a callback or its time has."""
     if is_ended_by_callback(trainer):
-        return replace(point, ended=[trainer.max_epochs, trainer.max_steps])
+        return replace(point, limits_when_ended=[trainer.max_epochs, trainer.max_steps])
     if is_out_of_time(trainer):
-        return replace(point, over_at=find_max_time(trainer).seconds)
+        return replace(point, max_time_when_ended_s=find_max_time(trainer).seconds)
     return point
 
 
 def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
     """End a training that had ended at this point, unless this start asks for more of it."""
-    trainer.should_stop = point.ended == [trainer.max_epochs, trainer.max_steps]
+    trainer.should_stop = point.limits_when_ended == [trainer.max_epochs, trainer.max_steps]
     clock = find_max_time(trainer)
-    if clock is not None and point.over_at is not None and clock.seconds <= point.over_at:
+    earlier_limit_s = point.max_time_when_ended_s
+    if clock is not None and earlier_limit_s is not None and clock.seconds <= earlier_limit_s:
         clock.has_reached_max_time = True
         trainer.should_stop = True
 
 
 def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) -> dict[str, Any]:
-    """Return the state of Lightning's `loops.fit_loop` that resumes at `point`."""
+    """Return the state of Lightning's `loops.fit_loop` that resumes at `point`.
+
+    | phase      | micro-batches ready           | completed | epochs ended |
+    |------------|-------------------------------|-----------|--------------|
+    | TRAINING   | steps × accumulate            | ready - 1 | epoch        |
+    | VALIDATION | steps × accumulate - missing  | ready     | epoch        |
+    | EPOCH_END  | 0, those of the next epoch    | 0         | epoch + 1    |
+
+    In VALIDATION `is_last` says that the epoch's last batch has been trained.
+    """
     epochs_started = point.epoch + 1
     epochs_ended = epochs_started if point.phase == EPOCH_END else point.epoch
     ready, completed = micro_batch_counts(point, accumulate)
@@ -216,11 +239,11 @@ def micro_batch_counts(point: ResumePoint, accumulate: int) -> tuple[int, int]:
     if point.phase == EPOCH_END:
         # The next epoch is the current one.
         return 0, 0
-    ready = point.batches_done * accumulate
+    ready = point.steps_done * accumulate
     if point.phase == TRAINING:
         # This is how Lightning recognises a checkpoint saved in on_train_batch_end.
         return ready, ready - 1
-    ready -= point.lacking
+    ready -= point.missing_micro_batches
     return ready, ready
 
 

@@ -19,7 +19,12 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.files import complete_checkpoints, newest_whole
 from lockstep.checkpoints.load import read_checkpoint
-from lockstep.checkpoints.resume_point import EPOCH_END, ends_step, is_validation_epoch
+from lockstep.checkpoints.resume_point import (
+    EPOCH_END,
+    ResumePoint,
+    ends_step,
+    is_validation_epoch,
+)
 from lockstep.process.errors import Interrupted
 from lockstep.records.record import read_record
 from plain_task import Small, fit
@@ -43,6 +48,29 @@ class Places(pl.Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.epochs.append((is_validation_epoch(trainer), self.__dict__.pop("validated", False)))
+
+
+def test_checkpoints_keep_the_keys_of_version_2():
+    point = ResumePoint(
+        epoch=3,
+        steps_done=5,
+        phase=EPOCH_END,
+        is_last=True,
+        missing_micro_batches=1,
+        limits_when_ended=[9, -1],
+        max_time_when_ended_s=60.0,
+    )
+    stored = {
+        "epoch": 3,
+        "batches_done": 5,
+        "phase": EPOCH_END,
+        "is_last": True,
+        "lacking": 1,
+        "ended": [9, -1],
+        "over_at": 60.0,
+    }
+    assert point.to_checkpoint() == stored
+    assert ResumePoint.from_checkpoint({**stored, "of_a_later_version": 1}) == point
 
 
 @pytest.mark.filterwarnings("ignore")
