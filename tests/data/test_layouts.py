@@ -105,9 +105,13 @@ def test_train_is_the_split_beside_more_of_its_classes(tmp_path):
     assert dm.class_names == ["cat", "dog"] and not dm.warnings
 
 
-def test_splits_that_are_asked_for_must_be_there(tmp_path):
+@pytest.mark.parametrize("folders", [["cat", "dog"], ["test_tube", "dev_board"]])
+def test_splits_that_are_asked_for_must_be_there(folders, tmp_path):
     with pytest.raises(UserError, match="data.splits=true, but .* no folder train/"):
-        prepared(tmp_path, write(tmp_path / "set", ["cat", "dog"]), splits=True)
+        prepared(tmp_path, write(tmp_path / "set", folders), splits=True)
+
+
+def test_another_choice_of_splits_is_refused(tmp_path):
     with pytest.raises(UserError, match="data.splits=maybe must be one of auto, true, false"):
         prepared(tmp_path, tmp_path / "set", splits="maybe")
 
