@@ -15,6 +15,7 @@ With data.splits=auto the first row that fits counts:
     test/{cat,dog}, photos/{cat,dog}                    refused: none is named train
     photos/{cat,dog}                                    refused: the root is one folder too high
     tuning/{cat,dog}, training_images/{cat,dog}         refused: they may be splits
+    trainset/{cat,dog}, testset/{cat,dog}, unsorted     refused: they may be splits
     fox/{day,night}, owl/{day,night}                    classes, with a warning
     all others                                          classes
 
@@ -261,8 +262,12 @@ def _check_same_folders(layout: FolderLayout, warnings: list[str]) -> None:
     A split may lack some of the classes: most of the folders are enough.
     """
     names = sorted(layout.subfolders)
+    named_splits = [name for name in names if parse_splits(name)]
+    if layout.shared_folders(named_splits):
+        # Another folder beside them, as unsorted/, makes them no classes.
+        names = named_splits
     shared = layout.shared_folders(names)
-    most = max(map(len, layout.subfolders.values()), default=0)
+    most = max((len(layout.subfolders[name]) for name in names), default=0)
     if len(shared) < 2 or 2 * len(shared) < most:
         return
     folder_names = _list_names(shared)

@@ -48,6 +48,15 @@ def test_a_split_that_lacks_a_class_is_no_class(part, tmp_path):
         prepared(tmp_path, root)
 
 
+@pytest.mark.parametrize("other", ["unsorted", "extra/fox"])
+def test_a_folder_beside_splits_makes_them_no_classes(other, tmp_path):
+    parts = within(["train_images", "test_images"], ["cat", "dog"])
+    root = write(tmp_path / "set", [*parts, other])
+    with pytest.raises(UserError, match="test_images, train_images each hold the folders cat, dog"):
+        prepared(tmp_path, root)
+    assert len(prepared(tmp_path, root, splits=False).class_names) == 3
+
+
 def test_the_same_folders_in_all_classes_are_reported(tmp_path):
     dm = prepared(tmp_path, write(tmp_path / "set", within(["fox", "owl"], ["day", "night"])))
     assert dm.class_names == ["fox", "owl"]
