@@ -10,15 +10,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.listing import hash_json
-
-if TYPE_CHECKING:
-    from lockstep.data.image_list import ImageList
 
 # Raise it with any change of a hash, here or in `add_drawn_test`: hashes of two methods are not
 # compared. Checkpoints of version 2.0.0 name no method.
@@ -35,7 +32,7 @@ def add_drawn_test(data_hash: str, test: np.ndarray) -> str:
     return hash_json([data_hash, test.tolist()])
 
 
-def hash_files(image_list: "ImageList") -> str:
+def hash_files(image_list: Any) -> str:
     """Return the hash of an ImageList: splits, targets, sizes and content of the files.
 
     The content is all bytes of the files if they are at most 64 MiB in at most 2,048 images.
@@ -101,7 +98,7 @@ def _file_size(path: Path) -> int:
         return 0
 
 
-def _digest_content(image_list: "ImageList", i: int, is_whole: bool) -> bytes:
+def _digest_content(image_list: Any, i: int, is_whole: bool) -> bytes:
     """Return a digest of an image and its mask, or of the middle of both.
 
     A file that cannot be read is reported when it is needed.
