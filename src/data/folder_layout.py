@@ -1,4 +1,28 @@
-"""Decide which folders below data.root are splits and which are classes."""
+"""Decide which folders below data.root are splits and which are classes.
+
+With data.splits=auto the first row that fits counts:
+
+    folders in data.root, with some of those within     what they are
+    train/{cat,dog}, val/cat, photos_test/dog           splits
+    train/{cat,dog}, extra/cat                          train/ is a split, extra/ is left out
+    bus/city, car/suv, train/fast                       classes, with a warning
+    train/{cat,dog}, bus, car                           refused: train/ may be either
+    photos/train                                        refused: the root is one folder too high
+    train_images/{cat,dog}, test_images/cat             splits
+    train_images, test_images                           refused: no folders within
+    test_tube, dev_board                                classes, as none is to train on
+    cat/{train,test}, dog/{train,test}                  refused: the splits lie within
+    test/{cat,dog}, photos/{cat,dog}                    refused: none is named train
+    photos/{cat,dog}                                    refused: the root is one folder too high
+    tuning/{cat,dog}, training_images/{cat,dog}         refused: they may be splits
+    trainset/{cat,dog}, testset/{cat,dog}, unsorted     refused: they may be splits
+    fox/{day,night}, owl/{day,night}                    classes, with a warning
+    all others                                          classes
+
+The rows from photos/{cat,dog} on hold for classes alone, and not for images/ beside masks/.
+data.splits=true reads train/ as a split in the rows three and four, and refuses what would be
+classes. data.splits=false reads all as classes.
+"""
 
 import itertools
 from collections.abc import Iterable
@@ -72,16 +96,9 @@ def split_folders(
     """
     if option is False:
         return {}
-    splits = _find_named_splits(layout)
-    if splits and option == AUTO and _is_class_named_train(layout, splits, warnings):
-        return {}
+    splits = _find_splits(layout, option, warnings)
     if splits:
         return splits
-    _refuse_folder_around_splits(layout)
-    if all(parse_splits(name) for name in layout.subfolders):
-        return _find_splits_by_words(layout)
-    _refuse_splits_within_classes(layout)
-    _refuse_test_without_train(layout)
     if option is True:
         raise UserError(
             f"data.splits=true, but {layout.root} has no folder train/ with class folders: rename "
@@ -90,6 +107,20 @@ def split_folders(
     if holds_classes:
         _refuse_folder_around_classes(layout)
         _check_same_folders(layout, warnings)
+    return {}
+
+
+def _find_splits(layout: FolderLayout, option: bool | str, warnings: list[str]) -> dict[str, int]:
+    """Return the split of each folder that is named as one; {} where all may be classes."""
+    splits = _find_named_splits(layout)
+    if splits:
+        is_class = option == AUTO and _is_class_named_train(layout, splits, warnings)
+        return {} if is_class else splits
+    _refuse_folder_around_splits(layout)
+    if all(parse_splits(name) for name in layout.subfolders):
+        return _find_splits_by_words(layout)
+    _refuse_splits_within_classes(layout)
+    _refuse_test_without_train(layout)
     return {}
 
 
@@ -231,8 +262,12 @@ def _check_same_folders(layout: FolderLayout, warnings: list[str]) -> None:
     A split may lack some of the classes: most of the folders are enough.
     """
     names = sorted(layout.subfolders)
+    named_splits = [name for name in names if parse_splits(name)]
+    if layout.shared_folders(named_splits):
+        # Another folder beside them, as unsorted/, makes them no classes.
+        names = named_splits
     shared = layout.shared_folders(names)
-    most = max(map(len, layout.subfolders.values()), default=0)
+    most = max((len(layout.subfolders[name]) for name in names), default=0)
     if len(shared) < 2 or 2 * len(shared) < most:
         return
     folder_names = _list_names(shared)

@@ -121,9 +121,11 @@ class ImageFolderDataModule(ListedDataModule):
         images = []
         faults = []
         for item in items:
-            stem = os.path.splitext(item.name)[0].replace("images/", "masks/", 1)
             if _is_mask(item):
                 continue
+            # A slash in front: the folder of a split may be named train_images.
+            path = os.path.splitext(f"/{item.name}")[0]
+            stem = path.replace("/images/", "/masks/", 1)[1:]
             if stem in masks:
                 item.label = masks[stem]
                 images.append(item)

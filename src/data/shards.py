@@ -96,9 +96,7 @@ class Shards:
                 f"{self._first_files[False]} does. Give train, val or test in each file, or "
                 "data.splits=false to draw the splits."
             )
-        has_splits = any(map(_parse_path_splits, shards)) or any(
-            item.split != TRAIN for item in items
-        )
+        has_splits = True in self._first_files or any(map(_parse_path_splits, shards))
         if module.splits_option is True and not has_splits:
             raise UserError(
                 f"data.splits=true, but no file in {self._root} is named as a split: rename the "

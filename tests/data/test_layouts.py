@@ -48,6 +48,15 @@ def test_a_split_that_lacks_a_class_is_no_class(part, tmp_path):
         prepared(tmp_path, root)
 
 
+@pytest.mark.parametrize("other", ["unsorted", "extra/fox"])
+def test_a_folder_beside_splits_makes_them_no_classes(other, tmp_path):
+    parts = within(["train_images", "test_images"], ["cat", "dog"])
+    root = write(tmp_path / "set", [*parts, other])
+    with pytest.raises(UserError, match="test_images, train_images each hold the folders cat, dog"):
+        prepared(tmp_path, root)
+    assert len(prepared(tmp_path, root, splits=False).class_names) == 3
+
+
 def test_the_same_folders_in_all_classes_are_reported(tmp_path):
     dm = prepared(tmp_path, write(tmp_path / "set", within(["fox", "owl"], ["day", "night"])))
     assert dm.class_names == ["fox", "owl"]
@@ -105,9 +114,13 @@ def test_train_is_the_split_beside_more_of_its_classes(tmp_path):
     assert dm.class_names == ["cat", "dog"] and not dm.warnings
 
 
-def test_splits_that_are_asked_for_must_be_there(tmp_path):
+@pytest.mark.parametrize("folders", [["cat", "dog"], ["test_tube", "dev_board"]])
+def test_splits_that_are_asked_for_must_be_there(folders, tmp_path):
     with pytest.raises(UserError, match="data.splits=true, but .* no folder train/"):
-        prepared(tmp_path, write(tmp_path / "set", ["cat", "dog"]), splits=True)
+        prepared(tmp_path, write(tmp_path / "set", folders), splits=True)
+
+
+def test_another_choice_of_splits_is_refused(tmp_path):
     with pytest.raises(UserError, match="data.splits=maybe must be one of auto, true, false"):
         prepared(tmp_path, tmp_path / "set", splits="maybe")
 

@@ -311,3 +311,11 @@ def test_a_value_of_another_kind_is_named(said, columns, options, tmp_path):
     parquet.write_table(pa.table({"image": PICTURES, "label": [0, 1] * 12} | columns), root)
     with pytest.raises(UserError, match=said):
         parquet_module(root, tmp_path, **options).prepare()
+
+
+def test_a_column_of_training_rows_alone_names_splits(tmp_path):
+    table = arrow().append_column("split", pa.array(["train"] * 24))
+    parquet.write_table(table, tmp_path / "a.parquet")
+    dm = parquet_module(tmp_path, tmp_path, splits=True)
+    dm.prepare()
+    assert dm.num_test

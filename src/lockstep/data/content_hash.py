@@ -32,7 +32,7 @@ def add_drawn_test(data_hash: str, test: np.ndarray) -> str:
     return hash_json([data_hash, test.tolist()])
 
 
-def hash_files(images: Any) -> str:
+def hash_files(image_list: Any) -> str:
     """Return the hash of an ImageList: splits, targets, sizes and content of the files.
 
     The content is all bytes of the files if they are at most 64 MiB in at most 2,048 images.
@@ -40,21 +40,21 @@ def hash_files(images: Any) -> str:
     single image that is replaced by one of the same size may go unnoticed then. Masks count as
     images do.
     """
-    arrays = {"targets": images.target_values, "sizes": images.num_bytes}
-    arrays |= {f"column {name}": values for name, values in images.columns.items()}
+    arrays = {"targets": image_list.target_values, "sizes": image_list.num_bytes}
+    arrays |= {f"column {name}": values for name, values in image_list.columns.items()}
     with ThreadPoolExecutor(THREADS) as pool:
-        num_bytes = images.num_bytes.sum()
-        if images.mask_names:
+        num_bytes = image_list.num_bytes.sum()
+        if image_list.mask_names:
             mask_sizes = list(
-                pool.map(lambda i: _file_size(images.mask_path(i)), range(len(images)))
+                pool.map(lambda i: _file_size(image_list.mask_path(i)), range(len(image_list)))
             )
             arrays["mask sizes"] = np.array(mask_sizes, np.int64)
             num_bytes += sum(mask_sizes)
 
-        digest = _begin_digest(images.class_names, images.splits, arrays)
-        is_whole = len(images) <= WHOLE_IMAGES and num_bytes <= WHOLE_BYTES
-        positions = range(len(images)) if is_whole else _sample_positions(len(images))
-        for content in pool.map(lambda i: _digest_content(images, i, is_whole), positions):
+        digest = _begin_digest(image_list.class_names, image_list.splits, arrays)
+        is_whole = len(image_list) <= WHOLE_IMAGES and num_bytes <= WHOLE_BYTES
+        positions = range(len(image_list)) if is_whole else _sample_positions(len(image_list))
+        for content in pool.map(lambda i: _digest_content(image_list, i, is_whole), positions):
             digest.update(content)
     return digest.hexdigest()
 
@@ -98,16 +98,16 @@ def _file_size(path: Path) -> int:
         return 0
 
 
-def _digest_content(images: Any, i: int, is_whole: bool) -> bytes:
+def _digest_content(image_list: Any, i: int, is_whole: bool) -> bytes:
     """Return a digest of an image and its mask, or of the middle of both.
 
     A file that cannot be read is reported when it is needed.
     """
     digest = hashlib.blake2b()
     try:
-        digest.update(images.read(i, *_choose_bytes(int(images.num_bytes[i]), is_whole)))
-        if images.mask_names:
-            path = images.mask_path(i)
+        digest.update(image_list.read(i, *_choose_bytes(int(image_list.num_bytes[i]), is_whole)))
+        if image_list.mask_names:
+            path = image_list.mask_path(i)
             first, count = _choose_bytes(_file_size(path), is_whole)
             with path.open("rb") as file:
                 file.seek(first)

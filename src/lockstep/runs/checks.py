@@ -12,13 +12,12 @@ from lockstep.records.config import Config, data_name, model_name, parse_seconds
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.storage.s3 import Bucket
 
-# Modules of src/data whose data.root exists or is an address. A class of the user's may make its
-# root.
+# Modules of src/data whose data.root exists or is an address. torchvision downloads into its root,
+# and a class of the user's may make it.
 READERS_OF_FOLDERS = (
     "data.image_folder",
     "data.parquet",
     "data.table",
-    "data.torchvision_sets",
     "data.webdataset",
 )
 # An override of one of these keys makes a training on a CPU a choice.

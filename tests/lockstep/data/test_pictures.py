@@ -94,11 +94,11 @@ def test_numbers_beside_the_images_are_passed_over(tiles, tmp_path):
     assert [lines for _, lines, _ in tiles[0]] == [["cat"], ["dog"]]
 
 
-def mistakes(tiles, targets, predictions):
+def mistakes(tiles, targets, predictions, data=COLOUR, shape=(3, 4, 4)):
     """Return the caption and the colour of one tested image."""
-    parts = [torch.tensor([2.5]), torch.tensor([-1]), torch.zeros(1, 3, 4, 4)]
+    parts = [torch.tensor([2.5]), torch.tensor([-1]), torch.zeros(1, *shape)]
     tested = pictures.TestedImages(*parts, targets[None], predictions[None])
-    write_mistakes("m.png", tested, COLOUR)
+    write_mistakes("m.png", tested, data)
     [(_, lines, colour)] = tiles[-1]
     return lines, colour
 
@@ -121,6 +121,18 @@ def test_labels_numbers_and_masks_have_their_words(tiles):
     mask = torch.tensor([[0, 0, 1, -1]] * 4)
     assert mistakes(tiles, mask, torch.zeros_like(mask))[0][0] == "66.7% of the pixels right"
     assert len(tiles[-1][0][0]) == 3
+
+
+def test_labels_that_begin_alike_are_compared_whole(tiles):
+    data = SimpleNamespace(class_names=["vehicle_damage_left", "vehicle_damage_right"])
+    lines, colour = mistakes(tiles, torch.tensor([1.0, 0]), torch.tensor([0.1, 0.9]), data)
+    assert lines[1] == f"true: {lines[0]}" and colour == pictures.RED
+
+
+def test_all_views_of_a_mistake_stand_beside_its_masks(tiles):
+    mask = torch.zeros(4, 4, dtype=torch.int64)
+    mistakes(tiles, mask, mask, shape=(2, 3, 4, 4))
+    assert [picture.size for picture in tiles[-1][0].pictures] == [(4, 4)] * 4
 
 
 def test_a_label_that_nobody_knows_is_no_mistake(tiles):

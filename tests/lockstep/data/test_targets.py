@@ -228,6 +228,21 @@ def test_255_counts_in_binary_masks_alone(pictures, tmp_path):
     assert dm.class_names == ["0", "1", "2", "3"] and torch.equal(images[:, 0] > 0.5, masks == -1)
 
 
+def test_splits_named_images_have_their_masks(pictures, tmp_path):
+    for part, numbers in (("train_images", range(20)), ("val_images", range(20, N))):
+        for folder in ("images", "masks"):
+            (tmp_path / "set" / part / folder).mkdir(parents=True)
+            for i in numbers:
+                name = f"{folder}/{i:02d}.png"
+                (pictures / name).rename(tmp_path / "set" / part / name)
+    dm = ImageFolderDataModule(
+        root=tmp_path / "set", target="mask", cache_dir=tmp_path / "cache", **OPTIONS
+    )
+    dm.prepare()
+    assert len(dm.splits.train) == 20
+    assert dm.source.mask_path(0) == tmp_path / "set/train_images/masks/00.png"
+
+
 def test_masks_that_are_missing_or_do_not_fit(pictures, tmp_path):
     mask = pictures / "masks" / "03.png"
     mask.unlink()

@@ -91,7 +91,7 @@ def test_arms_need_a_sweep():
     assert "add -m and seed=1,2,3" in refused("data=digits", "against=baseline")
 
 
-@pytest.mark.parametrize("data", ["cifar10", "csv", "webdataset"])
+@pytest.mark.parametrize("data", ["image_folder", "csv", "webdataset"])
 def test_a_root_that_is_not_there_is_refused(data, tmp_path):
     said = refused(f"data={data}", group="data", root=f"{tmp_path}/nowhere")
     assert said.startswith(f"data.root={tmp_path}/nowhere does not exist: give a folder or file")
@@ -99,8 +99,10 @@ def test_a_root_that_is_not_there_is_refused(data, tmp_path):
         assert refused(f"data={data}", group="data", root=root) is None
 
 
-def test_a_class_of_the_users_may_make_its_root():
-    assert refused("data=digits", group="data", root="nowhere") is None
+@pytest.mark.parametrize("data", ["cifar10", "mnist", "digits"])
+def test_a_source_that_makes_its_root_is_taken(data):
+    """torchvision downloads into a new folder; a class of the user's may write one."""
+    assert refused(f"data={data}", group="data", root="nowhere") is None
 
 
 def test_what_is_refused_is_refused_without_torch(tmp_path):
