@@ -41,7 +41,7 @@ PLACE_NAME = re.compile(
     r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers|cfg$"
 )
 ADDRESS_NAME = re.compile(r"addr|peers")
-LARGEST_NUMBER = 2**31
+LARGEST_NUMBER = keys.LARGEST_SEED
 LONGEST_LIST = 64
 
 

@@ -12,6 +12,7 @@ from lockstep.config import foreign
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.foreign import (
     CHECKPOINT_ROOTS,
+    DATA_ROOTS,
     GROUPS,
     RUN_ROOTS,
     accept_config,
@@ -147,6 +148,11 @@ def test_an_experiments_own_config_comes_back(words):
     assert {part: now[part] for part in parts} == {
         part: before[part] for part in parts
     } and rejected == []
+
+
+def test_every_seed_that_a_run_may_have_comes_back():
+    found, rejected = accept_config(stored("seed=4294967295"), DATA_ROOTS, "It")
+    assert found["seed"] == 4294967295 and not rejected
 
 
 def test_a_net_that_cannot_be_built_here_is_refused():
