@@ -79,7 +79,7 @@ class Step(State):
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What `StepDigest` writes of loaders and module when the training starts.
+    """The loaders and the module, as `StepDigest` describes them when the training starts.
 
     Args:
         loaders: number of training loaders.
@@ -100,7 +100,7 @@ class TrainingSetup:
 
 @dataclass
 class StepTrace:
-    """What all ranks of a run have computed, step by step.
+    """The steps, metrics and starts of all ranks of a run.
 
     Attributes:
         steps: by optimizer step.
