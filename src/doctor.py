@@ -225,6 +225,9 @@ def _check_bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
             answers.append(Finding(True, f"{s3['uri']} can be written"))
         except UserError as error:
             answers.append(Finding(False, f"s3: {error}"))
+        except Exception as error:
+            # Any other error is an answer too.
+            answers.append(Finding(False, f"s3: {type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()

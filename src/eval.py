@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.commands.command_line import read_command
 from lockstep.config import keys
 from lockstep.config.compose import compose, plain
-from lockstep.config.foreign import stored_config
+from lockstep.config.foreign import choose_stored_config
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 from lockstep.process.files import utc_now
@@ -137,7 +137,7 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
     checkpoint = read_checkpoint(path)
     contents = checkpoint.get("lockstep")
     config = contents.get("config") if isinstance(contents, dict) else None
-    return TrainedCheckpoint(path, stored_config(path, config, logs), facts_of(checkpoint))
+    return TrainedCheckpoint(path, choose_stored_config(path, config, logs), facts_of(checkpoint))
 
 
 def inherited_config(stored: Config) -> Config:

@@ -41,13 +41,13 @@ from lockstep.runs.proof_causes import (
     first_random_call,
     has_same_targets,
 )
-from lockstep.runs.recording import (
+from lockstep.runs.step_trace import (
     Difference,
-    Recording,
+    StepTrace,
     difference_result,
+    differing_attributes,
     first_difference,
     metric_difference,
-    other_attributes,
 )
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def check_repeat(proof: Proof) -> CheckResult:
     cause = "the order of the sums on this device differs: trainer.deterministic=true"
     if difference.kind == "images":
         cause = cause_of_unseeded(proof.reference)
-    elif proof.reference.draws:
+    elif proof.reference.draws_random_numbers:
         cause = f"a generator that no seed reaches: {first_random_call(proof.reference)}"
     return difference_result("repeat", difference, cause)
 
@@ -96,12 +96,12 @@ def check_resume(
 
 def check_accumulate(proof: Proof) -> CheckResult:
     reason = proof.why_not_in_parts()
-    norms = proof.reference.facts.batch_norms
+    norms = proof.reference.setup.batch_norms
     if norms:
         reason = f"BatchNorm ({norms[0]}) normalises micro-batches"
     if reason:
         return skip_check("accumulate", reason)
-    run = proof.record_in_parts("accumulate", micro_batches=2)
+    run = proof.trace_in_parts("accumulate", micro_batches=2)
     if "manual optimization" in proof.failures.get("accumulate", ""):
         return skip_check("accumulate", "the module calls its optimizers itself")
     result = compare_parts(proof, "accumulate", run)
@@ -118,7 +118,7 @@ def check_ranks(proof: Proof, check: str) -> CheckResult:
     return compare_parts(proof, check, proof.run_on_two_ranks(check))
 
 
-def compare_parts(proof: Proof, check: str, run: Recording) -> CheckResult:
+def compare_parts(proof: Proof, check: str, run: StepTrace) -> CheckResult:
     """Compare losses, weights and optimizer of a run that computes batches in parts."""
     reference = proof.reference
     difference = first_difference(run, reference, proof.tolerance, compares_metrics=False)
@@ -142,7 +142,7 @@ def check_workers(proof: Proof) -> CheckResult:
         changes = {"data.num_workers": 2}
         if "path" in proof.config["data"]:
             changes["data.path"] = "loader"
-    run = proof.record_run("workers", changes)
+    run = proof.trace_run("workers", changes)
     if "workers" in proof.failures:
         return CheckResult("workers", False, None, "the run fails", proof.failures["workers"])
     reference = proof.reference
@@ -157,18 +157,18 @@ def check_workers(proof: Proof) -> CheckResult:
     return difference_result("workers", tolerated, "the step depends on the number of workers")
 
 
-def explain_workers(proof: Proof, run: Recording, difference: Difference) -> CheckResult:
+def explain_workers(proof: Proof, run: StepTrace, difference: Difference) -> CheckResult:
     """Tell streams and copied generators from transforms that PyTorch seeds for each worker."""
     if proof.compare_repeat():
         return skip_check("workers", "two runs of the same command differ already")
-    facts = proof.reference.facts
-    if facts.streams:
+    setup = proof.reference.setup
+    if setup.streams:
         cause = (
-            f"{facts.streams[0]} is read by every worker as a whole: take a share by "
+            f"{setup.streams[0]} is read by every worker as a whole: take a share by "
             "torch.utils.data.get_worker_info()"
         )
         return difference_result("workers", difference, cause)
-    if facts.generators:
+    if setup.generators:
         cause = (
             f"a generator of the dataset ({first_random_call(proof.reference)}) is copied into "
             "each worker: draw from torch.rand, which each worker seeds"
@@ -196,7 +196,7 @@ def check_metric(proof: Proof) -> CheckResult:
     # Metrics are compared as long as the weights are equal: the sanity check is before any step.
     training = first_difference(run, reference, proof.tolerance, compares_metrics=False)
     last = training.step - 1 if training else len(reference.steps)
-    compared = Recording(
+    compared = StepTrace(
         metrics={key: ranks for key, ranks in reference.metrics.items() if key[1] <= last}
     )
     difference = metric_difference(run, compared, proof.tolerance, [monitor])
@@ -234,11 +234,11 @@ def check_eval(proof: Proof) -> CheckResult:
     steps = list(reference.steps.values())
     when = ("test", len(steps))
     difference = metric_difference(
-        Recording(metrics={when: [values]}), Recording(metrics={when: [expected]}), proof.tolerance
+        StepTrace(metrics={when: [values]}), StepTrace(metrics={when: [expected]}), proof.tolerance
     )
     if difference is None:
         return CheckResult("eval", True)
-    changed = other_attributes(reference.starts[0], steps[-1])
+    changed = differing_attributes(reference.starts[0], steps[-1])
     names = ", ".join(f"self.{name}" for name in changed) or "of the module"
     cause = f"state that is not in the checkpoint ({names}), or random numbers in test_step"
     return difference_result("eval", difference, cause)
@@ -246,11 +246,11 @@ def check_eval(proof: Proof) -> CheckResult:
 
 def check_compile(proof: Proof) -> CheckResult:
     """Compare the compiled net with the net as it is written."""
-    if proof.reference.draws:
+    if proof.reference.draws_random_numbers:
         return skip_check(
             "compile", "the step draws random numbers, and compiled kernels draw others"
         )
-    run = proof.record_run("compile", {"trainer.compile": True})
+    run = proof.trace_run("compile", {"trainer.compile": True})
     if "compile" in proof.failures:
         return CheckResult("compile", False, None, "the run fails", proof.failures["compile"])
     difference = first_difference(run, proof.reference, proof.tolerance, compares_metrics=False)

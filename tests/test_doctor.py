@@ -127,6 +127,15 @@ def test_a_master_that_only_its_own_host_reaches_is_named(interface, fine, monke
     assert ("/etc/hosts" in found.get(False, "")) != fine
 
 
+def test_an_unforeseen_error_of_a_bucket_is_named(monkeypatch):
+    def fail(bucket):
+        raise KeyError("Region")
+
+    monkeypatch.setattr("lockstep.storage.s3.Bucket.check_writable", fail)
+    [(fine, found, _)] = doctor._check_bucket({"uri": "s3://bucket/x"})
+    assert not fine and found == "s3: KeyError: 'Region'"
+
+
 def test_a_bucket_that_is_silent_or_not_there_takes_seconds(monkeypatch):
     for name, value in {
         "ACCESS_KEY_ID": "key",

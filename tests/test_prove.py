@@ -11,7 +11,7 @@ import broken_modules
 import prove
 from lockstep.config.compose import compose, whole_config
 from lockstep.records.proof_table import CheckResult, write_table
-from lockstep.runs.recording import Recording
+from lockstep.runs.step_trace import StepTrace
 from runs import run_script, with_small_defaults
 
 BROKEN = Path(broken_modules.__file__)
@@ -96,10 +96,10 @@ def test_a_run_without_a_validation_has_no_metric(tmp_path):
     values = {("sanity", 0): [{"val_loss": 1.0}]}
     proof = SimpleNamespace(
         config={"task": {"monitor": "val_loss"}},
-        reference=Recording(metrics=values),
+        reference=StepTrace(metrics=values),
         is_lockstep=True,
         one_process="cpu",
-        run_on_two_ranks=lambda name: Recording(metrics={("sanity", 0): [{"val_loss": 0.5}]}),
+        run_on_two_ranks=lambda name: StepTrace(metrics={("sanity", 0): [{"val_loss": 0.5}]}),
         failures={"ddp": "rank 0 is lost"},
     )
     result = prove.check_metric(proof)

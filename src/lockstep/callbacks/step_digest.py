@@ -1,7 +1,7 @@
 """Record what each step of a run computes, so that src/prove.py can compare runs.
 
-A recording is `steps-rank<n>.jsonl` in the run's folder. Tensors are recorded as a hash, their norm
-and a projection, so that a large net needs no more room than a small one.
+Each rank writes `steps-rank<n>.jsonl` in the run's folder. Tensors are recorded as a hash, their
+norm and a projection, so that a large net needs no more room than a small one.
 """
 
 import ast

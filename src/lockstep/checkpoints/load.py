@@ -52,7 +52,7 @@ def read_checkpoint(
     except Exception as error:
         fault = _fault_of_file(content or path) or _describe_error(error)
     if fault:
-        raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
+        raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}.")
 
     # A new dict is without the versions that torch attaches to the state.
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
@@ -72,11 +72,11 @@ def _describe_error(error: Exception) -> str:
         reason = lines[-2]
     else:
         reason = " ".join(lines)
-    return f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
+    return f"{type(error).__name__}: {reason[:300]}".rstrip(": .")
 
 
-def _fault_of_file(source: str | Path | io.BytesIO) -> str:
-    """Return a sentence if a file does not begin as torch.save writes: as a zip, or as a pickle.
+def _fault_of_file(source: str | Path | io.BytesIO) -> str | None:
+    """Say why a file is none of torch.save, by its begin; None if it is one: a zip or a pickle.
 
     Raises:
         UserError: it cannot be read.
@@ -90,10 +90,10 @@ def _fault_of_file(source: str | Path | io.BytesIO) -> str:
         except OSError as error:
             raise _unreadable_error(source, error) from None
     if not start:
-        return "the file is empty."
+        return "the file is empty"
     if start == b"PK" or start.startswith(b"\x80"):
-        return ""
-    return "it is no file of torch.save. Pass a .ckpt file or the id of a run."
+        return None
+    return "it is no file of torch.save. Pass a .ckpt file or the id of a run"
 
 
 def _fault_of_content(checkpoint: Any) -> str | None:

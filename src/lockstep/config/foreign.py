@@ -8,7 +8,7 @@ config.yaml of a run below logs/ is trusted. Imports no torch.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.config import keys
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
@@ -38,17 +38,29 @@ NAMES = {
     "tags": WORD,
 }
 PLACE_NAME = re.compile(
-    r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers|cfg$"
+    r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers"
+    # The cfg of model_cfg is a file, that of cfg_scale is none.
+    r"|cfg$"
 )
 ADDRESS_NAME = re.compile(r"addr|peers")
-LARGEST_NUMBER = 2**31
+LARGEST_NUMBER = keys.LARGEST_SEED
 LONGEST_LIST = 64
 
 
-def accept_config(
-    stored: object, roots: tuple[str, ...], owner: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of an untrusted config that may be used, and the keys that were rejected.
+class Accepted(NamedTuple):
+    """An untrusted config, or a part of it, after the check.
+
+    Attributes:
+        values: what may be used.
+        rejected: the values that may not, by their dotted keys.
+    """
+
+    values: dict[str, Any]
+    rejected: dict[str, Any]
+
+
+def accept_config(stored: object, roots: tuple[str, ...], owner: str) -> Accepted:
+    """Return the part of an untrusted config that may be used.
 
     Args:
         roots: top-level keys to take from.
@@ -59,31 +71,25 @@ def accept_config(
     """
     if not isinstance(stored, Mapping):
         raise UserError(f"{owner} carries no config: it was not written by Lockstep.")
-    rejected: dict[str, Any] = {}
-    choices = _accepted_choices(stored, roots, owner, rejected)
+    choices, rejected_choices = _accept_choices(stored, roots, owner)
     defaults = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
 
     candidates = {}
     for root in roots:
         if root in stored and (root in choices or root not in GROUPS):
             candidates[root] = stored[root]
-    values = _accepted_values(candidates, defaults, "", rejected)
+    values, rejected = _accept_values(candidates, defaults)
     for key, value in rejected.items():
         if _builds_another_net(key):
             raise UserError(f"{owner} has {key}={value!r:.60}, which cannot be built here.")
-    return {**values, "choices": choices}, list(rejected)
+    return Accepted({**values, "choices": choices}, {**rejected_choices, **rejected})
 
 
-def _accepted_choices(
-    stored: Config, roots: tuple[str, ...], owner: str, rejected: dict[str, Any]
-) -> dict[str, str]:
-    """Return the options that the config names and this clone has, by group.
-
-    Args:
-        rejected: gets the others, as {"trainer=hivemind": None}.
-    """
+def _accept_choices(stored: Config, roots: tuple[str, ...], owner: str) -> Accepted:
+    """Return the options that the config names and this clone has, by group."""
     named = _mapping_or_empty(stored.get("choices"))
     choices = {}
+    rejected = {}
     for group in (group for group in GROUPS if group in roots):
         name = named.get(group)
         if not _is_option(group, name):
@@ -93,7 +99,7 @@ def _accepted_choices(
                     f"{owner} names {group}={name!r:.60}, which is not here: there is {options}."
                 )
         elif connects_to_peers(group, str(name)):
-            rejected[f"{group}={name}"] = None
+            rejected[group] = name
         else:
             choices[group] = str(name)
 
@@ -102,7 +108,7 @@ def _accepted_choices(
     ]
     if metrics:
         choices["metrics"] = f"[{','.join(metrics)}]"
-    return choices
+    return Accepted(choices, rejected)
 
 
 def _mapping_or_empty(value: object) -> Config:
@@ -135,16 +141,14 @@ def _builds_another_net(key: str) -> bool:
     return root != "task" or not PLACE_NAME.search(name)
 
 
-def _accepted_values(
-    stored: Config, defaults: Config, prefix: str, rejected: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the accepted values that differ from the defaults of this clone.
+def _accept_values(stored: Config, defaults: Config, prefix: str = "") -> Accepted:
+    """Return the values that differ from the defaults of this clone.
 
     Args:
         prefix: the beginning of the keys in `stored`, as "model.".
-        rejected: gets the values that are not accepted, by their dotted keys.
     """
     values: dict[str, Any] = {}
+    rejected: dict[str, Any] = {}
     for name, value in stored.items():
         key = f"{prefix}{name}"
         default = defaults.get(name)
@@ -155,14 +159,15 @@ def _accepted_values(
         if name in defaults and value == default:
             continue
         if isinstance(value, Mapping) and isinstance(default, Mapping):
-            inner = _accepted_values(value, default, f"{key}.", rejected)
-            if inner:
-                values[name] = inner
+            inner = _accept_values(value, default, f"{key}.")
+            rejected.update(inner.rejected)
+            if inner.values:
+                values[name] = inner.values
         elif _is_key(name) and _is_accepted(key, value, default, is_listed=name in defaults):
             values[name] = value
         elif value not in (None, {}):
             rejected[key] = value
-    return values
+    return Accepted(values, rejected)
 
 
 def _to_list(value: object) -> object:
@@ -222,26 +227,25 @@ def _accepts_number(key: str, number: object, default: object, *, is_listed: boo
     return number is None or (isinstance(number, int | float) and abs(number) <= LARGEST_NUMBER)
 
 
-def stored_config(
-    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = CHECKPOINT_ROOTS
+def choose_stored_config(
+    path: Path, checkpoint_config: object, logs: Path, roots: tuple[str, ...] = CHECKPOINT_ROOTS
 ) -> Config:
     """Return the config of a checkpoint's run.
 
     Args:
-        path: the checkpoint's. Below `logs` the config of its run folder counts.
-        stored: the config in the checkpoint, of which only what is accepted counts.
+        path: of the checkpoint. Below `logs` the config of its run folder counts.
+        checkpoint_config: the config in the checkpoint, of which only what is accepted counts.
     """
     folder = RunFolder(path.resolve().parent.parent)
     is_in_run = path.parent.name == folder.checkpoints.name
     if is_in_run and folder.path.is_relative_to(logs.resolve()) and folder.config_path.is_file():
         return read_config(folder.config_path)
-    config, _ = accept_config(stored, roots, f"The checkpoint {path}")
-    return config
+    return accept_config(checkpoint_config, roots, f"The checkpoint {path}").values
 
 
 def config_of_checkpoint(
-    path: Path, stored: object, logs: Path, roots: tuple[str, ...] = CHECKPOINT_ROOTS
+    path: Path, checkpoint_config: object, logs: Path, roots: tuple[str, ...] = CHECKPOINT_ROOTS
 ) -> Config:
     """Return the whole config to build a checkpoint's net with."""
-    cfg = compose("train", [], stored_config(path, stored, logs, roots))
+    cfg = compose("train", [], choose_stored_config(path, checkpoint_config, logs, roots))
     return {**plain(cfg), "choices": chosen_options(cfg)}

@@ -10,6 +10,9 @@ from functools import cache
 
 from lockstep.records.batch import ACCUMULATION
 
+# As numpy takes it.
+LARGEST_SEED = 2**32 - 1
+
 
 @dataclass(frozen=True)
 class Kind:

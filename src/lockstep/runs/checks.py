@@ -4,6 +4,7 @@ import math
 import tempfile
 from pathlib import Path
 
+from lockstep.config.keys import LARGEST_SEED
 from lockstep.config.schema import key_of
 from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
@@ -78,10 +79,10 @@ def _check_training(config: Config) -> None:
             f"trainer.max_epochs={trainer['max_epochs']}: give a whole number from 1 on, or null."
         )
     seed = config["seed"]
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+    if not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
         raise UserError(
-            f"seed={'null' if seed is None else seed}: give a whole number from 0 to 4294967295, "
-            "as numpy takes."
+            f"seed={'null' if seed is None else seed}: give a whole number from 0 to "
+            f"{LARGEST_SEED}, as numpy takes."
         )
     if trainer.get("limit_train_batches") == 0:
         raise UserError(

@@ -13,7 +13,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
 from lockstep.runs.batch_size import is_lockstep_data
-from lockstep.runs.recording import Difference, Recording, first_difference, read_recording
+from lockstep.runs.step_trace import Difference, StepTrace, first_difference, read_trace
 
 # Images of an optimizer step.
 BATCH = 16
@@ -60,7 +60,7 @@ class Proof:
     tolerance: float
     precision: str = "64-true"
     failures: dict[str, str] = field(default_factory=dict)
-    _reference: Recording | None = None
+    _reference: StepTrace | None = None
 
     @property
     def is_lockstep(self) -> bool:
@@ -100,7 +100,7 @@ class Proof:
         return sizes
 
     @property
-    def reference(self) -> Recording:
+    def reference(self) -> StepTrace:
         """The run that all others are compared with, once `train_reference` has made it."""
         assert self._reference is not None, "train_reference() comes first"
         return self._reference
@@ -134,14 +134,14 @@ class Proof:
     def _read_reference(self, code: int, line: str) -> None:
         if code != EXIT_OK:
             raise UserError(f"This training fails by itself: {line}")
-        self._reference = read_recording(self.run_folder("reference"))
+        self._reference = read_trace(self.run_folder("reference"))
 
     def remove_batches(self) -> None:
         """Remove the batches of the reference, which may be large."""
         shutil.rmtree(self.run_folder("reference") / "batches", ignore_errors=True)
 
-    def record_run(self, name: str, changes: Mapping[str, Any], trainer: str = "") -> Recording:
-        """Train once under this name, and return the recording.
+    def trace_run(self, name: str, changes: Mapping[str, Any], trainer: str = "") -> StepTrace:
+        """Train once under this name, and return the trace.
 
         The run may have failed on its way: `failures` keeps its last line.
         """
@@ -150,16 +150,16 @@ class Proof:
             code, line = self.train(name, changes, trainer)
             if code != EXIT_OK:
                 self.failures[name] = line
-        return read_recording(folder)
+        return read_trace(folder)
 
     def compare_repeat(self) -> Difference | None:
         """Train once more without a change; return where the run differs from the reference."""
-        return first_difference(self.record_run("repeat", {}), self.reference, 0.0)
+        return first_difference(self.trace_run("repeat", {}), self.reference, 0.0)
 
     def run_and_resume(
         self, name: str, stop_option: str, exit_codes: tuple[int, ...], step: int
-    ) -> Recording:
-        """Let an option of StepDigest end a run at a step, resume it, and return its recording.
+    ) -> StepTrace:
+        """Let an option of StepDigest end a run at a step, resume it, and return its trace.
 
         Args:
             exit_codes: those that the stop may have.
@@ -175,10 +175,10 @@ class Proof:
         )
         if code != EXIT_OK:
             raise RunFailed(line)
-        return read_recording(self.run_folder(name))
+        return read_trace(self.run_folder(name))
 
-    def record_in_parts(self, name: str, trainer: str = "", micro_batches: int = 1) -> Recording:
-        """Return the recording of a run that computes the reference's batches in parts."""
+    def trace_in_parts(self, name: str, trainer: str = "", micro_batches: int = 1) -> StepTrace:
+        """Return the trace of a run that computes the reference's batches in parts."""
         changes: dict[str, Any] = {}
         if micro_batches > 1:
             changes["trainer.accumulate_grad_batches"] = micro_batches
@@ -187,18 +187,18 @@ class Proof:
             changes["trainer.devices"] = RANKS
         if not self.is_lockstep:
             changes[f"+{DIGEST}.replay"] = self.run_folder("reference")
-        return self.record_run(name, changes, trainer)
+        return self.trace_run(name, changes, trainer)
 
-    def run_on_two_ranks(self, name: str) -> Recording:
-        return self.record_in_parts(name, f"{name}_sim")
+    def run_on_two_ranks(self, name: str) -> StepTrace:
+        return self.trace_in_parts(name, f"{name}_sim")
 
     def why_not_in_parts(self) -> str:
         """Return why batches in parts cannot give the same, or ""."""
         reference = self.reference
         images = len(next(iter(reference.steps.values())).images)
-        if reference.draws:
+        if reference.draws_random_numbers:
             return "the step draws random numbers, which differ between ranks and micro-batches"
-        if not self.is_lockstep and reference.facts.loaders > 1:
+        if not self.is_lockstep and reference.setup.loaders > 1:
             return "there are several training loaders"
         if images == 0:
             return "the batch holds no tensors, and cannot be cut in two"

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from lockstep.runs.proof import RANKS
-from lockstep.runs.recording import Difference, Recording, other_attributes, state_difference
+from lockstep.runs.step_trace import Difference, StepTrace, differing_attributes, state_difference
 
 
-def cause_of_unseeded(reference: Recording) -> str:
+def cause_of_unseeded(reference: StepTrace) -> str:
     """Return why a run differs from its own repeat."""
     return (
         f"a generator that no seed reaches: {first_random_call(reference)}; draw from torch.rand, "
@@ -14,16 +14,16 @@ def cause_of_unseeded(reference: Recording) -> str:
     )
 
 
-def first_random_call(reference: Recording) -> str:
+def first_random_call(reference: StepTrace) -> str:
     """Return the first line of the user's code that draws random numbers."""
-    calls = reference.facts.random_calls or ["in the data"]
+    calls = reference.setup.random_calls or ["in the data"]
     return calls[0]
 
 
-def cause_of_resume(run: Recording, reference: Recording, difference: Difference) -> str:
+def cause_of_resume(run: StepTrace, reference: StepTrace, difference: Difference) -> str:
     """Return why a resumed run goes on in another way."""
     if difference.kind == "images":
-        loaders = ", ".join(reference.facts.without_state) or "the training loader"
+        loaders = ", ".join(reference.setup.without_state) or "the training loader"
         return (
             f"{loaders} keeps its place without a state: give the loader state_dict and "
             "load_state_dict, as torchdata's StatefulDataLoader has them"
@@ -38,7 +38,7 @@ def cause_of_resume(run: Recording, reference: Recording, difference: Difference
             f"state that is not in the checkpoint: {lost_state}; leave it in on_save_checkpoint, "
             "on_load_checkpoint and state_dict"
         )
-    attributes = ", ".join(f"self.{name}" for name in other_attributes(start, last_step))
+    attributes = ", ".join(f"self.{name}" for name in differing_attributes(start, last_step))
     if difference.kind == "metric" and not attributes:
         return (
             "what the epoch had counted before the stop (torchmetrics, self.log with on_epoch) is "
@@ -50,11 +50,11 @@ def cause_of_resume(run: Recording, reference: Recording, difference: Difference
     )
 
 
-def cause_of_parts(difference: Difference, reference: Recording, run: Recording) -> str:
+def cause_of_parts(difference: Difference, reference: StepTrace, run: StepTrace) -> str:
     """Return why a batch in parts gives another training."""
     if difference.kind == "loss" and difference.ratio and abs(difference.ratio - RANKS) < 1e-3:
         return "a loss that is a sum over the batch: take its mean"
-    norms = reference.facts.batch_norms
+    norms = reference.setup.batch_norms
     if norms:
         return f"BatchNorm ({norms[0]}) over a part of the batch: trainer.sync_batchnorm=true"
     if run.unused:
@@ -77,13 +77,13 @@ def cause_of_unused(unused: Mapping[str, str]) -> str:
     )
 
 
-def has_same_targets(run: Recording, reference: Recording, step: int) -> bool:
+def has_same_targets(run: StepTrace, reference: StepTrace, step: int) -> bool:
     """Return whether some tensor of every image of a step is the same, as its class is."""
     pairs = zip(run.steps[step].images, reference.steps[step].images, strict=False)
     return all(set(hashes) & set(others) for hashes, others in pairs)
 
 
-def cause_of_metric(run: Recording, monitor: str) -> str:
+def cause_of_metric(run: StepTrace, monitor: str) -> str:
     """Return why a metric of several ranks is another one."""
     values_differ = False
     for ranks in run.metrics.values():

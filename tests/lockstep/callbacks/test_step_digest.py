@@ -1,4 +1,4 @@
-"""The recording of a step: parts of batches, hashes of samples, calls of generators."""
+"""The lines of a step: parts of batches, hashes of samples, calls of generators."""
 
 import json
 

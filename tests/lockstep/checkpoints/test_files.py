@@ -1,6 +1,7 @@
 """Checkpoint files: whole ones are found, others are refused in a sentence."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -174,6 +175,7 @@ def test_another_content_is_named(changes, says, tmp_path):
     ) as raised:
         read_checkpoint(tmp_path / "x.ckpt")
     assert "\n" not in str(raised.value)
+    assert re.search(r"[^.]\.$", str(raised.value))
 
 
 @pytest.mark.parametrize("picture", [b"\x89PNG\r\n", b"\xff\xd8\xff\xe0JFIF", b"GIF89a", b"RIFF"])
@@ -205,5 +207,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
         data[:40] + bytes(200) + data[240:],
     ):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="x.ckpt is not a checkpoint that can be loaded safely"):
+        with pytest.raises(
+            UserError, match=r"x.ckpt is not a checkpoint that can be loaded safely.*[^.]\.$"
+        ):
             read_checkpoint(path)

@@ -230,6 +230,19 @@ def test_a_buckets_config_gives_nothing_of_this_machine(tmp_path, monkeypatch, c
     assert plain(resumed(tmp_path, *words, "data.root=/mine"))["data"]["root"] == "/mine"
 
 
+def test_a_rejected_trainer_that_is_typed_is_not_listed(tmp_path, capsys):
+    theirs = leave_run(
+        tmp_path / "theirs", "r", "trainer=hivemind", "trainer.initial_peers=[/ip4/1]"
+    )
+    bucket = tmp_path / "train/runs/r/from-bucket"
+    bucket.mkdir(parents=True)
+    (bucket / "config.yaml").write_text(yaml.safe_dump(theirs))
+    resumed(tmp_path, "resume=auto", "run_id=r")
+    assert "give them again to have them: trainer" in capsys.readouterr().out
+    resumed(tmp_path, "resume=auto", "run_id=r", "trainer=cpu")
+    assert "give them again" not in capsys.readouterr().out
+
+
 def test_nonsense_in_the_bucket_is_refused_in_a_sentence(tmp_path):
     config = tmp_path / "train" / "runs" / "r" / "from-bucket" / "config.yaml"
     config.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Read the recordings of `lockstep.callbacks.step_digest`, and compare two. Imports no torch."""
+"""Read what `lockstep.callbacks.step_digest` writes, and compare two runs. Imports no torch."""
 
 import json
 import math
@@ -17,7 +17,7 @@ class Difference:
     """The first difference of a run from its reference.
 
     Args:
-        kind: images, start, loss, weights, optimizer, learning rates or steps; or metrics.
+        kind: images, learning rate, loss, weights, optimizer, steps or metric.
         name: of the tensor, the metric or the image.
         amount: relative to the reference; None where there is no number.
         ratio: of the reference's value to the run's, where both are numbers.
@@ -61,13 +61,13 @@ class Step(State):
 
     Args:
         images: the hashes of each image, of all ranks.
-        draws: the step draws random numbers.
+        draws_random_numbers: of rank 0.
         losses: of each micro-batch of each rank.
     """
 
     epoch: int
     images: list[list[str]]
-    draws: bool
+    draws_random_numbers: bool
     losses: list[float]
     learning_rates: list[float]
 
@@ -78,8 +78,8 @@ class Step(State):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts about loaders and module that `StepDigest` records when the training starts.
+class TrainingSetup:
+    """The loaders and the module, as `StepDigest` describes them when the training starts.
 
     Args:
         loaders: number of training loaders.
@@ -99,27 +99,26 @@ class Facts:
 
 
 @dataclass
-class Recording:
-    """The recordings of all ranks of a run.
+class StepTrace:
+    """The steps, metrics and starts of all ranks of a run.
 
     Attributes:
         steps: by optimizer step.
         metrics: by stage and step, of each rank.
-        facts: of rank 0.
+        setup: of rank 0.
         unused: parameters without a gradient in the first step, with the line that makes them.
         starts: the state at each start.
     """
 
     steps: dict[int, Step] = field(default_factory=dict)
     metrics: dict[tuple[str, int], list[dict[str, float]]] = field(default_factory=dict)
-    facts: Facts = field(default_factory=Facts)
+    setup: TrainingSetup = field(default_factory=TrainingSetup)
     unused: dict[str, str] = field(default_factory=dict)
     starts: list[State] = field(default_factory=list)
 
     @property
-    def draws(self) -> bool:
-        """True if the step draws random numbers."""
-        return any(step.draws for step in self.steps.values())
+    def draws_random_numbers(self) -> bool:
+        return any(step.draws_random_numbers for step in self.steps.values())
 
     @property
     def losses(self) -> list[float | None]:
@@ -129,43 +128,54 @@ class Recording:
     def whole_batches(self) -> int:
         """The steps of an epoch before its first smaller batch; 0 if all are equally large."""
         sizes = [len(step.images) for step in self.steps.values() if step.epoch == 0]
-        smaller = [number for number, size in enumerate(sizes) if size < sizes[0]]
+        smaller = [position for position, size in enumerate(sizes) if size < sizes[0]]
         return smaller[0] if smaller else 0
 
 
-def read_recording(folder: Path) -> Recording:
-    """Return the recording of a run's folder; a step that was done again counts as it was last."""
-    recording = Recording()
-    for rank, path in enumerate(sorted(folder.glob("steps-rank*.jsonl"))):
-        for line in path.read_text().splitlines():
-            _add_row(recording, json.loads(line), rank)
-    return recording
+def read_trace(folder: Path) -> StepTrace:
+    """Return the trace of a run's folder; a step that was done again counts as it was last."""
+    # Rank 2 comes before rank 10.
+    paths = sorted(folder.glob("steps-rank*.jsonl"), key=lambda path: (len(path.name), path.name))
+    trace = _read_rank(paths[0]) if paths else StepTrace()
+    for path in paths[1:]:
+        _add_rank(trace, _read_rank(path))
+    return trace
 
 
-def _add_row(recording: Recording, row: dict[str, Any], rank: int) -> None:
-    kind = row.pop("kind")
-    if kind == "unused":
-        recording.unused[row["name"]] = row["line"]
-    elif kind == "metrics":
-        values = recording.metrics.setdefault((row["stage"], row["step"]), [])
-        # Ranks are read in order, so a repeated row of a rank replaces its first one.
-        del values[rank:]
-        values.append(row["values"])
-    elif kind == "step" and rank > 0:
-        step = recording.steps.get(row["step"])
-        if step is not None:
-            step.images.extend(row["images"])
-            step.losses.extend(row["loss"])
-    elif kind == "step":
-        recording.steps[row["step"]] = Step(losses=row.pop("loss"), **row)
-    elif kind == "facts" and rank == 0:
-        recording.facts = Facts(**row)
-    elif kind == "start" and rank == 0:
-        recording.starts.append(State(**row))
+def _read_rank(path: Path) -> StepTrace:
+    """Return the trace of one rank; of two rows of a step or a metric the last one counts."""
+    trace = StepTrace()
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        kind = row.pop("kind")
+        if kind == "step":
+            losses = row.pop("loss")
+            draws = row.pop("draws")
+            trace.steps[row["step"]] = Step(losses=losses, draws_random_numbers=draws, **row)
+        elif kind == "start":
+            trace.starts.append(State(**row))
+        elif kind == "metrics":
+            trace.metrics[row["stage"], row["step"]] = [row["values"]]
+        elif kind == "unused":
+            trace.unused[row["name"]] = row["line"]
+        elif kind == "facts":
+            trace.setup = TrainingSetup(**row)
+    return trace
+
+
+def _add_rank(trace: StepTrace, rank_trace: StepTrace) -> None:
+    """Add what differs between ranks; the state and the setup are those of rank 0."""
+    for number, step in trace.steps.items():
+        if number in rank_trace.steps:
+            step.images.extend(rank_trace.steps[number].images)
+            step.losses.extend(rank_trace.steps[number].losses)
+    for key, values in rank_trace.metrics.items():
+        trace.metrics.setdefault(key, []).extend(values)
+    trace.unused.update(rank_trace.unused)
 
 
 def first_difference(
-    run: Recording, reference: Recording, tolerance: float, *, compares_metrics: bool = True
+    run: StepTrace, reference: StepTrace, tolerance: float, *, compares_metrics: bool = True
 ) -> Difference | None:
     """Return where a run first differs from its reference.
 
@@ -187,14 +197,14 @@ def first_difference(
 def step_difference(run: Step, expected: Step, tolerance: float) -> Difference | None:
     """Return the first difference of a step: what it read, then its loss, then what it changed."""
     step = expected.step
-    number = _find_first_unequal(run.images, expected.images)
-    if number is not None:
-        return Difference("images", step, f"number {number} of the batch")
+    position = _find_first_unequal(run.images, expected.images)
+    if position is not None:
+        return Difference("images", step, f"number {position} of the batch")
     rates = zip(run.learning_rates, expected.learning_rates, strict=False)
-    for number, (value, expected_rate) in enumerate(rates):
+    for group, (value, expected_rate) in enumerate(rates):
         if relative_difference(value, expected_rate) > tolerance:
             amount = relative_difference(value, expected_rate)
-            return Difference("learning rate", step, f"of group {number}", amount)
+            return Difference("learning rate", step, f"of group {group}", amount)
     amount = relative_difference(run.loss, expected.loss)
     if amount > tolerance:
         ratio = expected.loss / run.loss if run.loss and expected.loss else None
@@ -217,14 +227,14 @@ def _find_first_unequal(items: list[Any], expected: list[Any]) -> int | None:
     """Return the position of the first item that differs."""
     if items == expected:
         return None
-    for number, (item, other) in enumerate(zip(items, expected, strict=False)):
+    for position, (item, other) in enumerate(zip(items, expected, strict=False)):
         if item != other:
-            return number
+            return position
     return min(len(items), len(expected))
 
 
 class Digest(NamedTuple):
-    """A tensor as a recording has it: the hash of its bytes, its norm and a projection of it."""
+    """A tensor as a trace has it: the hash of its bytes, its norm and a projection of it."""
 
     bytes_hash: str
     norm: float
@@ -279,7 +289,7 @@ def relative_difference(value: float | None, expected: float | None) -> float:
 
 
 def metric_difference(
-    run: Recording, reference: Recording, tolerance: float, names: list[str] | None = None
+    run: StepTrace, reference: StepTrace, tolerance: float, names: list[str] | None = None
 ) -> Difference | None:
     """Return the first metric of a validation or an epoch that differs, by the values of rank 0.
 
@@ -302,7 +312,7 @@ def metric_difference(
     return None
 
 
-def other_attributes(run: State, expected: State) -> list[str]:
+def differing_attributes(run: State, expected: State) -> list[str]:
     """Return the plain attributes of the module that differ between two states."""
     attributes = run.attributes
     return [name for name, value in expected.attributes.items() if attributes.get(name) != value]
