@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.process.errors import UserError
-from models.timm import PatchConv, TimmModel
+from models.patch_conv import PatchConv
+from models.timm import TimmModel
 
 SIZES = {"patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}
 TINY = {"name": "vit_tiny_patch16_224", "pretrained": False, **SIZES}
