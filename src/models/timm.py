@@ -87,7 +87,7 @@ class TimmModel(nn.Module):
         return self.backbone(images)
 
     @classmethod
-    def wanted_images(
+    def image_settings(
         cls, name: str | None = None, pretrained: bool = True, weights: str | None = None, **_: Any
     ) -> dict[str, Any]:
         """Return how the images of pretrained weights are prepared, as {"crop_pct": 0.9}.
@@ -141,7 +141,7 @@ class TimmModel(nn.Module):
             return set()
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
-    def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def adapt_to_image_size(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict whose position embeddings timm has resampled to this image size.
 
         It is the same dict if there is nothing to do.
@@ -157,6 +157,14 @@ class TimmModel(nn.Module):
         backbone_state = {key.removeprefix("backbone."): value for key, value in state.items()}
         filtered_state = filter_state(backbone_state, self.backbone)
         return {f"backbone.{key}": value for key, value in filtered_state.items()}
+
+    # The names of both hooks up to version 2.1, for subclasses that override or call them.
+    @classmethod
+    def wanted_images(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        return cls.image_settings(*args, **options)
+
+    def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.adapt_to_image_size(state)
 
     def stages(self) -> list[nn.Module]:
         """Return patch embedding, each block, norm and head.
