@@ -4,25 +4,27 @@ python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained
 python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
 """
 
-import difflib
 import logging
-import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.process.errors import UserError
 from models.patch_conv import use_patch_conv
-from models.timm_weights import filter_state, layer_names, load_weights, one_line, shapes_by_name
-
-log = logging.getLogger(__name__)
+from models.timm_weights import (
+    filter_state,
+    go_offline_without_network,
+    layer_names,
+    load_weights,
+    one_line,
+    pretrained_config,
+    shapes_by_name,
+)
 
 # The parts that VisionTransformer.forward_head uses.
 HEAD_PARTS = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")
@@ -219,32 +221,6 @@ class _Stage(nn.Module):
 vit_tiny_32 = partial(TimmModel, name="vit_tiny_patch16_224", pretrained=False)
 
 
-def pretrained_config(name: str | None) -> dict[str, Any]:
-    """Return timm's config of the pretrained weights of a model name.
-
-    Raises:
-        UserError: there is no such model or tag, or its config cannot be read.
-    """
-    import timm
-    from timm.models import resolve_model_input_args
-
-    if name is None:
-        raise UserError(
-            "model=timm needs model.name, e.g. model.name=resnet18: any of timm.list_models()."
-        )
-    if ":" not in name and not timm.is_model(name.partition(".")[0]):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
-        advice = f"closest: {', '.join(close)}" if close else "see timm.list_models()"
-        raise UserError(f"timm has no model named {name} (model.name); {advice}.")
-    offline_reason = _go_offline_without_network() if name.startswith("hf") else ""
-    try:
-        return resolve_model_input_args(name)["pretrained_cfg"]
-    except Exception as error:
-        # The errors are timm's, the hub client's and its HTTP library's.
-        reason = offline_reason or one_line(error)
-        raise UserError(f"model.name={name} cannot be used ({reason}).") from error
-
-
 @dataclass(frozen=True)
 class _BackboneRequest:
     """A model of timm with its classes and images.
@@ -308,7 +284,7 @@ def _create_backbone(request: _BackboneRequest) -> nn.Module:
     """
     # Lockstep's handler shows the messages of the hub's client.
     logging.getLogger("huggingface_hub").handlers.clear()
-    offline_reason = _go_offline_without_network() if request.pretrained else ""
+    offline_reason = go_offline_without_network() if request.pretrained else ""
     backbone = _try_build(request, offline_reason)
     if isinstance(backbone, nn.Module):
         return backbone.train()
@@ -359,23 +335,3 @@ def _explain_failure(request: _BackboneRequest, failure: Exception) -> UserError
         if simpler.can_be_built() or replace(simpler, passes_image_size=False).can_be_built():
             return UserError(f"{name} cannot be used with model.{key}={value!r} ({reason}).")
     return UserError(f"{name} cannot take data.image_size={request.image_size} ({reason}).")
-
-
-def _go_offline_without_network() -> str:
-    """Make the hub's client use only its cache if the hub's host name is not found.
-
-    It would retry for a minute.
-
-    Returns:
-        A sentence for errors; empty if the name is found, or a proxy looks for it.
-    """
-    from huggingface_hub import constants
-
-    host = urlsplit(constants.ENDPOINT).hostname or ""
-    try:
-        if not getproxies():
-            socket.getaddrinfo(host, 443)
-        return ""
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        return f"no network: {host} is not found, and its cache lacks them"

@@ -1,8 +1,13 @@
-"""Load a file of weights into a model of timm."""
+"""Pretrained weights of timm: their config, the hub without a network, a file in their place."""
 
+import difflib
 import logging
+import socket
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -12,6 +17,52 @@ from lockstep.process.errors import UserError
 
 # LightningModules, DDP and torch.compile put these before the names of weights.
 PREFIXES = ("net.", "model.", "backbone.", "module.", "_orig_mod.")
+
+
+def pretrained_config(name: str | None) -> dict[str, Any]:
+    """Return timm's config of the pretrained weights of a model name.
+
+    Raises:
+        UserError: there is no such model or tag, or its config cannot be read.
+    """
+    import timm
+    from timm.models import resolve_model_input_args
+
+    if name is None:
+        raise UserError(
+            "model=timm needs model.name, e.g. model.name=resnet18: any of timm.list_models()."
+        )
+    if ":" not in name and not timm.is_model(name.partition(".")[0]):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        advice = f"closest: {', '.join(close)}" if close else "see timm.list_models()"
+        raise UserError(f"timm has no model named {name} (model.name); {advice}.")
+    offline_reason = go_offline_without_network() if name.startswith("hf") else ""
+    try:
+        return resolve_model_input_args(name)["pretrained_cfg"]
+    except Exception as error:
+        # The errors are timm's, the hub client's and its HTTP library's.
+        reason = offline_reason or one_line(error)
+        raise UserError(f"model.name={name} cannot be used ({reason}).") from error
+
+
+def go_offline_without_network() -> str:
+    """Make the hub's client use only its cache if the hub's host name is not found.
+
+    It would retry for a minute.
+
+    Returns:
+        A sentence for errors; empty if the name is found, or a proxy looks for it.
+    """
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        if not getproxies():
+            socket.getaddrinfo(host, 443)
+        return ""
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        return f"no network: {host} is not found, and its cache lacks them"
 
 
 def load_weights(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
