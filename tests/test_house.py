@@ -253,9 +253,11 @@ FRAGILE = {
         "master_listen_fd": STORE,
     },
     "lockstep/ranks/meeting.py": {"master_listen_fd": STORE, "store.append": STORE},
-    "models/timm.py": {
+    "models/timm_weights.py": {
         "checkpoint_filter_fn": "test_timm_filters_a_state_dict_by_the_model",
-        "__class__ = PatchConv": ("test_patches_by_a_matrix_product_are_those_of_the_convolution"),
+    },
+    "models/patch_conv.py": {
+        "__class__ = PatchConv": "test_patches_by_a_matrix_product_are_those_of_the_convolution",
     },
 }
 

@@ -39,7 +39,7 @@ class DDPModelParallel(NetInStages, DDP):
         super().__init__(**options)
         self.stages = stages
         self.micro_batches = check_micro_batches(micro_batches)
-        self.cut = cut
+        self.group_starts = cut
 
     @property
     def root_device(self) -> torch.device:

@@ -26,14 +26,14 @@ class NetInStages(Capabilities, Strategy):
     Weights keep their names: checkpoints are those of the unsplit model.
 
     Attributes:
-        cut: the stages with which the second device, the third, … begin, as [5]; None: balance
-            the parameters.
+        group_starts: the number of the first stage on each device but the first, as [5]; None
+            balances the parameters.
     """
 
     no_ema = "the averaged copy would lie on one device, which the stages are there to avoid"
     spreads_net = True
     supports_compile = False
-    cut: list[int] | None = None
+    group_starts: list[int] | None = None
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -51,7 +51,7 @@ class NetInStages(Capabilities, Strategy):
                 f"{type(net).__name__} names no stages(), so that it cannot be cut: choose "
                 "trainer=ddp (on CPUs ddp_sim), or add the method to the net."
             )
-        groups = cut_into_groups(net, len(self.process_devices), self.cut)
+        groups = cut_into_groups(net, len(self.process_devices), self.group_starts)
 
         # The whole net may not fit on the first device.
         module.net = nn.Identity()
@@ -79,7 +79,7 @@ class ModelParallel(NetInStages, SingleDeviceStrategy):
         stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all
             GPUs.
         micro_batches: the number of parts in which a batch goes through the stages.
-        cut: as in NetInStages.
+        cut: the group_starts of NetInStages.
     Raises:
         UserError: fewer than two devices, devices that this machine lacks, a net with fewer
             stages than devices.
@@ -94,7 +94,7 @@ class ModelParallel(NetInStages, SingleDeviceStrategy):
         self.process_devices = parse_devices(stage_devices)
         super().__init__(device=self.process_devices[0])
         self.micro_batches = check_micro_batches(micro_batches)
-        self.cut = cut
+        self.group_starts = cut
 
 
 class Pipeline:
@@ -133,7 +133,9 @@ def _move_to_stage(x: Tensor, device: torch.device, group: nn.Module) -> Tensor:
     return x
 
 
-def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) -> list[nn.Module]:
+def cut_into_groups(
+    net: nn.Module, count: int, group_starts: list[int] | None = None
+) -> list[nn.Module]:
     """Return the net's stages in `count` groups.
 
     Raises:
@@ -146,13 +148,14 @@ def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) ->
             f"The model has {len(stages)} stages, fewer than the {count} devices that they go to: "
             "name fewer in trainer.stage_devices, or lower trainer.stages."
         )
-    balanced = balance_cut([count_parameters(stage) for stage in stages], count)
-    starts = balanced if cut is None else cut
-    bounds = [0, *starts, len(stages)]
+    balanced = balance_groups([count_parameters(stage) for stage in stages], count)
+    if group_starts is None:
+        group_starts = balanced
+    bounds = [0, *group_starts, len(stages)]
     if len(bounds) != count + 1 or not are_rising_integers(bounds):
         raise UserError(
-            f"trainer.cut={cut} does not cut {len(stages)} stages into {count}: give {count - 1} "
-            f"rising numbers from 1 to {len(stages) - 1}, as {balanced}."
+            f"trainer.cut={group_starts} does not cut {len(stages)} stages into {count}: give "
+            f"{count - 1} rising numbers from 1 to {len(stages) - 1}, as {balanced}."
         )
     return [nn.Sequential(*stages[start:end]) for start, end in pairwise(bounds)]
 
@@ -180,28 +183,28 @@ def are_rising_integers(bounds: list[Any]) -> bool:
     return all(start < end for start, end in pairwise(bounds))
 
 
-def balance_cut(costs: list[int], parts: int) -> list[int]:
-    """Return the first stage of the second part, the third, …
+def balance_groups(stage_costs: list[int], num_groups: int) -> list[int]:
+    """Return the number of the first stage of each group but the first.
 
-    The most expensive part is as cheap as possible.
+    The most expensive group is as cheap as possible.
 
-    >>> balance_cut([1, 1, 1, 9, 1, 1], 2)
+    >>> balance_groups([1, 1, 1, 9, 1, 1], 2)
     [3]
     """
 
     @cache
-    def best(count: int, parts: int) -> tuple[int, list[int]]:
-        """Return the cost of the most expensive part of the first `count` stages, and the cut."""
-        if parts == 1:
-            return sum(costs[:count]), []
+    def balance_first(num_stages: int, groups: int) -> tuple[int, list[int]]:
+        """Return the cost of the most expensive group of the first stages, and starts."""
+        if groups == 1:
+            return sum(stage_costs[:num_stages]), []
         choices = []
-        for start in range(parts - 1, count):
-            cost, cut = best(start, parts - 1)
-            last = sum(costs[start:count])
-            choices.append((max(cost, last), [*cut, start]))
+        for start in range(groups - 1, num_stages):
+            cost, starts = balance_first(start, groups - 1)
+            cost_of_last = sum(stage_costs[start:num_stages])
+            choices.append((max(cost, cost_of_last), [*starts, start]))
         return min(choices)
 
-    return best(len(costs), parts)[1]
+    return balance_first(len(stage_costs), num_groups)[1]
 
 
 def check_micro_batches(number: int) -> int:

@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.process.errors import UserError
-from models.timm import PatchConv, TimmModel
+from models.patch_conv import PatchConv
+from models.timm import TimmModel
 
 SIZES = {"patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}
 TINY = {"name": "vit_tiny_patch16_224", "pretrained": False, **SIZES}
@@ -48,7 +49,7 @@ def no_network(monkeypatch):
 
 
 def test_pretrained_weights_say_how_they_want_their_images():
-    wanted = TimmModel.wanted_images(name="vit_base_patch32_224", pretrained=True)
+    wanted = TimmModel.image_settings(name="vit_base_patch32_224", pretrained=True)
     assert wanted == {
         "mean": [0.5] * 3,
         "std": [0.5] * 3,
@@ -56,20 +57,20 @@ def test_pretrained_weights_say_how_they_want_their_images():
         "interpolation": "bicubic",
     }
     assert (
-        TimmModel.wanted_images(name="resnet18", pretrained=False, weights="x.pth")["crop_pct"]
+        TimmModel.image_settings(name="resnet18", pretrained=False, weights="x.pth")["crop_pct"]
         == 0.95
     )
-    assert TimmModel.wanted_images(name="resnet18", pretrained=False) == {}
+    assert TimmModel.image_settings(name="resnet18", pretrained=False) == {}
 
 
 def test_weights_of_another_image_size_are_resampled_as_timm_does():
     from timm.layers import resample_abs_pos_embed
 
     small, large = tiny(image_size=16), tiny(image_size=32)
-    own, found = small.state_dict(), large.adapted(small.state_dict())
-    assert found.keys() == own.keys() and small.adapted(own) is own
+    own, found = small.state_dict(), large.adapt_to_image_size(small.state_dict())
+    assert found.keys() == own.keys() and small.adapt_to_image_size(own) is own
     other = tiny(patch_size=8).state_dict()
-    assert large.adapted(other) is other, "another net, for the check to name"
+    assert large.adapt_to_image_size(other) is other, "another net, for the check to name"
     large.load_state_dict(found)
     wanted = resample_abs_pos_embed(own["backbone.pos_embed"], new_size=[8, 8], num_prefix_tokens=1)
     assert torch.equal(found["backbone.pos_embed"], wanted) and wanted.shape[1] == 65
@@ -83,7 +84,7 @@ def test_weights_of_another_image_size_are_resampled_as_timm_does():
             lambda: tiny(name="vit_bass_patch32_224"),
             "no model named vit_bass_patch32_224 .*vit_base_patch32_224",
         ),
-        (lambda: TimmModel.wanted_images(name="resnet19"), "timm has no model named resnet19"),
+        (lambda: TimmModel.image_settings(name="resnet19"), "timm has no model named resnet19"),
         (lambda: tiny(image_size=2), "vit_tiny_patch16_224 cannot take data.image_size=2 "),
         (lambda: tiny(windows=3), "does not take.*windows"),
         (
@@ -93,7 +94,7 @@ def test_weights_of_another_image_size_are_resampled_as_timm_does():
         (lambda: plain("resnet10t", global_pool=""), "cannot be used with model.global_pool=''"),
         (lambda: tiny(global_pool=""), "cannot be used with model.global_pool='' .*output is"),
         (
-            lambda: TimmModel.wanted_images(name="resnet18.nope"),
+            lambda: TimmModel.image_settings(name="resnet18.nope"),
             "model.name=resnet18.nope cannot be used .*nope",
         ),
         (
@@ -154,7 +155,7 @@ def test_a_folder_that_timm_exported(tmp_path):
     images = {"mean": (0.1, 0.2, 0.3), "input_size": (3, 16, 16), "crop_pct": 0.8}
     save_for_hf(source.backbone, str(tmp_path), safe_serialization=True, data_config=images)
     name = f"local-dir:{tmp_path}"
-    wanted = TimmModel.wanted_images(name=name)
+    wanted = TimmModel.image_settings(name=name)
     assert (wanted["mean"], wanted["crop_pct"]) == ([0.1, 0.2, 0.3], 0.8)
     loaded, other = (
         TimmModel(classes, image_size=16, channels=3, name=name).eval() for classes in (10, 4)

@@ -12,7 +12,7 @@ from torch import nn
 from local_ranks import local_cluster
 from lockstep.process.errors import UserError
 from models.alexnet import AlexNetBN
-from strategies.model_parallel import ModelParallel, balance_cut, cut_into_groups, parse_devices
+from strategies.model_parallel import ModelParallel, balance_groups, cut_into_groups, parse_devices
 from strategy_runs import difference, fit, one
 from tasks.classifier import ImageClassifier
 
@@ -66,7 +66,7 @@ def test_balanced_cut_equals_exhaustive_search():
             cut: max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, 7)))
             for cut in itertools.combinations(range(1, 7), parts - 1)
         }
-        assert dearest[tuple(balance_cut(costs, parts))] == min(dearest.values())
+        assert dearest[tuple(balance_groups(costs, parts))] == min(dearest.values())
 
 
 class Stages(nn.Module):

@@ -191,9 +191,11 @@ def _image_settings_of_model(config: Config) -> Config:
     parameters, _ = parameters_of(resolve_target(task["_target_"], "task._target_"))
     options = dict(config["model"])
     model = resolve_target(options.pop("_target_"), "model._target_")
-    if "net" not in parameters or "net" in task or not hasattr(model, "wanted_images"):
+    # A model written for version 2.1 or before has or overrides wanted_images.
+    image_settings = getattr(model, "wanted_images", getattr(model, "image_settings", None))
+    if "net" not in parameters or "net" in task or image_settings is None:
         return {}
-    return model.wanted_images(**options)
+    return image_settings(**options)
 
 
 def copy_from_s3(options: Config, s3: Config) -> tuple[Config, dict[str, str]]:

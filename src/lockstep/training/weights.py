@@ -189,15 +189,17 @@ def _resampled_positions(
     net: torch.nn.Module, prefix: str, state: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the net's weights with position embeddings for its image size; {} if they fit."""
-    if not hasattr(net, "adapted"):
+    # A net written for version 2.1 or before has or overrides adapted.
+    adapt = getattr(net, "adapted", getattr(net, "adapt_to_image_size", None))
+    if adapt is None:
         return {}
     net_state = {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }
-    adapted = net.adapted(net_state)
-    if adapted is net_state:
+    adapted_state = adapt(net_state)
+    if adapted_state is net_state:
         return {}
-    return {f"{prefix}{name}": value for name, value in adapted.items()}
+    return {f"{prefix}{name}": value for name, value in adapted_state.items()}
 
 
 def _images_of_classes(facts: DataFacts) -> dict[str, int]:

@@ -24,6 +24,7 @@ from lockstep.runs.run import Run
 from lockstep.training.build import build_loggers, build_strategy
 from lockstep.training.build_data import build_prepared_data, check_same_data_on_ranks
 from lockstep.training.task import Task
+from models.timm import TimmModel
 from plain_task import Small, fit
 from runs import run_script, succeed
 
@@ -176,19 +177,30 @@ def test_each_step_is_shown_once_over_all_restarts(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("task", "from_weights"), [("tasks.classifier.ImageClassifier", 4), ("plain_task.Small", 0)]
-)
-def test_weights_of_a_model_without_use_set_no_images(task, from_weights, tmp_path):
+def digits_of(task, cache_dir):
+    """Digits for a ResNet, prepared as its pretrained weights say."""
     config = {
         "task": {"_target_": task}, "model": {"_target_": "models.timm.TimmModel", "name": "resnet18"}, "seed": 0,
         "augmentation": {"_target_": "lockstep.data.augmentation.CropFlip"}, "s3": {},
     }  # fmt: skip
     images = {"crop_pct": "auto", "interpolation": "auto", "mean": "auto", "std": "auto"}
-    data = build_prepared_data(
-        config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": tmp_path, **images}
+    return build_prepared_data(
+        config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": cache_dir, **images}
     )
-    assert len(data.normalisation.from_weights) == from_weights
+
+
+@pytest.mark.parametrize(
+    ("task", "from_weights"), [("tasks.classifier.ImageClassifier", 4), ("plain_task.Small", 0)]
+)
+def test_weights_of_a_model_without_use_set_no_images(task, from_weights, tmp_path):
+    assert len(digits_of(task, tmp_path).normalisation.from_weights) == from_weights
+
+
+@pytest.mark.parametrize("hook", ["image_settings", "wanted_images"])
+def test_a_model_says_its_images_under_either_name(hook, tmp_path, monkeypatch):
+    monkeypatch.setattr(TimmModel, hook, classmethod(lambda cls, **options: {"crop_pct": 0.5}))
+    data = digits_of("tasks.classifier.ImageClassifier", tmp_path)
+    assert list(data.normalisation.from_weights) == ["crop_pct"]
 
 
 class LogsPlainly(Small):

@@ -177,6 +177,23 @@ def test_other_classes_get_a_new_head_on_the_trained_body(checkpoint, names):
     )
 
 
+HOOKS = ("adapt_to_image_size", "adapted")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("inherited", [{}, {name: vars(TimmModel)[name] for name in HOOKS}])
+def test_a_net_adapts_weights_under_either_name(checkpoint, hook, inherited):
+    def halve(net, state):
+        return {name: value / 2 for name, value in state.items()}
+
+    module = Task(3)
+    module.net.__class__ = type("Net", (nn.Sequential,), {**inherited, hook: halve})
+    facts = {"class_names": ["cat", "dog", "fox"], "data_hash": "x", "image_size": 2}
+    said = load_initial_weights(module, checkpoint[1], "m", {}, facts)
+    assert "position embeddings resampled" in said
+    assert torch.equal(module.net[1].weight, checkpoint[0].net[1].weight / 2)
+
+
 def test_another_net_is_refused(checkpoint):
     facts = {"class_names": ["cat", "dog", "fox"], "data_hash": "x", "image_size": 2}
     with pytest.raises(UserError, match=r"net.1.bias is \(5,\) there, \(6,\) here"):
