@@ -170,16 +170,20 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
             refused = REFUSED_KEY.match(str(error))
             if not refused:
                 raise UserError(describe_error(error)) from None
+            sentence = describe_error(error)
 
     key = refused["key"]
+    repaired = _repair_overrides(overrides, key, folders)
+    if repaired == overrides and is_group(key, folders):
+        raise UserError(sentence)
     # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
     # too. A key that no yaml lists may be of Lightning's Trainer. Values may be added to a group.
     if refused["is_listed"] or _is_trainer_argument(key) or is_group(key, folders):
-        return _compose(config_name, _repair_overrides(overrides, key, folders), folders)
+        return _compose(config_name, repaired, folders)
     choices = [word for word in overrides if is_choice(word, folders)]
     options = unresolved(_compose(config_name, [*search_paths(overrides), *choices], folders))
     if refused["is_removed"] and key in flatten(options):
-        return _compose(config_name, _repair_overrides(overrides, key, folders), folders)
+        return _compose(config_name, repaired, folders)
     raise UserError(unknown_key(key, options, folders))
 
 
@@ -187,12 +191,14 @@ def _repair_overrides(overrides: list[str], key: str, folders: tuple[Path, ...])
     """Return overrides of `key` that Hydra takes.
 
     It refuses to set a key that is new, to add one that is there, and to remove a null, which is
-    left out.
+    left out. A group that the defaults do not list is added.
     """
     repaired = []
     for override in overrides:
-        if key_of(override) != key or is_choice(override, folders):
+        if key_of(override) != key:
             repaired.append(override)
+        elif is_choice(override, folders):
+            repaired.append(f"+{override.lstrip('+')}")
         elif not override.startswith("~"):
             repaired.append(set_or_add(override))
     return repaired

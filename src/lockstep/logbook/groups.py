@@ -34,7 +34,7 @@ def names_of_groups(texts: Sequence[str]) -> list[str]:
 def _short_name(text: str) -> str:
     """Return the conditions of a group, or its first run and how many more."""
     parts = [part for part in text.split(",") if part]
-    if "=" in text or len(parts) == 1:
+    if "=" in text or len(parts) <= 1:
         return text
     return f"{parts[0]} and {len(parts) - 1} more"
 
@@ -52,6 +52,8 @@ def runs_of_group(
         UserError: no run is of the group, or conditions and run ids are mixed.
     """
     parts = [part for part in text.split(",") if part]
+    if not parts:
+        raise UserError(f"{text} names no run: list run ids with commas, or give KEY=VALUE.")
     conditions = [part for part in parts if "=" in part]
     if not conditions:
         return [find_by_id(part) for part in parts]

@@ -1,13 +1,14 @@
 """Refuse a sweep of which a job cannot work, before its first job trains."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, describe_error, whole_config
 from lockstep.config.keys import REPEATS
-from lockstep.config.overrides import CommandLine, is_choice, quote_names
-from lockstep.config.schema import key_of
+from lockstep.config.overrides import CommandLine, config_folders, is_choice, quote_names
+from lockstep.config.schema import key_of, yaml_files
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 from lockstep.process.redact import refuse_secrets
@@ -19,19 +20,33 @@ LOCAL_LAUNCHER = "hydra_plugins.lockstep_sweeps.LocalJobs"
 
 
 def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
-    """Return Hydra's objects for overrides.
+    """Return Hydra's objects for overrides; a glob becomes a choice of the options it matches.
 
     Raises:
-        UserError: Hydra cannot read one.
+        UserError: Hydra cannot read one, or a glob matches no option.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
         typed = [quote_names(override) for override in overrides]
-        return OverridesParser.create().parse_overrides(typed)
+        parsed = OverridesParser.create().parse_overrides(typed)
     except HydraException as error:
         raise UserError(describe_error(error)) from None
+    return [_resolve_glob(override, config_folders(overrides, CONFIGS)) for override in parsed]
+
+
+def _resolve_glob(override: Any, folders: tuple[Path, ...]) -> Any:
+    from hydra.core.override_parser.types import ChoiceSweep, Glob
+
+    pattern = override.value()
+    if not isinstance(pattern, Glob) or override.is_hydra_override():
+        return override
+    group = override.key_or_group
+    options = pattern.filter(sorted({path.stem for path in yaml_files(group, folders)}))
+    if not options:
+        raise UserError(f"{override.input_line} matches no option: configs/{group}/ lists them.")
+    return dataclasses.replace(override, _value=ChoiceSweep(list=options))
 
 
 def choose_first_values(overrides: list[str]) -> list[str]:
@@ -41,13 +56,10 @@ def choose_first_values(overrides: list[str]) -> list[str]:
 
 def _choose_first_value(text: str, override: Any) -> str:
     """Return the override with the first of its values; one that is not swept stays as it is."""
-    from hydra.core.override_parser.types import Glob, IntervalSweep
+    from hydra.core.override_parser.types import IntervalSweep
 
     key = text.partition("=")[0]
     value = override.value()
-    if isinstance(value, Glob):
-        options = sorted(path.stem for path in CONFIGS.glob(f"{key}/*.yaml"))
-        return f"{key}={value.filter(options)[0]}"
     if not override.is_sweep_override() or key.startswith("hydra"):
         return text
     if isinstance(value, IntervalSweep):

@@ -222,6 +222,7 @@ def test_a_wrong_experiment_yaml_is_refused_in_one_sentence(text, says, tmp_path
         (["--config-dir", "/nowhere"], "--config-dir /nowhere is not a folder."),
         (["batch_size=16,32", "-m"], "use data.global_batch_size."),
         (["-m", "model=glob(alex*)", "model.dropuot=0.1"], "use model.dropout."),
+        (["-m", "model=glob(nosuch*)"], "model=glob(nosuch*) matches no option"),
         (["-m", "hydra/sweeper=optuna", "optimizer.lrs=interval(1e-4,1e-1)"], "use optimizer.lr."),
         (["--cfg", "job", "+batch_size=16"], "use data.global_batch_size."),
     ],
@@ -229,6 +230,14 @@ def test_a_wrong_experiment_yaml_is_refused_in_one_sentence(text, says, tmp_path
 def test_before_anything_starts(argv, said, capsys):
     assert composed(argv) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_group_outside_the_defaults_is_added(tmp_path):
+    (tmp_path / "regulariser").mkdir()
+    (tmp_path / "regulariser" / "l1.yaml").write_text("weight: 0.1\n")
+    configs = []
+    assert composed(["--config-dir", str(tmp_path), "+regulariser=l1"], configs) == 0
+    assert configs[0]["regulariser"] == {"weight": 0.1}
 
 
 def test_cfg_prints_the_config_or_a_part_of_it(capsys):

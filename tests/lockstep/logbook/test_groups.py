@@ -125,3 +125,8 @@ def test_a_lower_loss_is_better_without_a_config(tmp_path):
         groups[name] = [read_run(folder)]
     arms = arms_of_groups(groups)
     assert arms.minimize and arms.ranked[0].name == "good"
+
+
+def test_commas_alone_are_no_group(compare, capsys):
+    assert compare(",", ",") == 2
+    assert "names no run" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.config.compose import compose, register_resolvers
 from lockstep.process.errors import UserError
 from lockstep.sweeps import jobs, local, stopping
+from lockstep.sweeps.checks import choose_first_values, parse_sweep_overrides
 from lockstep.sweeps.jobs import run_child
 from lockstep.sweeps.ranking import Job, format_ranking, group_into_arms, is_minimized
 from lockstep.sweeps.stopping import forward_stop_signals
@@ -402,3 +403,12 @@ def test_a_sweep_without_validation_names_no_foreign_metric(tmp_path):
 
     done = run_script("train", *words, "optimized_metric=fit_error", logs=tmp_path / "own")
     assert "2 jobs by fit_error, the lowest first:" in done.output, done.output
+
+
+def test_a_glob_sweeps_over_options_of_all_folders(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "alexander.yaml").write_text("{}\n")
+    words = [f"hydra.searchpath=[file://{tmp_path}]", "model=glob(alex*)"]
+    glob = parse_sweep_overrides(words)[1]
+    assert list(glob.sweep_string_iterator()) == ["alexander", "alexnet"]
+    assert choose_first_values(words)[1] == "model=alexander"
