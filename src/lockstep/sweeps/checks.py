@@ -43,7 +43,7 @@ def _resolve_glob(override: Any, folders: tuple[Path, ...]) -> Any:
     if not isinstance(pattern, Glob) or override.is_hydra_override():
         return override
     group = override.key_or_group
-    options = pattern.filter(sorted({path.stem for path in yaml_files(group, folders)}))
+    options: list[Any] = pattern.filter(sorted({path.stem for path in yaml_files(group, folders)}))
     if not options:
         raise UserError(f"{override.input_line} matches no option: configs/{group}/ lists them.")
     return dataclasses.replace(override, _value=ChoiceSweep(list=options))
