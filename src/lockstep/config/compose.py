@@ -221,7 +221,9 @@ def adapt_to_multirun(typed: list[str]) -> list[str]:
         key = key_of(override)
         is_new = is_group(key, folders) or (_is_trainer_argument(key) and key not in listed)
         if is_choice(override, folders):
-            override = override.lstrip("+")
+            # Only a group of the user's own is new to the defaults.
+            plus = "" if is_group(key, (CONFIGS,)) else "+"
+            override = f"{plus}{override.lstrip('+')}"
         elif override.startswith("+") or (is_new and not override.startswith("~")):
             override = set_or_add(override)
         overrides.append(override)

@@ -238,6 +238,8 @@ def test_a_group_outside_the_defaults_is_added(tmp_path):
     configs = []
     assert composed(["--config-dir", str(tmp_path), "+regulariser=l1"], configs) == 0
     assert configs[0]["regulariser"] == {"weight": 0.1}
+    words = [f"hydra.searchpath=[file://{tmp_path}]", "+regulariser=l1", "+model=alexnet"]
+    assert module.adapt_to_multirun(words)[1:] == ["+regulariser=l1", "model=alexnet"]
 
 
 def test_cfg_prints_the_config_or_a_part_of_it(capsys):
