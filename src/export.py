@@ -5,10 +5,10 @@
 
 Each format is compared with the net itself, on a GPU where there is one, or on the device that
 trainer= names. What an earlier export has left in the folder is removed; in a folder that out=
-names with overwrite=true alone. push_to= uploads the folder to the Hugging Face hub, as
-a private repository. By default it makes every format whose packages are installed. A timm model is
-loaded from the folder by timm.create_model("local-dir:FOLDER", pretrained=True). ONNX needs onnx,
-onnxscript and onnxruntime.
+names with overwrite=true alone. push_to= uploads the files of the export to the Hugging
+Face hub, as a private repository. By default it makes every format whose packages are installed. A
+timm model is loaded from the folder by timm.create_model("local-dir:FOLDER", pretrained=True). ONNX
+needs onnx, onnxscript and onnxruntime.
 """
 
 import copy
@@ -376,7 +376,15 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     if repository:
         message = f"Export {out.name}"
         repo_id = repository.repo_id
-        call_hub(push_to, "upload_folder", repo_id=repo_id, folder_path=out, commit_message=message)
+        # The folder of out= may hold other files, such as secrets or data.
+        call_hub(
+            push_to,
+            "upload_folder",
+            repo_id=repo_id,
+            folder_path=out,
+            commit_message=message,
+            allow_patterns=list(FILES),
+        )
         log.info(f"uploaded to {repository}")
     return EXIT_OK
 

@@ -57,7 +57,9 @@ def exported(vit, tmp_path_factory):
     return out
 
 
-def test_the_folder_goes_to_the_hub(vit, tmp_path, monkeypatch, capsys):
+def test_the_export_alone_goes_to_the_hub(vit, tmp_path, monkeypatch, capsys):
+    from huggingface_hub.utils import filter_repo_objects
+
     calls = []
 
     class Address(str):
@@ -71,7 +73,9 @@ def test_the_folder_goes_to_the_hub(vit, tmp_path, monkeypatch, capsys):
             return Address(f"https://hub/me/{repo_id}")
 
         def upload_folder(self, repo_id, folder_path, **options):
-            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+            names = [path.name for path in folder_path.iterdir()]
+            uploaded = filter_repo_objects(names, allow_patterns=options.get("allow_patterns"))
+            calls.append((repo_id, sorted(uploaded)))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     ask = [
@@ -84,6 +88,8 @@ def test_the_folder_goes_to_the_hub(vit, tmp_path, monkeypatch, capsys):
     assert (
         "push_to=refused: Token is required (hf auth login, or HF_TOKEN," in capsys.readouterr().err
     )
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/.env").write_text("TOKEN=secret")
     assert (
         main([*ask, "push_to=birds"]) == 0
         and "uploaded to https://hub/me/birds" in capsys.readouterr().out

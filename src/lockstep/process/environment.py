@@ -157,8 +157,10 @@ def cores_of_rank() -> int:
         return max(1, cores_of_task() // ranks)
 
     cores = available_cores()
+    # With --cpus-per-gpu SLURM may bind each task to its own cores, and names no number.
+    masks = set(environ.get("SLURM_CPU_BIND_LIST", "").split(","))
     is_bound = cores < ranks * int(environ.get("SLURM_CPUS_PER_TASK") or 0)
-    if is_bound:
+    if is_bound or len(masks) == ranks > 1:
         return cores
     return max(1, min(cores_of_task(), cores // ranks))
 

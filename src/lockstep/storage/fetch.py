@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -127,18 +128,23 @@ def _fetch_from_bucket(address: str, s3: Mapping[str, Any], cache: Path) -> Path
 
 
 def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
-    """Fetch a checkpoint that no pointer names; its sha256 may be in the object's metadata."""
+    """Fetch a checkpoint that no pointer names; its sha256 may be in the object's metadata.
+
+    Metadata and ETag are not trusted: they may be text that leads out of the cache.
+    """
     folder_address, _, name = address.rpartition("/")
     bucket = Bucket.from_config(s3, folder_address)
     head = bucket.call("head_object", name)
     sha256 = head["Metadata"].get("sha256", "")
+    if not files.SHA256.fullmatch(sha256):
+        sha256 = ""
     steps = STEP.findall(name) or [0]
     sidecar = Sidecar(
         step=int(steps[-1]),
         bytes=head["ContentLength"],
         sha256=sha256,
     )
-    identity = sha256 or head["ETag"].strip('"')
+    identity = sha256 or hashlib.sha256(head["ETag"].encode()).hexdigest()
     return fetch_checkpoint(bucket, name, sidecar, cache / identity[:16], "best")
 
 

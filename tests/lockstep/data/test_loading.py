@@ -78,6 +78,20 @@ def test_workers_follow_the_cores_of_a_rank(
     assert loading.choose_num_workers(stated, torch.device(device)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("masks", "tasks", "wanted"),
+    [("0xFF,0xFF00", "2", 8), ("0xFF", "2", 4), ("0xFF,0xFF", "2", 4), ("", "2", 4), ("", "1", 8)],
+)
+def test_a_task_keeps_the_cores_that_slurm_binds(masks, tasks, wanted, monkeypatch):
+    """As `--cpus-per-gpu=8` binds it, which sets no SLURM_CPUS_PER_TASK."""
+    monkeypatch.setattr(environment, "available_cores", lambda: 8)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", tasks)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_CPU_BIND_LIST", masks)
+    assert environment.cores_of_rank() == wanted
+
+
 @pytest.mark.parametrize("free", [0, 2**40])
 def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     monkeypatch.setattr(loading, "free_shared_memory", lambda: free)

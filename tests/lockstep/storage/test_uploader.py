@@ -486,6 +486,24 @@ def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, located, cap
     assert "GB in 2 fetched checkpoints" in caplog.text
 
 
+@pytest.mark.parametrize("metadata", [{"sha256": "../../../stolen"}, {}])
+def test_no_text_of_an_object_leads_out_of_the_cache(setting, tmp_path, monkeypatch, metadata):
+    setting.client.put_object(
+        Bucket=setting.run.name, Key="of-others/x.ckpt", Body=b"weights", Metadata=metadata
+    )
+    call = Bucket.call
+
+    def call_hostile_endpoint(bucket, method, *words, **arguments):
+        answer = call(bucket, method, *words, **arguments)
+        return {**answer, "ETag": '"../../../stolen"'}
+
+    monkeypatch.setattr(Bucket, "call", call_hostile_endpoint)
+    logs = tmp_path / "a/b/logs"
+    found = locate_checkpoint(f"s3://{setting.run.name}/of-others/x.ckpt", logs, setting.s3)
+    assert found.read_bytes() == b"weights" and found.parents[1] == logs / "cache"
+    assert not list(tmp_path.rglob("stolen"))
+
+
 def test_fetched_checkpoints_go_after_a_month_without_use(setting, located, caplog):
     caplog.set_level("INFO")
     setting.checkpoint(10, num_bytes=MIB)
