@@ -14,7 +14,14 @@ from PIL import Image
 
 from lockstep.data.content_hash import hash_arrays
 from lockstep.data.listing import TEST, TRAIN, VAL, LeftOut
-from lockstep.data.targets import VOID, Arrays, find_grey_levels, find_target_kind, to_masks
+from lockstep.data.targets import (
+    VOID,
+    Arrays,
+    find_grey_levels,
+    find_target_kind,
+    to_mask_pixels,
+    to_masks,
+)
 from lockstep.process.errors import UserError
 
 
@@ -206,7 +213,7 @@ class ImageSet(Source):
                 "is not complete."
             )
         if values.shape == self.images.shape[:3]:
-            return np.where(values < 0, VOID, values).astype(np.uint8)
+            return to_mask_pixels(values, "ImageSet")
         is_several_labels = not name and values.ndim == 2
         if values.dtype.kind == "f" or is_several_labels:
             return values.astype(np.float32)

@@ -259,6 +259,15 @@ def test_classes_of_a_dict_are_not_renumbered():
         dm.match_classes(["car", "road", "sky"])
 
 
+def test_classes_above_255_are_refused_in_masks():
+    for targets in (BLOCKS.astype(np.int64) * 256, {"mask": BLOCKS.astype(np.int64) * 256}):
+        with pytest.raises(UserError, match="a mask has the value 256: 0 to 254 are classes"):
+            Arrays(targets, ["road", "car"], **OPTIONS).prepare()
+    dm = Arrays(BLOCKS.astype(np.int64) - 1, ["road"], **OPTIONS)
+    images, masks = joined(batches(dm, "val"))
+    assert torch.equal(masks, torch.where(images[:, 0] > 0.5, 0, -1))
+
+
 def test_splits_named_images_have_their_masks(pictures, tmp_path):
     for part, numbers in (("train_images", range(20)), ("val_images", range(20, N))):
         for folder in ("images", "masks"):
