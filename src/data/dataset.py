@@ -23,11 +23,11 @@ from lockstep.data.listing import SPLITS, Item
 from lockstep.data.loading import OpenSample
 from lockstep.data.reading import AUTO, BY_WINDOW, FileValues, Reading
 from lockstep.data.targets import (
-    VOID,
     describe_grey_levels,
     find_levels,
     name_mask_classes,
     number_pixels,
+    to_mask_pixels,
     to_masks,
 )
 from lockstep.process.errors import UserError
@@ -371,13 +371,7 @@ def _is_mask(value: Any, size: tuple[int, ...], *, any_size: bool) -> bool:
 
 
 def _to_mask(value: Any) -> np.ndarray:
-    pixels = np.asarray(value)
-    if pixels.max() > VOID:
-        raise UserError(
-            f"data.dataset: a mask has the value {pixels.max()}: 0 to 254 are classes, 255 does "
-            "not count."
-        )
-    return np.where(pixels < 0, VOID, pixels).astype(np.uint8)
+    return to_mask_pixels(np.asarray(value), "data.dataset")
 
 
 @contextmanager

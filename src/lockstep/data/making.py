@@ -141,6 +141,8 @@ class BatchMaker:
         targets: Any = dict(batch.targets)
         for name, mask in zip(self.source.mask_names, masks, strict=True):
             classes = mask[..., 0].long()
+            if self.source.mask_table is not None:
+                classes = torch.from_numpy(self.source.mask_table).to(mask.device)[classes].long()
             targets[name] = torch.where(classes == VOID, -1, classes)
         if self.source.target_kind != "dict":
             targets = targets[""]

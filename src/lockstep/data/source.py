@@ -14,7 +14,14 @@ from PIL import Image
 
 from lockstep.data.content_hash import hash_arrays
 from lockstep.data.listing import TEST, TRAIN, VAL, LeftOut
-from lockstep.data.targets import VOID, Arrays, find_grey_levels, find_target_kind, to_masks
+from lockstep.data.targets import (
+    VOID,
+    Arrays,
+    find_grey_levels,
+    find_target_kind,
+    to_mask_pixels,
+    to_masks,
+)
 from lockstep.process.errors import UserError
 
 
@@ -28,6 +35,7 @@ class Source:
         mask_names: the names of the masks, which `open` returns behind their image.
         columns: (n,) float64 by name, further numbers of each image, from the columns of a table.
         groups: (n,) int64, images that stay in one split together; None: each image is alone.
+        mask_table: (256,) uint8, the class of each number in masks; None: it is the class.
         has_grey_levels: the classes of pixels are numbered, and the masks have their grey levels.
         left_out: names of what is skipped, by reason.
         warnings: sentences for the log.
@@ -45,6 +53,7 @@ class Source:
     mask_names: Sequence[str] = ()
     columns: Mapping[str, np.ndarray] = MappingProxyType({})
     groups: np.ndarray | None = None
+    mask_table: np.ndarray | None = None
     has_grey_levels = False
     left_out: LeftOut
     warnings: list[str]
@@ -111,10 +120,11 @@ class Source:
         """Number the labels as a checkpoint's `class_names` do, of which the images may lack some.
 
         Raises:
-            UserError: the images have a class that is not among them.
+            UserError: the images have a class that is not among them, or classes of a dict are
+                numbered in another order.
         """
         # Masks of one class and of pixels that do not count have the names 0 and 255.
-        names = [name for name in self.class_names if not (self.mask_names and name == str(VOID))]
+        names = [n for n in self.class_names if not (self.has_grey_levels and n == str(VOID))]
         for name in names:
             if name not in class_names:
                 raise UserError(
@@ -129,7 +139,23 @@ class Source:
             self.targets = {"": labels}
         elif self.target_kind == "class":
             self.targets = {"": number_of[self.targets[""]]}
+        elif not self.has_grey_levels and names != list(class_names[: len(names)]):
+            self._renumber_masks(number_of, data_name)
         self.class_names = list(class_names)
+
+    def _renumber_masks(self, number_of: np.ndarray, data_name: str) -> None:
+        """Number the classes in masks anew; a number without a name does not count."""
+        # Which targets of a dict have these classes is not known.
+        if self.target_kind == "dict":
+            raise UserError(
+                f"{data_name} numbers its classes in another order than the checkpoint, and "
+                "targets in a dict are not renumbered. Number them as in training."
+            )
+        table = np.full(256, VOID, np.uint8)
+        table[: len(number_of)] = number_of
+        if self.mask_table is not None:
+            table = table[self.mask_table]
+        self.mask_table = table
 
 
 @dataclass(eq=False)
@@ -187,7 +213,7 @@ class ImageSet(Source):
                 "is not complete."
             )
         if values.shape == self.images.shape[:3]:
-            return np.where(values < 0, VOID, values).astype(np.uint8)
+            return to_mask_pixels(values, "ImageSet")
         is_several_labels = not name and values.ndim == 2
         if values.dtype.kind == "f" or is_several_labels:
             return values.astype(np.float32)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lockstep.data.framing import VOID
+from lockstep.process.errors import UserError
 
 Arrays = dict[str, np.ndarray]
 """Targets (n, …) by name: int64, float32, or uint8 for masks. A single target has the name ""."""
@@ -47,6 +48,21 @@ def to_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
     from torchvision.tv_tensors import Mask
 
     return tuple(Mask(torch.from_numpy(np.array(array, np.uint8))) for array in arrays)
+
+
+def to_mask_pixels(classes: np.ndarray, data_name: str) -> np.ndarray:
+    """Return the classes of pixels as uint8, 255 where they are negative and do not count.
+
+    Raises:
+        UserError: a class is above 255.
+    """
+    largest = classes.max(initial=0)
+    if largest > VOID:
+        raise UserError(
+            f"{data_name}: a mask has the value {largest}: 0 to 254 are classes, 255 does not "
+            "count."
+        )
+    return np.where(classes < 0, VOID, classes).astype(np.uint8)
 
 
 def find_levels(masks: Iterable[np.ndarray]) -> list[int]:

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lockstep.config.instantiate import resolve_target
+from lockstep.process.environment import count_visible_gpus
 from lockstep.process.errors import EXIT_OK, UserError
+from lockstep.ranks.placement import resolve_devices
 from lockstep.records.config import Config
 from lockstep.runs.batch_search import (
     FIRST_BATCH,
@@ -59,9 +61,7 @@ def estimate(config: Config) -> int:
             "--estimate does not know this trainer: use trainer=gpu, ddp, fsdp or allreduce."
         )
     limit = _memory_gib(trainer)
-    devices = 1 if trainer["devices"] == "auto" else trainer["devices"]
-    nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
-    ranks = 1 if trainer["launch"] == "one_process" else devices * nodes
+    ranks_per_node, ranks = _count_ranks(config)
     batches_per_step = ranks * trainer["accumulate_grad_batches"]
     most_per_device = _training_images(config) // batches_per_step
 
@@ -69,7 +69,7 @@ def estimate(config: Config) -> int:
     tried: dict[int, float | None] = {}
     batch: int | None = max(1, min(FIRST_BATCH, most_per_device))
     while batch is not None:
-        tensor_bytes = peak_bytes(config, batch, ranks, devices)
+        tensor_bytes = peak_bytes(config, batch, ranks, ranks_per_node)
         peak = MARGIN * tensor_bytes / GIB
         tried[batch] = peak
         log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
@@ -84,6 +84,21 @@ def estimate(config: Config) -> int:
         "it for the allocator · nothing was run"
     )
     return EXIT_OK
+
+
+def _count_ranks(config: Config) -> tuple[int, int]:
+    """Return the number of ranks on each node, and on all nodes.
+
+    The GPUs may be elsewhere, so a number that the user states need not be here.
+    """
+    trainer = config["trainer"]
+    name = (config.get("choices") or {}).get("trainer", "this trainer")
+    stated_gpus = trainer["devices"] if isinstance(trainer["devices"], int) else 1
+    requested = resolve_devices(trainer, name, max(count_visible_gpus(), stated_gpus))[1]
+    if not requested.several_processes:
+        return 1, 1
+    ranks_per_node = requested.ranks_per_node or requested.default_ranks
+    return ranks_per_node, ranks_per_node * (requested.num_nodes or 1)
 
 
 def _memory_gib(trainer: Config) -> float:

@@ -228,6 +228,46 @@ def test_255_counts_in_binary_masks_alone(pictures, tmp_path):
     assert dm.class_names == ["0", "1", "2", "3"] and torch.equal(images[:, 0] > 0.5, masks == -1)
 
 
+class NamedItems(Items):
+    """Masks whose classes have names."""
+
+    def __init__(self, classes, targets=lambda i: BLOCKS[i]):
+        super().__init__(targets)
+        self.classes = classes
+
+
+@pytest.mark.parametrize("source", ["array", "loader", "dataset"])
+def test_masks_follow_the_classes_of_a_checkpoint(source, tmp_path):
+    if source == "dataset":
+        dataset = NamedItems(["road", "car"])
+        dm = DatasetDataModule(dataset=dataset, target="mask", cache_dir=tmp_path, **OPTIONS)
+    else:
+        dm = Arrays(BLOCKS, ["road", "car"], path=source, **OPTIONS)
+    dm.prepare()
+    dm.match_classes(["sky", "car", "road"])
+    dm.match_classes(["car", "sky", "road"])
+    images, masks = joined(batches(dm, "val"))
+    assert masks.dtype == torch.int64 and dm.class_names == ["car", "sky", "road"]
+    assert torch.equal(masks, torch.where(images[:, 0] > 0.5, 0, 2))
+
+
+def test_classes_of_a_dict_are_not_renumbered():
+    dm = Arrays({"mask": BLOCKS, "class": np.arange(N) % 2}, ["road", "car"], **OPTIONS)
+    dm.prepare()
+    dm.match_classes(["road", "car", "sky"])
+    with pytest.raises(UserError, match="another order than the checkpoint"):
+        dm.match_classes(["car", "road", "sky"])
+
+
+def test_classes_above_255_are_refused_in_masks():
+    for targets in (BLOCKS.astype(np.int64) * 256, {"mask": BLOCKS.astype(np.int64) * 256}):
+        with pytest.raises(UserError, match="a mask has the value 256: 0 to 254 are classes"):
+            Arrays(targets, ["road", "car"], **OPTIONS).prepare()
+    dm = Arrays(BLOCKS.astype(np.int64) - 1, ["road"], **OPTIONS)
+    images, masks = joined(batches(dm, "val"))
+    assert torch.equal(masks, torch.where(images[:, 0] > 0.5, 0, -1))
+
+
 def test_splits_named_images_have_their_masks(pictures, tmp_path):
     for part, numbers in (("train_images", range(20)), ("val_images", range(20, N))):
         for folder in ("images", "masks"):

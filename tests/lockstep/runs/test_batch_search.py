@@ -93,6 +93,20 @@ def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch
     assert "largest batch 12 per device, 24 global = 12 × 2 × 1 · limited by the data set" in said
 
 
+@pytest.mark.parametrize(("devices", "ranks"), [("auto", 8), (4, 4), (0, None), (-1, None)])
+def test_an_estimate_counts_devices_as_a_training_does(devices, ranks, monkeypatch, capsys):
+    monkeypatch.setattr("lockstep.training.memory_estimate.peak_bytes", lambda *_: 2**20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    words = [*SMALL, "trainer=ddp", f"trainer.devices={devices}", "trainer.memory_limit_gib=16"]
+    config = plain(compose("train", words))
+    if ranks is None:
+        with pytest.raises(UserError, match=f"devices={devices}: give a number from 1 on, or auto"):
+            estimate(config)
+        return
+    assert estimate(config) == 0
+    assert f" × {ranks} × 1 · " in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_batch_that_is_found_trains_within_the_limit(tmp_path, monkeypatch):
