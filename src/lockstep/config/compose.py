@@ -191,14 +191,15 @@ def _repair_overrides(overrides: list[str], key: str, folders: tuple[Path, ...])
     """Return overrides of `key` that Hydra takes.
 
     It refuses to set a key that is new, to add one that is there, and to remove a null, which is
-    left out. A group that the defaults do not list is added.
+    left out. A group of the user's own is added.
     """
     repaired = []
     for override in overrides:
         if key_of(override) != key:
             repaired.append(override)
         elif is_choice(override, folders):
-            repaired.append(f"+{override.lstrip('+')}")
+            is_listed = is_group(key, (CONFIGS,))
+            repaired.append(override if is_listed else f"+{override.lstrip('+')}")
         elif not override.startswith("~"):
             repaired.append(set_or_add(override))
     return repaired

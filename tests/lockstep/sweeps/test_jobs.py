@@ -410,5 +410,5 @@ def test_a_glob_sweeps_over_options_of_all_folders(tmp_path):
     (tmp_path / "model" / "alexander.yaml").write_text("{}\n")
     words = [f"hydra.searchpath=[file://{tmp_path}]", "model=glob(alex*)"]
     glob = parse_sweep_overrides(words)[1]
-    assert list(glob.sweep_string_iterator()) == ["alexander", "alexnet"]
+    assert list(glob.sweep_string_iterator()) == ["alexander", "alexnet", "alexnet_bn"]
     assert choose_first_values(words)[1] == "model=alexander"
