@@ -33,10 +33,12 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
         parsed = OverridesParser.create().parse_overrides(typed)
     except HydraException as error:
         raise UserError(describe_error(error)) from None
-    return [_resolve_glob(override, config_folders(overrides, CONFIGS)) for override in parsed]
+    folders = config_folders(overrides, CONFIGS)
+    return [_resolve_glob(override, folders) for override in parsed]
 
 
 def _resolve_glob(override: Any, folders: tuple[Path, ...]) -> Any:
+    """Return an override whose glob is a choice of options; others as they are."""
     from hydra.core.override_parser.types import ChoiceSweep, Glob
 
     pattern = override.value()
@@ -46,6 +48,7 @@ def _resolve_glob(override: Any, folders: tuple[Path, ...]) -> Any:
     options: list[Any] = pattern.filter(sorted({path.stem for path in yaml_files(group, folders)}))
     if not options:
         raise UserError(f"{override.input_line} matches no option: configs/{group}/ lists them.")
+    # Hydra offers no public way to set a value, and option names may need quotes in a text.
     return dataclasses.replace(override, _value=ChoiceSweep(list=options))
 
 
