@@ -97,7 +97,7 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:
-    """Return the arguments without a script's own flag, as --json, and whether it was there."""
+    """Return the arguments without a flag of the script, as --json, and whether it was given."""
     return [word for word in argv if word != name], name in argv
 
 

@@ -55,7 +55,7 @@ CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")
 def inherited_options(
     stored: Config, choices: Mapping[str, str], folders: tuple[Path, ...]
 ) -> list[str]:
-    """Return overrides that choose the run's option of each group of which `choices` has none."""
+    """Return overrides that choose the run's options again, except in the groups of `choices`."""
     options = []
     for group, name in (stored.get("choices") or {}).items():
         # A group may no longer exist, such as `hardware=` of version 1.
@@ -78,11 +78,11 @@ def inherited_options(
 def inherited_values(
     stored: Config, overrides: Sequence[str], choices: Mapping[str, str], fresh: Config
 ) -> dict[str, Any]:
-    """Return the run's values to carry over.
+    """Return the values of the run that its resume keeps.
 
     Args:
-        overrides: the new ones.
-        fresh: the config composed without those values, with unresolved interpolations.
+        overrides: the new overrides.
+        fresh: the config composed without the run's values, with unresolved interpolations.
     """
     values = {key: value for key, value in stored.items() if keys.is_carried_over(key)}
     values.pop("choices", None)
@@ -107,8 +107,8 @@ def _stored_overrides(stored: Config) -> list[str]:
 def _fill_missing_keys(values: dict[str, Any], fresh: Config) -> None:
     """Set to null the callbacks, loggers and metrics that the run had removed.
 
-    Keys that its version did not have get the value that means what it did without them. This is
-    not for a config without overrides, which is incomplete.
+    A key that the run's version did not have gets the value that keeps what that version did. A
+    config without overrides is incomplete, so this must not be called for it.
     """
     for group in FREE_GROUPS:
         if isinstance(values.get(group), Mapping):
@@ -123,22 +123,22 @@ def _fill_missing_keys(values: dict[str, Any], fresh: Config) -> None:
 def repeatable_overrides(
     overrides: Sequence[str], stored: Config, values: Config, fresh: Config
 ) -> list[str]:
-    """Return the overrides in the form in which they hold at every start of a run.
+    """Return the new overrides in a form that has the same effect at every start of a run.
 
     `+key=value` adds a key that the run may have by now; `~key` removes one that it may have lost.
-    What the run itself removed is removed again, because `fresh` has it.
+    Keys that the run itself removed are removed again, because `fresh` has them.
 
     Args:
-        overrides: the new ones.
+        overrides: the new overrides.
         values: what `inherited_values` returns.
         fresh: as for `inherited_values`.
     """
     before = _stored_overrides(stored)
-    set_now = {key_of(override) for override in overrides}
+    new_keys = {key_of(override) for override in overrides}
     changes = []
     for override in before:
         key = key_of(override)
-        if override.startswith("~") and key not in set_now and _has_key(values, fresh, key):
+        if override.startswith("~") and key not in new_keys and _has_key(values, fresh, key):
             changes.append(override)
 
     repeated = _repeated_scaling_options(overrides, before)
@@ -156,17 +156,17 @@ def inherited_overrides(
     stored: Config, overrides: Sequence[str], choices: Mapping[str, str]
 ) -> list[str]:
     """Return the run's overrides that the new ones do not replace."""
-    set_now = {key_of(override) for override in overrides}
+    new_keys = {key_of(override) for override in overrides}
     chosen_anew = _groups_chosen_anew(stored, choices)
     kept = []
     for override in _stored_overrides(stored):
         key = key_of(override)
-        is_of_other_option = keys.root_of(key) in chosen_anew
+        belongs_to_other_option = keys.root_of(key) in chosen_anew
         if key.startswith("trainer."):
             # Another trainer takes over all values but those that place the ranks.
-            is_of_other_option = is_of_other_option and keys.is_placement(key)
+            belongs_to_other_option = belongs_to_other_option and keys.is_placement(key)
         is_kept = keys.is_carried_over(key) and key not in keys.RECOMPUTED_KEYS
-        if is_kept and key not in set_now and not is_of_other_option:
+        if is_kept and key not in new_keys and not belongs_to_other_option:
             kept.append(override)
     return kept
 
@@ -177,7 +177,7 @@ def _groups_chosen_anew(stored: Config, choices: Mapping[str, str]) -> list[str]
 
 
 def _values_besides_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
-    """Return the values of a trainer that another one takes over, which say what is trained."""
+    """Return the values of a trainer that another one takes over: all that do not place ranks."""
     values = {}
     for key, value in trainer.items():
         if key in fresh and not keys.is_placement(f"trainer.{key}"):
@@ -188,7 +188,7 @@ def _values_besides_placement(trainer: Config, fresh: Config) -> dict[str, Any]:
 def _with_rates_scaled_once(
     optimizer: Config, stored: Config, overrides: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the optimizer's values of a config whose rates are scaled already."""
+    """Return the optimizer's values so that its rates, which are scaled, are not scaled again."""
     is_scaled_now = any(key_of(override) == keys.LR_SCALING_KEY for override in overrides)
     if is_scaled_now and "overrides" not in stored:
         # A config from a bucket does not say which rates were typed. The command line does.
@@ -199,9 +199,9 @@ def _with_rates_scaled_once(
 
 
 def _repeated_scaling_options(overrides: Sequence[str], before: Sequence[str]) -> list[str]:
-    """Return the options of the optimizer that the run has had, if they scale its rates.
+    """Return the overrides of the optimizer that the run already had, if they scale its rates.
 
-    Its values hold the scaled rates: they would be scaled twice.
+    The run's values hold the scaled rates, which would be scaled twice.
     """
     options = [override for override in overrides if key_of(override).startswith("optimizer.")]
     repeated = [override for override in options if override in before]
@@ -218,7 +218,7 @@ def _has_key(values: Config, fresh: Config, key: str) -> bool:
 
 
 def _values_to_keep(values: Config, fresh: Config, typed: set[str], prefix: str) -> dict[str, Any]:
-    """Return the run's values without those that depend on the code version or the machine."""
+    """Return the run's values except those that depend on the code version or the machine."""
     kept = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -226,7 +226,7 @@ def _values_to_keep(values: Config, fresh: Config, typed: set[str], prefix: str)
         if not _is_kept(key, name in fresh, default, typed):
             continue
         if name == "_target_" and value != default and key not in typed and _is_gone(value):
-            # A class whose module was moved meanwhile gives way to that of the option's yaml.
+            # The module of this class has been moved, so the class in the option's yaml counts.
             continue
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             kept[name] = _values_to_keep(value, default, typed, f"{key}.")
@@ -238,8 +238,8 @@ def _values_to_keep(values: Config, fresh: Config, typed: set[str], prefix: str)
 def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """Return whether a resume keeps the run's value of a key.
 
-    A key that is an interpolation in the configs keeps it, and a key that is no longer in the
-    configs is dropped, unless the run overrode it (`typed`) or the class of its group may take it.
+    It keeps a value that the run overrode (`typed`). Any other value gives way to an interpolation
+    in the configs. A key that is not in the configs is dropped, unless its class may take it.
     """
     if key in keys.RECOMPUTED_KEYS:
         return False

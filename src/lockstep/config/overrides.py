@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ READ_AS_MEANT = re.compile(
     r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
     r"|(?!(?i:true|false|nan|inf)$)[a-zA-Z/][\w/.:@-]*"
 )
-# What fits the class of an option may not fit another one.
+# Settings of these groups fit the class of an option. Another class may need other ones.
 UNFIT_GROUPS = {
     "data._target_": ("data", "task"),
     "model._target_": ("data", "task", "optimizer", "scheduler"),
 }
 SEARCH_PATH = "hydra.searchpath"
-# A run of a few steps, which other commands start, ends by its epochs and leaves nothing.
+# Other commands start runs of a few steps. Such a run ends by its epochs, and leaves nothing.
 SHORT_RUN_OVERRIDES = {
     "trainer.max_steps": -1,
     "trainer.max_time": "null",
@@ -63,7 +64,7 @@ class CommandLine:
             _check_form(override, folders)
         return cls(config_name, overrides, folders)
 
-    @property
+    @cached_property
     def choices(self) -> dict[str, str]:
         """The options that are chosen, by group."""
         chosen = [override for override in self.overrides if is_choice(override, self.folders)]
@@ -76,7 +77,7 @@ class CommandLine:
 
     @property
     def fit_removals(self) -> list[str]:
-        """Overrides that remove what fits the chosen options: a class may be another one."""
+        """Overrides that remove settings for the class of an option, which another one replaces."""
         groups: set[str] = set()
         for override in self.overrides:
             groups.update(UNFIT_GROUPS.get(key_of(override), ()))
@@ -100,9 +101,9 @@ def overrides_of_trial(overrides: list[str], changes: Mapping[str, Any]) -> list
 
 
 def is_typed(key: str, typed: set[str]) -> bool:
-    """Return whether overrides set or remove a key or a node that holds it.
+    """Return whether an override sets or removes a key, or a node that holds the key.
 
-    The choice of an option, as model=vit, types none of its values.
+    An override that chooses an option, as model=vit, does not count for the option's values.
 
     Args:
         typed: the keys of the overrides.
@@ -180,7 +181,7 @@ def _check_form(override: str, folders: tuple[Path, ...]) -> None:
 
 
 def _possible_forms(key: str, folders: tuple[Path, ...]) -> str:
-    """Return what an override without a sign may mean: the groups that have such an option."""
+    """Return GROUP=KEY for each group that has an option of this name, or else KEY=VALUE."""
     groups: set[str] = set()
     for folder in folders:
         groups.update(path.parent.name for path in folder.glob(f"*/{key}.yaml"))

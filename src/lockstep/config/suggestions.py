@@ -68,26 +68,26 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
         sign = "=" if is_group(close, folders) else ""
         return f"There is no {key}: use {close}{sign}{where}."
 
-    more = ""
+    hint = ""
     if group in FREE_GROUPS:
-        more = f", '+{key}={{_target_: …}}' adds one"
+        hint = f", '+{key}={{_target_: …}}' adds one"
     elif isinstance(options.get(group), Mapping) and "_target_" in options[group]:
-        more = f", '+{key}=VALUE' adds one"
-    return f"There is no {key}: python src/train.py --help lists all keys{more}."
+        hint = f", '+{key}=VALUE' adds one"
+    return f"There is no {key}: python src/train.py --help lists all keys{hint}."
 
 
 def nearest_key(key: str, names: list[str]) -> str | None:
     """Return the key that was most likely meant.
 
-    It has nearly the spelling (data.rooot), the last part (optimizer.num_workers), or the name in
-    another program (batch_size).
+    Its spelling is nearly the same (data.rooot), its last part is the same (optimizer.num_workers),
+    or another program has this name for it (batch_size).
     """
-    slip = difflib.get_close_matches(key, names, 1, cutoff=0.9)
-    if slip:
-        return slip[0]
+    close_names = difflib.get_close_matches(key, names, 1, cutoff=0.9)
+    if close_names:
+        return close_names[0]
 
     group, _, last = key.rpartition(".")
-    elsewhere = [meant for meant, names in NAMES_ELSEWHERE.items() if last in names.split()]
+    elsewhere = [meant for meant, text in NAMES_ELSEWHERE.items() if last in text.split()]
     in_group = [meant for meant in elsewhere if meant.startswith(f"{group}.")]
     if in_group:
         return in_group[0]

@@ -1,4 +1,4 @@
-"""Refuse a sweep of which a job cannot work, before its first job trains."""
+"""Refuse a sweep before its first job trains, if one of its jobs cannot work."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, describe_error, whole_config
-from lockstep.config.keys import REPEATS
+from lockstep.config.keys import REPEAT_KEYS
 from lockstep.config.overrides import CommandLine, config_folders, is_choice, quote_names
 from lockstep.config.schema import key_of, yaml_files
 from lockstep.config.suggestions import missing_option
@@ -38,7 +38,7 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
 
 
 def _resolve_glob(override: Any, folders: tuple[Path, ...]) -> Any:
-    """Return an override whose glob is a choice of options; others as they are."""
+    """Return an override with a choice of options in place of a glob; others as they are."""
     from hydra.core.override_parser.types import ChoiceSweep, Glob
 
     pattern = override.value()
@@ -112,7 +112,7 @@ def _vary_first_job(overrides: list[str]) -> Iterator[list[str]]:
         if not override.is_discrete_sweep() or key_of(text).startswith("hydra"):
             continue
         values = list(override.sweep_string_iterator())[1:]
-        if key_of(text) in REPEATS:
+        if key_of(text) in REPEAT_KEYS:
             # One seed is as good as another: the last one stands for all.
             values = values[-1:]
         for value in values:

@@ -17,7 +17,7 @@ from lockstep.sweeps.stopping import forward_stop_signals, stop_signals
 StartJob = Callable[[Sequence[str], int], Future[JobReturn]]
 
 
-def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
+def plan_jobs(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
     """Return the number of jobs at the same time, and the GPUs of each as CUDA_VISIBLE_DEVICES.
 
     Args:
@@ -29,7 +29,7 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
     gpus = 0 if trainer.accelerator == "cpu" else count_visible_gpus(environ)
     gpus_of_job = trainer.devices if isinstance(trainer.devices, int) else 1
     if "process_devices" in trainer and trainer.launch == "one_process":
-        # One process may use all of them.
+        # One process may use all GPUs.
         gpus_of_job = gpus or 1
 
     number = n_jobs or max(1, gpus // gpus_of_job)
@@ -46,19 +46,20 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
 def open_job_pool(
     folder: Path, program: str, number: int, gpus: list[str]
 ) -> Iterator[Callable[[Any], Future[JobReturn]]]:
-    """Yield a function that starts a job in a child process as soon as a place is free.
+    """Yield a function that starts a job in a child process as soon as its GPUs are free.
 
-    It takes the job's composed config, with Hydra's node. The block ends when all jobs have.
+    It takes the job's composed config, with Hydra's node. The block ends when all jobs have ended.
 
     Args:
-        folder: of the sweep; with several jobs at a time each prints into a file there.
+        folder: the folder of the sweep. If several jobs run at a time, each prints into a file
+            there.
         program: path of the script that started the sweep.
-        number, gpus: as from `jobs_at_once`.
+        number, gpus: as `plan_jobs` returns them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     free_devices: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for place in range(number):
-        free_devices.put(gpus[place % len(gpus)] if gpus else "")
+    for slot in range(number):
+        free_devices.put(gpus[slot % len(gpus)] if gpus else "")
 
     def run(cfg: Any) -> JobReturn:
         result = JobReturn(cfg=cfg, status=JobStatus.COMPLETED)

@@ -18,10 +18,10 @@ stop_signals: list[int] = []  # signals that asked the sweep to stop
 
 @contextmanager
 def forward_stop_signals() -> Iterator[None]:
-    """Hand a signal on to the running jobs, wait until they have saved, and end the sweep.
+    """Pass a signal on to the running jobs, wait until they have saved, and end the sweep.
 
-    A second Ctrl-C kills them. SLURM with cgroups signals this process alone. A job that submitit
-    runs has a result to hand in all the same.
+    A second Ctrl-C kills them. SLURM with cgroups signals only this process. A job that submitit
+    runs does not end here, because it still has to return its result.
     """
     stop_signals.clear()
     previous = signals.install_stop_handler(_stop_jobs)
