@@ -16,7 +16,7 @@ from lockstep.strategies.base import Capabilities
 
 
 class DataParallel(Capabilities, SingleDeviceStrategy):
-    """Weights, optimizer and checkpoints are those of the plain net on the first GPU.
+    """Train on several GPUs; weights, optimizer and checkpoints stay on the first one.
 
     Args:
         num_gpus: the number of GPUs to use; None for all. With `process_devices` in

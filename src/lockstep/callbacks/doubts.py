@@ -1,4 +1,4 @@
-"""Warn of what a training most probably does not intend, once for each, when it begins."""
+"""Warn when a training begins of things that are probably not intended, once of each."""
 
 import logging
 from typing import Any

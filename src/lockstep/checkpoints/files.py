@@ -24,7 +24,7 @@ CHECKPOINT_NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<repeat>\d))?\
 PART_NAME = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A step has at most this many checkpoints of a kind.
-MOST_OF_A_STEP = 9
+MAX_CHECKPOINTS_OF_STEP = 9
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Sidecar:
     """The small file beside a checkpoint.
 
     Attributes:
-        metric: what a best checkpoint reached.
-        weights_only: the optimizer's state is left out.
-        name: of the file that it was written beside; empty in version 2.0.0.
+        metric: the metrics that a best checkpoint reached.
+        weights_only: True if the checkpoint lacks the optimizer's state.
+        name: the checkpoint's file name when it was written; empty in version 2.0.0.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Sidecar:
 
 
 def parse_sidecar(content: Any) -> Sidecar | None:
-    """Return the sidecar in a JSON value; None unless every field is what it must be.
+    """Return the sidecar in a JSON value; None unless every field is valid.
 
     Unknown fields are ignored, because a later version may have written them.
     """
@@ -89,7 +89,7 @@ def unused_path(folder: Path, kind: str, step: int) -> Path:
     first_path = folder / checkpoint_name(kind, step)
     if not first_path.exists():
         return first_path
-    numbers = range(2, MOST_OF_A_STEP + 1)
+    numbers = range(2, MAX_CHECKPOINTS_OF_STEP + 1)
     repeats = (first_path.with_stem(f"{first_path.stem}-{number}") for number in numbers)
     return next(path for path in repeats if not path.exists())
 
@@ -115,7 +115,7 @@ def is_copy(checkpoint: Path, sidecar: Sidecar) -> bool:
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """Return a checkpoint's sidecar; None if it has no readable one, and so is not complete."""
+    """Return a checkpoint's sidecar; None if it has no readable one and is not complete."""
     try:
         return parse_sidecar(json.loads(sidecar_path(checkpoint).read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -166,7 +166,7 @@ def link(source: Path, target: Path) -> None:
     """Give a complete checkpoint a second name and sidecar; without hard links it is copied.
 
     Raises:
-        FileNotFoundError: the source is not complete, or no longer.
+        FileNotFoundError: the source is not complete, or no longer complete.
     """
     sidecar = read_sidecar(source)
     if sidecar is None:
@@ -191,7 +191,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def mark_unfinished(checkpoint: Path) -> None:
-    """Note that this run is writing or removing a checkpoint, of which a kill may leave a part."""
+    """Mark a checkpoint that this run writes or removes, because a kill may leave a part of it."""
     _mark_path(checkpoint).touch()
 
 
@@ -200,7 +200,7 @@ def _mark_path(checkpoint: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process of the run left: half-written files, and marked checkpoints.
+    """Remove half-written files and marked checkpoints that a killed process of the run left.
 
     A checkpoint without a sidecar and without a mark is a file of the user's, and stays.
     """

@@ -1,4 +1,6 @@
-"""Keep a rank's next batches over a resume; sets Lightning's `_last_train_dl_reload_epoch`.
+"""Give a rank the same next batches after a resume as without a stop.
+
+This sets Lightning's `_last_train_dl_reload_epoch`, which has no public name.
 
 A DataLoader draws its order and its workers' seeds from the global generators when its iterator is
 made, and Lightning has no hook at that moment. `LoaderState` therefore wraps three methods with
@@ -42,7 +44,7 @@ def has_state(loader: Any) -> bool:
 
 
 class LoaderState:
-    """The states of a rank's training loaders and generators, at a batch and an epoch's begin.
+    """The states of a rank's training loaders and generators, now and when this epoch began.
 
     Attributes:
         random_before_epoch: the state before the iterator of this epoch was made.
@@ -75,11 +77,13 @@ class LoaderState:
         _wrap_method(epoch_loop.val_loop, "run", self._run_validation)
 
     def state_dict(self, point: ResumePoint, *, is_before_validation: bool) -> dict[str, Any]:
-        """Return what a checkpoint at `point` needs of all ranks; a collective unless fit failed.
+        """Return the states of all ranks for a checkpoint at `point`.
+
+        This is a collective unless fit has failed.
 
         Args:
-            is_before_validation: keep the random state before the latest validation, not the one
-                of now.
+            is_before_validation: store the random state before the latest validation, in place
+                of the present one.
         """
         loaders = loaders_in(self.trainer.train_dataloader)
         now = self._random_state()
@@ -124,14 +128,14 @@ class LoaderState:
             self._log_stateless_loaders(stateless, loaders)
 
     def _is_cut_by_epoch(self, loader: Any) -> bool:
-        """Return whether a loader of another project with a state begins again within an epoch."""
+        """Return whether an epoch ends within a pass over a loader that is not Lockstep's."""
         length = sized_len(loader)
         if not length or self.trainer.num_training_batches % length == 0:
             return False
         return has_state(loader) and not is_lockstep_state(loader.state_dict())
 
     def _log_stateless_loaders(self, stateless: list[Any], loaders: list[Any]) -> None:
-        """Say how exact a resume is where some loaders, the stateless ones, have no state."""
+        """Say how exact a resume is if some of the training loaders have no state."""
         if len(stateless) < len(loaders):
             log.info(
                 "Resume is exact at an epoch's end only: some of the training loaders have a "
@@ -156,7 +160,7 @@ class LoaderState:
     # In a run that resumes
 
     def load_state_dict(self, point: ResumePoint, stored: dict[str, Any]) -> None:
-        """Keep a checkpoint's states until the iterators of this start are made."""
+        """Keep a checkpoint's states until this start makes its iterators."""
         self.point = point
         self.stored_states = stored
         self.has_validated = stored.get("has_validated", False)
@@ -195,7 +199,7 @@ class LoaderState:
         return [state] if state else []
 
     def _resume_iterator(self, fetcher: Any) -> None:
-        """Make the iterator of the first epoch of this start as a run without a stop has it."""
+        """Make the iterator of this start's first epoch, with the state of a run without a stop."""
         loaders = fetcher.combined_loader.flattened
         stateful = [loader for loader in loaders if has_state(loader)]
         replay = self._rank_part("replay")
@@ -249,10 +253,10 @@ class LoaderState:
         iter(fetcher)
 
     def _end_loaded_epoch(self, stateful: list[Any]) -> None:
-        """Bring loaders with a state to where the next iter() begins the next epoch.
+        """Move loaders with a state to where the next iter() begins the next epoch.
 
-        Their states may be at the end of an epoch (torchdata's StatefulDataLoader), where iter()
-        would make an epoch without batches, or at the begin of the next one.
+        A loaded state may be that of an epoch's end (torchdata's StatefulDataLoader): there iter()
+        would make an epoch without batches. Or it may be that of the next epoch's start.
         """
         batches = self.trainer.num_training_batches
         for loader, state in zip(stateful, self._loader_states()):
@@ -269,8 +273,8 @@ class LoaderState:
         assert self.stored_states is not None
         if self.trainer.is_global_zero:
             log.warning(
-                f"The checkpoint is of {len(self.stored_states['random'])} rank(s), and this start "
-                f"has {self.trainer.world_size}: batches and random numbers differ from those of a "
+                f"The checkpoint is from {len(self.stored_states['random'])} rank(s), and this "
+                f"start has {self.trainer.world_size}: batches and random numbers differ from those of a "
                 "run without a stop, because the training loader has no state_dict."
             )
 
@@ -336,9 +340,9 @@ class LoaderState:
         return original()
 
     def _start_workers(self) -> None:
-        """Start persistent workers, which a run without a stop has had since its first validation.
+        """Start persistent workers, because a run without a stop starts them only once.
 
-        Their start draws a random number.
+        It starts them in its first validation. Their start draws a random number.
         """
         self.must_start_workers = False
         self.trainer.fit_loop.epoch_loop.val_loop.setup_data()
@@ -369,7 +373,7 @@ class LoaderState:
             set_random_state(state, self._generator_owners(), self._devices())
 
     def _devices(self) -> Sequence[torch.device]:
-        """Return the devices of a process that computes on several."""
+        """Return the devices of a process that computes on several; none for other processes."""
         devices: Sequence[torch.device] = getattr(self.trainer.strategy, "process_devices", ())
         return devices
 

@@ -238,8 +238,9 @@ def _values_to_keep(values: Config, fresh: Config, typed: set[str], prefix: str)
 def _is_kept(key: str, is_listed: bool, default: Any, typed: set[str]) -> bool:
     """Return whether a resume keeps the run's value of a key.
 
-    It keeps a value that the run overrode (`typed`). Any other value gives way to an interpolation
-    in the configs. A key that is not in the configs is dropped, unless its class may take it.
+    A resume keeps a value that the run overrode (`typed`). An interpolation in the
+    configs replaces any other value. A key that is not in the configs is dropped, unless its class
+    may take it.
     """
     if key in keys.RECOMPUTED_KEYS:
         return False

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): each rank keeps 1/N of weights, gradients and optimizer.
+"""Shard the training (FSDP2): each rank keeps 1/N of weights, gradients and optimizer state.
 
 trainer=fsdp (GPUs), trainer=fsdp_sim (the same code in CPU processes over gloo). The weights of a
 block are gathered just before it computes, and freed after it.
@@ -40,7 +40,7 @@ LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 class ShardedPrecision(ClippingMixedPrecision):
     """Train in bf16, or in fp16 with loss scaling.
 
-    Shards and reduced gradients are float32, gathered weights have 16 bits.
+    Shards and reduced gradients are float32. Gathered weights have 16 bits.
     """
 
     # Lightning stores a plugin's state under this name. With the name of Lightning's class, a run
@@ -53,7 +53,7 @@ class ShardedPrecision(ClippingMixedPrecision):
 
 
 class FSDP(ProcessPerDevice):
-    """Shard each network of the LightningModule by fully_shard: its `shard_units()`, then itself.
+    """Shard each network of the LightningModule by fully_shard, after its `shard_units()`.
 
     Args:
         shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP). The
@@ -98,8 +98,8 @@ class FSDP(ProcessPerDevice):
         module = self.lightning_module
         self.model = self.precision_plugin.convert_module(module)
         networks = find_networks(module)
-        names_units = any(hasattr(net, "shard_units") for net in networks)
-        if not names_units and self.is_global_zero:
+        has_units = any(hasattr(net, "shard_units") for net in networks)
+        if not has_units and self.is_global_zero:
             log.info(
                 "The model does not define shard_units(): FSDP gathers all its weights at once "
                 "and saves little."
