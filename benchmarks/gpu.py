@@ -5,11 +5,11 @@
     python benchmarks/gpu.py --out results --small           # tiny nets, on a simulated GPU
     python benchmarks/gpu.py --out results --only cifar10 --cifar10 FOLDER --airbench SCRIPT
 
-Each part runs in a process of its own under a time limit. Its figures are in OUT/gpu.json as soon
-as it ends, so that a run that is cut short keeps them. Both sides of a ratio run in turns on the
-same card; a ratio is the median over the rounds, beside the smallest and the largest. The
-predictions for an H100 were written before any measurement. Needs neither a network nor git.
-Without internet access bring hydra-core, omegaconf and antlr4-python3-runtime.
+Each part runs in its own process under a time limit. Its figures are in OUT/gpu.json as soon as it
+ends, so that a run that is cut short keeps them. Both sides of a ratio run in turns on the same
+card. A ratio is the median over the rounds, and stands beside the smallest and the largest one. The
+predictions for an H100 were written before any measurement. The script needs neither a network nor
+git. A machine without internet access needs hydra-core, omegaconf and antlr4-python3-runtime.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from step_time import CachedLoader, timed_run
 
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
 CLASSES = 10
-# Floating-point operations of ViT-B/32 for an image, forward and backward
+# ViT-B/32 takes so many floating-point operations for the forward and backward of an image.
 FLOP_OF_IMAGE = 26.2e9
 MIB = 2**20
 GIB = 2**30
@@ -49,29 +49,29 @@ GIB = 2**30
 IMAGES = "GPU_BENCHMARK_IMAGES"
 CIFAR10 = "GPU_BENCHMARK_CIFAR10"
 AIRBENCH = "GPU_BENCHMARK_AIRBENCH"
-# A simulated GPU takes longer.
+# The time limits of a simulated GPU are longer by this factor.
 TIMES_LONGER_IF_SMALL = 5
 SHORTEST_PART_S = 5.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: of a GPU, or of a simulated one.
+    """The sizes of the measurements, on a GPU or on a simulated one.
 
     Attributes:
-        batch: images of a step.
-        small_batch: so few that the host launches kernels more slowly than the GPU runs them.
-        decoded_batch: of images that are decoded; a thousand of 224 px take 150 MB.
-        image_size: in pixels.
+        batch: the images of a step.
+        small_batch: so few images that the GPU runs kernels faster than the host launches them.
+        decoded_batch: the images of a step that decodes them; a thousand of 224 px take 150 MB.
+        image_size: the side of an image in pixels.
         net: the options of the net that Lockstep trains.
-        timm_options: the same net's, in timm.
-        product_side: rows and columns of the matrices of the ceiling.
-        product_s: seconds of products, for the sustained ceiling.
-        copied_bytes: of the copy on the device.
+        timm_options: the options of the same net in timm.
+        product_side: the rows and columns of the matrices that measure the ceiling.
+        product_s: the seconds of products that measure the sustained ceiling.
+        copied_bytes: the bytes of the copy on the device.
         device_gib: the memory of a device to plan for.
-        checkpoint_mib: weights and two moments.
-        checkpoint_steps: steps between two checkpoints.
-        checkpoints: the number that is saved.
+        checkpoint_mib: the size of the weights and two moments.
+        checkpoint_steps: the steps between two checkpoints.
+        checkpoints: the number of checkpoints that are saved.
     """
 
     batch: int = 1024
@@ -182,7 +182,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--airbench", help="airbench94_muon.py of github.com/KellerJordan/cifar10-airbench"
     )
-    # The process that is measured gets one part.
+    # This script starts itself with this option, to measure one part.
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.only = options.only.split(",")
@@ -227,7 +227,7 @@ def run_part(name: str, out: Path, seconds_left: float) -> Figures:
 
 
 def write_results(out: Path, results: Figures) -> None:
-    """Write gpu.json anew, whole at any moment."""
+    """Write gpu.json anew. The file is whole at any moment."""
     part = out / "gpu.json.part"
     part.write_text(json.dumps(results, indent=1) + "\n")
     part.replace(out / "gpu.json")
@@ -308,7 +308,7 @@ def lockstep_run(
 
     Args:
         cached: replace the data by batches of noise in GPU memory.
-        watch: as of `timed_run`.
+        watch: as in `timed_run`.
     """
     import torch
 
@@ -406,9 +406,9 @@ def measure_step(out: Path) -> Figures:
 
 
 def share_of_ceiling(out: Path, seconds: float) -> float | None:
-    """Return the share of the measured bf16 products that a step of SCALE.batch images does.
+    """Return the bf16 speed of a step of SCALE.batch images, as a share of the measured ceiling.
 
-    None if they are not known.
+    It is None if the ceiling has not been measured.
     """
     path = out / "gpu.json"
     if not path.exists():
@@ -434,7 +434,7 @@ def measure_data(out: Path) -> Figures:
 
 
 class SynchronisationWatch:
-    """The warnings of torch about calls for which the host waits."""
+    """Collect torch's warnings about calls for which the host waits."""
 
     def begin(self) -> None:
         import torch
@@ -500,7 +500,7 @@ def measure_compiled(out: Path) -> Figures:
         "eager_small": (f"{gpu}=false", SCALE.small_batch),
         "graphs_small": (f"{gpu}={{mode:reduce-overhead}}", SCALE.small_batch),
     }
-    # The first run of a process imports.
+    # The first run of a process also imports.
     lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1)
     figures: Figures = {}
     for name, (overrides, batch) in variants.items():
@@ -509,7 +509,7 @@ def measure_compiled(out: Path) -> Figures:
             f"{NO_CHECKPOINTS} {overrides}", batch=batch, warmup=SCALE.compiled_warmup
         )
         figures[f"{name}_ms"] = milliseconds(seconds)
-        # The compilation counts here.
+        # This time includes the compilation.
         figures[f"{name}_whole_s"] = round(time.perf_counter() - began, 1)
 
     pairs = {
@@ -567,10 +567,10 @@ def measure_checkpoints(out: Path) -> Figures:
 
     def seconds(overrides: str) -> float:
         epochs = f"trainer.limit_train_batches={SCALE.checkpoint_steps} trainer.max_epochs=9"
-        per_step = lockstep_run(
+        step_s = lockstep_run(
             f"trainer=gpu {epochs} {overrides}", warmup=SCALE.checkpoint_steps // 2, steps=steps
         )
-        return per_step * steps
+        return step_s * steps
 
     state = torch.empty(SCALE.checkpoint_mib * MIB, dtype=torch.uint8, device="cuda")
     copy = per_step(state.cpu, 2)
@@ -640,7 +640,7 @@ def rows_of_airbench(scratch: Path, root: Path) -> list[list[str]]:
 
 
 class ProfilerWatch:
-    """torch's profiler over the steps that are timed."""
+    """Run torch's profiler over the steps that are timed."""
 
     def begin(self) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -675,7 +675,7 @@ class Part:
     """A part of the measurements.
 
     Args:
-        measure: gets the folder of the results, and returns figures.
+        measure: takes the folder of the results and returns figures.
         limit_s: the most seconds that it may take.
     """
 

@@ -1,5 +1,5 @@
-"""The input path on the CPU: images per second beside torchvision, and how long a training step
-waits for images.
+"""Measure the input path on the CPU: images per second beside torchvision, and how long a training
+step waits for images.
 
     python benchmarks/input_path.py --root FOLDER      # holds cifar-10-batches-py
     python benchmarks/input_path.py --images FOLDER    # holds train/<class>/ and test/<class>/ of
@@ -24,7 +24,7 @@ from measuring import goal_row, measure_in_turns, median, paired_ratio, run_reco
 
 BATCH = 256
 WORKERS = (0, 1, 2, 4)
-# Pixels, and the seconds of a measurement
+# Each size in pixels has the seconds of its measurement.
 SIZES = {32: 2.0, 224: 4.0}
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
@@ -110,7 +110,8 @@ def measure_wait(images: Path) -> None:
 def images_per_s(batches: Batches, seconds: float) -> float:
     """Return images per second over as many epochs as fit.
 
-    An epoch counts from its first batch on, so that the start of its workers does not.
+    The time of an epoch begins after its first batch, so that the start of the workers does not
+    count.
     """
     images = 0
     elapsed = 0.0

@@ -58,8 +58,8 @@ class Case:
     Args:
         strategy: one_process, ddp, fsdp, allreduce, model_parallel or ddp_model_parallel.
         fine_tuning: with FROZEN layers, layer decay, and weight decay on matrices alone.
-        mixup: and cutmix, of half of the pairs.
-        fault: one of FAULTS, seeded into allreduce.
+        mixup: mix half of the pairs of images, by mixup or cutmix.
+        fault: one of FAULTS, which is seeded into allreduce.
     """
 
     model: str
@@ -167,7 +167,7 @@ def bare_loop(case: Case) -> dict[str, Any]:
 
 
 class Losses(pl.Callback):
-    """The loss of each micro-batch on this rank."""
+    """Collect the loss of each micro-batch on this rank."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -179,7 +179,7 @@ class Losses(pl.Callback):
 
 
 class FaultyAllReduce(AllReduce):
-    """Gradients averaged wrongly in one of the ways that the table must notice."""
+    """Average gradients wrongly, in one of the ways that the table must notice."""
 
     previous: torch.Tensor | None = None
 

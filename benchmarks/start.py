@@ -1,8 +1,8 @@
-"""How long a start takes: --help, --cfg job, the first optimizer step, and the same with two ranks.
+"""Measure how long --help, --cfg job and the first optimizer step with one and two ranks take.
 
     python benchmarks/start.py
 
-Whole processes, in turns. The first step counts from the start of the process to the end of its
+The processes are measured whole and in turns. The first step counts from the start of the process to the end of its
 first optimizer step; "bare imports" is a process that imports torch, lightning.pytorch, hydra and
 numpy and does nothing else.
 """
@@ -76,7 +76,7 @@ def main() -> None:
 def first_step(scratch: str, trainer: str) -> float:
     """Return the seconds from the start of a process to the end of its first optimizer step.
 
-    With several ranks rank 0 tells it.
+    If there are several ranks, rank 0 prints the time of the step.
     """
     overrides = [
         "experiment=quickstart",
@@ -95,18 +95,18 @@ def first_step(scratch: str, trainer: str) -> float:
 def train_and_print_first_step(overrides: list[str]) -> int:
     """Run train.py with a hook after the first optimizer step.
 
-    A process that starts ranks imports no torch for it.
+    A process that starts ranks gets no hook, because it must not import torch.
     """
     import train
 
     if "trainer=ddp_sim" not in overrides or "LOCKSTEP_AGENT" in os.environ:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        def tell(*_: object) -> None:
+        def print_time(*_: object) -> None:
             handle.remove()
             print(f"first_step_at {time.time()!r}", flush=True)
 
-        handle = register_optimizer_step_post_hook(tell)
+        handle = register_optimizer_step_post_hook(print_time)
     return train.main(overrides)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a training step against a bare PyTorch loop.
+"""Compare the seconds of a training step with those of a bare PyTorch loop.
 
     python benchmarks/step_time.py                 # a ViT and a tiny net
     python benchmarks/step_time.py --only tiny
@@ -24,7 +24,8 @@ from measuring import folder_overrides, goal_row, measure_in_turns, median, pair
 
 TINY = ["model=small_cnn", "data=digits", "data.global_batch_size=64"]
 VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
-PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}  # overrides, steps, rounds
+# Each part has its overrides, its steps and its rounds.
+PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}
 VIT_LIMIT = 1.02
 CACHED_BATCHES = 16
 LIMITS = ["trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
@@ -124,7 +125,7 @@ def train_alexnet(keeps_memory: bool) -> tuple[float, float]:
 
 
 class Sides:
-    """Two ways to make the same steps; each returns seconds per step."""
+    """Make the same steps in two ways; each returns the seconds per step."""
 
     def __init__(self, overrides: list[str], steps: int, scratch: str) -> None:
         self.overrides = [*overrides, *LIMITS, *folder_overrides(scratch)]
@@ -148,7 +149,7 @@ class Sides:
         module = build_module(config, {"num_classes": 10, "image_size": size, "channels": channels})
         net = module.net.train()
         trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        # One kernel steps all parameters, as in our run: it is not what is measured here.
+        # One kernel steps all parameters, as in our run, because the optimizer is not measured here.
         optimizer = module.optimizer_factory(trained, fused=True)
         for number, (images, labels) in enumerate(
             CachedLoader(self.batches, self.steps + self.warmup)
@@ -172,8 +173,8 @@ def timed_run(
     """Train as `python src/train.py` does, in this process; return seconds per step.
 
     Args:
-        batches: take the place of the data's; an empty list is filled with the first ones; None:
-            the data's own.
+        batches: these replace the batches of the data. An empty list is filled with the first
+            batches of the data. None leaves the data as they are.
         watch: an object whose `begin()` is called after the warm-up and whose `end()` after the
             last step.
         synchronize: waits for the device.
@@ -221,7 +222,7 @@ def timed_run(
 
 
 def replace_batches(data: Any, batches: list[Any], length: int) -> None:
-    """Let a data module give `length` of the batches; an empty list gets its first ones."""
+    """Let a data module give `length` of `batches`; fill an empty list with its first batches."""
     if not batches:
         for batch in islice(data.train_dataloader(), CACHED_BATCHES):
             images, labels = data.on_after_batch_transfer(batch, 0)
@@ -235,7 +236,7 @@ def _unchanged(batch: Any, dataloader_idx: int) -> Any:
 
 
 class CachedLoader:
-    """The same few batches again and again, with the state that checkpoints ask a loader for."""
+    """Give the same few batches again and again, with the state that checkpoints ask for."""
 
     def __init__(self, batches: list[Any], length: int) -> None:
         self.batches = batches

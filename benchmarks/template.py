@@ -1,9 +1,9 @@
-"""The usual Hydra + Lightning template beside experiment=mnist: the same net, batch and epochs.
+"""Compare experiment=mnist with the usual Hydra + Lightning template: same net, batch and epochs.
 
     python benchmarks/template.py --root FOLDER            # FOLDER/MNIST/raw, as torchvision has it
     python benchmarks/template.py --root FOLDER --data fashion_mnist   # its files there, unpacked
 
-template_peer.txt is written as the template's own documentation shows it. Measures whole processes.
+template_peer.txt is written as the template's own documentation shows it. The times are those of whole processes.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 class Sides:
-    """The same training by both; each returns the seconds of a whole process."""
+    """Train the same in both projects; each returns the seconds of a whole process."""
 
     def __init__(self, arguments: argparse.Namespace, scratch: Path) -> None:
         self.arguments = arguments

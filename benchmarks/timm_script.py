@@ -1,4 +1,4 @@
-"""timm's training script beside ours, as whole processes.
+"""Compare timm's training script with ours, as whole processes.
 
 Both have the same weights, images, batch, epochs and augmentation.
 
@@ -8,11 +8,11 @@ Both have the same weights, images, batch, epochs and augmentation.
     python benchmarks/timm_script.py speed $FILES
     python benchmarks/timm_script.py accuracy $FILES
 
-FOLDER has train/<class>/ and test/<class>/. `speed`: one epoch at 224 px with RandAugment, mixup
-and erasing, seconds of the whole process. `accuracy`: three seeds, some epochs at 64 px with mixup
-and erasing and without RandAugment, whose operations the two draw from different lists; the new
-head starts at zero on both sides, as ours does, which timm needs told: by itself it starts far
-above the loss of chance, and that costs it many points in so few epochs.
+FOLDER has train/<class>/ and test/<class>/. `speed` measures the seconds of a whole process: one
+epoch at 224 px with RandAugment, mixup and erasing. `accuracy` trains three seeds for some epochs at
+64 px with mixup and erasing. It leaves RandAugment off, because the two projects draw its operations
+from different lists. The new head starts at zero on both sides, which is our default and an option
+of timm: timm's default starts far above the loss of chance, which costs many points in few epochs.
 """
 
 import argparse
@@ -44,10 +44,10 @@ SPEED_GOAL = 1.5
 
 
 class Sides:
-    """The same training by both; each returns its accuracy in percent.
+    """Train the same in both projects; each returns its accuracy in percent.
 
     Attributes:
-        seconds: of each whole process.
+        seconds: the times of the whole processes, by side.
     """
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:

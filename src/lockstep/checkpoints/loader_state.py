@@ -274,8 +274,8 @@ class LoaderState:
         if self.trainer.is_global_zero:
             log.warning(
                 f"The checkpoint is from {len(self.stored_states['random'])} rank(s), and this "
-                f"start has {self.trainer.world_size}: batches and random numbers differ from those of a "
-                "run without a stop, because the training loader has no state_dict."
+                f"start has {self.trainer.world_size}: batches and random numbers differ from "
+                "those of a run without a stop, because the training loader has no state_dict."
             )
 
     def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:
