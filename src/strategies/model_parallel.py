@@ -165,11 +165,11 @@ def check_stages(net: nn.Module, stages: list[nn.Module]) -> None:
     owners: Counter[int] = Counter()
     for stage in stages:
         owners.update(id(parameter) for parameter in stage.parameters())
-    wrong = [name for name, parameter in net.named_parameters() if owners[id(parameter)] != 1]
-    if wrong:
+    wrong_names = [name for name, parameter in net.named_parameters() if owners[id(parameter)] != 1]
+    if wrong_names:
         raise UserError(
             f"{type(net).__name__}.stages() does not hold each parameter once: "
-            f"{', '.join(wrong[:3])}."
+            f"{', '.join(wrong_names[:3])}."
         )
 
 

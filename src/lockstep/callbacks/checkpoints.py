@@ -145,7 +145,7 @@ class Checkpoints(pl.Callback):
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
 
-    # When to save
+    # These methods decide when a checkpoint is saved.
 
     def stop_after_epoch(self) -> None:
         """Save the end of this epoch as last, because the run stops after it."""
@@ -260,7 +260,7 @@ class Checkpoints(pl.Callback):
         if trainer.enable_validation and self.best_path is None:
             self._warn_without_best(trainer)
 
-    # What is best
+    # These methods decide which checkpoint is the best.
 
     def _check_before_training(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Check in the sanity check, before training, that the monitored metric is logged."""
@@ -327,7 +327,7 @@ class Checkpoints(pl.Callback):
         self.is_unsynchronised = True
         return mean
 
-    # What a checkpoint holds
+    # These methods decide what a checkpoint holds.
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
@@ -339,12 +339,13 @@ class Checkpoints(pl.Callback):
         frozen = frozen_state(trainer)
         position = {"point": point.to_checkpoint(), "frozen": frozen}
         checkpoint["lockstep"] = {**self.contents, **position, **state}
-        removed = keep_plain_hyperparameters(checkpoint)
-        if removed and not self.writer.is_checked and trainer.is_global_zero:
-            arguments = ", ".join(f"{name}=…" for name in removed)
+        removed_names = keep_plain_hyperparameters(checkpoint)
+        if removed_names and not self.writer.is_checked and trainer.is_global_zero:
+            arguments = ", ".join(f"{name}=…" for name in removed_names)
             log.info(
-                f"The hyperparameters {', '.join(removed)} are objects, which checkpoints omit. "
-                f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
+                f"The hyperparameters {', '.join(removed_names)} are objects, which checkpoints "
+                "omit. Load one by "
+                f"{type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
             )
 
     def _resume_point(self, trainer: pl.Trainer) -> ResumePoint:
@@ -390,7 +391,7 @@ class Checkpoints(pl.Callback):
         else:
             self.pending_frozen_state = state
 
-    # How it is saved
+    # These methods save a checkpoint.
 
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
@@ -511,7 +512,7 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
     Returns:
         The names of the module's hyperparameters that were removed.
     """
-    removed: list[str] = []
+    removed_names: list[str] = []
     for owner in (pl.LightningModule, pl.LightningDataModule):
         # This value is a class, such as OmegaConf's DictConfig.
         checkpoint.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
@@ -521,8 +522,8 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
         values = {name: _to_plain(value) for name, value in checkpoint[key].items()}
         checkpoint[key] = {name: value for name, value in values.items() if is_plain(value)}
         if owner is pl.LightningModule:
-            removed = [name for name in values if name not in checkpoint[key]]
-    return removed
+            removed_names = [name for name in values if name not in checkpoint[key]]
+    return removed_names
 
 
 def _to_plain(value: Any) -> Any:

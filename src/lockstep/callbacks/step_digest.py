@@ -242,11 +242,11 @@ class Replay:
         return number * self.micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        parts = self.micro_batches * self.world_size
+        num_parts = self.micro_batches * self.world_size
         for number in range(len(self) // self.micro_batches):
             batch = torch.load(self._path(number), weights_only=False)
             for micro_batch in range(self.micro_batches):
-                yield batch_part(batch, micro_batch * self.world_size + self.rank, parts)
+                yield batch_part(batch, micro_batch * self.world_size + self.rank, num_parts)
 
 
 def batch_path(folder: Path, stage: str, trainer: pl.Trainer, batch: int) -> Path:
@@ -274,10 +274,10 @@ def count_samples(batch: Any) -> int:
     return len(tensors[0]) if tensors else 0
 
 
-def batch_part(batch: Any, part: int, parts: int) -> Any:
-    """Return one of several equal parts of a batch. Of 8 samples, part 1 of 2 is the last 4."""
+def batch_part(batch: Any, index: int, num_parts: int) -> Any:
+    """Return one of several equal parts of a batch. Part 1 of 2 of 8 samples has the last 4."""
     size = count_samples(batch)
-    samples = slice(part * size // parts, (part + 1) * size // parts)
+    samples = slice(index * size // num_parts, (index + 1) * size // num_parts)
     return _select_samples(batch, samples, size)
 
 

@@ -105,7 +105,7 @@ class TrainingLog(pl.Callback):
             self._read_lr(trainer)
 
     def _read_lr(self, trainer: pl.Trainer) -> None:
-        """Keep the learning rate of this step: at its end a schedule has set that of the next."""
+        """Keep the learning rate of this step, before a schedule sets the rate of the next step."""
         if not trainer.optimizers or not trainer.optimizers[0].param_groups:
             return
         group = trainer.optimizers[0].param_groups[0]
@@ -154,9 +154,9 @@ class TrainingLog(pl.Callback):
 
     def _log_point(self, trainer: pl.Trainer, module: Any, is_regular: bool) -> None:
         """Write a row, and begin the next interval."""
-        total, number = self._reduce_losses(trainer)
-        self.latest = {"train/loss": total / number} if number else {}
-        self._end_loss_interval(trainer, total, number, is_regular)
+        total, count = self._reduce_losses(trainer)
+        self.latest = {"train/loss": total / count} if count else {}
+        self._end_loss_interval(trainer, total, count, is_regular)
         if ends_epoch(trainer):
             self.latest |= self._end_epoch(module)
         if self.speed.began_step > self.first_step:
@@ -174,14 +174,14 @@ class TrainingLog(pl.Callback):
         counted_means = {}
         if hasattr(module, "pop_epoch_means"):
             counted_means = module.pop_epoch_means("train")
-        total, number = self.epoch_losses
+        total, count = self.epoch_losses
         self.epoch_losses = (0.0, 0)
-        self.epoch_means = {"train/loss": total / number} if number else {}
+        self.epoch_means = {"train/loss": total / count} if count else {}
         self.epoch_means |= counted_means
         return counted_means
 
     def _reduce_losses(self, trainer: pl.Trainer) -> tuple[float, int]:
-        """Return sum and number of all ranks' losses since the last regular log point.
+        """Return the sum and number of all ranks' losses since the last regular log point.
 
         This is a collective.
         """
@@ -191,11 +191,11 @@ class TrainingLog(pl.Callback):
         pair[1] = self.loss_count
         pair = trainer.strategy.reduce(pair, reduce_op="sum")
         # This line waits for the device.
-        total, number = pair.tolist()
-        return total, int(number)
+        total, count = pair.tolist()
+        return total, int(count)
 
     def _end_loss_interval(
-        self, trainer: pl.Trainer, total: float, number: int, is_regular: bool
+        self, trainer: pl.Trainer, total: float, count: int, is_regular: bool
     ) -> None:
         """Add the losses of all ranks to those of the epoch, and begin the next interval.
 
@@ -205,10 +205,10 @@ class TrainingLog(pl.Callback):
         self.loss_sum = 0.0
         self.loss_count = 0
         if is_regular:
-            self.epoch_losses = (self.epoch_losses[0] + total, self.epoch_losses[1] + number)
+            self.epoch_losses = (self.epoch_losses[0] + total, self.epoch_losses[1] + count)
         elif trainer.is_global_zero:
             self.loss_sum = total
-            self.loss_count = number
+            self.loss_count = count
 
     def _refuse_non_finite(self) -> None:
         loss = self.latest.get("train/loss", 0.0)

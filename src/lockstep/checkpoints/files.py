@@ -54,16 +54,16 @@ def parse_sidecar(content: Any) -> Sidecar | None:
     if not isinstance(content, dict):
         return None
     defaults = vars(Sidecar(0))
-    fields = {}
+    values = {}
     for name, value in content.items():
         if name in defaults and value is not None:
-            fields[name] = value
+            values[name] = value
 
-    if not {"step", "bytes", "sha256"} <= fields.keys():
+    if not {"step", "bytes", "sha256"} <= values.keys():
         return None
-    if any(type(value) is not type(defaults[name]) for name, value in fields.items()):
+    if any(type(value) is not type(defaults[name]) for name, value in values.items()):
         return None
-    sidecar = Sidecar(**fields)
+    sidecar = Sidecar(**values)
     return sidecar if _is_valid(sidecar) else None
 
 
@@ -139,8 +139,8 @@ def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tupl
         match = CHECKPOINT_NAME.fullmatch(path.name)
         sidecar = read_sidecar(path)
         if match and sidecar:
-            age = (sidecar.step, match["kind"], match["repeat"] or "")
-            checkpoints.append((age, path, sidecar))
+            sort_key = (sidecar.step, match["kind"], match["repeat"] or "")
+            checkpoints.append((sort_key, path, sidecar))
 
     checkpoints.sort(key=lambda item: item[0], reverse=True)
     for _, path, sidecar in checkpoints:
@@ -150,7 +150,7 @@ def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tupl
 def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
     """Return the newest checkpoint whose bytes are still right; log each one that is passed over.
 
-    Without a kind it is one that a run can resume from, for which weights alone are not enough.
+    Without a kind, checkpoints of weights only are skipped, because no run can resume from them.
     """
     for path, sidecar in complete_checkpoints(folder, kind):
         if kind is None and sidecar.weights_only:

@@ -74,12 +74,14 @@ def _names_of_groups(optimizer: Optimizer, names: dict[int, str]) -> list[list[s
     return groups
 
 
-def _set_requires_grad(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str], list[str]]:
+def _set_requires_grad(
+    module: nn.Module, is_trainable_of: dict[str, bool]
+) -> tuple[list[str], list[str]]:
     """Freeze and unfreeze parameters; return the names of those frozen, and of those unfrozen."""
     frozen: list[str] = []
     unfrozen: list[str] = []
     for name, parameter in module.named_parameters():
-        is_trainable = stored.get(name, parameter.requires_grad)
+        is_trainable = is_trainable_of.get(name, parameter.requires_grad)
         if is_trainable != parameter.requires_grad:
             parameter.requires_grad = is_trainable
             names = unfrozen if is_trainable else frozen

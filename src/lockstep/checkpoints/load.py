@@ -125,8 +125,8 @@ def _fault_of_config(lockstep_part: Any) -> str | None:
 
 def _wrong_type(name: str, value: Any, expected_type: type) -> str:
     """Return a sentence such as "its data.mean is a str ('abc') in place of a list"."""
-    wrong = f"{type(value).__name__} ({str(value)[:60]!r})"
-    return f"its {name} is a {wrong} in place of a {expected_type.__name__}"
+    actual = f"{type(value).__name__} ({str(value)[:60]!r})"
+    return f"its {name} is a {actual} in place of a {expected_type.__name__}"
 
 
 def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:

@@ -64,7 +64,7 @@ class LoaderState:
         self.trainer: Any = None
         self.first_loaders: list[Any] = []
 
-    # In a run that saves
+    # These methods serve a run that saves.
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Wrap the three methods of a trainer, once."""
@@ -86,9 +86,9 @@ class LoaderState:
                 of the present one.
         """
         loaders = loaders_in(self.trainer.train_dataloader)
-        now = self._random_state()
+        current_state = self._random_state()
         if is_before_validation and self.random_before_validation is not None:
-            now = self.random_before_validation
+            current_state = self.random_before_validation
         replay = None
         if (
             point.phase != EPOCH_END
@@ -103,7 +103,7 @@ class LoaderState:
                 - point.missing_micro_batches,
             }
         states = [loader.state_dict() for loader in loaders if has_state(loader)]
-        ranks = gather_for_checkpoint((now, replay, states), self.trainer)
+        ranks = gather_for_checkpoint((current_state, replay, states), self.trainer)
         random_states, replays, loader_states = zip(*ranks, strict=True)
         return {
             "random": list(random_states),
@@ -157,13 +157,13 @@ class LoaderState:
                 "differ after a resume in mid-epoch, unless a worker draws them (num_workers=1)."
             )
 
-    # In a run that resumes
+    # These methods serve a run that resumes.
 
-    def load_state_dict(self, point: ResumePoint, stored: dict[str, Any]) -> None:
+    def load_state_dict(self, point: ResumePoint, stored_states: dict[str, Any]) -> None:
         """Keep a checkpoint's states until this start makes its iterators."""
         self.point = point
-        self.stored_states = stored
-        self.has_validated = stored.get("has_validated", False)
+        self.stored_states = stored_states
+        self.has_validated = stored_states.get("has_validated", False)
         self.must_start_workers = self.has_validated
         if self._rank_part("replay") is not None:
             # Lightning does not know that the batches are read again.
@@ -243,13 +243,13 @@ class LoaderState:
             loader.load_state_dict(state)
 
     def _begin_next_epoch(self, fetcher: Any, stateful: list[Any]) -> None:
-        now = self._random_state()
+        current_state = self._random_state()
         if stateful:
             self._load_loader_states(stateful)
             if not all(map(is_lockstep_state, self._loader_states())):
                 self._end_loaded_epoch(stateful)
-            self._set_random_state(now)
-        self.random_before_epoch = now
+            self._set_random_state(current_state)
+        self.random_before_epoch = current_state
         iter(fetcher)
 
     def _end_loaded_epoch(self, stateful: list[Any]) -> None:
@@ -305,7 +305,7 @@ class LoaderState:
         # Lightning adds the batches of the checkpoint.
         fetcher.fetched = 0
 
-    # The wrapped methods
+    # These methods wrap those of the trainer.
 
     def _process_loader(self, original: Callable[[Any], Any], loader: Any) -> Any:
         loader = original(loader)
@@ -351,7 +351,7 @@ class LoaderState:
                 iter(loader)
         self._set_random_state(self.random_before_validation)
 
-    # Random states
+    # These methods read and set random states.
 
     def _generator_owners(self, train_loaders: list[Any] | None = None) -> dict[str, Any]:
         """Return the objects whose attributes may be generators."""

@@ -137,9 +137,9 @@ def _unknown_flag_error(flag: str, config_name: str) -> UserError:
     name, _, value = flag.partition("=")
     key = name.lstrip("-").replace("-", "_")
     keys = list(dotted_keys(unresolved(compose(config_name, []))))
-    meant = nearest_key(key, keys) or key
+    close_key = nearest_key(key, keys) or key
     return UserError(
-        f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}."
+        f"{flag}: keys are written without dashes: {close_key.rstrip('=')}={value or 'VALUE'}."
     )
 
 

@@ -65,10 +65,10 @@ def _copy_changes(folder: Path) -> None:
     """
     # The worktree has the commit HEAD. Changes since then may be staged.
     listing = ("diff", "--name-only", "-z", "--no-renames", "--relative", "HEAD", "--", *CODE_PATHS)
-    changed, complaint = git(REPOSITORY, *listing)
-    if complaint and not changed:
+    changed_names, complaint = git(REPOSITORY, *listing)
+    if complaint and not changed_names:
         raise UserError(f"snapshot=true cannot list the changed files ({complaint.strip()}).")
-    for name in [*changed.split("\0")[:-1], *list_code_files(REPOSITORY, "--others")]:
+    for name in [*changed_names.split("\0")[:-1], *list_code_files(REPOSITORY, "--others")]:
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)

@@ -56,8 +56,8 @@ def check_config(
 
 
 def _concerns_key(override: str, key: str) -> bool:
-    typed = key_of(override)
-    return typed.startswith(key) or key.startswith(typed)
+    typed_key = key_of(override)
+    return typed_key.startswith(key) or key.startswith(typed_key)
 
 
 def _find_faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault]:

@@ -13,15 +13,15 @@ SOURCE = Path(__file__).resolve().parents[2]
 LIBRARIES = ("lightning", "pytorch_lightning", "torch")
 
 
-def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
+def has_method(target: str, method: str, visited: tuple[str, ...] = ()) -> bool:
     """Return whether a class or one of its bases defines a method. Bases of LIBRARIES do not count.
 
     Args:
         target: dotted name of the class. The answer is False if its file cannot be found.
-        seen: the names that led to this one. Files may import a name from each other in a circle.
+        visited: the names that led to this one, because files may import from each other.
     """
     module, _, name = target.rpartition(".")
-    file = None if target in seen else _find_file(module)
+    file = None if target in visited else _find_file(module)
     if file is None:
         return False
     tree = _parse(file)
@@ -29,11 +29,11 @@ def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
-        return name in origins and has_method(origins[name], method, (*seen, target))
+        return name in origins and has_method(origins[name], method, (*visited, target))
     if method in (getattr(node, "name", None) for node in classes[name].body):
         return True
     bases = [_dotted_name(base, module, origins) for base in classes[name].bases]
-    return any(has_method(base, method, (*seen, target)) for base in bases)
+    return any(has_method(base, method, (*visited, target)) for base in bases)
 
 
 def _parse(file: Path) -> ast.Module:

@@ -98,9 +98,9 @@ def positional_parameters(node: Mapping[str, Any], parameters: Mapping[str, Any]
 
 def _refuse_unknown(options: Iterable[str], parameters: Mapping[str, Any], target: str) -> None:
     for key in sorted(set(options) - parameters.keys()):
-        close = difflib.get_close_matches(key, parameters, 1)
-        meant = f"did you mean {close[0]}? It" if close else "it"
-        raise UserError(f"{target} has no option {key!r}: {meant} has {', '.join(parameters)}.")
+        close_names = difflib.get_close_matches(key, parameters, 1)
+        hint = f"did you mean {close_names[0]}? It" if close_names else "it"
+        raise UserError(f"{target} has no option {key!r}: {hint} has {', '.join(parameters)}.")
 
 
 def _instantiate(

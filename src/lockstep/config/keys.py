@@ -273,7 +273,7 @@ def is_run_locator(key: str) -> bool:
 
 
 def is_not_inherited(key: str) -> bool:
-    """Return whether a value is of one run alone, so that an evaluation does not inherit it."""
+    """Return whether a value belongs to one run only: an evaluation does not inherit it."""
     return is_run_locator(key) or root_of(key) in LABEL_KEYS
 
 

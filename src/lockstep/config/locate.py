@@ -130,8 +130,8 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         if line:
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {line}: {problem}.") from None
-        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{name}.".startswith(f"{missing}."):
+        missing_module = str(error.name) if isinstance(error, ModuleNotFoundError) else None
+        if missing_module is None or not f"{name}.".startswith(f"{missing_module}."):
             # The module exists, and its import fails. Its error is the cause.
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {problem}.") from None

@@ -52,11 +52,11 @@ class CommandLine:
     folders: tuple[Path, ...]
 
     @classmethod
-    def parse(cls, config_name: str, typed: list[str], configs: Path) -> "CommandLine":
+    def parse(cls, config_name: str, typed_overrides: list[str], configs: Path) -> "CommandLine":
         """Quote names; refuse an override without key or value, and an option that is missing."""
-        folders = config_folders(typed, configs)
+        folders = config_folders(typed_overrides, configs)
         overrides = []
-        for override in typed:
+        for override in typed_overrides:
             if is_choice(override, folders):
                 override = override.lstrip("+")
             overrides.append(quote_names(override))
@@ -67,8 +67,11 @@ class CommandLine:
     @cached_property
     def choices(self) -> dict[str, str]:
         """The options that are chosen, by group."""
-        chosen = [override for override in self.overrides if is_choice(override, self.folders)]
-        return {key_of(override): override.partition("=")[2] for override in chosen}
+        return {
+            key_of(override): override.partition("=")[2]
+            for override in self.overrides
+            if is_choice(override, self.folders)
+        }
 
     @property
     def search_path_overrides(self) -> list[str]:
@@ -92,24 +95,24 @@ class CommandLine:
 def overrides_of_trial(overrides: list[str], changes: Mapping[str, Any]) -> list[str]:
     """Return the overrides of a run of a few steps: the user's, and changes in place of some."""
     replaced = {key_of(key) for key in changes}
-    kept = []
+    kept_overrides = []
     for override in overrides:
         key = key_of(override)
         if key not in replaced and not keys.is_left_out_of_trials(key):
-            kept.append(override)
-    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
+            kept_overrides.append(override)
+    return [*kept_overrides, *(f"{key}={value}" for key, value in changes.items())]
 
 
-def is_typed(key: str, typed: set[str]) -> bool:
+def is_typed(key: str, typed_keys: set[str]) -> bool:
     """Return whether an override sets or removes a key, or a node that holds the key.
 
     An override that chooses an option, as model=vit, does not count for the option's values.
 
     Args:
-        typed: the keys of the overrides.
+        typed_keys: the keys of the overrides.
     """
-    nodes = [node for node in typed if "." in node]
-    return key in typed or any(key.startswith(f"{node}.") for node in nodes)
+    nodes = [node for node in typed_keys if "." in node]
+    return key in typed_keys or any(key.startswith(f"{node}.") for node in nodes)
 
 
 def search_paths(overrides: list[str]) -> list[str]:

@@ -116,9 +116,9 @@ def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) ->
     if not dist.is_initialized():
         return
     for tensor in tensors:
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        tensor.detach().copy_(sent)
+        buffer = tensor.detach().to(device).contiguous()
+        dist.broadcast(buffer, src=0)
+        tensor.detach().copy_(buffer)
 
 
 def list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -180,13 +180,13 @@ class FSDP(ProcessPerDevice):
 
     def _gather(self, state: Mapping[Any, Any]) -> StateDict:
         """Return the whole state on rank 0, an empty one elsewhere; every rank must call it."""
-        whole: StateDict = gather_tensors(state, self.is_global_zero)
+        whole_state: StateDict = gather_tensors(state, self.is_global_zero)
         if torch.cuda.is_initialized():
             # The copies from the GPU are only queued.
             torch.cuda.current_stream().synchronize()
         if not self.is_global_zero:
             return {}
-        return whole
+        return whole_state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         current = self.lightning_module.state_dict()
@@ -198,14 +198,14 @@ class FSDP(ProcessPerDevice):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        for optimizer, whole in zip(self.optimizers, states, strict=True):
+        for optimizer, whole_state in zip(self.optimizers, states, strict=True):
             # A checkpoint names each parameter by its number over all groups.
             by_number = dict(enumerate(list_parameters(optimizer)))
             sharded = {
                 number: _shard_moments(moments, by_number.get(number))
-                for number, moments in whole["state"].items()
+                for number, moments in whole_state["state"].items()
             }
-            optimizer.load_state_dict({**whole, "state": sharded})
+            optimizer.load_state_dict({**whole_state, "state": sharded})
 
 
 def _shard_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> StateDict:
@@ -244,10 +244,10 @@ def gather_tensors(value: Any, keep: bool) -> Any:
     if isinstance(value, dict):
         return {name: gather_tensors(part, keep) for name, part in value.items()}
     if isinstance(value, DTensor):
-        whole = value.detach().full_tensor()
+        whole_tensor = value.detach().full_tensor()
         if not keep:
             return None
-        return whole.to("cpu", non_blocking=True)
+        return whole_tensor.to("cpu", non_blocking=True)
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True, non_blocking=True)
     return value
@@ -266,5 +266,5 @@ def shard_like(value: Any, sharded: Any) -> Any:
     if value.shape != sharded.shape:
         return value
     mesh = sharded.device_mesh
-    whole = value.detach().to(torch.device(mesh.device_type))
-    return distribute_tensor(whole, mesh, sharded.placements, src_data_rank=None)
+    whole_tensor = value.detach().to(torch.device(mesh.device_type))
+    return distribute_tensor(whole_tensor, mesh, sharded.placements, src_data_rank=None)

@@ -29,8 +29,8 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
     from hydra.errors import HydraException
 
     try:
-        typed = [quote_names(override) for override in overrides]
-        parsed = OverridesParser.create().parse_overrides(typed)
+        quoted = [quote_names(override) for override in overrides]
+        parsed = OverridesParser.create().parse_overrides(quoted)
     except HydraException as error:
         raise UserError(describe_error(error)) from None
     folders = config_folders(overrides, CONFIGS)
@@ -84,16 +84,16 @@ def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
                 raise UserError(sentence)
 
 
-def refuse_impossible_jobs(config_name: str, overrides: list[str], first: Any) -> None:
+def refuse_impossible_jobs(config_name: str, overrides: list[str], first_config: Any) -> None:
     """Raise UserError where a job would be refused: each value is tried once, in the first job.
 
     Args:
-        first: the composed config of the first job.
+        first_config: the composed config of the first job.
     """
     # Another launcher starts jobs on machines that have other devices and folders.
-    is_here = str(first.hydra.launcher.get("_target_")) == LOCAL_LAUNCHER
+    is_here = str(first_config.hydra.launcher.get("_target_")) == LOCAL_LAUNCHER
     if is_here:
-        _check_job(first)
+        _check_job(first_config)
     for job in _vary_first_job(overrides):
         cfg = compose(config_name, job)
         if is_here:
@@ -105,7 +105,7 @@ def _vary_first_job(overrides: list[str]) -> Iterator[list[str]]:
 
     They are [a=2, b=3] and [a=1, b=4] for a=1,2 b=3,4.
     """
-    first = choose_first_values(overrides)
+    first_overrides = choose_first_values(overrides)
     for position, (text, override) in enumerate(
         zip(overrides, parse_sweep_overrides(overrides), strict=True)
     ):
@@ -116,8 +116,8 @@ def _vary_first_job(overrides: list[str]) -> Iterator[list[str]]:
             # One seed is as good as another: the last one stands for all.
             values = values[-1:]
         for value in values:
-            changed = f"{text.partition('=')[0]}={value}"
-            yield [*first[:position], changed, *first[position + 1 :]]
+            changed_override = f"{text.partition('=')[0]}={value}"
+            yield [*first_overrides[:position], changed_override, *first_overrides[position + 1 :]]
 
 
 def _check_job(cfg: Any) -> None:

@@ -45,7 +45,7 @@ from lockstep.sweeps.stopping import forward_stop_signals, running_jobs, stop_si
 
 log = logging.getLogger(__name__)
 
-# In the sweep's folder: a JSON file for each job and task.
+# This folder of the sweep holds a JSON file for each job and task.
 RESULTS_FOLDER = ".exit-codes"
 
 
