@@ -120,6 +120,7 @@ class OptunaSearch(Sweeper):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.config = config
+        self.loader = hydra_context.config_loader
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -129,7 +130,9 @@ class OptunaSearch(Sweeper):
 
         try:
             check_pruner(self.pruner)
-            overrides = OverridesParser.create().parse_overrides(arguments)
+            # A glob needs the loader, which knows the options.
+            parser = OverridesParser.create(config_loader=self.loader)
+            overrides = parser.parse_overrides(arguments)
             search = Search(overrides, self.config, self.study, self.folder, self.seed, self.pruner)
             with self._job_starter() as start:
                 search.run(self.num_trials, self._count_parallel_jobs(), start)

@@ -22,9 +22,9 @@ COMPONENTS = REPOSITORY / "src"
 def share_packages() -> None:
     """Add the folders of the user's packages on sys.path to the components of the same names."""
     roots = [Path(folder).resolve() for folder in sys.path if _is_of_user(folder)]
-    for file in sorted(COMPONENTS.glob("*/__init__.py")):
-        name = file.parent.name
-        for root in roots:
+    for root in roots:
+        for file in sorted(COMPONENTS.glob("*/__init__.py")):
+            name = file.parent.name
             user_folder = root / name
             # A folder of tests has the names of the packages, too, and is none.
             modules = [
