@@ -34,9 +34,9 @@ from measuring import (
     measure_in_turns,
     median,
     run_for_output,
-    run_record,
+    train_for_record,
 )
-from step_time import CachedLoader, timed_run
+from step_time import CachedLoader, time_run
 
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
 CLASSES = 10
@@ -241,7 +241,7 @@ def print_figures(part: str, figures: Figures) -> None:
         print(line, flush=True)
 
 
-def per_step(run: Callable[[], Any], count: int = 1) -> float:
+def measure_call_s(run: Callable[[], Any], count: int = 1) -> float:
     """Return the seconds of one call on the GPU, from `count` calls after a warm-up."""
     import torch
 
@@ -254,13 +254,13 @@ def per_step(run: Callable[[], Any], count: int = 1) -> float:
     return (time.perf_counter() - began) / count
 
 
-def ratio(ours: list[float], theirs: list[float]) -> list[float]:
+def compute_ratio(ours: list[float], theirs: list[float]) -> list[float]:
     """Return the median, the smallest and the largest of ours ÷ theirs over the rounds."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return [median(ratios), round(min(ratios), 4), round(max(ratios), 4)]
 
 
-def random_batches(batch: int) -> list[Any]:
+def make_random_batches(batch: int) -> list[Any]:
     """Return four batches of noise in GPU memory: images [batch, 3, side, side] and labels."""
     import torch
 
@@ -270,7 +270,7 @@ def random_batches(batch: int) -> list[Any]:
     return [(part, torch.randint(CLASSES, (batch,), device="cuda")) for part in images]
 
 
-def bare_loop(batch: int) -> float:
+def run_bare_loop(batch: int) -> float:
     """Train timm's net in a loop of plain PyTorch, in bf16; return seconds per step."""
     import timm
     import torch
@@ -280,7 +280,7 @@ def bare_loop(batch: int) -> float:
         "vit_base_patch32_224", num_classes=CLASSES, **SCALE.timm_options
     ).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    batches = iter(CachedLoader(random_batches(batch), SCALE.warmup + SCALE.steps + 1))
+    batches = iter(CachedLoader(make_random_batches(batch), SCALE.warmup + SCALE.steps + 1))
 
     def step() -> None:
         images, labels = next(batches)
@@ -292,10 +292,10 @@ def bare_loop(batch: int) -> float:
 
     for _ in range(SCALE.warmup):
         step()
-    return per_step(step, SCALE.steps)
+    return measure_call_s(step, SCALE.steps)
 
 
-def lockstep_run(
+def run_lockstep(
     overrides: str,
     *,
     batch: int = SCALE.batch,
@@ -308,7 +308,7 @@ def lockstep_run(
 
     Args:
         cached: replace the data by batches of noise in GPU memory.
-        watch: as in `timed_run`.
+        watch: as in `time_run`.
     """
     import torch
 
@@ -335,16 +335,16 @@ def lockstep_run(
         ]
         if IMAGES in os.environ:
             run.append(f"paths.data_dir={os.environ[IMAGES]}")
-        batches = random_batches(batch) if cached else None
-        return timed_run(run, warmup, steps, batches, watch, torch.cuda.synchronize)
+        batches = make_random_batches(batch) if cached else None
+        return time_run(run, warmup, steps, batches, watch, torch.cuda.synchronize)
 
 
-def step_timer(overrides: str, **options: Any) -> Callable[[], float]:
+def make_step_timer(overrides: str, **options: Any) -> Callable[[], float]:
     """Return a measurement for measure_in_turns: seconds per step of one training run."""
-    return lambda: lockstep_run(f"{NO_CHECKPOINTS} {overrides}", **options)
+    return lambda: run_lockstep(f"{NO_CHECKPOINTS} {overrides}", **options)
 
 
-def milliseconds(seconds: float) -> float:
+def to_milliseconds(seconds: float) -> float:
     return round(1000 * seconds, 2)
 
 
@@ -378,12 +378,12 @@ def measure_ceilings(out: Path) -> Figures:
     side = SCALE.product_side
     a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
-    burst = per_step(lambda: a @ b, 20)
-    sustained = per_step(lambda: a @ b, max(1, int(SCALE.product_s / burst)))
+    burst = measure_call_s(lambda: a @ b, 20)
+    sustained = measure_call_s(lambda: a @ b, max(1, int(SCALE.product_s / burst)))
 
     source = torch.empty(SCALE.copied_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy = per_step(lambda: target.copy_(source), 10)
+    copy = measure_call_s(lambda: target.copy_(source), 10)
     return {
         "copy_tb_per_s": round(2 * SCALE.copied_bytes / copy / 1e12, 2),
         "bf16_tflops": round(2 * side**3 / burst / 1e12, 1),
@@ -394,18 +394,18 @@ def measure_ceilings(out: Path) -> Figures:
 def measure_step(out: Path) -> Figures:
     """ViT-B/32 in bf16: a training step of Lockstep against a bare loop over timm's net."""
     bare, ours = measure_in_turns(
-        SCALE.rounds, lambda: bare_loop(SCALE.batch), step_timer("trainer=gpu")
+        SCALE.rounds, lambda: run_bare_loop(SCALE.batch), make_step_timer("trainer=gpu")
     )
     return {
-        "bare_ms": milliseconds(median(bare)),
-        "lockstep_ms": milliseconds(median(ours)),
-        "lockstep_over_bare": ratio(ours, bare),
+        "bare_ms": to_milliseconds(median(bare)),
+        "lockstep_ms": to_milliseconds(median(ours)),
+        "lockstep_over_bare": compute_ratio(ours, bare),
         "lockstep_images_per_s": round(SCALE.batch / median(ours)),
-        "share_of_ceiling": share_of_ceiling(out, median(ours)),
+        "share_of_ceiling": compute_share_of_ceiling(out, median(ours)),
     }
 
 
-def share_of_ceiling(out: Path, seconds: float) -> float | None:
+def compute_share_of_ceiling(out: Path, seconds: float) -> float | None:
     """Return the bf16 speed of a step of SCALE.batch images, as a share of the measured ceiling.
 
     It is None if the ceiling has not been measured.
@@ -426,10 +426,10 @@ def measure_data(out: Path) -> Figures:
         overrides = f"trainer=gpu data.stored_size={stored}"
         cached, decoded = measure_in_turns(
             2,
-            step_timer(overrides, batch=batch),
-            step_timer(overrides, batch=batch, cached=False),
+            make_step_timer(overrides, batch=batch),
+            make_step_timer(overrides, batch=batch, cached=False),
         )
-        figures[f"stored_at_{stored}_over_cached"] = ratio(decoded, cached)
+        figures[f"stored_at_{stored}_over_cached"] = compute_ratio(decoded, cached)
     return figures
 
 
@@ -465,7 +465,7 @@ def measure_synchronisations(out: Path) -> Figures:
     for precision in ("bf16-mixed", "16-mixed"):
         watch = SynchronisationWatch()
         overrides = f"{NO_CHECKPOINTS} trainer=gpu trainer.precision={precision}"
-        lockstep_run(overrides, batch=SCALE.small_batch, watch=watch)
+        run_lockstep(overrides, batch=SCALE.small_batch, watch=watch)
         lines = watch.lines()
         figures[precision] = round(lines.total() / SCALE.steps, 2)
         figures[f"{precision}_lines"] = dict(lines.most_common(5))
@@ -478,12 +478,12 @@ def measure_strategies(out: Path) -> Figures:
     for size, batch in (("small", SCALE.small_batch), ("large", SCALE.batch)):
         ddp, fsdp = measure_in_turns(
             2,
-            step_timer("trainer=ddp trainer.devices=1", batch=batch),
-            step_timer("trainer=fsdp trainer.devices=1", batch=batch),
+            make_step_timer("trainer=ddp trainer.devices=1", batch=batch),
+            make_step_timer("trainer=fsdp trainer.devices=1", batch=batch),
         )
-        figures[f"ddp_ms_{size}"] = milliseconds(median(ddp))
-        figures[f"fsdp_ms_{size}"] = milliseconds(median(fsdp))
-        figures[f"fsdp_over_ddp_{size}"] = ratio(fsdp, ddp)
+        figures[f"ddp_ms_{size}"] = to_milliseconds(median(ddp))
+        figures[f"fsdp_ms_{size}"] = to_milliseconds(median(fsdp))
+        figures[f"fsdp_over_ddp_{size}"] = compute_ratio(fsdp, ddp)
     return figures
 
 
@@ -501,14 +501,14 @@ def measure_compiled(out: Path) -> Figures:
         "graphs_small": (f"{gpu}={{mode:reduce-overhead}}", SCALE.small_batch),
     }
     # The first run of a process also imports.
-    lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1)
+    run_lockstep(f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1)
     figures: Figures = {}
     for name, (overrides, batch) in variants.items():
         began = time.perf_counter()
-        seconds = lockstep_run(
+        seconds = run_lockstep(
             f"{NO_CHECKPOINTS} {overrides}", batch=batch, warmup=SCALE.compiled_warmup
         )
-        figures[f"{name}_ms"] = milliseconds(seconds)
+        figures[f"{name}_ms"] = to_milliseconds(seconds)
         # This time includes the compilation.
         figures[f"{name}_whole_s"] = round(time.perf_counter() - began, 1)
 
@@ -521,15 +521,15 @@ def measure_compiled(out: Path) -> Figures:
     for name, (a, b) in pairs.items():
         figures[f"{name}over_eager"] = round(figures[f"{a}_ms"] / figures[f"{b}_ms"], 3)
     for name in ("compiled", "bf16_true"):
-        share = share_of_ceiling(out, figures[f"{name}_ms"] / 1000)
+        share = compute_share_of_ceiling(out, figures[f"{name}_ms"] / 1000)
         figures[f"{name}_share_of_ceiling"] = share
     return figures
 
 
 def measure_memory(out: Path) -> Figures:
     """The largest batch that a search finds on a device of 40 GiB, against the estimate."""
-    search = largest_batch()
-    estimate = largest_batch("--estimate")
+    search = find_largest_batch()
+    estimate = find_largest_batch("--estimate")
     return {
         "search": search,
         "estimate": estimate,
@@ -537,7 +537,7 @@ def measure_memory(out: Path) -> Figures:
     }
 
 
-def largest_batch(*flags: str) -> int:
+def find_largest_batch(*flags: str) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             sys.executable,
@@ -567,13 +567,13 @@ def measure_checkpoints(out: Path) -> Figures:
 
     def seconds(overrides: str) -> float:
         epochs = f"trainer.limit_train_batches={SCALE.checkpoint_steps} trainer.max_epochs=9"
-        step_s = lockstep_run(
+        step_s = run_lockstep(
             f"trainer=gpu {epochs} {overrides}", warmup=SCALE.checkpoint_steps // 2, steps=steps
         )
         return step_s * steps
 
     state = torch.empty(SCALE.checkpoint_mib * MIB, dtype=torch.uint8, device="cuda")
-    copy = per_step(state.cpu, 2)
+    copy = measure_call_s(state.cpu, 2)
     synchronous, asynchronous, without = measure_in_turns(
         1,
         lambda: seconds("callbacks.checkpoints.asynchronous=false"),
@@ -606,11 +606,11 @@ def measure_cifar10(out: Path) -> Figures:
         "trainer.compile=false",
     ]
     with tempfile.TemporaryDirectory() as scratch:
-        record = run_record(scratch, recipe)
+        record = train_for_record(scratch, recipe)
         overrides = [*recipe, *QUIET, NO_CHECKPOINTS, *folder_overrides(scratch)]
         # An epoch has 24 steps.
-        seconds = timed_run(overrides, 24, 144, None, None, torch.cuda.synchronize)
-        rows = rows_of_airbench(Path(scratch), root)
+        seconds = time_run(overrides, 24, 144, None, None, torch.cuda.synchronize)
+        rows = run_airbench(Path(scratch), root)
     theirs = median([float(row[6]) for row in rows if row[2] == "7"][1:])
     ours = 200 * seconds
     return {
@@ -623,7 +623,7 @@ def measure_cifar10(out: Path) -> Figures:
     }
 
 
-def rows_of_airbench(scratch: Path, root: Path) -> list[list[str]]:
+def run_airbench(scratch: Path, root: Path) -> list[list[str]]:
     """Run airbench's script: a warm-up and three runs; return the cells of its table.
 
     It is not compiled, which would take minutes.
@@ -656,13 +656,13 @@ def measure_profile(out: Path) -> Figures:
     """The kernels that take the most time in a step of Lockstep."""
     steps = 3
     watch = ProfilerWatch()
-    seconds = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=steps)
+    seconds = run_lockstep(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=steps)
     # An operator may have several events.
     microseconds: Counter[str] = Counter()
     for event in watch.profiler.key_averages():
         microseconds[event.key] += event.self_device_time_total / steps
     return {
-        "step_ms": milliseconds(seconds),
+        "step_ms": to_milliseconds(seconds),
         "kernels_ms": round(microseconds.total() / 1000, 2),
         "by_operator_ms": {
             name: round(time / 1000, 2) for name, time in microseconds.most_common(15)

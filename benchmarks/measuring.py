@@ -22,7 +22,7 @@ from lockstep.records import provenance  # noqa: E402 the line above puts it on 
 TRAIN = [sys.executable, str(REPOSITORY / "src" / "train.py")]
 
 
-def goal_row(
+def build_goal_row(
     what: str,
     goal: str,
     measured: float,
@@ -49,7 +49,7 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
     """
     content = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": command_of_this_process(),
+        "command": describe_command(),
         "commit": provenance.code_state(REPOSITORY)["commit"],
         "machine": {
             "cpu": environment.cpu_name(),
@@ -70,7 +70,7 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
         print(f"{row['what']}: {figure}{comparison} · {row['detail']}", flush=True)
 
 
-def command_of_this_process() -> str:
+def describe_command() -> str:
     """Return the command with FOLDER in place of absolute paths, which other machines lack."""
     arguments = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
     for argument in sys.argv[1:]:
@@ -113,7 +113,7 @@ def folder_overrides(scratch: Path | str) -> list[str]:
     return [f"paths.{name}_dir={scratch}/{name}" for name in ("log", "data", "logbook")]
 
 
-def run_record(scratch: Path | str, overrides: list[str]) -> dict[str, Any]:
+def train_for_record(scratch: Path | str, overrides: list[str]) -> dict[str, Any]:
     """Train with `python src/train.py`; return the run's record."""
     run_id = f"bench{time.time_ns()}"
     run_for_output([*TRAIN, *overrides, *folder_overrides(scratch), f"run_id={run_id}"])

@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
 
-from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, train_all
+from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, run_bare_loop, train_all
 
 from local_ranks import local_cluster, run_ranks
 from strategy_runs import mean_losses, worst
@@ -148,7 +148,7 @@ def compare(model: str, cache_dir: str) -> list[Line]:
             cache_dir=cache_dir,
         )
         if case not in references:
-            references[case] = Result.from_ranks(case, [bare_loop(case)])
+            references[case] = Result.from_ranks(case, [run_bare_loop(case)])
         lines.append(build_line(row, results[row], case, references[case]))
     return lines
 
@@ -176,7 +176,7 @@ def build_line(row: Row, result: Result, case: Case, reference: Result) -> Line:
 def catch_faults(cache_dir: str) -> list[Line]:
     """Return the difference that each seeded fault makes."""
     reference_case = Case("small_cnn", cache_dir=cache_dir)
-    reference = Result.from_ranks(reference_case, [bare_loop(reference_case)])
+    reference = Result.from_ranks(reference_case, [run_bare_loop(reference_case)])
     cases = [Case("small_cnn", "allreduce", fault=fault, cache_dir=cache_dir) for fault in FAULTS]
     lines = []
     for fault, result in zip(FAULTS, train_cases(cases, 2), strict=True):

@@ -16,8 +16,8 @@ from functools import partial
 
 from measuring import (
     TRAIN,
+    build_goal_row,
     folder_overrides,
-    goal_row,
     measure_command_s,
     measure_in_turns,
     median,
@@ -35,15 +35,15 @@ ROUNDS = 5
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # This run decodes the images, and warms the disk.
-        first_step(scratch, "trainer=cpu")
+        measure_first_step_s(scratch, "trainer=cpu")
         torch, help_s, cfg_s, imports, one, two = measure_in_turns(
             ROUNDS,
             partial(measure_command_s, TORCH),
             partial(measure_command_s, [*TRAIN, "--help"]),
             partial(measure_command_s, [*TRAIN, "--cfg", "job"]),
             partial(measure_command_s, IMPORTS),
-            partial(first_step, scratch, "trainer=cpu"),
-            partial(first_step, scratch, "trainer=ddp_sim"),
+            partial(measure_first_step_s, scratch, "trainer=cpu"),
+            partial(measure_first_step_s, scratch, "trainer=ddp_sim"),
         )
     ratios = [
         ("--help ÷ import torch", paired_ratio(help_s, torch), 0.3),
@@ -60,7 +60,7 @@ def main() -> None:
         "first_step_two_ranks": two,
     }
     goals = [
-        goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit)
+        build_goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit)
         for what, ratio, limit in ratios
     ]
     medians = {name: median(values, 3) for name, values in all_seconds.items()}
@@ -73,7 +73,7 @@ def main() -> None:
     )
 
 
-def first_step(scratch: str, trainer: str) -> float:
+def measure_first_step_s(scratch: str, trainer: str) -> float:
     """Return the seconds from the start of a process to the end of its first optimizer step.
 
     If there are several ranks, rank 0 prints the time of the step.
