@@ -47,7 +47,7 @@ def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
     parallel = _AutocastDataParallel(copy.copy(net), device_ids=device_ids)
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
-        # train() and eval() reach the original alone.
+        # train() and eval() reach only the original net.
         parallel.module.training = net.training
         return parallel(*inputs, **keywords)
 

@@ -84,7 +84,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
     def setup(self, trainer) -> None:
         if trainer.precision == "16-mixed":
             raise UserError(
-                "trainer=hivemind cannot scale losses over peers: "
+                "trainer=hivemind cannot scale losses over peers: give "
                 "trainer.precision=bf16-mixed or 32-true."
             )
         self.trainer = trainer

@@ -94,11 +94,11 @@ class Checkpoints(pl.Callback):
         if better_direction(monitor) not in (mode, None):
             best = "largest" if mode == "min" else "smallest"
             raise UserError(
-                f"{option}.monitor={monitor}: the best is the {best}, give task.mode="
+                f"{option}.monitor={monitor}: the {best} value is the best one. Give task.mode="
                 f"{better_direction(monitor)} (in a script mode=)."
             )
         if every_n_epochs < 1:
-            raise UserError(f"{option}.every_n_epochs={every_n_epochs}: 1 or more.")
+            raise UserError(f"{option}.every_n_epochs={every_n_epochs}: give 1 or more.")
         self.folder = Path(folder)
         self.monitor = monitor
         self.mode = mode

@@ -46,7 +46,7 @@ class TrainingLog(pl.Callback):
         self.lr: Any = None  # of the present step
         self.loss_sum: Any = 0.0  # of this rank's micro-batches since the last log point
         self.loss_count = 0
-        # Sum and number of all ranks' losses in this epoch, up to the last log point.
+        # It holds the sum and number of all ranks' losses in this epoch, up to the last log point.
         self.epoch_losses = (0.0, 0)
         self.epoch_means: Metrics = {}  # of the training epoch that has just ended
         self.speed = Speed()

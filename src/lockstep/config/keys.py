@@ -158,7 +158,7 @@ LABEL_KEYS = ("logbook", "tags", "test")
 LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
 # These keys choose the images that are read. data=NAME chooses them, too.
 IMAGE_KEYS = ("data.root", "data.images", "data.*dataset")
-# The fold that validates.
+# This key chooses the fold that validates.
 FOLD_KEY = "data.fold"
 # Jobs of a sweep that differ in these alone repeat one configuration.
 REPEAT_KEYS = (FOLD_KEY, "data.seed", "seed")
