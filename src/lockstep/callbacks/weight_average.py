@@ -1,7 +1,4 @@
-"""Average the weights of a training.
-
-It uses Lightning's `_average_model`, which has no public name.
-"""
+"""Average the weights of a training in `_average_model`, a private name of Lightning's."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Give a rank the same next batches after a resume as without a stop.
-
-This sets Lightning's `_last_train_dl_reload_epoch`, which has no public name.
+"""Keep a rank's next batches over a resume; sets Lightning's `_last_train_dl_reload_epoch`.
 
 A DataLoader draws its order and its workers' seeds from the global generators when its iterator is
 made, and Lightning has no hook at that moment. `LoaderState` therefore wraps three methods with
