@@ -94,7 +94,7 @@ class Checkpoints(pl.Callback):
         if better_direction(monitor) not in (mode, None):
             best = "largest" if mode == "min" else "smallest"
             raise UserError(
-                f"{option}.monitor={monitor}: the {best} value is the best one. Give task.mode="
+                f"{option}.monitor={monitor}: the {best} value is the best one: give task.mode="
                 f"{better_direction(monitor)} (in a script mode=)."
             )
         if every_n_epochs < 1:
