@@ -138,9 +138,11 @@ def load_initial_weights(
         A sentence that says what was loaded.
 
     Raises:
-        UserError: the checkpoint is of another model; names the first parameter that differs.
+        UserError: the checkpoint is of another model; names the first parameter that differs. Or
+            it took the numbers of data.inputs in another order.
     """
     checkpoint = load_on_all_ranks(path)
+    _refuse_reordered_inputs(facts_of(checkpoint), facts)
     state = dict(checkpoint["state_dict"])
     initial = module.state_dict()
     net = getattr(module, "net", module)
@@ -178,6 +180,17 @@ def load_initial_weights(
             "this run's validation or test images"
         )
     return "; ".join(notes) + "."
+
+
+def _refuse_reordered_inputs(stored_facts: DataFacts, facts: DataFacts) -> None:
+    """Refuse weights that would take one number of data.inputs for another."""
+    stored = list(stored_facts.get("inputs") or ())
+    inputs = list(facts.get("inputs") or ())
+    if stored != inputs and sorted(stored) == sorted(inputs):
+        raise UserError(
+            f"ckpt_path: the checkpoint takes data.inputs=[{','.join(stored)}] in this order, and "
+            f"data.inputs=[{','.join(inputs)}] would exchange their weights. Give its order."
+        )
 
 
 def _names_beside_net(names: Iterable[str], prefix: str) -> set[str]:
