@@ -31,7 +31,7 @@ from lockstep.records.folder import new_run_id
 from lockstep.records.proof_table import CHECKS, GPU_CHECKS, CheckResult, skip_check, write_table
 from lockstep.runs.batch_search import TRAIN_SCRIPT, remove_launcher_variables
 from lockstep.runs.forked import run_forked
-from lockstep.runs.proof import DIGEST, RANKS, Proof, RunFailed, StartScript, read_test_metrics
+from lockstep.runs.proof import DIGEST_KEY, RANKS, Proof, RunFailed, ScriptRunner, read_test_metrics
 from lockstep.runs.proof_causes import (
     cause_of_metric,
     cause_of_parts,
@@ -137,7 +137,7 @@ def compare_parts(proof: Proof, check: str, run: StepTrace) -> CheckResult:
 
 
 def check_workers(proof: Proof) -> CheckResult:
-    changes: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
+    changes: dict[str, Any] = {f"+{DIGEST_KEY}.more_workers": 2}
     if proof.is_lockstep:
         changes = {"data.num_workers": 2}
         if "path" in proof.config["data"]:
@@ -227,7 +227,7 @@ def check_eval(proof: Proof) -> CheckResult:
         return skip_check("eval", "the task has no test_step, or the data no test_dataloader")
     limit = f"trainer.limit_test_batches={proof.epoch_steps}"
     overrides = ["ckpt_path=reference", "run_id=evaluated", limit]
-    code, line = proof.start("eval", "evaluated", overrides)
+    code, line = proof.run_script("eval", "evaluated", overrides)
     if code != EXIT_OK:
         return CheckResult("eval", False, None, "eval.py fails", line)
     values = read_test_metrics(proof.folder / "eval" / "runs" / "evaluated")
@@ -363,7 +363,9 @@ def run_child(name: str, overrides: list[str], output: Path) -> int:
     return run_forked(script, overrides, remove_launcher_variables(environment()), output)
 
 
-def create_proof(config: Config, options: Options, run: StartScript = run_child) -> Proof:
+def create_proof(
+    config: Config, options: Options, script_runner: ScriptRunner = run_child
+) -> Proof:
     """Return a proof, in a new folder.
 
     Raises:
@@ -374,7 +376,7 @@ def create_proof(config: Config, options: Options, run: StartScript = run_child)
     folder = Path(config["paths"]["log_dir"]) / "prove" / new_run_id()
     folder.mkdir(parents=True)
     steps = options.steps // 2
-    return Proof(config, config["overrides"], folder, run, steps, options.tolerance)
+    return Proof(config, config["overrides"], folder, script_runner, steps, options.tolerance)
 
 
 @script

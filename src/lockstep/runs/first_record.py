@@ -36,24 +36,24 @@ from lockstep.storage.pointers import new_uuid, read_uuid
 RECIPE_PREFIXES = ("experiment=", "+experiment=", "hydra.searchpath=")
 
 
-def begin_record(run: Run, previous: RunRecord | None, largest_batch: dict[str, Any]) -> None:
+def begin_record(run: Run, earlier_record: RunRecord | None, largest_batch: dict[str, Any]) -> None:
     """Write the record of this start and, of a new run, config.yaml.
 
     The config of a resumed run is written later, when its parts are built: a start that fails
     leaves that of the start before.
 
     Args:
-        previous: the record that an earlier start left; None for a new run.
+        earlier_record: the record that an earlier start left; None for a new run.
         largest_batch: what a search for data.global_batch_size=max has found.
     """
     run.folder.path.mkdir(parents=True, exist_ok=True)
     record = first_record(run)
-    if previous is None:
+    if earlier_record is None:
         write_config(run)
         if record.code["dirty"]:
             _write_code_diff(run)
     with locked_record(run.folder.record_path):
-        if previous is not None:
+        if earlier_record is not None:
             # Read it again: a page may have been linked from it since.
             record = merge_restart(
                 read_record(run.folder.record_path), record, step=run.resume_step or 0

@@ -39,7 +39,7 @@ from lockstep.runs.batch_search import search_largest_batch
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.finishing import decide_exit_code, finish_run
 from lockstep.runs.first_record import begin_record, format_headlines, write_config
-from lockstep.runs.resume import check_bucket, check_resumable, read_earlier_config
+from lockstep.runs.resume import check_resumable, read_earlier_config, refuse_bucket_of_other_run
 from lockstep.runs.run import Run, resolve_rank_options
 from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
 
@@ -181,17 +181,21 @@ class Opening:
 
     def _decide(self) -> RunDecision:
         """Decide on rank 0 which run it is, where it begins, and its batch; begin its record."""
-        folder, previous = self._open_folder()
-        earlier_config = (read_earlier_config(folder) or {}) if previous else {}
+        folder, earlier_record = self._open_folder()
+        earlier_config = (read_earlier_config(folder) or {}) if earlier_record else {}
         batch, largest_batch = decide_batch(
-            self.config, self.cluster, previous or RunRecord(), earlier_config, search_largest_batch
+            self.config,
+            self.cluster,
+            earlier_record or RunRecord(),
+            earlier_config,
+            search_largest_batch,
         )
         run = Run(self.config, self.cluster, folder, batch)
-        if previous:
-            refuse_other_epoch(self.config, previous, batch)
-            check_resumable(folder, run.effective_config(), previous)
-        self._find_checkpoint(run, previous)
-        begin_record(run, previous, largest_batch)
+        if earlier_record:
+            refuse_other_epoch(self.config, earlier_record, batch)
+            check_resumable(folder, run.effective_config(), earlier_record)
+        self._find_checkpoint(run, earlier_record)
+        begin_record(run, earlier_record, largest_batch)
         for line in format_headlines(run):
             log.info(line)
         return RunDecision(
@@ -214,16 +218,16 @@ class Opening:
             is_new = is_new and not has_trained(folder)
         # Before it holds the lock, this process neither records nor removes anything there.
         self.folder = folder
-        check_bucket(config, folder)
+        refuse_bucket_of_other_run(config, folder)
         return folder, None if is_new else read_record(folder.record_path)
 
-    def _find_checkpoint(self, run: Run, previous: RunRecord | None) -> None:
+    def _find_checkpoint(self, run: Run, earlier_record: RunRecord | None) -> None:
         """Set the checkpoint from which a resumed run goes on, or a new one takes its weights."""
         checkpoint = None
-        if previous or run.config.get("resume") == "auto":
+        if earlier_record or run.config.get("resume") == "auto":
             checkpoint = newest_whole(run.folder.checkpoints)
             run.resume_step = read_sidecar(checkpoint).step if checkpoint else 0
-            _log_resume(run, previous, checkpoint)
+            _log_resume(run, earlier_record, checkpoint)
         checkpoint = checkpoint or _initial_weights(run.config)
         if checkpoint:
             run.checkpoint = str(checkpoint.resolve())
@@ -260,13 +264,13 @@ class Opening:
         )
 
 
-def _log_resume(run: Run, previous: RunRecord | None, checkpoint: Path | None) -> None:
+def _log_resume(run: Run, earlier_record: RunRecord | None, checkpoint: Path | None) -> None:
     """Log where a resumed run goes on; nothing of a new one."""
     if checkpoint:
         log.info(f"Resuming {run.folder.run_id} from {checkpoint.name}.")
-    elif previous:
+    elif earlier_record:
         # Steps without a checkpoint are lost.
-        level = logging.WARNING if previous.steps else logging.INFO
+        level = logging.WARNING if earlier_record.steps else logging.INFO
         log.log(level, f"Resuming {run.folder.run_id} from its start: no whole checkpoint.")
 
 

@@ -132,7 +132,7 @@ def fetch_newer_checkpoints(config: Config) -> None:
         fetch_checkpoints(Bucket.from_config(config["s3"]).joinpath(folder.run_id), folder)
 
 
-def check_bucket(config: Config, folder: RunFolder) -> None:
+def refuse_bucket_of_other_run(config: Config, folder: RunFolder) -> None:
     """Refuse a bucket that holds another run of this id, before anything is written or searched.
 
     A bucket that cannot be used is left to the upload callback, which knows whether it is required.
