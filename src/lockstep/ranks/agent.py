@@ -160,12 +160,14 @@ def _kill_children() -> None:
             child.kill()
 
 
-def _describe_stopped_ranks(stop_handler: _StopHandler, errors: Path, cluster: Cluster) -> RanksEnd:
+def _describe_stopped_ranks(
+    stop_handler: _StopHandler, errors_folder: Path, cluster: Cluster
+) -> RanksEnd:
     """Return how the ranks ended after a signal; one may have failed or not stopped in time."""
     if stop_handler.is_overdue():
         text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
         return RanksEnd(EXIT_FAILED, describe_error(cluster.rank, text, "killed"))
-    files = sorted(errors.rglob("error.json"), key=lambda path: path.stat().st_mtime)
+    files = sorted(errors_folder.rglob("error.json"), key=lambda path: path.stat().st_mtime)
     if files:
         return _read_error_file(files[0])
     return RanksEnd(EXIT_INTERRUPTED)
@@ -177,7 +179,7 @@ def _find_first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -
     The agent then ends the other ranks, and lists them as failed, too.
 
     Args:
-        failures: by local rank.
+        failures: the failures by local rank.
     """
     reports: dict[int, RanksEnd] = {}
     for local_rank, failure in failures.items():

@@ -41,12 +41,12 @@ def cut_smallest_batch(config: Config, cluster: Cluster) -> Batch:
 
 
 def resolve_batch(config: Config, cluster: Cluster, most_per_device: float | None = None) -> Batch:
-    """Return the batch of a new run.
+    """Return the batch of a run whose earlier starts, if any, are not known.
 
     For data.global_batch_size=max it is the smallest one, until the largest has been found.
 
     Args:
-        most_per_device: as in `cut_images`.
+        most_per_device: see `cut_images`.
     """
     size = _global_size_or_max(config)
     if size == "max" or not is_lockstep_data(config):

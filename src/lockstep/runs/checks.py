@@ -42,7 +42,7 @@ def check_before_start(config: Config, cluster: Cluster) -> None:
     """Refuse an option that cannot work, or a path that does not exist.
 
     Raises:
-        UserError: with the option that is wrong and what to type.
+        UserError: it names the option that is wrong, and what to type.
     """
     # A run that may resume chooses the micro-batches that fit its ranks. A new run has as many as
     # its options say.
@@ -61,7 +61,7 @@ def check_before_start(config: Config, cluster: Cluster) -> None:
     if (config.get("s3") or {}).get("uri"):
         Bucket.from_config(config["s3"])
     if config.get("logbook") not in (None, "keep"):
-        raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
+        raise UserError(f"logbook={config['logbook']}: give keep, or leave it out.")
 
     _check_resume(config)
     _check_root(config, cluster)

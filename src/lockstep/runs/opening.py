@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunDecision:
-    """The decision of rank 0: the folder, below the logs, the batch and where the run begins.
+    """The decision of rank 0: the run's folder, its batch and where it begins.
 
-    It is sent to the other ranks as JSON.
+    It is sent to the other ranks as JSON. The folder is relative to paths.log_dir.
     """
 
     folder: str
@@ -85,7 +85,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
         except (Exception, SystemExit) as error:
             code = _report_failure(error, opening)
 
-        # Of several ranks that Lockstep's agent has started, the agent's process finishes the run.
+        # If Lockstep's agent has started this rank, the agent's process finishes the run.
         if not cluster.has_agent:
             code = _finish(opening, code)
 
@@ -106,7 +106,7 @@ def _join_run(opening: "Opening") -> Iterator[Run]:
         with join_ranks(run):
             yield run
     finally:
-        # What is left is short: a signal is noted, and no longer interrupts.
+        # The rest is short, so that a signal is recorded and no longer interrupts.
         signals.install_stop_handler(signals.record_signal)
 
 
@@ -128,7 +128,7 @@ def _report_failure(error: BaseException, opening: "Opening") -> int:
         error = Interrupted(signals.first_signal_name())
 
     if opening.meeting is not None and not getattr(error, "is_of_other_nodes", False):
-        # A rank may end before it has joined: let none of the others wait for it.
+        # This rank may end before it has joined the others, which must not wait for it.
         meeting = opening.meeting
         error = failures.explain_failure(error, meeting.errors, cluster, meeting.hosts)
     code = failures.report_failure(error, cluster, opening.folder)
@@ -137,7 +137,7 @@ def _report_failure(error: BaseException, opening: "Opening") -> int:
         and cluster.launcher == "torchrun"
         and cluster.num_nodes > 1
     ):
-        # torchrun shall start this node's ranks again, beside a node that comes back.
+        # At this code torchrun starts the ranks of this node again, beside a node that comes back.
         return EXIT_FAILED
     return code
 
@@ -147,9 +147,9 @@ class Opening:
     """The steps from a composed config to a run that has begun, on one rank.
 
     Attributes:
-        exit_stack: what stays open until the run is closed, such as its lock.
-        folder: of the run, as soon as it is known and locked.
-        meeting: of several ranks, as soon as they have met.
+        exit_stack: holds what stays open until the run is closed, such as its lock.
+        folder: the run's folder, as soon as it is known and locked.
+        meeting: the meeting of several ranks, once they have met; None for a single rank.
     """
 
     config: Config
@@ -216,7 +216,7 @@ class Opening:
             self.exit_stack.enter_context(hold_run_lock(folder))
             # Another process may have trained it while this one waited for the lock.
             is_new = is_new and not has_trained(folder)
-        # Before it holds the lock, this process neither records nor removes anything there.
+        # Without the lock this process must neither record nor remove anything in the folder.
         self.folder = folder
         refuse_bucket_of_other_run(config, folder)
         return folder, None if is_new else read_record(folder.record_path)
@@ -254,7 +254,7 @@ class Opening:
             record_end = partial(failures.record_end, run.folder, signals.INTERRUPTED_AT_ONCE)
             signals.set_force_exit_action(record_end)
         elif run.cluster.local_rank == 0:
-            # A later resume on this node reads the options.
+            # A later resume on this node reads the options from config.yaml.
             if not run.folder.config_path.exists():
                 write_config(run)
             node = f"node {run.cluster.node_rank} of {run.cluster.num_nodes} (counted from 0)"
@@ -265,7 +265,7 @@ class Opening:
 
 
 def _log_resume(run: Run, earlier_record: RunRecord | None, checkpoint: Path | None) -> None:
-    """Log where a resumed run goes on; nothing of a new one."""
+    """Log where a resumed run goes on; a new run logs nothing."""
     if checkpoint:
         log.info(f"Resuming {run.folder.run_id} from {checkpoint.name}.")
     elif earlier_record:

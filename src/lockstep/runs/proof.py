@@ -13,7 +13,7 @@ from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
 from lockstep.runs.batch_size import is_lockstep_data
-from lockstep.runs.step_trace import Difference, StepTrace, first_difference, read_trace
+from lockstep.runs.step_trace import Difference, StepTrace, find_first_difference, read_trace
 
 # Images of an optimizer step
 BATCH_SIZE = 16
@@ -47,7 +47,7 @@ class Proof:
     """The runs of a proof: the reference first, each other one when a check asks for it.
 
     Attributes:
-        overrides: the user's.
+        overrides: the overrides of the user.
         folder: holds the folders of the runs.
         script_runner: runs train.py or eval.py.
         epoch_steps: optimizer steps of each of the two epochs.
@@ -164,7 +164,7 @@ class Proof:
 
     def compare_repeat(self) -> Difference | None:
         """Train once more without a change; return where the run differs from the reference."""
-        return first_difference(self.trace_run("repeat", {}), self.reference, 0.0)
+        return find_first_difference(self.trace_run("repeat", {}), self.reference, 0.0)
 
     def run_and_resume(
         self, name: str, stop_option: str, exit_codes: tuple[int, ...], step: int

@@ -130,8 +130,8 @@ class NumberFormats:
     """The formats in which a training computes.
 
     Args:
-        precision: as Lightning names it.
-        dtype: of the weights and images.
+        precision: Lightning's name of it.
+        dtype: the type of the weights and images.
         is_mixed: autocast computes in 16 bits.
         state_factor: stored bytes of the state for each byte that is counted. It is 2 where FSDP
             stores 32 bits and computes in 16.
@@ -207,7 +207,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, ranks_per_node: int =
 
 
 def _gathered_bytes(net: nn.Module) -> int:
-    """Return the bytes that FSDP gathers of its largest unit and the next."""
+    """Return the bytes of GATHERED_UNITS units that are as large as the largest one."""
     units = net.shard_units() if hasattr(net, "shard_units") else []
     return GATHERED_UNITS * max(map(_parameter_bytes, units or [net]))
 
