@@ -54,10 +54,10 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 LONGEST_DELAY_S = 60.0
 LONGEST_DELAY_AT_END_S = 5.0
-# In this order: a machine that is about to go sends its last checkpoint first.
+# The order counts: a machine that is about to go sends its last checkpoint first.
 INTERVALS_S = {"last": 600.0, "best": 0.0, "files": 60.0}
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
-# A stopped run has waited before, and one whose input was refused has trained nothing.
+# A stopped run has already waited for uploads, and a run with refused input has trained nothing.
 SHORT_TIMEOUT_S = 5.0
 NOT_YET = "not uploaded yet"
 
@@ -122,7 +122,7 @@ class Uploader:
 
     def status(self) -> JsonObject:
         """Return the best checkpoint in the bucket, and why a newer one is not there."""
-        error = self._error if self._newest("best") else None
+        error = self._error if self._find_unsent("best") else None
         pointer = self._pointers["best"]
         if pointer.checkpoint is None:
             return JsonObject(error=error)
@@ -134,7 +134,7 @@ class Uploader:
         )
 
     def claim(self) -> None:
-        """Make this the start of the run that may move the pointers; clean up after earlier ones.
+        """Make this start of the run the one that may move the pointers, and clean up after others.
 
         Raises:
             OtherRunError: the place holds another run; nothing was written.
@@ -178,10 +178,10 @@ class Uploader:
     def _is_flushed(self) -> bool:
         return self._flushes_done == self._flushes_requested
 
-    def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
+    def _find_unsent(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the newest checkpoint if it is not in the bucket yet, else None.
 
-        A last one that is the best one, too, is uploaded as best only.
+        If the last checkpoint is also the best one, only the best one is uploaded.
         """
         newest = next(complete_checkpoints(self.folder.checkpoints, kind), None)
         if newest is None:
@@ -252,7 +252,7 @@ class Uploader:
 
     def _send_checkpoint(self, kind: str) -> None:
         copy = self.folder.path / "upload" / "sending.ckpt"
-        while newest := self._newest(kind):
+        while newest := self._find_unsent(kind):
             path, sidecar = newest
             try:
                 files.link(path, copy)
@@ -287,7 +287,7 @@ class Uploader:
                 self.bucket.call("delete_object", key)
 
     def _abort_unfinished_uploads(self) -> None:
-        """Abort what a killed process of this run was sending, whose parts the store bills."""
+        """Abort uploads of a killed process of this run, whose parts the store bills."""
         keys_of_run = {key for _, key in self._files()}
         for pointer in self._pointers.values():
             keys_of_run |= {pointer.key, *pointer.leftovers}
@@ -345,7 +345,7 @@ def _final_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader
     """Return an uploader of what a run has left.
 
     Returns:
-        None for a run that has no bucket, or that ended before it reached it.
+        None for a run that has no bucket, or that has neither claimed it nor saved a checkpoint.
     """
     if not s3 or not s3.get("uri") or not folder.record_path.exists():
         return None
@@ -392,7 +392,7 @@ def send_files(s3: Mapping[str, Any] | None, folder: RunFolder, is_short: bool =
     """Upload the final record, the page and its figures, after the checkpoints.
 
     Args:
-        is_short: try it for a few seconds only.
+        is_short: give up after a few seconds.
 
     Returns:
         Whether they are in the bucket now.
