@@ -298,7 +298,6 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from lockstep.callbacks.interruption import Interruption
-from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.checkpoints import Checkpoints
 from plain_task import Small, fit
