@@ -190,7 +190,7 @@ def add_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
 
 
 def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
-    """End a training that had ended at this point, unless this start sets a higher limit."""
+    """End a training that had ended at this point, unless this start has other limits."""
     trainer.should_stop = point.limits_when_ended == [trainer.max_epochs, trainer.max_steps]
     clock = find_max_time(trainer)
     earlier_limit_s = point.max_time_when_ended_s

@@ -216,7 +216,7 @@ def _refuse_unknown_key(
 ) -> None:
     """Refuse a key that neither a yaml nor Lightning's Trainer has."""
     key = refusal.key
-    # Hydra has found a key to which it refuses to add. A group of the user's own is no default.
+    # A key that exists, an argument of Lightning's Trainer and a group are no unknown keys.
     if refusal.action == "append to config" or _is_trainer_argument(key) or is_group(key, folders):
         return
     choices = [override for override in overrides if is_choice(override, folders)]
