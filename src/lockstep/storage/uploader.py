@@ -66,7 +66,7 @@ class Uploader:
     """The upload thread of one run.
 
     Args:
-        start: start time of the run; a process with an older one stops uploading.
+        started_at_s: when this start of the run began; a process of an older start stops uploading.
         takes_over: true for a new start of the run, false to upload what an earlier process left.
     """
 
@@ -74,12 +74,12 @@ class Uploader:
         self,
         bucket: Bucket,
         folder: RunFolder,
-        start: float,
+        started_at_s: float,
         takes_over: bool = True,
     ) -> None:
         self.bucket = bucket
         self.folder = folder
-        self.start_time = start
+        self.started_at_s = started_at_s
         self.takes_over = takes_over
         self.intervals_s = INTERVALS_S.copy()
         self._due_at = {"last": time.monotonic() + INTERVALS_S["last"], "best": 0.0, "files": 0.0}
@@ -99,7 +99,7 @@ class Uploader:
             self.uuid = new_uuid()
             store_uuid(folder, self.uuid)
         if takes_over:
-            store_start(folder, start)
+            store_start(folder, started_at_s)
 
     def start(self) -> None:
         self._thread.start()
@@ -144,25 +144,25 @@ class Uploader:
         self._become_newest(pointers)
         self._pointers = pointers
         for kind, pointer in pointers.items():
-            is_claimed = pointer.start == self.start_time and pointer.uuid == self.uuid
+            is_claimed = pointer.started_at_s == self.started_at_s and pointer.uuid == self.uuid
             # Before leftovers are deleted, no other process may be able to point to one of them.
             if not is_claimed or pointer.leftovers:
                 self._write_pointer(kind)
         if self.takes_over:
-            store_start(self.folder, self.start_time)
+            store_start(self.folder, self.started_at_s)
         self.takes_over = False
         self._has_claimed = True
         self._clean_up()
 
     def _become_newest(self, pointers: Pointers) -> None:
         """Make this start the newest one, even if the clock of its machine is behind."""
-        newest = max(pointer.start for pointer in pointers.values())
-        if newest <= self.start_time:
+        newest = max(pointer.started_at_s for pointer in pointers.values())
+        if newest <= self.started_at_s:
             return
         if not self.takes_over:
             self._stopped = True
             raise S3Error("a newer start of this run has taken over in the bucket")
-        self.start_time = newest + 0.001
+        self.started_at_s = newest + 0.001
 
     def _clean_up(self) -> None:
         """Delete what earlier starts of this run left, as far as the bucket permits.
@@ -245,7 +245,8 @@ class Uploader:
 
     def _write_pointer(self, kind: str, **changes: Any) -> None:
         """Write best.json or last.json, unless another process has written it meanwhile."""
-        pointer = replace(self._pointers[kind], start=self.start_time, uuid=self.uuid, **changes)
+        old = self._pointers[kind]
+        pointer = replace(old, started_at_s=self.started_at_s, uuid=self.uuid, **changes)
         condition = {"IfMatch": pointer.etag} if pointer.etag else {"IfNoneMatch": "*"}
         etag = self.bucket.write(f"{kind}.json", pointer.to_json().encode(), **condition)
         self._pointers[kind] = replace(pointer, etag=etag)
@@ -417,7 +418,9 @@ def release_claim(s3: Mapping[str, Any] | None, folder: RunFolder) -> None:
     bucket = Bucket.from_config(s3).joinpath(folder.run_id)
     with contextlib.suppress(S3Error):
         pointers = read_pointers(bucket)
-        claims = {(pointer.uuid, pointer.start) for pointer in pointers.values() if pointer.etag}
+        claims = {
+            (pointer.uuid, pointer.started_at_s) for pointer in pointers.values() if pointer.etag
+        }
         is_unused = not any(pointer.checkpoint for pointer in pointers.values())
         if is_unused and claims == {(read_uuid(folder), _read_start(folder))}:
             for kind in KINDS:
