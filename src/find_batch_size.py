@@ -17,7 +17,7 @@ from lockstep.process.script import script
 from lockstep.ranks.find import find_ranks
 from lockstep.records.config import Config
 from lockstep.runs.batch_search import search_largest_batch
-from lockstep.runs.batch_size import resolve_batch
+from lockstep.runs.batch_size import cut_smallest_batch
 
 
 @script
@@ -40,13 +40,11 @@ def main(argv: list[str]) -> int:
 
 def find_largest_batch(config: Config) -> int:
     """Search by short runs on this machine."""
-    data = {**config["data"], "global_batch_size": "max"}
-    config = {**config, "data": data}
     cluster = find_ranks(config)
     if not cluster.is_rank_zero:
         return EXIT_OK
 
-    smallest = resolve_batch(config, cluster)
+    smallest = cut_smallest_batch(config, cluster)
     largest = search_largest_batch(config, cluster, smallest)
     per_device = largest["per_device"]
     print(

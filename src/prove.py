@@ -31,7 +31,7 @@ from lockstep.records.folder import new_run_id
 from lockstep.records.proof_table import CHECKS, GPU_CHECKS, CheckResult, skip_check, write_table
 from lockstep.runs.batch_search import TRAIN_SCRIPT, remove_launcher_variables
 from lockstep.runs.forked import run_forked
-from lockstep.runs.proof import DIGEST, RANKS, Proof, RunFailed, StartScript, read_test_metrics
+from lockstep.runs.proof import DIGEST_KEY, RANKS, Proof, RunFailed, ScriptRunner, read_test_metrics
 from lockstep.runs.proof_causes import (
     cause_of_metric,
     cause_of_parts,
@@ -45,9 +45,9 @@ from lockstep.runs.step_trace import (
     Difference,
     StepTrace,
     difference_result,
-    differing_attributes,
-    first_difference,
-    metric_difference,
+    find_changed_attributes,
+    find_first_difference,
+    find_metric_difference,
 )
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def check_resume(
         run = proof.run_and_resume(check, stop, expected, stop_at)
     except RunFailed as error:
         return CheckResult(check, False, difference="the run fails", cause=str(error))
-    difference = first_difference(run, reference, 0.0)
+    difference = find_first_difference(run, reference, 0.0)
     if difference is None:
         return CheckResult(check, True)
     if proof.compare_repeat():
@@ -121,7 +121,7 @@ def check_ranks(proof: Proof, check: str) -> CheckResult:
 def compare_parts(proof: Proof, check: str, run: StepTrace) -> CheckResult:
     """Compare losses, weights and optimizer of a run that computes batches in parts."""
     reference = proof.reference
-    difference = first_difference(run, reference, proof.tolerance, compares_metrics=False)
+    difference = find_first_difference(run, reference, proof.tolerance, compares_metrics=False)
     failure = proof.failures.get(check)
     if difference is None and failure is None:
         return CheckResult(check, True)
@@ -137,7 +137,7 @@ def compare_parts(proof: Proof, check: str, run: StepTrace) -> CheckResult:
 
 
 def check_workers(proof: Proof) -> CheckResult:
-    changes: dict[str, Any] = {f"+{DIGEST}.more_workers": 2}
+    changes: dict[str, Any] = {f"+{DIGEST_KEY}.more_workers": 2}
     if proof.is_lockstep:
         changes = {"data.num_workers": 2}
         if "path" in proof.config["data"]:
@@ -146,12 +146,12 @@ def check_workers(proof: Proof) -> CheckResult:
     if "workers" in proof.failures:
         return CheckResult("workers", False, None, "the run fails", proof.failures["workers"])
     reference = proof.reference
-    difference = first_difference(run, reference, 0.0, compares_metrics=False)
+    difference = find_first_difference(run, reference, 0.0, compares_metrics=False)
     if difference is None:
         return CheckResult("workers", True)
     if difference.kind == "images":
         return explain_workers(proof, run, difference)
-    tolerated = first_difference(run, reference, proof.tolerance, compares_metrics=False)
+    tolerated = find_first_difference(run, reference, proof.tolerance, compares_metrics=False)
     if tolerated is None:
         return CheckResult("workers", True)
     return difference_result("workers", tolerated, "the step depends on the number of workers")
@@ -194,12 +194,12 @@ def check_metric(proof: Proof) -> CheckResult:
         return skip_check("metric", f"two ranks by DDP fail: {proof.failures.get('ddp')}")
 
     # Metrics are compared as long as the weights are equal: the sanity check is before any step.
-    training = first_difference(run, reference, proof.tolerance, compares_metrics=False)
+    training = find_first_difference(run, reference, proof.tolerance, compares_metrics=False)
     last = training.step - 1 if training else len(reference.steps)
     compared = StepTrace(
         metrics={key: ranks for key, ranks in reference.metrics.items() if key[1] <= last}
     )
-    difference = metric_difference(run, compared, proof.tolerance, [monitor])
+    difference = find_metric_difference(run, compared, proof.tolerance, [monitor])
     if difference is None:
         return CheckResult("metric", True)
     return difference_result("metric", difference, cause_of_metric(run, monitor))
@@ -227,18 +227,18 @@ def check_eval(proof: Proof) -> CheckResult:
         return skip_check("eval", "the task has no test_step, or the data no test_dataloader")
     limit = f"trainer.limit_test_batches={proof.epoch_steps}"
     overrides = ["ckpt_path=reference", "run_id=evaluated", limit]
-    code, line = proof.start("eval", "evaluated", overrides)
+    code, line = proof.run_script("eval", "evaluated", overrides)
     if code != EXIT_OK:
         return CheckResult("eval", False, None, "eval.py fails", line)
     values = read_test_metrics(proof.folder / "eval" / "runs" / "evaluated")
     steps = list(reference.steps.values())
     when = ("test", len(steps))
-    difference = metric_difference(
+    difference = find_metric_difference(
         StepTrace(metrics={when: [values]}), StepTrace(metrics={when: [expected]}), proof.tolerance
     )
     if difference is None:
         return CheckResult("eval", True)
-    changed = differing_attributes(reference.starts[0], steps[-1])
+    changed = find_changed_attributes(reference.starts[0], steps[-1])
     names = ", ".join(f"self.{name}" for name in changed) or "of the module"
     cause = f"state that is not in the checkpoint ({names}), or random numbers in test_step"
     return difference_result("eval", difference, cause)
@@ -253,7 +253,9 @@ def check_compile(proof: Proof) -> CheckResult:
     run = proof.trace_run("compile", {"trainer.compile": True})
     if "compile" in proof.failures:
         return CheckResult("compile", False, None, "the run fails", proof.failures["compile"])
-    difference = first_difference(run, proof.reference, proof.tolerance, compares_metrics=False)
+    difference = find_first_difference(
+        run, proof.reference, proof.tolerance, compares_metrics=False
+    )
     if difference is None:
         return CheckResult("compile", True)
     cause = "torch.compile computes something else than this net: trainer.compile=false"
@@ -363,7 +365,9 @@ def run_child(name: str, overrides: list[str], output: Path) -> int:
     return run_forked(script, overrides, remove_launcher_variables(environment()), output)
 
 
-def create_proof(config: Config, options: Options, run: StartScript = run_child) -> Proof:
+def create_proof(
+    config: Config, options: Options, script_runner: ScriptRunner = run_child
+) -> Proof:
     """Return a proof, in a new folder.
 
     Raises:
@@ -374,7 +378,7 @@ def create_proof(config: Config, options: Options, run: StartScript = run_child)
     folder = Path(config["paths"]["log_dir"]) / "prove" / new_run_id()
     folder.mkdir(parents=True)
     steps = options.steps // 2
-    return Proof(config, config["overrides"], folder, run, steps, options.tolerance)
+    return Proof(config, config["overrides"], folder, script_runner, steps, options.tolerance)
 
 
 @script

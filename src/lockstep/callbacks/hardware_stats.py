@@ -1,8 +1,8 @@
-"""Use and memory of every node's GPUs and CPUs in training, in a CSV file of each node.
+"""Sample use and memory of every node's GPUs and CPUs in training, into a CSV file for each node.
 
-The record gets their medians and maxima. One thread in local rank 0 of each node reads psutil and
-torch.cuda's own readings (NVML). It starts no CUDA work. Statistics take constant time and memory,
-however long the run is.
+The record gets the median and the maximum of each reading. On each node, a thread of local rank 0
+reads psutil, and NVML through torch.cuda. The thread starts no CUDA work. Statistics take constant
+time and memory, however long the run is.
 """
 
 import csv
@@ -30,14 +30,15 @@ from lockstep.ranks.collectives import gather_objects
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# By the column of metrics.csv: how the names of its readings begin and end. The mean over
-# gpu0/memory_gib and gpu1/memory_gib is gpu_memory_gib.
+# Each column of metrics.csv is a mean over readings. The pair says how the names of the readings
+# begin and end: gpu_memory_gib is the mean over gpu0/memory_gib and gpu1/memory_gib.
 MEAN_COLUMNS = {
     "gpu_percent": ("gpu", "/utilisation_percent"),
     "gpu_memory_gib": ("gpu", "/memory_gib"),
     "cpu_percent": ("cpu", "/percent"),
 }
-ENOUGH_SAMPLES = 30  # to say that a GPU waits for the host
+# Fewer samples do not show that a GPU waits for the host.
+ENOUGH_SAMPLES = 30
 BUSY_PERCENT = 60
 Query = Callable[[], float]
 
@@ -87,7 +88,7 @@ class Samples:
             }
 
     def lowest_gpu_percent(self) -> float | None:
-        """Return the median of the least busy GPU; None without GPUs or of too few samples."""
+        """Return the median use of the least busy GPU; None without GPUs or with few samples."""
         with self.lock:
             gpus = [
                 values
@@ -103,7 +104,7 @@ class HardwareStats(pl.Callback):
     """Sample use and memory of the devices, and write them into a file for each node.
 
     Args:
-        run_folder: of the files; None: the trainer's default_root_dir.
+        run_folder: the folder of the files; None: the trainer's default_root_dir.
         interval_s: seconds between two samples.
     """
 
@@ -115,22 +116,24 @@ class HardwareStats(pl.Callback):
         self.run_folder = run_folder
         self.interval_s = interval_s
         self.samples = Samples()
-        self.is_host_bound = False  # as was logged
-        self.fields: dict[str, object] = {}  # of the record, once training has ended
-        self.devices: set[torch.device] = set()  # GPUs of this process
-        self.gpus: list[int] = []  # GPUs that this node's thread samples
-        self.memory_per_rank = 0.0  # bytes of the node
+        self.has_begun = False  # whether training has started
+        self.has_logged_host_bound = False
+        self.final_fields: dict[str, object] = {}  # of the record, once training has ended
+        self.process_gpus: set[torch.device] = set()
+        self.node_gpus: list[int] = []  # indices
+        self.host_bytes_per_rank = 0.0
         self.finished = threading.Event()
         self.thread = threading.Thread()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.node_rank = trainer.node_rank
-        self.memory_per_rank = psutil.virtual_memory().total / trainer.num_devices
+        self.has_begun = True
+        self.host_bytes_per_rank = psutil.virtual_memory().total / trainer.num_devices
         # A process of DataParallel or of a pipeline computes on several devices.
         process_devices = getattr(trainer.strategy, "process_devices", None)
         devices = process_devices or [trainer.strategy.root_device]
-        self.devices = {device for device in devices if device.type == "cuda"}
-        gpus_of_rank = {device.index or 0 for device in self.devices}
+        self.process_gpus = {device for device in devices if device.type == "cuda"}
+        gpus_of_rank = {device.index or 0 for device in self.process_gpus}
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid(), gpus_of_rank))
         if trainer.local_rank != 0:
             return
@@ -140,10 +143,10 @@ class HardwareStats(pl.Callback):
             if node_rank == self.node_rank:
                 processes[rank] = pid
                 gpus |= gpus_of_rank
-        self.gpus = sorted(gpus)
+        self.node_gpus = sorted(gpus)
         folder = Path(self.run_folder or trainer.default_root_dir)
         path = folder / f"hardware-node{self.node_rank}.csv"
-        queries = make_queries(self.gpus, processes)
+        queries = make_queries(self.node_gpus, processes)
         self.finished.clear()
         self.thread = threading.Thread(target=self._sample, args=(path, queries), daemon=True)
         self.thread.start()
@@ -155,11 +158,11 @@ class HardwareStats(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log once that a GPU of this node waits for the host."""
-        if self.is_host_bound or not trainer.is_global_zero:
+        if self.has_logged_host_bound or not trainer.is_global_zero:
             return
         percent = self.samples.lowest_gpu_percent()
         if percent is not None and percent < BUSY_PERCENT:
-            self.is_host_bound = True
+            self.has_logged_host_bound = True
             log.info(
                 f"A GPU is busy {percent:.0f} % of the time: steps wait for the host. Raise "
                 "data.global_batch_size, set 'trainer.compile={mode: reduce-overhead}', or raise "
@@ -167,65 +170,64 @@ class HardwareStats(pl.Callback):
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_sampling(all_ranks=True)
+        self._stop_sampling()
+        self._gather_final_fields()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._stop_sampling(all_ranks=isinstance(exception, Interrupted) and exception.is_agreed)
+        """Stop sampling, and gather what the record gets if all ranks stop together.
 
-    def _stop_sampling(self, *, all_ranks: bool) -> None:
-        """Stop sampling, and collect the statistics of all nodes if all ranks call this."""
-        if not self.memory_per_rank:
-            # This start has trained nothing.
-            return
+        After an error the other ranks may not come, and a device may no longer answer.
+        """
+        self._stop_sampling()
+        if isinstance(exception, Interrupted) and exception.is_agreed:
+            self._gather_final_fields()
+
+    def _stop_sampling(self) -> None:
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)
-        rank_fields = (
-            self._peak_memory(),
-            self._usable_memory(can_ask=all_ranks),
-            self._final_node_fields(),
-        )
-        ranks = gather_objects(rank_fields) if all_ranks else [rank_fields]
-        peaks, usable, node_fields = zip(*ranks, strict=True)
+
+    def _gather_final_fields(self) -> None:
+        """Gather the statistics of all nodes; every rank calls this."""
+        if not self.has_begun:
+            return
+        rank_fields = (self._peak_bytes(), self._usable_bytes(), self._final_node_fields())
+        peaks, usable, node_fields = zip(*gather_objects(rank_fields), strict=True)
         nodes = [node for node in node_fields if node]
-        self.fields = {
+        self.final_fields = {
             "peak_memory_gib": round(max(peaks) / GIB, 4),
             "usable_memory_gib": round(min(usable) / GIB, 4),
             "hardware": {"nodes": nodes} if nodes else {},
         }
 
-    def _peak_memory(self) -> int:
+    def _peak_bytes(self) -> int:
         """Return the most bytes that this process has held, on its GPUs if it has any."""
-        peak = max(map(torch.cuda.max_memory_reserved, self.devices), default=0)
+        peak = max(map(torch.cuda.max_memory_reserved, self.process_gpus), default=0)
         return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _usable_memory(self, *, can_ask: bool) -> float:
-        """Return the bytes that this process can use of a device.
-
-        After an error of the device it cannot be asked.
-        """
-        if not can_ask or not self.devices:
-            return self.memory_per_rank
-        return min(
-            torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-            for device in self.devices
+    def _usable_bytes(self) -> float:
+        """Return the bytes that this process can use of its smallest GPU, or of the host."""
+        free = (
+            torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
+            for gpu in self.process_gpus
         )
+        return min(free, default=self.host_bytes_per_rank)
 
     def _final_node_fields(self) -> dict[str, Any] | None:
         """Return what the record says of this node; None on ranks that have sampled nothing."""
         if not self.samples.distributions:
             return None
         node = self._node_fields()
-        if self.gpus:
+        if self.node_gpus:
             node["nvidia_smi"] = nvidia_smi()
         return node
 
     def record_fields(self) -> dict[str, object]:
-        """Return this node's statistics so far, or those of all nodes once training has ended."""
-        if self.fields:
-            return self.fields
+        """Return this node's statistics so far; once training has ended, those of all nodes."""
+        if self.final_fields:
+            return self.final_fields
         if self.samples.distributions:
             return {"hardware": {"nodes": [self._node_fields()]}}
         return {}
@@ -246,7 +248,7 @@ class HardwareStats(pl.Callback):
                 file.flush()
 
     def _node_fields(self) -> dict[str, Any]:
-        gpus = map(torch.cuda.get_device_properties, self.gpus)
+        gpus = map(torch.cuda.get_device_properties, self.node_gpus)
         return {
             "node_rank": self.node_rank,
             "host": socket.gethostname(),
@@ -269,12 +271,13 @@ def rename_earlier_file(path: Path) -> None:
 
 
 def run_queries(queries: dict[str, Query]) -> dict[str, float]:
-    """Return the value of each query, and remove those that fail from `queries`."""
+    """Return the value of each query, and remove the queries that fail from `queries`."""
     values = {}
     for name, query in list(queries.items()):
         try:
             values[name] = round(float(query()), 4)
-        except Exception as error:  # NVML and psutil raise errors of their own
+        # NVML and psutil raise errors of their own classes.
+        except Exception as error:
             message = f"{type(error).__name__}: {error}"
             log.info(f"hardware: {name} is no longer sampled ({message})")
             del queries[name]
@@ -282,7 +285,7 @@ def run_queries(queries: dict[str, Query]) -> dict[str, float]:
 
 
 def nvidia_smi() -> str:
-    """Return what nvidia-smi prints, or why it does not."""
+    """Return what nvidia-smi prints, or why it prints nothing."""
     try:
         completed = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -297,7 +300,8 @@ def make_queries(gpus: list[int], processes: dict[int, int]) -> dict[str, Query]
         gpus: indices of this node's GPUs.
         processes: the process id of each rank of this node.
     """
-    psutil.cpu_percent()  # the first call has nothing to compare with and returns 0
+    # The first call has nothing to compare with and returns 0.
+    psutil.cpu_percent()
     queries: dict[str, Query] = {
         "cpu/percent": psutil.cpu_percent,
         "machine/memory_gib": lambda: psutil.virtual_memory().used / GIB,

@@ -1,7 +1,8 @@
 """Replaces how Lightning handles signals: `_signal_connector`, `_broadcast_sigterm_tensor`.
 
-It saves in mid-step, broadcasts inside a signal handler or requeues, and has no public switch. Here
-a signal only sets a flag; the ranks agree on it, save one checkpoint together, and stop.
+Lightning saves in the middle of a step, broadcasts inside a signal handler or requeues, and has no
+public switch for it. Here a signal only sets a flag. The ranks agree on the flag, save one
+checkpoint together, and stop.
 """
 
 import logging
@@ -35,14 +36,14 @@ from lockstep.ranks.process_group import all_or_none
 log = logging.getLogger(__name__)
 
 VOTE_INTERVAL_S = 1.0
-# Quick steps may be followed by slow ones.
+# Slow steps may follow quick ones, and would delay the next vote.
 MOST_STEPS_BETWEEN_VOTES = 100
 
 
 class Vote:
-    """Agree on a flag between ranks by one small collective a second, and by none in other steps.
+    """Agree on a flag between ranks, by one small collective in about a second.
 
-    Each vote also decides how many steps later the next one comes: as many as the slowest rank
+    Each vote also decides after how many steps the next one comes: as many as the slowest rank
     makes in a second.
     """
 
@@ -55,7 +56,7 @@ class Vote:
         self.last_time = time.monotonic()
 
     def __call__(self, flag: bool) -> bool:
-        """Return True on all ranks at the same step; every rank calls it once a step."""
+        """Return True on all ranks at the same step. Every rank calls this once a step."""
         if self.world_size == 1:
             return flag
         self.step += 1
@@ -92,8 +93,10 @@ class Interruption(pl.Callback):
         # Whether the run stops before the next epoch.
         self.stops_after_epoch = False
         self.votes: dict[str, Vote] = {}
-        # The batches of each loader of an evaluation that end with a vote.
+        # An evaluation votes after this many first batches of each loader.
         self.batches_with_vote = math.inf
+        # Whether a notebook or a plain script runs, and no command such as train.py.
+        self.is_in_notebook = False
         self._previous_handlers: dict[int, Any] = {}  # signal handlers before this callback's
 
     def request_stop(self, reason: str) -> None:
@@ -116,30 +119,22 @@ class Interruption(pl.Callback):
                 group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         if not self._previous_handlers:
             self._previous_handlers = signals.install_stop_handler(self._on_signal)
+            # A command has installed `signals.interrupt`, and reports the signal itself.
+            self.is_in_notebook = signals.interrupt not in self._previous_handlers.values()
         if signals.received:
-            # A signal has come in the middle of an import.
+            # An exception that a signal raised in the middle of an import may be lost.
             self.request_stop(signals.first_signal_name())
 
         kinds = ("train", "evaluate", "time")
         self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._is_in_notebook():
+        self._restore_handlers()
+        if self.is_in_notebook:
             self._forget_signals()
-        else:
-            self._restore_handlers()
-
-    def _is_in_notebook(self) -> bool:
-        """Return whether `setup` replaced the handlers of a notebook or a plain script.
-
-        A command, as train.py, has installed `signals.interrupt`, and reports the signal itself.
-        """
-        handlers = self._previous_handlers.values()
-        return bool(handlers) and signals.interrupt not in handlers
 
     def _forget_signals(self) -> None:
-        """Forget a signal of the last step, which must not stop the next fit of a notebook."""
-        self._restore_handlers()
+        """Forget a signal that has come, so that it does not stop the next fit of a notebook."""
         self.reason = ""
         self.stops_after_epoch = False
         signals.received.clear()
@@ -151,7 +146,8 @@ class Interruption(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if self._is_in_notebook():
+        if self.is_in_notebook:
+            self._restore_handlers()
             self._forget_signals()
 
     def on_train_batch_end(
@@ -160,11 +156,11 @@ class Interruption(pl.Callback):
         if not ends_step(trainer):
             return
         if ends_epoch(trainer) and not is_validation_epoch(trainer):
-            # The epoch's end is saved when all callbacks have had their turn.
+            # Checkpoints saves the end of the epoch, after all callbacks have had their turn.
             self.stops_after_epoch = self._vote_on_stop(trainer, "train")
-            for callback in trainer.callbacks:
-                if self.stops_after_epoch and isinstance(callback, Checkpoints):
-                    callback.stop_after_epoch()
+            if self.stops_after_epoch:
+                for checkpoints in checkpoints_of(trainer):
+                    checkpoints.stop_after_epoch()
             return
         if self._vote_on_stop(trainer, "train"):
             call_after_module_hook(pl_module, lambda: self._stop(trainer, "train"))
@@ -174,7 +170,7 @@ class Interruption(pl.Callback):
             self._stop(trainer, "train")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # A vote waits for all ranks, and a rank whose loader is shorter would not come.
+        # A vote waits for all ranks, and a rank with a shorter loader would miss the last votes.
         if trainer.world_size > 1:
             group = self.votes["evaluate"].group
             self.batches_with_vote = min(gather_objects(fewest_batches(trainer), group))
@@ -196,14 +192,14 @@ class Interruption(pl.Callback):
     on_test_batch_end = on_validation_batch_end
 
     def _vote_on_stop(self, trainer: pl.Trainer, kind: str) -> bool:
-        """Return whether any rank was asked to stop. All ranks call it, and get one answer."""
+        """Return whether any rank was asked to stop. All ranks call this and get one answer."""
         if trainer.state.fn == "fit" and steps_are_over(trainer):
-            # A resume would not validate the last step. The test stops instead.
+            # A resume would not validate the last step. The run stops in the test that follows.
             return False
         return self.votes[kind](bool(self.reason))
 
     def _stop(self, trainer: pl.Trainer, kind: str) -> None:
-        """Save a checkpoint of a training, and end the run."""
+        """Save a checkpoint if the run trains, and end it by Interrupted."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             save_last(trainer)
         stop = Interrupted(self.reason or "another rank was asked to stop")
@@ -240,20 +236,24 @@ def do_nothing() -> None:
 
 
 def save_last(trainer: pl.Trainer) -> None:
-    """Save a last checkpoint of this step, and wait for it, as exit code 75 promises one."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, Checkpoints):
-            if callback.saved_step != trainer.global_step:
-                callback.save(trainer, "last")
-            callback.finish_together(trainer)
+    """Save this step as last, and wait until the checkpoint is complete: exit code 75 means it."""
+    for checkpoints in checkpoints_of(trainer):
+        if checkpoints.saved_step != trainer.global_step:
+            checkpoints.save(trainer, "last")
+        checkpoints.finish_together(trainer)
+
+
+def checkpoints_of(trainer: pl.Trainer) -> list[Checkpoints]:
+    """Return the callbacks that save checkpoints."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, Checkpoints)]
 
 
 class MaxTime(pl.Callback):
-    """End training after a step once its time is over, as after the last epoch: validated, tested.
+    """End training after the step in which its time is over. Validation and test follow.
 
     Args:
-        seconds: limit for all starts of the run together.
-        elapsed: returns the seconds so far on rank 0, whose clock counts, and 0 elsewhere.
+        seconds: the limit for all starts of the run together.
+        elapsed: a function that returns the seconds of training so far on rank 0, and 0 on others.
     """
 
     def __init__(
@@ -277,12 +277,12 @@ class MaxTime(pl.Callback):
 
         self.has_reached_max_time = True
         trainer.should_stop = True
-        # Validate it also in an epoch that would have no validation.
+        # The epoch is validated even if check_val_every_n_epoch leaves it out.
         trainer.check_val_every_n_epoch = 1
         if trainer.is_global_zero:
             log.info(
                 f"trainer.max_time: the limit of {format_duration(self.seconds)} is reached at "
-                f"step {trainer.global_step}, in epoch {epoch_text(trainer)}: it ends here."
+                f"step {trainer.global_step}, in epoch {epoch_text(trainer)}: training ends."
             )
 
     def record_fields(self) -> dict[str, object]:

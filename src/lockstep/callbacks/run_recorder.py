@@ -219,6 +219,9 @@ class RunRecorder(pl.Callback):
         if not trainer.is_global_zero or not self.path.exists():
             return
         fields: dict[str, object] = {}
+        if isinstance(exception, Interrupted) and exception.is_agreed:
+            # Callbacks have gathered fields from all ranks, and no later hook writes them.
+            fields |= collect_record_fields(trainer)
         if self.phase in ("training", "validation"):
             fields["steps"] = trainer.global_step
         if self.owns_run:

@@ -1,4 +1,4 @@
-"""The callback that uploads a run to S3 while it trains, around storage/uploader.py."""
+"""Upload a run to S3 while it trains: the callback around storage/uploader.py."""
 
 import logging
 import time
@@ -8,15 +8,15 @@ import lightning.pytorch as pl
 
 from lockstep.process.errors import Interrupted, UserError
 from lockstep.records.folder import RunFolder
-from lockstep.storage.errors import OtherRunError, S3Error
+from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import read_pointers, refuse_other_run
 from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
-# The longest that an end waits for uploads. Other ranks wait in a collective meanwhile, and
-# `finish_upload` sends what is left.
+# The end of a training waits at most so long for uploads, because other ranks wait in a collective
+# meanwhile. `finish_upload` sends what is left.
 FLUSH_WHEN_INTERRUPTED_S = 60.0
 FLUSH_BESIDE_OTHER_RANKS_S = 30.0
 FLUSH_AFTER_FAILURE_S = 3.0
@@ -25,12 +25,12 @@ FLUSH_AFTER_FAILURE_S = 3.0
 class S3Upload(pl.Callback):
     """Upload a run to s3://bucket/prefix/<the last part of run_folder>.
 
-    A place that holds another run is refused: the run ends before training.
+    If another run of the same id is there, this run ends before training.
 
     Args:
-        required: end the run before training if the bucket cannot be written; else train on and
-            keep trying.
-        flush_timeout_s: how long the end of fit may wait for what is not yet uploaded.
+        required: end the run before training if the bucket cannot be written. Without it the run
+            trains, and the uploads are tried again.
+        flush_timeout_s: how long the end of fit may wait for files that are not uploaded yet.
     """
 
     def __init__(
@@ -48,63 +48,52 @@ class S3Upload(pl.Callback):
         self.uploader: Uploader | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Each fit starts an upload of its own: the end of one before has stopped its thread.
+        """Start to upload on rank 0 in each fit; end the run on all ranks if it may not."""
         if stage != "fit":
             return
-        refusal = self._start_or_refuse() if trainer.is_global_zero else None
+        refusal = None
+        if trainer.is_global_zero:
+            try:
+                self._start_upload()
+            except UserError as error:
+                refusal = str(error)
         refusal = trainer.strategy.broadcast(refusal, src=0)
         if refusal:
             raise UserError(refusal)
 
-    def _start_or_refuse(self) -> str | None:
-        """Claim the run's place in the bucket and start to upload; return why the run must end."""
+    def _start_upload(self) -> None:
+        """Claim the run's place in the bucket, and start the upload thread.
+
+        Raises:
+            UserError: another run of this id is there, or a required bucket cannot be written.
+        """
         bucket = self.bucket.joinpath(self.folder.run_id)
-        s3_error: S3Error | None = None
+        is_usable = self._is_usable(bucket)
+        uploader = Uploader(bucket, self.folder, time.time())
+        if is_usable:
+            claim_before_training(uploader)
+        self.uploader = uploader
+        uploader.start()
+
+    def _is_usable(self, bucket: Bucket) -> bool:
+        """Return whether the bucket can be written; raise UserError if it has to be."""
         try:
             refuse_other_run(bucket, read_pointers(bucket), self.folder)
             bucket.check_writable()
-        except OtherRunError as error:
-            return str(error)
         except S3Error as error:
-            s3_error = error
-        message = f"{self.bucket.uri} cannot be used: {s3_error}"
-        if s3_error and self.required:
-            return f"{message} (s3.required=false trains without it)."
-
-        uploader = Uploader(bucket, self.folder, time.time())
-        if s3_error:
+            message = f"{self.bucket.uri} cannot be used: {error}"
+            if self.required:
+                raise UserError(f"{message} (s3.required=false trains without it).") from None
             log.info(f"s3: {message}; training starts, uploads are tried again.")
-        else:
-            refusal = self._claim(uploader)
-            if refusal:
-                return refusal
-        self.uploader = uploader
-        uploader.start()
-        return None
-
-    def _claim(self, uploader: Uploader) -> str | None:
-        """Claim the place before training: of two new runs of one id the second is refused.
-
-        Other errors are those of the upload thread, which claims again and logs them.
-        """
-        for _ in range(2):
-            try:
-                uploader.claim()
-                return None
-            except OtherRunError as error:
-                return str(error)
-            except S3Error as error:
-                # Another start has claimed it since its pointers were read: read them once more.
-                if error.code != "PreconditionFailed":
-                    return None
-        return None
+            return False
+        return True
 
     def expect_end(self, seconds: float) -> None:
         """Upload new checkpoints at once from now on, because this machine stops in `seconds`."""
         self.flush_timeout_s = min(self.flush_timeout_s, seconds)
         if self.uploader is not None:
             self.uploader.intervals_s["last"] = 0.0
-            # Wake the thread, and do not wait for it.
+            # This wakes the thread and does not wait for it.
             self.uploader.flush(0.0)
 
     def on_exception(
@@ -135,3 +124,20 @@ class S3Upload(pl.Callback):
         if self.uploader is None:
             return {}
         return {"uuid": self.uploader.uuid, "upload": self.uploader.status()}
+
+
+def claim_before_training(uploader: Uploader) -> None:
+    """Claim the run's place in the bucket, so that of two new runs of one id one is refused.
+
+    Raises:
+        OtherRunError: another run has claimed the place.
+    """
+    # Another start may claim the place after its pointers are read: then read them once more.
+    for _ in range(2):
+        try:
+            uploader.claim()
+            return
+        except S3Error as error:
+            # The upload thread claims again, and logs the error.
+            if error.code != "PreconditionFailed":
+                return

@@ -84,7 +84,7 @@ class TrainingLog(pl.Callback):
         self.first_step = self.step
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
-                logger.begin_at(self.step, replaces_loss=self.loss_count > 0)
+                logger.begin_at(self.step, drops_partial_means=self.loss_count > 0)
         refuse_small_eps(trainer)
         self.speed.begin_interval(self.step)
 

@@ -1,8 +1,8 @@
-"""Resume points: the position of a checkpoint in training, and the loop state to resume there.
+"""Store the position of a checkpoint in training, and compute the loop state to resume there.
 
-Lightning infers from its progress counters, which change meaning with accumulate_grad_batches,
-whether a validation is skipped or repeated. Checkpoints of this project store the position, and
-`loop_state` computes the counters from it.
+Lightning infers from its progress counters whether a validation is skipped or repeated, and the
+counters change their meaning with accumulate_grad_batches. Checkpoints of this project therefore
+store the position, and `loop_state` computes the counters from it.
 """
 
 import math
@@ -21,7 +21,7 @@ STAGE_NAMES = {
     "sanity_check": VALIDATION,
     "test": "test",
 }
-# The keys of checkpoints, where they differ from the names of a ResumePoint's fields.
+# A checkpoint stores these fields of a ResumePoint under other keys.
 STORED_KEYS = {
     "steps_done": "batches_done",
     "missing_micro_batches": "lacking",
@@ -35,15 +35,16 @@ class ResumePoint:
     """A position in training, which a checkpoint stores as a dict.
 
     Args:
-        epoch: the current epoch from 0; at EPOCH_END the one that has just ended.
-        steps_done: the optimizer steps done in it.
+        epoch: the current epoch from 0; at EPOCH_END the epoch that has just ended.
+        steps_done: the optimizer steps done in this epoch.
         phase: TRAINING resumes after `steps_done`, VALIDATION repeats the whole validation at
             that point, EPOCH_END starts the next epoch.
-        is_last: whether the steps end the epoch.
-        missing_micro_batches: how many fewer than accumulate_grad_batches its last step has.
+        is_last: whether the last step of the epoch is done.
+        missing_micro_batches: how many micro-batches the last step of the epoch has fewer than
+            accumulate_grad_batches.
         limits_when_ended: max_epochs and max_steps of a training that a callback ended, as
             EarlyStopping does.
-        max_time_when_ended_s: the seconds of a trainer.max_time that ended the training.
+        max_time_when_ended_s: trainer.max_time in seconds, if it ended the training.
     """
 
     epoch: int
@@ -66,7 +67,7 @@ class ResumePoint:
 
 
 def stage_name(trainer: pl.Trainer) -> str:
-    """Return what the trainer does now: training, validation or test, else start."""
+    """Return what the trainer does now: "training", "validation", "test", or else "start"."""
     stage = trainer.state.stage
     if stage is None:
         return "start"
@@ -88,7 +89,7 @@ def ends_step(trainer: pl.Trainer) -> bool:
 def ends_epoch(trainer: pl.Trainer) -> bool:
     """Return whether the batch that has just ended was the last one of the epoch."""
     if trainer.num_training_batches == math.inf:
-        # The data have no length.
+        # Where data have no length, Lightning sets this flag at their end.
         return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     return micro_batches_done(trainer) >= trainer.num_training_batches
 
@@ -103,7 +104,7 @@ def epoch_text(trainer: pl.Trainer) -> str:
 
 
 def steps_are_over(trainer: pl.Trainer) -> bool:
-    """Return whether trainer.max_steps are done; several optimizers may pass them by."""
+    """Return whether trainer.max_steps are done. Several optimizers may do more steps."""
     return 0 <= trainer.max_steps <= trainer.global_step
 
 
@@ -152,7 +153,7 @@ def point_in_epoch(trainer: pl.Trainer, validated_step: int) -> ResumePoint:
 
 
 def has_left_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether Lightning has left the epoch, as after its last validation."""
+    """Return whether Lightning has left the epoch, as it does after the last validation."""
     return trainer.fit_loop.epoch_progress.current.processed > trainer.current_epoch
 
 
@@ -162,7 +163,7 @@ def point_after_epoch(trainer: pl.Trainer, epoch: int) -> ResumePoint:
 
 
 def is_ended_by_callback(trainer: pl.Trainer) -> bool:
-    """Return whether a callback ended the training, and neither its steps nor its time did."""
+    """Return whether a callback has ended the training, and not max_steps or max_time."""
     return trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time(trainer)
 
 
@@ -173,14 +174,14 @@ def is_out_of_time(trainer: pl.Trainer) -> bool:
 
 
 def find_max_time(trainer: pl.Trainer) -> Any:
-    """Return the callback MaxTime, which imports this file; None without trainer.max_time."""
+    """Return the callback MaxTime, or None without trainer.max_time. Its file imports this one."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     clocks = [callback for callback in callbacks if hasattr(callback, "has_reached_max_time")]
     return clocks[0] if clocks else None
 
 
 def add_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
-    """Return the point with what has ended the training, if a callback or its time has."""
+    """Return the point with the limits of a training that a callback or max_time has ended."""
     if is_ended_by_callback(trainer):
         return replace(point, limits_when_ended=[trainer.max_epochs, trainer.max_steps])
     if is_out_of_time(trainer):
@@ -189,7 +190,7 @@ def add_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
 
 
 def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
-    """End a training that had ended at this point, unless this start asks for more of it."""
+    """End a training that had ended at this point, unless this start has other limits."""
     trainer.should_stop = point.limits_when_ended == [trainer.max_epochs, trainer.max_steps]
     clock = find_max_time(trainer)
     earlier_limit_s = point.max_time_when_ended_s
@@ -205,9 +206,9 @@ def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) ->
     |------------|-------------------------------|-----------|--------------|
     | TRAINING   | steps × accumulate            | ready - 1 | epoch        |
     | VALIDATION | steps × accumulate - missing  | ready     | epoch        |
-    | EPOCH_END  | 0, those of the next epoch    | 0         | epoch + 1    |
+    | EPOCH_END  | 0 (the next epoch's)          | 0         | epoch + 1    |
 
-    In VALIDATION `is_last` says that the epoch's last batch has been trained.
+    In VALIDATION, `is_last` says that the epoch's last batch has been trained.
     """
     epochs_started = point.epoch + 1
     epochs_ended = epochs_started if point.phase == EPOCH_END else point.epoch
@@ -232,12 +233,12 @@ def loop_state(fit_loop: dict[str, Any], point: ResumePoint, accumulate: int) ->
 
 
 def micro_batch_counts(point: ResumePoint, accumulate: int) -> tuple[int, int]:
-    """Return how many micro-batches of the current epoch were begun, and how many completed.
+    """Return how many micro-batches of the current epoch have begun, and how many are completed.
 
     Lightning's counters call them ready and completed.
     """
     if point.phase == EPOCH_END:
-        # The next epoch is the current one.
+        # The next epoch is the current one now.
         return 0, 0
     ready = point.steps_done * accumulate
     if point.phase == TRAINING:

@@ -22,8 +22,8 @@ from lockstep.config.overrides import (
     search_paths,
     set_or_add,
 )
-from lockstep.config.schema import is_group, key_of, keys_in_yaml, trainer_arguments, yaml_files
-from lockstep.config.suggestions import missing_option, unknown_key
+from lockstep.config.schema import is_group, key_of, trainer_arguments
+from lockstep.config.suggestions import keys_of_group, missing_option, unknown_key
 from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
@@ -31,17 +31,31 @@ from lockstep.records.config import Config, flatten
 from lockstep.records.folder import new_run_id
 
 CONFIGS = REPOSITORY / "configs"
-# Groups whose options nobody chooses.
+# Nobody chooses an option of these groups.
 UNCHOSEN_GROUPS = ("hydra", "fits", "resumed")
-# Groups whose options set values of others.
+# The options of these groups set values of other groups.
 VALUE_GROUPS = ("experiment", "debug")
-# Keys that an option has, whatever its class.
+# An option has these keys whatever its class is.
 OPTIONAL_KEYS = {"_target_", "_partial_", "monitor", "mode", "outputs"}
 REFUSED_KEY = re.compile(
-    r"Could not (override|(?P<is_removed>delete from config)\.|"
-    r"append to config\. (?P<is_listed>An item is already at))"
-    r" '(?P<key>[\w./-]+)'"
+    r"Could not (?P<action>override|delete from config|append to config)"
+    r"(\.|\. An item is already at)? '(?P<key>[\w./-]+)'"
 )
+
+
+class KeyRefused(UserError):
+    """Hydra's refusal of an override for its form, as without the plus of a new key.
+
+    Attributes:
+        key: the key of the override.
+        action: what Hydra could not do: "override" a key, "delete from config" a key that is
+            missing or null, or "append to config" a key that exists.
+    """
+
+    def __init__(self, sentence: str, key: str, action: str) -> None:
+        super().__init__(sentence)
+        self.key = key
+        self.action = action
 
 
 def compose(config_name: str, overrides: list[str], stored: Config | None = None) -> Any:
@@ -50,9 +64,9 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     `hydra.runtime.choices` holds the chosen options.
 
     Args:
-        stored: the config of a run. Its options and values count, then the overrides. A group for
-            which the overrides choose another option is composed anew. For another experiment all
-            is.
+        stored: the config of a run that is resumed. The overrides change its options and values.
+            If they choose another option of a group, the group is composed anew. If they choose
+            another experiment, the whole config is composed anew.
 
     Raises:
         UserError: a misspelt group, option or key, a key that nothing reads, or a value of the
@@ -69,18 +83,23 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     else:
         overrides_before = []
         overrides_of_run = [*command_line.overrides, *command_line.fit_removals]
-        cfg = _compose(config_name, overrides_of_run, command_line.folders)
+        cfg = _compose_with_repairs(config_name, overrides_of_run, command_line.folders)
         if _brings_loaders(cfg, command_line):
-            cfg = _compose(config_name, [*overrides_of_run, "data=none"], command_line.folders)
+            overrides_of_run.append("data=none")
+            cfg = _compose_with_repairs(config_name, overrides_of_run, command_line.folders)
 
     cfg.hydra.overrides.task = [*overrides_before, *command_line.recorded_overrides]
     if command_line.overrides or stored:
-        _check(cfg, command_line)
+        options = _compose_chosen_options(cfg, command_line)
+        check_config(
+            unresolved(cfg), unresolved(options), command_line.overrides, command_line.folders
+        )
+        _drop_options_of_another_class(cfg, options)
     return cfg
 
 
 def _brings_loaders(cfg: Any, command_line: CommandLine) -> bool:
-    """Return whether nobody has chosen data, and the module of task= has its own loaders."""
+    """Return whether the module of task= has its own loaders, and nothing chooses data."""
     if any(key_of(word).partition(".")[0] == "data" for word in command_line.overrides):
         return False
     recipe = command_line.choices.get("experiment")
@@ -90,12 +109,12 @@ def _brings_loaders(cfg: Any, command_line: CommandLine) -> bool:
 
 
 def _chooses_data(experiment: str, folders: tuple[Path, ...]) -> bool:
-    """Return whether an experiment, or one that its defaults include, is about data."""
+    """Return whether an experiment, or one that its defaults include, sets data."""
     paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
-    return any(_is_about_data(path, folders) for path in paths if path.is_file())
+    return any(_sets_data(path, folders) for path in paths if path.is_file())
 
 
-def _is_about_data(path: Path, folders: tuple[Path, ...]) -> bool:
+def _sets_data(path: Path, folders: tuple[Path, ...]) -> bool:
     import yaml
 
     content = yaml.safe_load(path.read_text()) or {}
@@ -103,7 +122,7 @@ def _is_about_data(path: Path, folders: tuple[Path, ...]) -> bool:
         return True
     for entry in content.get("defaults") or []:
         if isinstance(entry, dict):
-            # Keys are `data`, `/data` and `override /data`.
+            # The key may be `data`, `/data` or `override /data`.
             if any(key.split()[-1].lstrip("/") == "data" for key in entry):
                 return True
         elif entry != "_self_" and _chooses_data(str(entry).rpartition("/")[2], folders):
@@ -112,11 +131,11 @@ def _is_about_data(path: Path, folders: tuple[Path, ...]) -> bool:
 
 
 def _compose_resumed(command_line: CommandLine, stored: Config) -> Any:
-    """Compose the config of a run that goes on."""
+    """Compose the config of a resumed run from its stored config and the overrides."""
     choices = command_line.choices
     options = merge.inherited_options(stored, choices, command_line.folders)
     chosen_now = [override for override in command_line.overrides if key_of(override) in choices]
-    fresh = _compose(
+    fresh = _compose_with_repairs(
         command_line.config_name,
         [*command_line.search_path_overrides, *options, *chosen_now],
         command_line.folders,
@@ -127,24 +146,41 @@ def _compose_resumed(command_line: CommandLine, stored: Config) -> Any:
     changes = merge.repeatable_overrides(command_line.overrides, stored, values, defaults)
     store_config(group="resumed", name="run", node=values, package="_global_")
     overrides = [*options, "+resumed=run", *changes, *command_line.fit_removals]
-    return _compose(command_line.config_name, overrides, command_line.folders)
+    return _compose_with_repairs(command_line.config_name, overrides, command_line.folders)
 
 
-def _check(cfg: Any, command_line: CommandLine) -> None:
-    """Refuse what nothing reads, and remove what options say of classes that are not chosen."""
+def _compose_chosen_options(cfg: Any, command_line: CommandLine) -> Any:
+    """Compose the options that `cfg` chooses, without the values that overrides set."""
     chosen = []
     for group, name in chosen_options(cfg).items():
         if name and group not in VALUE_GROUPS:
             chosen.append(f"{group}={name}")
-    options = _compose_options(
+    return _compose_options(
         command_line.config_name,
         (*command_line.search_path_overrides, *chosen, *command_line.fit_removals),
     )
-    check_config(unresolved(cfg), unresolved(options), command_line.overrides, command_line.folders)
-    _drop_options_of_another_class(cfg, options)
 
 
-def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) -> Any:
+def _compose_with_repairs(config_name: str, overrides: list[str], folders: tuple[Path, ...]) -> Any:
+    """Compose a config, and repair the overrides that Hydra refuses for their form."""
+    while True:
+        try:
+            return _compose_once(config_name, overrides)
+        except KeyRefused as refusal:
+            _refuse_unknown_key(refusal, config_name, overrides, folders)
+            repaired = _repair_overrides(overrides, refusal.key, folders)
+            if repaired == overrides:
+                raise
+            overrides = repaired
+
+
+def _compose_once(config_name: str, overrides: list[str]) -> Any:
+    """Compose a config with Hydra.
+
+    Raises:
+        KeyRefused: an override may need another form.
+        UserError: any other error of Hydra, OmegaConf or YAML.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -155,7 +191,8 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
         initialize_config_dir(str(CONFIGS), job_name=config_name, **version_base()),
         warnings.catch_warnings(),
     ):
-        # A resume stores options whose yaml it does not find; a later config may find the yaml.
+        # A resumed run stores an option whose yaml is missing in Hydra's ConfigStore. Hydra warns
+        # when a later config finds a yaml of that name.
         warnings.filterwarnings("ignore", r"\s*'.*' is validated against ConfigStore schema")
         try:
             return hydra_compose(config_name, overrides, return_hydra_config=True)
@@ -167,42 +204,49 @@ def _compose(config_name: str, overrides: list[str], folders: tuple[Path, ...]) 
             TypeError,
             AttributeError,
         ) as error:
-            refused = REFUSED_KEY.match(str(error))
-            if not refused:
-                raise UserError(describe_error(error)) from None
             sentence = describe_error(error)
+            refused = REFUSED_KEY.match(str(error))
+            if refused:
+                raise KeyRefused(sentence, **refused.groupdict()) from None
+            raise UserError(sentence) from None
 
-    key = refused["key"]
-    repaired = _repair_overrides(overrides, key, folders)
-    if repaired == overrides and is_group(key, folders):
-        raise UserError(sentence)
-    # A plus before a key that the chosen option lists does no harm: a class of the user's has it,
-    # too. A key that no yaml lists may be of Lightning's Trainer. Values may be added to a group.
-    if refused["is_listed"] or _is_trainer_argument(key) or is_group(key, folders):
-        return _compose(config_name, repaired, folders)
-    choices = [word for word in overrides if is_choice(word, folders)]
-    options = unresolved(_compose(config_name, [*search_paths(overrides), *choices], folders))
-    if refused["is_removed"] and key in flatten(options):
-        return _compose(config_name, repaired, folders)
-    raise UserError(unknown_key(key, options, folders))
+
+def _refuse_unknown_key(
+    refusal: KeyRefused, config_name: str, overrides: list[str], folders: tuple[Path, ...]
+) -> None:
+    """Refuse a key that neither a yaml nor Lightning's Trainer has."""
+    key = refusal.key
+    # A key that exists, an argument of Lightning's Trainer and a group are no unknown keys.
+    if refusal.action == "append to config" or _is_trainer_argument(key) or is_group(key, folders):
+        return
+    choices = [override for override in overrides if is_choice(override, folders)]
+    overrides_of_options = [*search_paths(overrides), *choices]
+    options = unresolved(_compose_with_repairs(config_name, overrides_of_options, folders))
+    if not (refusal.action == "delete from config" and key in flatten(options)):
+        raise UserError(unknown_key(key, options, folders)) from None
 
 
 def _repair_overrides(overrides: list[str], key: str, folders: tuple[Path, ...]) -> list[str]:
-    """Return overrides of `key` that Hydra takes.
+    """Return the overrides with those of `key` in a form that Hydra takes.
 
-    It refuses to set a key that is new, to add one that is there, and to remove a null, which is
-    left out. A group of the user's own is added.
+    Hydra refuses to set a new key and to add one that exists: `++` does both. It also refuses to
+    remove a key that is null, which needs no override.
     """
     repaired = []
     for override in overrides:
         if key_of(override) != key:
             repaired.append(override)
         elif is_choice(override, folders):
-            is_listed = is_group(key, (CONFIGS,))
-            repaired.append(override if is_listed else f"+{override.lstrip('+')}")
+            repaired.append(_add_group_of_user(override))
         elif not override.startswith("~"):
             repaired.append(set_or_add(override))
     return repaired
+
+
+def _add_group_of_user(choice: str) -> str:
+    """Return the choice of an option, with a plus if the defaults cannot list its group."""
+    plus = "" if is_group(key_of(choice), (CONFIGS,)) else "+"
+    return f"{plus}{choice.lstrip('+')}"
 
 
 def _is_trainer_argument(key: str) -> bool:
@@ -211,20 +255,15 @@ def _is_trainer_argument(key: str) -> bool:
 
 
 def adapt_to_multirun(typed: list[str]) -> list[str]:
-    """Return overrides that Hydra's own multirun takes where `compose` does."""
+    """Return the overrides in a form in which Hydra's own multirun takes what `compose` takes."""
     folders = config_folders(typed, CONFIGS)
-    listed: set[str] = set()
-    for path in yaml_files("trainer", folders):
-        listed |= {key.name for key in keys_in_yaml(path, "trainer", commented=False)}
-
+    listed = keys_of_group("trainer", folders)
     overrides = []
     for override in typed:
         key = key_of(override)
         is_new = is_group(key, folders) or (_is_trainer_argument(key) and key not in listed)
         if is_choice(override, folders):
-            # Only a group of the user's own is new to the defaults.
-            plus = "" if is_group(key, (CONFIGS,)) else "+"
-            override = f"{plus}{override.lstrip('+')}"
+            override = _add_group_of_user(override)
         elif override.startswith("+") or (is_new and not override.startswith("~")):
             override = set_or_add(override)
         overrides.append(override)
@@ -232,7 +271,10 @@ def adapt_to_multirun(typed: list[str]) -> list[str]:
 
 
 def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
-    """Remove what an option says of its class where task._target_= and the like name another."""
+    """Remove the keys of an option whose class another one replaces, as by task._target_=.
+
+    `hydra.runtime.choices` then names the class in place of the option.
+    """
     from omegaconf import open_dict
 
     typed = {key_of(override) for override in typed_overrides(cfg)}
@@ -255,16 +297,13 @@ def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
 
 @functools.cache
 def _compose_options(config_name: str, overrides: tuple[str, ...]) -> Any:
-    """Compose the chosen options alone, without the values of an experiment.
-
-    They are the same for all jobs of a sweep.
-    """
+    """Compose options alone, once for all jobs of a sweep that have the same ones."""
     folders = config_folders(list(overrides), CONFIGS)
-    return _compose(config_name, list(overrides), folders)
+    return _compose_with_repairs(config_name, list(overrides), folders)
 
 
 def defaults_of(config: Config) -> dict[str, Any]:
-    """Return the config of a run's chosen options alone, with unresolved interpolations."""
+    """Return the config of the options that a run chose, with unresolved interpolations."""
     overrides = [str(override) for override in config.get("overrides") or ()]
     search = [override for override in overrides if key_of(override) == SEARCH_PATH]
     folders = config_folders(search, CONFIGS)
@@ -329,7 +368,7 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     if resolve:
-        # Hydra's node cannot be resolved. The copy takes time.
+        # Hydra's node cannot be resolved. It is removed only here, because the copy takes time.
         cfg = remove_hydra_node(cfg)
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=resolve)
@@ -340,14 +379,14 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 def whole_config(cfg: Any) -> dict[str, Any]:
     """Return the plain config with `choices` (the option of each group) and `overrides`."""
-    # Those of --config-dir are among Hydra's own overrides.
+    # The folders of --config-dir are among Hydra's own overrides.
     search = search_paths(cfg.hydra.overrides.hydra)
     overrides = list(dict.fromkeys([*typed_overrides(cfg), *search]))
     return {**plain(cfg), "choices": chosen_options(cfg), "overrides": overrides}
 
 
 def typed_overrides(cfg: Any) -> list[str]:
-    """Return the overrides as they were typed: interpolations are not resolved."""
+    """Return the overrides as they were typed, with unresolved interpolations."""
     from omegaconf import OmegaConf
 
     overrides: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)

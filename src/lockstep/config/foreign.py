@@ -18,28 +18,29 @@ from lockstep.process.errors import UserError
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder, read_config
 
-# Top-level keys that the net of a checkpoint, its data too, or a whole run needs.
+# The top-level keys that build the net of a checkpoint, then its data too, then a whole run.
 CHECKPOINT_ROOTS = ("data", "task", "model", "loss", "metrics", "trainer")
 DATA_ROOTS = (*CHECKPOINT_ROOTS, "augmentation", "seed")
 RUN_ROOTS = (*DATA_ROOTS, "optimizer", "scheduler", "callbacks", "tags", "experiment_name", "test")
 GROUPS = ("data", "task", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
 REQUIRED_GROUPS = ("data", "task", "model")
-# A value of theirs that is not accepted would build another net.
+# A rejected value of these groups would build another net.
 NET_GROUPS = ("task", "model", "loss")
-# A checkpoint brings its weights.
+# These options of a net may be rejected, because a checkpoint brings its weights.
 WEIGHT_OPTIONS = ("weights", "pretrained", "freeze")
-# Without dot, slash and colon, so that it is no path, address or class.
+# A word has no dot, slash or colon, so that it is no path, address or class.
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")
-# So no _target_.
+# A key begins with a letter, so that it is no _target_.
 KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+# These keys have patterns of their own.
 NAMES = {
     "model.name": re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)?"),
     "experiment_name": WORD,
     "tags": WORD,
 }
-PLACE_NAME = re.compile(
+LOCATION_NAME = re.compile(
     r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers"
-    # The cfg of model_cfg is a file, that of cfg_scale is none.
+    # The key model_cfg names a file, the key cfg_scale does not.
     r"|cfg$"
 )
 ADDRESS_NAME = re.compile(r"addr|peers")
@@ -51,8 +52,8 @@ class Accepted(NamedTuple):
     """An untrusted config, or a part of it, after the check.
 
     Attributes:
-        values: what may be used.
-        rejected: the values that may not, by their dotted keys.
+        values: the values that may be used.
+        rejected: the values that may not be used, by their dotted keys.
     """
 
     values: dict[str, Any]
@@ -63,11 +64,12 @@ def accept_config(stored: object, roots: tuple[str, ...], owner: str) -> Accepte
     """Return the part of an untrusted config that may be used.
 
     Args:
-        roots: top-level keys to take from.
+        roots: the top-level keys of which values may be used.
         owner: the config's owner for an error, e.g. "The checkpoint x.ckpt".
 
     Raises:
-        UserError: it names an option that is not here, or a net that cannot be built here.
+        UserError: the config names an option that this clone does not have, or a net that cannot
+            be built here.
     """
     if not isinstance(stored, Mapping):
         raise UserError(f"{owner} carries no config: it was not written by Lockstep.")
@@ -86,7 +88,7 @@ def accept_config(stored: object, roots: tuple[str, ...], owner: str) -> Accepte
 
 
 def _accept_choices(stored: Config, roots: tuple[str, ...], owner: str) -> Accepted:
-    """Return the options that the config names and this clone has, by group."""
+    """Return the options that the config chooses and this clone has, by group."""
     named = _mapping_or_empty(stored.get("choices"))
     choices = {}
     rejected = {}
@@ -96,7 +98,8 @@ def _accept_choices(stored: Config, roots: tuple[str, ...], owner: str) -> Accep
             if group in REQUIRED_GROUPS or (group in NET_GROUPS and stored.get(group)):
                 options = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
                 raise UserError(
-                    f"{owner} names {group}={name!r:.60}, which is not here: there is {options}."
+                    f"{owner} names {group}={name!r:.60}, which is not here: this clone has "
+                    f"{options}."
                 )
         elif connects_to_peers(group, str(name)):
             rejected[group] = name
@@ -116,7 +119,7 @@ def _mapping_or_empty(value: object) -> Config:
 
 
 def _is_option(group: str, name: object) -> bool:
-    """Return whether a name is that of a yaml file of this clone."""
+    """Return whether this clone has a yaml file of that name in the group."""
     if not isinstance(name, str) or not WORD.fullmatch(name):
         return False
     return not missing_option(group, name, (CONFIGS,))
@@ -134,11 +137,11 @@ def connects_to_peers(group: str, name: str) -> bool:
 
 
 def _builds_another_net(key: str) -> bool:
-    """Return whether the net would be another one without the value of a rejected key."""
+    """Return whether another net would be built without the value of a rejected key."""
     root, _, name = key.partition(".")
     if root not in NET_GROUPS or name in WEIGHT_OPTIONS:
         return False
-    return root != "task" or not PLACE_NAME.search(name)
+    return root != "task" or not LOCATION_NAME.search(name)
 
 
 def _accept_values(stored: Config, defaults: Config, prefix: str = "") -> Accepted:
@@ -184,7 +187,7 @@ def _is_accepted(key: str, value: object, default: object, *, is_listed: bool) -
     Args:
         is_listed: a yaml of this clone has the key.
     """
-    # Places are those of this machine.
+    # This machine keeps its own paths and addresses.
     if not keys.may_be_foreign(key):
         return False
     if isinstance(value, list):
@@ -197,33 +200,32 @@ def _is_accepted(key: str, value: object, default: object, *, is_listed: bool) -
 
 
 def _accepts_item(key: str, item: object, *, is_listed: bool) -> bool:
-    # A list holds plain values: words in tags, numbers elsewhere.
+    # The list of tags holds words, and any other list holds numbers.
     if isinstance(item, list | tuple) or isinstance(item, str) != (key == "tags"):
         return False
     return _is_accepted(key, item, "", is_listed=is_listed)
 
 
 def _accepts_word(key: str, word: str, default: object) -> bool:
-    # A name has a pattern of its own.
     if key in NAMES:
         return NAMES[key].fullmatch(word) is not None
     if not WORD.fullmatch(word):
         return False
-    # A word takes the place of a word.
+    # A word may replace a word.
     if isinstance(default, str):
         return WORD.fullmatch(default) is not None
-    # It takes the place of nothing, unless the key is for a place.
-    return default is None and not PLACE_NAME.search(key)
+    # A word may replace null, unless the key is for a path or an address.
+    return default is None and not LOCATION_NAME.search(key)
 
 
 def _accepts_number(key: str, number: object, default: object, *, is_listed: bool) -> bool:
-    # No weights are loaded but those of the checkpoint.
+    # Only the weights of the checkpoint are loaded.
     if key.endswith("pretrained"):
         return number is False
-    # A number takes the place of a plain value. A model may have arguments that no yaml lists.
+    # A number may replace a plain value. A model may have arguments that no yaml lists.
     if isinstance(default, Mapping) or not (is_listed or key.startswith("model.")):
         return False
-    # Neither nan nor inf is below any limit.
+    # This comparison refuses nan and inf, too.
     return number is None or (isinstance(number, int | float) and abs(number) <= LARGEST_NUMBER)
 
 
@@ -233,8 +235,9 @@ def choose_stored_config(
     """Return the config of a checkpoint's run.
 
     Args:
-        path: of the checkpoint. Below `logs` the config of its run folder counts.
-        checkpoint_config: the config in the checkpoint, of which only what is accepted counts.
+        path: the checkpoint. If it lies in a run folder below `logs`, the config of that folder is
+            returned.
+        checkpoint_config: the config in the checkpoint. Its accepted part is returned otherwise.
     """
     folder = RunFolder(path.resolve().parent.parent)
     is_in_run = path.parent.name == folder.checkpoints.name

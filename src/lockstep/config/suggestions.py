@@ -61,7 +61,7 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     keys_of_run = list(dotted_keys(options))
     arguments = [name for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
     keys_of_trainer = [f"trainer.{name}" for name in arguments]
-    close_key = nearest_key(key, [*keys_of_run, *keys_of_trainer, *_keys_of_group(group, folders)])
+    close_key = nearest_key(key, [*keys_of_run, *keys_of_trainer, *keys_of_group(group, folders)])
     if close_key:
         other_options = [] if close_key in keys_of_run else _options_with(close_key, folders)
         where = f" ({' or '.join(other_options[:2])})" if other_options else ""
@@ -126,7 +126,8 @@ def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | No
     )
 
 
-def _keys_of_group(group: str, folders: tuple[Path, ...]) -> list[str]:
+def keys_of_group(group: str, folders: tuple[Path, ...]) -> list[str]:
+    """Return the keys that the options of a group list."""
     names: list[str] = []
     for path in yaml_files(group, folders):
         names += [key.name for key in keys_in_yaml(path, group, commented=False)]

@@ -1,15 +1,15 @@
-"""The logger that writes metrics.csv: one row per log point, over all starts of a run.
+"""Write metrics.csv: one row for each log point, over all starts of a run.
 
-Its steps are unique and rise. Rows are appended; only the last one may still change, so that a log
-point costs the same after a week. Lightning's CSVLogger deletes the file of an earlier start; this
-one continues it.
+Each step has one row, and the steps rise. Rows are appended, and only the last one may still
+change, so that a log point costs the same after a week. Lightning's CSVLogger deletes the file of
+an earlier start; this logger continues it.
 """
 
 import csv
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from lockstep.process.files import write_atomically
 
 KEY_COLUMNS = ("step", "epoch", "time_s")
-# With KEY_COLUMNS they are the columns that TrainingLog fills.
-STEP_COLUMNS = ("train/loss", "lr", "images_per_s")
+# TrainingLog fills these columns and KEY_COLUMNS.
+TRAINING_COLUMNS = ("train/loss", "lr", "images_per_s")
 Row = dict[str, Any]
 Metrics = dict[str, float]
 
@@ -29,8 +29,9 @@ Metrics = dict[str, float]
 class MetricsCsv(Logger):
     """Write metrics.csv, and go on with the file of an earlier start of the run.
 
-    `TrainingLog` makes the rows. What a module logs under the name of one of its columns gets a
-    column of its own, `module/<name>`. Without TrainingLog the module's values make the rows.
+    `TrainingLog` makes the rows. If a module logs a value under the name of one of TrainingLog's
+    columns, the value gets the column `module/<name>`. Without TrainingLog, the values that the
+    module logs make the rows.
     """
 
     name = "csv"  # type: ignore[assignment]
@@ -39,7 +40,7 @@ class MetricsCsv(Logger):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
-        self.table: Table | None = None  # until the first value of this start
+        self.table: MetricsTable | None = None  # None until this start logs a value
         self.has_training_log = False
 
     @property
@@ -48,30 +49,28 @@ class MetricsCsv(Logger):
         return ScalarWriter(self)
 
     @rank_zero_only
-    def begin_at(self, step: int, *, replaces_loss: bool = False) -> None:
-        """Remove the rows of steps that were lost, and the results of tests: training goes on.
+    def begin_at(self, step: int, *, drops_partial_means: bool = False) -> None:
+        """Begin to train at a step: remove the rows of later steps, and the results of tests.
 
         Args:
             step: optimizer steps at which this start begins.
-            replaces_loss: the next row repeats the steps of a row that a stop made within an epoch.
+            drops_partial_means: if the last row is that of `step`, remove its TRAINING_COLUMNS. An
+                earlier start has stopped between two log points, and the next row covers its steps.
         """
         self.has_training_log = True
-        self.table = Table(self.path)
-        self.table.drop_rows_after(step)
-        if replaces_loss and self.table.step == step:
-            for name in STEP_COLUMNS:
-                self.table.last_row.pop(name, None)
-        # A test ends a run, in its last row. A module may log such a name while it trains.
-        logged: set[str] = set()
-        for row in read_rows(self.path):
-            if row["step"] < self.table.step:
-                logged |= row.keys()
-        tests = [name for name in self.table.columns if name.startswith("test")]
-        self.table.rewrite(without=[name for name in tests if name not in logged])
+        self.table = MetricsTable(self.path, step)
+        # A test writes into the last row. A name in an earlier row is one that the module logs.
+        tests = {name for name in self.table.columns if name.startswith("test")}
+        outdated = tests - self.table.earlier_names
+        if drops_partial_means and self.table.step == step:
+            outdated.update(TRAINING_COLUMNS)
+        for name in outdated:
+            self.table.last_row.pop(name, None)
+        self.table.rewrite()
 
     @rank_zero_only
     def write_row(self, values: Row, step: int) -> None:
-        """Add TrainingLog's values to the row of a step, and make the row if it is a new one."""
+        """Add values of TrainingLog to the row of a step, and begin the row if there is none."""
         self.has_training_log = True
         if self.table is None:
             self.begin_at(step)
@@ -81,18 +80,17 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def add_to_last_row(self, values: Row) -> None:
-        """Add the results of a test, which ends a run; no row is removed."""
+        """Add the results of a test to the last row, and remove no row."""
         if self.table is None:
-            self.table = Table(self.path)
-            self.table.drop_rows_after(math.inf)
+            self.table = MetricsTable(self.path, math.inf)
         self.table.add(self.table.step, values)
 
     @rank_zero_only
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
-        """Take the values that a module logs.
+        """Add the values that a module logs to the last row, or begin a row.
 
-        Lightning counts their steps from 0, or takes them from a value named "step". They come
-        after TrainingLog's row of the same step, and belong to it.
+        Lightning counts steps from 0, or takes the step from a value named "step". It calls this
+        after TrainingLog has written the row of the same step.
         """
         names = metrics.keys() - {"epoch"}
         if not names:
@@ -102,23 +100,22 @@ class MetricsCsv(Logger):
             return
         step = int(step or 0)
         if self.table is None:
-            self.table = Table(self.path)
-            self.table.drop_rows_after(step)
+            self.table = MetricsTable(self.path, step)
         last = self.table.last_row
         if last and (self.has_training_log or step < last["step"]):
             step = last["step"]
-        self.table.add(step, self._without_collisions(metrics, last))
+        self.table.add(step, self._rename_collisions(metrics, last))
 
-    def _without_collisions(self, metrics: Metrics, last: Row) -> Row:
-        """Return a module's values under names that TrainingLog does not use."""
+    def _rename_collisions(self, metrics: Metrics, last: Row) -> Row:
+        """Return the values of a module under names that TrainingLog does not use."""
         if not self.has_training_log:
             return dict(metrics)
         values = {}
         for name, value in metrics.items():
-            if name in (*KEY_COLUMNS, *STEP_COLUMNS) or name.startswith("hardware/"):
+            if name in (*KEY_COLUMNS, *TRAINING_COLUMNS) or name.startswith("hardware/"):
                 name = f"module/{name}"
             values[name] = value
-        # Lightning adds the epoch, which is TrainingLog's as well.
+        # Lightning adds the epoch to the values of a module, as TrainingLog does to its row.
         epoch = values.pop("module/epoch", None)
         if epoch is not None and "epoch" not in last:
             values["epoch"] = epoch
@@ -145,41 +142,42 @@ class MetricsCsv(Logger):
 
 
 class ScalarWriter:
-    """Take scalars that a module gives a logger itself, as TensorBoard's writer does."""
+    """Add scalars to metrics.csv, with the method of TensorBoard's writer."""
 
     def __init__(self, logger: MetricsCsv) -> None:
         self.logger = logger
 
     def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
-        """Add the value to the row of the present step; before the first step there is none."""
+        """Add a value to the last row; do nothing before the first row."""
         if isinstance(scalar_value, Tensor):
             scalar_value = scalar_value.item()
         if self.logger.table is not None:
             self.logger.log_metrics({tag: float(scalar_value)}, self.logger.table.step)
 
 
-class Table:
-    """A CSV file of which only the last row may still change; the others stay on the disk."""
+class MetricsTable:
+    """A CSV file of which only the last row may still change; the others stay on the disk.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        end: the last step whose row is kept. The first save removes the rows of later steps.
+    """
+
+    def __init__(self, path: Path, end: float) -> None:
         self.path = path
         self.columns = read_columns(path) or list(KEY_COLUMNS)
+        self.earlier_names: set[str] = set()  # columns with a value before the last row
         self.last_row: Row = {}
-        self.offset = 0  # of the last row in the file, in bytes
-        self.is_saved = True
+        self.offset: int | None = None  # bytes before the last row; None: rewrite the file
+        self.is_saved = not path.exists()
+        for row in read_rows(path):
+            if row["step"] <= end:
+                self.earlier_names |= self.last_row.keys()
+                self.last_row = row
 
     @property
     def step(self) -> int:
         """The step of the last row; 0 if there is none."""
         return self.last_row.get("step", 0)
-
-    def drop_rows_after(self, step: float) -> None:
-        """Drop the rows after a step; the last of the others becomes the row that may change."""
-        for row in read_rows(self.path):
-            if row["step"] <= step:
-                self.last_row = row
-        if self.path.exists():
-            self.rewrite()
 
     def add(self, step: int, values: Row) -> None:
         """Add values to the last row, or begin a row."""
@@ -193,18 +191,18 @@ class Table:
         self.is_saved = False
 
     def save(self) -> None:
-        """Write the last row over what the file holds of it."""
+        """Write the last row in place of its earlier version in the file."""
         if self.is_saved:
             return
         new = [name for name in self.last_row if name not in self.columns]
-        if new or not self.path.exists():
-            self.columns += new
+        self.columns += new
+        if new or self.offset is None or not self.path.exists():
             self.rewrite()
             return
         with self.path.open("r+b") as file:
             file.seek(self.offset)
-            # Write first, then cut: a kill between the two leaves the row whole, and a rest of the
-            # old one, which has fewer cells than a row and is skipped.
+            # Write first, then cut. A kill between the two leaves the new row whole, and the end of
+            # the old row after it. That line has fewer cells than a row, so readers skip it.
             file.write(self._line(self.last_row))
             file.flush()
             file.truncate()
@@ -215,22 +213,14 @@ class Table:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
 
-    def rewrite(self, without: Sequence[str] = ()) -> None:
-        """Write the whole file anew, because it has a new column or rows that go.
-
-        Args:
-            without: columns whose cells become empty.
-        """
-        end = self.last_row.get("step", -1)
-        blank = dict.fromkeys(without, "")
-        for name in without:
-            self.last_row.pop(name, None)
+    def rewrite(self) -> None:
+        """Write the whole file anew: the rows before the last one, and then the last one."""
 
         def write(file: Any) -> None:
             file.write(encode_line(self.columns))
             for row in read_rows(self.path):
-                if row["step"] < end:
-                    file.write(self._line(row | blank))
+                if row["step"] < self.step:
+                    file.write(self._line(row))
             self.offset = file.tell()
             if self.last_row:
                 file.write(self._line(self.last_row))
@@ -250,12 +240,12 @@ def encode_line(cells: Iterable[Any]) -> bytes:
 
 
 def read_cells(file: Iterable[str]) -> Iterator[list[str]]:
-    """Return the cells of each line; a power cut may leave zero bytes, which are no cells."""
+    """Return the cells of each line, without the zero bytes that a power cut may leave."""
     return csv.reader(line.replace("\0", "") for line in file)
 
 
 def read_columns(path: Path) -> list[str]:
-    """Return the head of a metrics.csv; empty if there is no file, or none with steps."""
+    """Return the column names of a metrics.csv; empty if there is no file, or no column `step`."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
@@ -264,7 +254,7 @@ def read_columns(path: Path) -> list[str]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows without empty cells; a damaged or shortened line is skipped."""
+    """Yield the rows without their empty cells, and skip damaged and shortened lines."""
     columns = read_columns(path)
     if not columns:
         return

@@ -45,7 +45,7 @@ def set_variables(variables: Mapping[str, str], *, unless_set: bool = False) -> 
 
 
 def replace_variables(variables: Mapping[str, str]) -> None:
-    """Set all variables of this process: those that are not given are removed."""
+    """Replace all variables of this process by these."""
     os.environ.clear()
     os.environ.update(variables)
 
@@ -60,11 +60,11 @@ def die_with_parent(parent: int) -> None:
 
 def count_visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     """Count the NVIDIA GPUs that a process started now would see, without torch."""
-    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        # CUDA too stops at the first name of no GPU, such as -1 or SLURM's NoDevFiles.
-        names = (name.strip() for name in listed.split(","))
-        return len(list(itertools.takewhile(_names_gpu, names)))
+    visible_devices = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None:
+        # CUDA, too, stops at the first name that is no GPU, such as -1 or SLURM's NoDevFiles.
+        names = (name.strip() for name in visible_devices.split(","))
+        return len(list(itertools.takewhile(_is_gpu_name, names)))
     if not any(map(os.path.exists, DRIVER_FILES)):
         return 0
     try:
@@ -73,11 +73,11 @@ def count_visible_gpus(environ: Mapping[str, str] | None = None) -> int:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
     except Exception:
-        # NVML raises errors of its own. A container without it may have CUDA all the same.
+        # NVML raises errors of its own. A container may have CUDA without NVML.
         return _count_gpus_of_driver()
 
 
-def _names_gpu(name: str) -> bool:
+def _is_gpu_name(name: str) -> bool:
     return name.isdigit() or name.startswith(("GPU-", "MIG-"))
 
 
@@ -107,7 +107,7 @@ def available_cores(
         return cores
     for line in proc.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
-        # Version 2 has one file, and no names of controllers.
+        # Version 2 of control groups has one file, and does not name controllers.
         names: tuple[str, ...] = ("cpu.max",)
         folder = mount / group.strip("/")
         if controllers:
@@ -125,16 +125,16 @@ def _cpu_quota(folder: Path, names: tuple[str, ...]) -> int:
         text = " ".join((folder / name).read_text() for name in names)
         quota, period = map(int, text.split())
     except (OSError, ValueError):
-        # The root group and folders above it have none, and "max" is none, too.
+        # The root group and the folders above it have no such files, and "max" is no number.
         return NO_QUOTA
     return quota // period if quota > 0 else NO_QUOTA
 
 
 def cores_of_task() -> int:
-    """Return the cores that this process and those beside it in one task of SLURM may use.
+    """Return the cores of this machine or, in a step of srun, of this task.
 
-    SLURM may bind no task to its cores: each then sees all those of its node. Without SLURM they
-    are the machine's.
+    SLURM may not bind the task to its cores, so that it sees all cores of its node. Then
+    SLURM_CPUS_PER_TASK tells how many belong to the task.
     """
     environ = environment()
     cores = available_cores()
@@ -144,33 +144,43 @@ def cores_of_task() -> int:
 
 
 def cores_of_rank() -> int:
-    """Return the cores of this rank, as 4 for one of two ranks on a machine with 8.
+    """Return the cores of this rank, at least 1.
 
-    They are those of its SLURM task, or its share of them.
-    The ranks of this node, and the jobs of a sweep that run side by side, share the machine's.
+        the rank is                                  its cores
+        a task of srun that is bound to its cores    all that it sees
+        a task of srun that is not bound             a share, at most SLURM_CPUS_PER_TASK
+        started by an agent, or in another way       a share of `cores_of_task`
+
+    The ranks of this node, and the jobs of a sweep that run side by side, have equal shares.
     """
     environ = environment()
+    cores = available_cores()
     ranks = int(environ.get("LOCAL_WORLD_SIZE") or 1) * int(environ.get(JOBS) or 1)
     has_agent = bool({AGENT, "TORCHELASTIC_RUN_ID"} & environ.keys())
-    is_task = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not has_agent
-    if not is_task:
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or has_agent:
         return max(1, cores_of_task() // ranks)
-
-    cores = available_cores()
-    # With --cpus-per-gpu SLURM may bind each task to its own cores, and names no number.
-    masks = set(environ.get("SLURM_CPU_BIND_LIST", "").split(","))
-    is_bound = cores < ranks * int(environ.get("SLURM_CPUS_PER_TASK") or 0)
-    if is_bound or len(masks) == ranks > 1:
+    if _is_bound_task(environ, cores, ranks):
         return cores
     return max(1, min(cores_of_task(), cores // ranks))
+
+
+def _is_bound_task(environ: Mapping[str, str], cores: int, ranks: int) -> bool:
+    """Return whether SLURM has bound this task to cores that the other tasks do not use.
+
+    Such a task sees fewer cores than all tasks of the node need together. With --cpus-per-gpu
+    SLURM does not tell their number, but it lists a mask of cores for each task.
+    """
+    masks = set(environ.get("SLURM_CPU_BIND_LIST", "").split(","))
+    is_too_few_for_all = cores < ranks * int(environ.get("SLURM_CPUS_PER_TASK") or 0)
+    return is_too_few_for_all or len(masks) == ranks > 1
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors for the next ones of this process.
 
-    It would give each large block back to the kernel, which fills the pages of the next one with
-    zeros again. The process then holds its peak until it ends. Elsewhere than on glibc, and where
-    the user has chosen an allocator or its options, nothing is changed.
+    By default glibc gives each large block back to the kernel, which fills the pages of the next
+    block with zeros. With this setting the process holds its peak memory until it ends. Nothing
+    changes without glibc, or if the user has chosen an allocator or its options.
     """
     if platform.libc_ver()[0] != "glibc" or _has_chosen_allocator(environment()):
         return
@@ -203,8 +213,8 @@ def cpu_name() -> str:
 def network_interface(address: str) -> str | None:
     """Return the network interface by which this host reaches `address`; None if there is none.
 
-    gloo uses the address that the host's own name resolves to, on many machines 127.0.1.1, where
-    others never reach it.
+    By default gloo uses the address of the host's own name. On many machines this is 127.0.1.1,
+    which other hosts cannot reach.
     """
     import psutil
 

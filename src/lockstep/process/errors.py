@@ -14,7 +14,7 @@ EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 # Training has finished, but the best checkpoint never reached the bucket.
 EXIT_NOT_UPLOADED = 3
-# EX_TEMPFAIL of sysexits.h: a checkpoint was saved, and starting again goes on.
+# EX_TEMPFAIL of sysexits.h: a checkpoint was saved, and another start resumes from it.
 EXIT_INTERRUPTED = 75
 
 # Every script imports this file before it needs more: Windows has no fcntl, no SIGUSR1 and no fork.
@@ -43,7 +43,7 @@ class Interrupted(Exception):
 
 
 class CommandEnded(Exception):
-    """The command has ended with this exit code, and what there was to say has been said."""
+    """The command has ended with this exit code, and has already printed its result or error."""
 
     def __init__(self, exit_code: int = EXIT_OK) -> None:
         super().__init__(exit_code)
@@ -75,7 +75,7 @@ def as_disk_full_error(
     """Return DiskFullError if the error, or its cause, says that a disk is full; else None.
 
     Args:
-        folder: named where the error names no file.
+        folder: the message names it if the error names no file.
     """
     cause = _full_disk_error(error)
     if cause is None or isinstance(cause, DiskFullError):
@@ -83,13 +83,13 @@ def as_disk_full_error(
 
     file_name = getattr(cause, "filename2", None) or getattr(cause, "filename", None)
     place = Path(file_name).parent if isinstance(file_name, str) else folder
-    room = ""
+    free_space = ""
     if place.is_dir():
         usage = shutil.disk_usage(place)
         free_mib = usage.free / 2**20
         total_mib = usage.total / 2**20
-        room = f" ({free_mib:.0f} of {total_mib:.0f} MiB free on {socket.gethostname()})"
-    return DiskFullError(errno.ENOSPC, f"no room on {place}{room}: {remedy}")
+        free_space = f" ({free_mib:.0f} of {total_mib:.0f} MiB free on {socket.gethostname()})"
+    return DiskFullError(errno.ENOSPC, f"no room on {place}{free_space}: {remedy}")
 
 
 def _full_disk_error(error: BaseException) -> BaseException | None:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# Of Lustre mounted without -o flock, and of some network disks.
+# Lustre that is mounted without -o flock, and some network disks, answer with these.
 NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -73,7 +73,7 @@ def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bo
     """Take an exclusive lock that ends with the process.
 
     Args:
-        required: raise on a disk that has no locks; without it nothing is locked there.
+        required: raise OSError on a disk that has no locks. By default nothing is locked there.
 
     Returns:
         False if another process has held the lock for longer than `wait_s`.

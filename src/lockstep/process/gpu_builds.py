@@ -1,6 +1,8 @@
-"""Find the build of PyTorch that this machine's driver and GPUs can run: the word of DEVICE=.
+"""Find the build of PyTorch that this machine's driver and GPUs can run, for DEVICE=.
 
-    python -m lockstep.process.gpu_builds      prints it, and why on stderr; launch/install.sh asks
+    python -m lockstep.process.gpu_builds      prints it, and the reason on stderr
+
+launch/install.sh calls it.
 
 Imports nothing that has to be installed.
 """
@@ -16,7 +18,7 @@ from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 
 Capability = tuple[int, int]
 
-SMI = ("nvidia-smi", "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader")
+SMI_COMMAND = ("nvidia-smi", "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader")
 SMI_WAIT_S = 30
 # Driver, capability and name of a GPU, as 580.95.05, 9.0, NVIDIA H200.
 GPU_LINE = re.compile(r"^(\d[\d.]*), (\d+)\.(\d+), (.+)$", re.MULTILINE)
@@ -29,7 +31,7 @@ class Build(NamedTuple):
     Attributes:
         wheel_tag: the word of DEVICE=.
         driver: the lowest major version of NVIDIA's driver.
-        architectures: what it has kernels for.
+        architectures: those of the GPUs that it has kernels for.
     """
 
     wheel_tag: str
@@ -96,7 +98,7 @@ def read_machine() -> Machine | None:
         UserError: there is a driver, and nvidia-smi does not answer.
     """
     try:
-        answer = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_WAIT_S)
+        answer = subprocess.run(SMI_COMMAND, capture_output=True, text=True, timeout=SMI_WAIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         if not any(map(os.path.exists, DRIVER_FILES)):
             return None
@@ -118,13 +120,13 @@ def choose_wheel_tag(machine: Machine) -> str:
     """Return the word of DEVICE= whose build runs on all GPUs of a machine.
 
     Raises:
-        UserError: there is none, with what to do.
+        UserError: there is none; it says what to do.
     """
     fitting = [build for build in BUILDS if build.serves(machine.cards)]
-    cards = _names_of(machine.cards)
+    cards = _join_card_names(machine.cards)
     if not fitting:
         raise UserError(
-            f"No build of PyTorch 2.14 has kernels for {cards}: train without, by DEVICE=cpu."
+            f"No build of PyTorch 2.14 has kernels for {cards}: train on CPUs with DEVICE=cpu."
         )
     driver = int(machine.driver.partition(".")[0])
     for build in fitting:
@@ -132,16 +134,16 @@ def choose_wheel_tag(machine: Machine) -> str:
             return build.wheel_tag
     raise UserError(
         f"The driver {machine.driver} is too old for {cards}: install {fitting[-1].driver} or "
-        "later, or train without GPUs, by DEVICE=cpu."
+        "later, or train without GPUs, with DEVICE=cpu."
     )
 
 
-def _names_of(cards: list[Card]) -> str:
+def _join_card_names(cards: list[Card]) -> str:
     return ", ".join(dict.fromkeys(map(str, cards)))
 
 
 def main() -> int:
-    """Print the word of DEVICE= that fits this machine, and on stderr what it was chosen by."""
+    """Print the word of DEVICE= that fits this machine, and on stderr the reason."""
     try:
         machine = read_machine()
         wheel_tag = "cpu" if machine is None else choose_wheel_tag(machine)
@@ -150,7 +152,7 @@ def main() -> int:
         return EXIT_USER_ERROR
     reason = "no NVIDIA driver"
     if machine is not None:
-        reason = f"driver {machine.driver}, {_names_of(machine.cards)}"
+        reason = f"driver {machine.driver}, {_join_card_names(machine.cards)}"
     print(f"DEVICE=auto chose {wheel_tag}: {reason}.", file=sys.stderr)
     print(wheel_tag)
     return EXIT_OK

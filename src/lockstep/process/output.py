@@ -26,7 +26,7 @@ class Console(logging.Handler):
     """Write to the current stdout and stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # As in every handler: a wrong call of log.warning ends no training.
+        # As in every handler, a wrong call of log.warning must not end a training.
         try:
             text = escape_unprintable(self.format(record))
         except Exception:
@@ -55,7 +55,7 @@ def print_line(text: str, stream: TextIO, *, is_result: bool = False) -> None:
     """Print a line; a closed pipe (`… | head`) is not an error.
 
     Args:
-        is_result: a full disk is an error.
+        is_result: raise OSError if the disk is full.
     """
     try:
         print(text, file=stream, flush=True)
@@ -75,7 +75,8 @@ def print_result(text: object) -> None:
 def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
     """Show what Lockstep's and the user's modules log, and the warnings of libraries.
 
-    `verbose` shows their debugging lines too, never those of libraries: botocore's hold signatures.
+    `verbose` shows their debugging lines, too. Those of libraries stay hidden, because botocore's
+    contain signatures.
     `quiet` shows warnings and errors only, and wins over verbose.
     """
     # A name that the terminal cannot write is escaped.
@@ -108,10 +109,10 @@ def format_duration(seconds: float) -> str:
     if seconds < 9.95:
         return f"{round(seconds, 1):g} s"
 
-    left = round(seconds)
+    rest_s = round(seconds)
     parts = []
-    for size, unit in UNITS:
-        count, left = divmod(left, size)
+    for unit_s, unit in UNITS:
+        count, rest_s = divmod(rest_s, unit_s)
         if count:
             parts.append(f"{count} {unit}")
     return " ".join(parts[:2])

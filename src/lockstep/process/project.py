@@ -7,9 +7,9 @@ from pathlib import Path
 def project_root() -> Path:
     """Return the folder that holds configs/ and src/.
 
-    It is that of this clone, of the running script, or the working directory or a folder above it.
-    In a project made by `make new`, lockstep is an installed package, and the script's path tells
-    where the project is.
+    The first one that has them counts: this clone, the folder above the running script's, the
+    working directory, and the folders above it. In a project made by `make new`, lockstep is an
+    installed package, and the script's path tells where the project is.
     """
     clone = Path(__file__).resolve().parents[3]
     folder_of_script = Path(sys.argv[0]).resolve().parents[1:2]

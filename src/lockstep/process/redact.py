@@ -60,7 +60,7 @@ def redact(value: Any, name: str = "") -> Any:
 def refuse_secrets(value: Any, key: str = "") -> None:
     """Raise UserError if an option holds a secret: a run writes its options down.
 
-    It names the key, not the value.
+    The error names the key, and not the value.
     """
     if isinstance(value, dict):
         for name, item in value.items():

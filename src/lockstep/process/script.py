@@ -49,7 +49,7 @@ def script(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int
 
 
 def exit_code_of(task: Callable[[], int | None]) -> int:
-    """Run the task; return its exit code, 0 if it returns none."""
+    """Run the task; return its exit code, which is 0 if the task returns None."""
     try:
         return task() or EXIT_OK
     except CommandEnded as end:
@@ -80,9 +80,9 @@ def _report_system_error(error: Exception) -> int:
 
     Any other error is raised again.
     """
-    no_space = as_disk_full_error(error, Path.cwd())
-    if no_space:
-        log.error(f"{no_space}")
+    disk_full_error = as_disk_full_error(error, Path.cwd())
+    if disk_full_error:
+        log.error(f"{disk_full_error}")
         return EXIT_FAILED
     if isinstance(error, OSError) and error.errno in FILE_ACCESS_ERRNOS and error.filename:
         log.error(f"{error.filename} cannot be written or read: {error.strerror}.")
@@ -118,15 +118,15 @@ def is_true(options: Mapping[str, str], name: str) -> bool:
 
 def _parse_options(argv: list[str], defaults: Mapping[str, str | None]) -> dict[str, str]:
     """Return the value of each option; ~ is expanded."""
-    takes = f"it takes {', '.join(f'{name}=' for name in defaults)}."
+    usage = f"it takes {', '.join(f'{name}=' for name in defaults)}."
     options = dict(defaults)
     for argument in argv:
         key, sign, value = argument.partition("=")
         if not sign or key not in defaults:
-            raise UserError(f"{argument!r} is not understood; {takes}")
+            raise UserError(f"{argument!r} is not understood; {usage}")
         options[key] = str(Path(value).expanduser()) if value.startswith("~") else value
 
     for key, default in defaults.items():
         if default is None and not options[key]:
-            raise UserError(f"{key}= is missing; {takes}")
+            raise UserError(f"{key}= is missing; {usage}")
     return {key: value or "" for key, value in options.items()}

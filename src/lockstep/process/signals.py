@@ -20,7 +20,7 @@ _force_exit_action: list[Callable[[], None]] = []
 
 
 def install_stop_handler(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, Any]:
-    """Install a handler for the signals that are not ignored, and return those before.
+    """Install a handler for the signals that are not ignored, and return the earlier handlers.
 
     nohup ignores SIGHUP, and `&` in a script ignores Ctrl-C.
     """
@@ -51,7 +51,7 @@ def record_signal(number: int, _frame: Any = None) -> None:
 def interrupt(number: int, _frame: Any = None) -> None:
     """Raise Interrupted for the first signal.
 
-    In the middle of an import it may be lost: see `raise_if_received`.
+    In the middle of an import the exception may be lost: see `raise_if_received`.
     """
     record_signal(number)
     if len(received) == 1:
@@ -84,5 +84,5 @@ def defer_signals() -> Iterator[None]:
 
 
 def set_force_exit_action(action: Callable[[], None]) -> None:
-    """Let a second Ctrl-C call this before it ends the process: to complete the record."""
+    """Set what a second Ctrl-C calls before it ends the process, to complete the record."""
     _force_exit_action[:] = [action]

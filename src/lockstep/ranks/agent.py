@@ -31,10 +31,13 @@ from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from lockstep.ranks.failures import RankError, RanksEnd, choose_exit_code, describe_error
 from lockstep.ranks.find import AGENT, Cluster
 
-# For a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
+# After SIGTERM or Ctrl-C the ranks save a checkpoint together and upload it within this time.
 GRACE_AFTER_STOP_S = 100
-# torch's agent kills the others so long after the first rank has ended.
+# torch's agent kills the other ranks this long after the first one has ended.
 AGENT_KILLS_AFTER_S = 30
+# Ends of ranks are known in whole seconds. A killed rank counts as this much earlier, because the
+# failures of other ranks that it causes may come in the same second.
+KILL_LEAD_S = 2
 STOPPED_EXIT_CODES = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -53,7 +56,7 @@ def start_ranks(
     _silence_torch()
     store, port = _serve_store(timeout_s)
     _describe_to_ranks(cluster, run_id, folder, port)
-    stop = _StopHandler()
+    stop_handler = _StopHandler()
 
     with tempfile.TemporaryDirectory(prefix="lockstep-errors-") as errors:
         config = LaunchConfig(
@@ -67,33 +70,35 @@ def start_ranks(
             monitor_interval=0.1,
             rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1},
             logs_specs=DefaultLogsSpecs(errors),
-            # The other signals raise the same exception in `stop`.
+            # `stop_handler` raises the same exception for the other signals.
             signals_to_handle="SIGQUIT",
             shutdown_timeout=GRACE_AFTER_STOP_S,
         )
         previous: dict[int, Any] = {}
         try:
-            previous = signals.install_stop_handler(stop)
+            previous = signals.install_stop_handler(stop_handler)
             launch_agent(config, sys.executable, arguments)
             return RanksEnd(EXIT_OK)
         except ChildFailedError as error:
             return _find_first_failure(error.failures, cluster)
         except SignalException:
-            return _describe_stopped_ranks(stop, Path(errors), cluster)
+            return _describe_stopped_ranks(stop_handler, Path(errors), cluster)
         finally:
             del store
             signals.restore_handlers(previous)
 
 
 def _silence_torch() -> None:
-    """Hide the lines of torch's agent: what counts is said by this project's own."""
+    """Hide the log lines of torch's agent, because Lockstep logs what counts itself."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _serve_store(timeout_s: float) -> tuple[TCPStore, int]:
-    """Serve the ranks' store at a free port of this machine alone; torch's own has every interface.
+    """Serve the ranks' store at a free port, which only this machine can reach.
+
+    A store that torch opens itself listens on every interface.
 
     Returns:
         The store, which lives as long as it is referenced, and its port.
@@ -155,29 +160,33 @@ def _kill_children() -> None:
             child.kill()
 
 
-def _describe_stopped_ranks(stop: _StopHandler, errors: Path, cluster: Cluster) -> RanksEnd:
-    """Tell how the ranks ended after a signal: one may have failed, or did not stop in time."""
-    if stop.is_overdue():
+def _describe_stopped_ranks(
+    stop_handler: _StopHandler, errors_folder: Path, cluster: Cluster
+) -> RanksEnd:
+    """Return how the ranks ended after a signal; one may have failed or not stopped in time."""
+    if stop_handler.is_overdue():
         text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
         return RanksEnd(EXIT_FAILED, describe_error(cluster.rank, text, "killed"))
-    files = sorted(errors.rglob("error.json"), key=lambda path: path.stat().st_mtime)
+    files = sorted(errors_folder.rglob("error.json"), key=lambda path: path.stat().st_mtime)
     if files:
         return _read_error_file(files[0])
     return RanksEnd(EXIT_INTERRUPTED)
 
 
 def _find_first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> RanksEnd:
-    """Tell which rank failed first: the agent ends the others then, and lists them too.
+    """Return the failure of the rank that failed first.
+
+    The agent then ends the other ranks, and lists them as failed, too.
 
     Args:
-        failures: by local rank.
+        failures: the failures by local rank.
     """
     reports: dict[int, RanksEnd] = {}
     for local_rank, failure in failures.items():
         file = Path(failure.error_file)
         if file.is_file():
             reports[local_rank] = _read_error_file(file)
-    # The ranks that waited for one that hangs have killed it.
+    # A rank that waited for a hanging rank has killed it, and reports it.
     for report in reports.values():
         if report.failure and report.failure["kind"] == "hangs":
             return report
@@ -201,25 +210,30 @@ def describe_exit(code: int) -> str:
 
 
 def _find_first_failed_rank(failures: dict[int, ProcessFailure], reporting_ranks: set[int]) -> int:
-    """Return the local rank whose end came before those that it caused.
+    """Return the local rank whose end caused the ends of the others.
+
+    It is the earliest one that failed by itself. If there is none, it is the earliest one that was
+    stopped, and at last one that the agent has killed.
 
     Args:
         reporting_ranks: the local ranks that have written an error.
     """
-    first_end_s = min(failure.timestamp for failure in failures.values())
+    agent_kills_at_s = (
+        AGENT_KILLS_AFTER_S - 1 + min(failure.timestamp for failure in failures.values())
+    )
 
-    def sort_key(local_rank: int) -> tuple[bool, bool, float]:
+    def order_of_cause(local_rank: int) -> tuple[bool, bool, float]:
         code = failures[local_rank].exitcode
-        time_s = float(failures[local_rank].timestamp)
-        is_killed_late = time_s >= first_end_s + AGENT_KILLS_AFTER_S - 1
-        is_killed_by_agent = code == -signal.SIGKILL and is_killed_late
-        is_only_stopped = code in STOPPED_EXIT_CODES and local_rank not in reporting_ranks
-        # Times are whole seconds: a kill came before what it caused.
-        if code < 0 and code not in STOPPED_EXIT_CODES:
-            time_s -= 2
-        return is_killed_by_agent, is_only_stopped, time_s
+        ended_at_s = failures[local_rank].timestamp
+        is_stopped = code in STOPPED_EXIT_CODES
+        lead_s = KILL_LEAD_S if code < 0 and not is_stopped else 0
+        return (
+            code == -signal.SIGKILL and ended_at_s >= agent_kills_at_s,
+            is_stopped and local_rank not in reporting_ranks,
+            ended_at_s - lead_s,
+        )
 
-    return min(failures, key=sort_key)
+    return min(failures, key=order_of_cause)
 
 
 def _read_error_file(error_file: Path) -> RanksEnd:

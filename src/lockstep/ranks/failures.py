@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNCOMPILED_HINT = "trainer.compile=false trains without torch.compile."
-# By the exception's class
+# Advice by the exception's class
 HINTS = {
     "OutOfMemoryError": (
         "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global "
         "batch), less with trainer.precision=bf16-mixed; data.global_batch_size=max finds what "
-        "fits. What else is on the GPU: nvidia-smi."
+        "fits. nvidia-smi shows what else is on the GPU."
     ),
     "BackendCompilerFailed": UNCOMPILED_HINT,
     "InductorError": UNCOMPILED_HINT,
     "InternalTorchDynamoError": UNCOMPILED_HINT,
 }
 # Exceptions whose message is a sentence
-PLAIN_KINDS = ("UserError", "Diverged", "DiskFullError")
-# For the other ranks to publish their error, or that they have lost a peer
+SENTENCE_KINDS = ("UserError", "Diverged", "DiskFullError")
+# The other ranks have this time to publish their error, or that they have lost a peer.
 PEER_TIMEOUT_S = 6.0
 POLL_INTERVAL_S = 0.05
-# In the text of a RuntimeError, for which torch has no type of its own.
+# A RuntimeError of the network has one of these in its text. torch has no class for it.
 NETWORK_ERRORS = (
     "connection closed",
     "connection reset",
@@ -80,7 +80,7 @@ class RankError(TypedDict):
     """The failure of a rank, as JSON between the ranks.
 
     Attributes:
-        phase: of the run record; empty if it is not known yet.
+        phase: the phase in the run record; empty if it is not known yet.
         kind: the exception's class, or "killed", "lost" or "hangs".
     """
 
@@ -105,7 +105,7 @@ def describe_error(
     """Return the description of how a rank failed, from its exception or from a message."""
     if isinstance(message, BaseException):
         kind = "UserError" if isinstance(message, UserError) else type(message).__name__
-        message = str(message) if kind in PLAIN_KINDS else f"{kind}: {message}"
+        message = str(message) if kind in SENTENCE_KINDS else f"{kind}: {message}"
     return {
         "rank": rank,
         "host": host or socket.gethostname(),
@@ -125,7 +125,7 @@ def explain_failure(
     """Return what the exception of a rank means, with the rank that failed first.
 
     Args:
-        store: where the ranks of this start publish their errors.
+        store: the store in which the ranks of this start publish their errors.
         hosts: the name of each rank's host.
         epochs: returns the last epochs of each rank, as Heartbeat.gather_epochs does.
 
@@ -160,13 +160,13 @@ class _CulpritSearch:
         return getattr(self.error, "phase", "start")
 
     @property
-    def others(self) -> list[int]:
+    def other_ranks(self) -> list[int]:
         return [rank for rank in range(self.cluster.world_size) if rank != self.cluster.rank]
 
     def find_first_error(self) -> RankError:
         """Return the first error of the run; wait PEER_TIMEOUT_S for all ranks together."""
         if isinstance(self.error, LostRank) and self.error.rank == 0:
-            # Its process may hold the store, which would not answer.
+            # The process of rank 0 may hold the store, which would not answer.
             return self._describe_silent_rank(0, str(self.error))
         try:
             self.store.set_timeout(timedelta(seconds=PEER_TIMEOUT_S))
@@ -185,11 +185,11 @@ class _CulpritSearch:
             return self._publish(self._describe_silent_rank(self.error.rank, str(self.error)))
         if self._is_network_error():
             return self._publish(self._find_lost_peer() or self._describe_error_of_this_rank())
-        first = self._publish(self._describe_error_of_this_rank())
+        first_error = self._publish(self._describe_error_of_this_rank())
         if rank == 0:
             # This process may hold the store: let the others read the error before it ends.
-            self._wait_for_keys([f"reported/{other}" for other in self.others])
-        return first
+            self._wait_for_keys([f"reported/{other}" for other in self.other_ranks])
+        return first_error
 
     def _describe_error_of_this_rank(self) -> RankError:
         rank = self.cluster.rank
@@ -200,8 +200,8 @@ class _CulpritSearch:
 
     def _publish(self, error: RankError) -> RankError:
         """Publish an error unless another rank was first; return the first one."""
-        first: RankError = json.loads(self.store.compare_set("first", "", json.dumps(error)))
-        return first
+        first_error: RankError = json.loads(self.store.compare_set("first", "", json.dumps(error)))
+        return first_error
 
     def _is_network_error(self) -> bool:
         """Return whether a collective failed because of another rank.
@@ -219,25 +219,28 @@ class _CulpritSearch:
         return any(word in text for word in NETWORK_ERRORS)
 
     def _find_lost_peer(self) -> RankError | None:
-        """Return the error of a rank that has published nothing, or of unequal data.
+        """Return the error of a rank that has published nothing, or of ranks with unequal epochs.
 
-        None if a rank has published an error, or all ranks are there.
+        None if a rank has published an error, or no rank is silent.
         """
         if self._wait_for_keys(["first"]):
             return None
         sentence = describe_unequal_epochs(self.epochs())
         if sentence:
             return describe_error(self.cluster.rank, UserError(sentence), phase=self.phase)
-        silent = [rank for rank in self.others if not self.store.check([f"reported/{rank}"])]
-        if not silent:
+        silent_ranks = [
+            rank for rank in self.other_ranks if not self.store.check([f"reported/{rank}"])
+        ]
+        if not silent_ranks:
             return None
         text = str(self.error).lower()
         if "timeout" in text or "timed out" in text:
-            file = f"stack-rank{silent[0]}.txt"
+            file = f"stack-rank{silent_ranks[0]}.txt"
             message = f"hangs: the other ranks waited for it; see {file}"
-            return self._describe_silent_rank(silent[0], message)
+            return self._describe_silent_rank(silent_ranks[0], message)
         message = "died or was cut off without an error"
-        return describe_error(silent[0], message, "lost", self.phase, self.hosts[silent[0]])
+        lost_rank = silent_ranks[0]
+        return describe_error(lost_rank, message, "lost", self.phase, self.hosts[lost_rank])
 
     def _wait_for_keys(self, keys: list[str]) -> bool:
         """Wait until all keys are in the store; return whether they came within PEER_TIMEOUT_S."""
@@ -250,9 +253,9 @@ class _CulpritSearch:
 
 
 def describe_unequal_epochs(ranks: list[Epochs]) -> str:
-    """Return a sentence if the ranks have other numbers of batches in an epoch, else "".
+    """Return a sentence if the ranks have unequal numbers of batches in an epoch, else "".
 
-    A rank waits in the gradients of a batch for ranks that have no more of them.
+    A rank with more batches waits for the gradients of a rank that has no more.
     """
     shortest: dict[int, tuple[int, int]] = {}  # batches of an epoch that is over, and the rank
     for rank, epochs in enumerate(ranks):
@@ -282,15 +285,16 @@ def report_failure(error: BaseException, cluster: Cluster, folder: RunFolder | N
     error = as_disk_full_error(error, folder.path if folder else Path()) or error
     phase = getattr(error, "phase", None) or read_phase(folder)
     error_of_this_rank = describe_error(cluster.rank, error, phase=phase)
-    first: RankError = getattr(error, "culprit", error_of_this_rank)
-    first["message"] = redact_text(first["message"])
+    first_error: RankError = getattr(error, "culprit", error_of_this_rank)
+    first_error["message"] = redact_text(first_error["message"])
 
     if cluster.has_agent:
-        _tell_agent(error, first)
+        _tell_agent(error, first_error)
         return choose_exit_code(error_of_this_rank)
     if cluster.is_rank_zero and folder is not None:
-        record_end(folder, choose_exit_code(first), first)
-    log_failure(first, traceback.format_exc() if first["rank"] == cluster.rank else "")
+        record_end(folder, choose_exit_code(first_error), first_error)
+    is_of_this_rank = first_error["rank"] == cluster.rank
+    log_failure(first_error, traceback.format_exc() if is_of_this_rank else "")
     return choose_exit_code(error_of_this_rank)
 
 
@@ -300,7 +304,7 @@ def _end_interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | N
         return
     if not cluster.has_agent:
         record_end(folder, EXIT_INTERRUPTED)
-    # Without an agreement another rank may have failed, which the agent knows.
+    # Without an agreement another rank may have failed, which the agent reports.
     if error.is_agreed or not cluster.has_agent:
         begins_anew = has_trained(folder) and not any(folder.checkpoints.glob("*.json"))
         advice = f"resume={folder.run_id} continues it"
@@ -316,13 +320,13 @@ def _tell_agent(error: BaseException, failure: RankError) -> None:
     try:
         get_error_handler().record_exception(RuntimeError(json.dumps(failure)))
     except OSError:
-        # A full disk. torch's agent would fail at the part of a file.
+        # The disk is full. torch's agent would fail to read a file that was written in part.
         with contextlib.suppress(OSError):
             Path(environment()["TORCHELASTIC_ERROR_FILE"]).unlink()
         log_failure(failure, traceback.format_exc())
     pid = getattr(error, "hung_pid", None)
     if pid:
-        # torch's agent would wait 30 s before it does.
+        # torch's agent would kill it only after 30 s.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -342,12 +346,12 @@ def read_phase(folder: RunFolder | None) -> str:
 def log_failure(failure: RankError, callstack: str) -> None:
     """Print the traceback, then the message with the rank, its host and its phase.
 
-    The message of a UserError or of a full disk says all that there is.
+    A UserError and a full disk are told by the message alone.
     """
     text = failure["message"]
     kind = failure["kind"]
-    if kind not in PLAIN_KINDS:
-        # It may quote a request with credentials.
+    if kind not in SENTENCE_KINDS:
+        # A traceback may quote a request with credentials.
         sys.stderr.write(redact_text(callstack))
     if kind not in ("UserError", "DiskFullError"):
         place = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}"

@@ -1,7 +1,8 @@
 """Find out who started this process, and which rank of how many it is.
 
-Nobody (this machine alone), one command per node (MASTER_ADDR, MASTER_PORT, NODE_RANK), Lockstep's
-own agent, torchrun, SLURM's srun, MPI, or any other launcher that sets RANK and WORLD_SIZE.
+A process is started by nobody (on this machine alone), by one command per node (MASTER_ADDR,
+MASTER_PORT, NODE_RANK), by Lockstep's own agent, torchrun, SLURM's srun or MPI, or by any other
+launcher that sets RANK and WORLD_SIZE.
 """
 
 import os
@@ -36,7 +37,7 @@ class Variables(NamedTuple):
     local_size: str
 
 
-VARIABLES = {
+LAUNCHER_VARIABLES = {
     "mpirun": Variables(
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -48,9 +49,9 @@ VARIABLES = {
     # torchrun, torch's env:// and PyTorchJob
     "env": Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
-# Of one command per node
+# The variables of one command per node
 NODE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-# InfiniBand, RoCE or EFA, which NCCL finds by itself
+# Linux lists the devices of InfiniBand, RoCE and EFA here. NCCL finds them by itself.
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -63,7 +64,7 @@ class Cluster:
         ranks_per_node: the processes on each node.
         local_rank: None in a process that starts this node's ranks and is none itself.
         master_port: None on a single machine, where any free port will do.
-        has_agent_store: an agent (torchrun's or Lockstep's), not rank 0, serves the store there.
+        has_agent_store: an agent (torchrun's or Lockstep's) serves the store, and not rank 0.
         has_agent: Lockstep's agent has started this rank and reports its error.
     """
 
@@ -84,7 +85,7 @@ class Cluster:
 
     @property
     def rank(self) -> int:
-        """The global rank; of a process that starts ranks, its first one's."""
+        """The global rank; in a process that starts ranks, that of the first one."""
         return self.node_rank * self.ranks_per_node + (self.local_rank or 0)
 
     @property
@@ -112,9 +113,9 @@ def set_rank_environment(cluster: Cluster) -> None:
         }
     )
     defaults = {
-        # As nvidia-smi counts
+        # CUDA counts the GPUs as nvidia-smi does.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        # A lost peer would print C++ stacks over the error that counts.
+        # For a lost peer torch would print C++ stacks over the error that counts.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # NCCL's flight recorder keeps the last collectives.
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -123,7 +124,7 @@ def set_rank_environment(cluster: Cluster) -> None:
         # process before that.
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     }
-    # The allocator's option has two names. Without it half a GPU is lost to fragments.
+    # The allocator's option has two names. Without it fragments may take half of a GPU.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environment():
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if cluster.world_size > 1:
@@ -147,7 +148,7 @@ def _choose_interfaces(cluster: Cluster) -> dict[str, str]:
 def find_slurm_step(environ: Environ) -> str | None:
     """Return a name for the srun step of this process, as slurm-1234-0; None if there is none.
 
-    A step of one task is a plain machine; a batch script and an interactive shell have no step.
+    A step of one task counts as none. A batch script and an interactive shell have no step.
     """
     if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
@@ -161,8 +162,8 @@ def detect_launcher(environ: Environ) -> str | None:
             return name
     if find_slurm_step(environ):
         return "slurm"
-    for name, variables in VARIABLES.items():
-        # srun with PMI-2 sets them in a step of one task, too, which is a plain machine.
+    for name, variables in LAUNCHER_VARIABLES.items():
+        # srun with PMI-2 sets them in a step of one task, too, which has no launcher.
         is_step_of_one = name == "mpiexec" and environ.get("SLURM_STEP_NUM_TASKS") == "1"
         if variables.rank in environ and variables.world_size in environ and not is_step_of_one:
             return name
@@ -171,7 +172,7 @@ def detect_launcher(environ: Environ) -> str | None:
 
 def is_first_on_node(environ: Environ) -> bool:
     """Return whether this process prepares what all ranks of its node read."""
-    names = ["SLURM_LOCALID", *(variables.local_rank for variables in VARIABLES.values())]
+    names = ["SLURM_LOCALID", *(variables.local_rank for variables in LAUNCHER_VARIABLES.values())]
     return all(environ.get(name, "0") == "0" for name in names)
 
 
@@ -241,8 +242,8 @@ def _read_node_cluster(environ: Environ, requested: RequestedDevices) -> Cluster
     world_size = ranks_per_node * num_nodes
     node_rank = _read_integer(environ, "NODE_RANK", 0)
     is_complete = all(environ.get(name) for name in NODE_VARIABLES)
-    is_size = _read_integer(environ, "WORLD_SIZE", world_size) == world_size
-    if not (is_complete and is_size and 0 <= node_rank < num_nodes):
+    has_world_size = _read_integer(environ, "WORLD_SIZE", world_size) == world_size
+    if not (is_complete and has_world_size and 0 <= node_rank < num_nodes):
         names = (*NODE_VARIABLES, "WORLD_SIZE")
         shown = " ".join(f"{name}={environ.get(name) or 'unset'}" for name in names)
         raise UserError(
@@ -271,7 +272,7 @@ def _read_master_address(environ: Environ) -> str:
 
 def _read_launched_rank(name: str, environ: Environ, requested: RequestedDevices) -> Cluster:
     """Return the cluster of a launcher that sets the rank of each process."""
-    variables = VARIABLES.get(name, VARIABLES["env"])
+    variables = LAUNCHER_VARIABLES.get(name, LAUNCHER_VARIABLES["env"])
     rank = _read_integer(environ, variables.rank)
     ranks_per_node = _read_integer(environ, variables.local_size, requested.ranks_per_node or 1)
     cluster = Cluster(
@@ -302,7 +303,7 @@ def _describe_launcher(launcher: str) -> str:
 def _check_launched_rank(
     cluster: Cluster, variables: Variables, environ: Environ, requested: RequestedDevices
 ) -> None:
-    """Refuse ranks that the trainer's options or each other contradict."""
+    """Refuse ranks that contradict the trainer's options or their own launcher."""
     rank = _read_integer(environ, variables.rank)
     world_size = _read_integer(environ, variables.world_size)
     launcher = _describe_launcher(cluster.launcher)
@@ -319,8 +320,9 @@ def _check_launched_rank(
     if requested.devices_per_rank > 1:
         devices += f" × {requested.devices_per_rank}"
     ranks_per_node = requested.ranks_per_node or cluster.ranks_per_node
-    is_row = rank in range(world_size) and (cluster.world_size, cluster.rank) == (world_size, rank)
-    if not is_row or not _matches_request(requested, cluster):
+    numbers = (world_size, rank)
+    is_in_row = rank in range(world_size) and (cluster.world_size, cluster.rank) == numbers
+    if not is_in_row or not _matches_request(requested, cluster):
         raise UserError(
             f"{launcher} started rank {rank} of {world_size}, number {cluster.local_rank} of "
             f"{cluster.ranks_per_node} on its node, but trainer.devices="
@@ -405,16 +407,16 @@ def _read_integer(environ: Environ, name: str, default: int | None = None) -> in
 
 
 def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
-    """Return which rank this process is, and those around it, from the trainer's options and the
-    environment.
+    """Return the cluster of this process, from the trainer's options and the environment.
 
-    A rank that Lockstep's agent has started ends with it; its output goes to a file, but for the
-    first rank of a node.
+    A rank that Lockstep's agent has started ends with the agent. Its output goes to a file, unless
+    it is the first rank of its node.
 
     Args:
         environ: the environment variables; None: those of this process.
+
     Raises:
-        UserError: machine and options do not fit; it says what works here.
+        UserError: the options do not fit this machine. It says what works here.
     """
     if environ is None:
         environ = environment()
@@ -423,8 +425,8 @@ def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
     is_training = config["task_name"] == "train"
     accelerator, requested = resolve_devices(config["trainer"], trainer_name, gpus, is_training)
     cluster = replace(read_cluster(environ, requested), accelerator=accelerator)
-    needed = cluster.ranks_per_node * requested.devices_per_rank
-    if requested.several_processes and accelerator == "gpu" and needed > gpus:
+    needed_gpus = cluster.ranks_per_node * requested.devices_per_rank
+    if requested.several_processes and accelerator == "gpu" and needed_gpus > gpus:
         gpus_of_rank = {1: "one"}.get(requested.devices_per_rank, requested.devices_per_rank)
         raise UserError(
             f"{cluster.ranks_per_node} ranks on this node see {gpus} "

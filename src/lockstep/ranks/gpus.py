@@ -1,4 +1,4 @@
-"""Refuse GPUs that this build of torch cannot use, with the build that can."""
+"""Refuse GPUs that this build of torch cannot use, and name the build that can."""
 
 import warnings
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ def refuse_unusable_gpus(indices: Iterable[int]) -> None:
     """Refuse a driver that this torch cannot use, and a GPU that it has no kernels for.
 
     Raises:
-        UserError: with the build of torch to install, or the variable that hides GPUs.
+        UserError: it names the build of torch to install, or the variable that hides GPUs.
     """
-    # torch itself warns of a GPU without kernels, in twelve lines. A filter leaves the hooks of
-    # others on warnings as they are, which catch_warnings would undo.
+    # torch itself warns of a GPU without kernels, in twelve lines. A filter hides them.
+    # catch_warnings would also undo the hooks of others on warnings.
     for message in (r"\s*Found GPU\d+ ", r"\s*.* with CUDA capability sm_\d+ is not compatible"):
         warnings.filterwarnings("ignore", message, UserWarning)
     try:
@@ -45,15 +45,17 @@ def refuse_unusable_gpus(indices: Iterable[int]) -> None:
 
 def _describe_hidden_gpus() -> str:
     """Return the variable that chooses GPUs, for the end of a reason; empty if it is not set."""
-    chosen = environment().get("CUDA_VISIBLE_DEVICES")
-    return "" if chosen is None else f", with CUDA_VISIBLE_DEVICES={chosen}"
+    visible_devices = environment().get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is None:
+        return ""
+    return f", with CUDA_VISIBLE_DEVICES={visible_devices}"
 
 
 def _advise(card: Card | None = None) -> str:
     """Return the sentence that says what to type for a build that this machine can run.
 
     Args:
-        card: without kernels; None where the driver is at fault.
+        card: the GPU without kernels; None if the driver is at fault.
     """
     try:
         machine = read_machine()
@@ -64,7 +66,7 @@ def _advise(card: Card | None = None) -> str:
         tag = choose_wheel_tag(machine)
     except UserError as error:
         return str(error)
-    # The build is the right one, so that the driver is at fault.
+    # This build is the right one, so that the driver must be at fault.
     if f"+{tag}" in torch.__version__:
         return f"The driver is {machine.driver}: mend it, or pass trainer=cpu."
     return f"Type make install DEVICE={tag} (the driver is {machine.driver}), or pass trainer=cpu."

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 LOST_AFTER_S = 40.0
 LOG_INTERVAL_S = 60.0
-# A wait of hours may end a second late; one that is over at once costs some hundredths.
+# A wait of hours may end a second late. A wait that is over at once takes some hundredths.
 MOST_WAITING_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
 
@@ -93,9 +93,9 @@ class Heartbeat:
     All ranks construct it before any rank starts it.
 
     Args:
-        store: of this start of the run, with a connection of its own: another thread that waits in
+        store: the store of this start, with a connection of its own: another thread that waits in
             the store would hold up the beats.
-        errors: where ranks publish their errors, with a connection of its own.
+        errors: the store of published errors, with a connection of its own.
         interval_s: seconds between two beats.
         lost_after_s: seconds without a beat after which a rank is lost.
     """
@@ -119,12 +119,12 @@ class Heartbeat:
 
         self._epochs: Epochs = []
         self._beat_number = 0
-        # Numbers of waits: those that this rank has reached, and, as far as it knows, all ranks
+        # How many waits this rank has reached, and how many all ranks have, as far as it knows
         self._reached = 0
         self._all_reached = 0
-        # What the last beat of this rank says of all ranks
+        # The value of _all_reached in the last beat of this rank
         self._sent_all_reached = 0
-        # On rank 0: the smallest number that a beat says of all ranks
+        # The smallest all_reached of the last beats, on rank 0
         self._known_to_all_ranks = 0
         self._waits_since: float | None = None
 
@@ -203,7 +203,7 @@ class Heartbeat:
             raise RuntimeError("connection closed: another rank has failed")
         if self._is_cut_off:
             raise RuntimeError("connection closed: the store of rank 0 is gone")
-        # The thread hangs in a call where the process that holds the store is stopped.
+        # If the process that holds the store is stopped, the thread hangs in a call.
         if self._without_round_s > self.lost_after_s:
             raise LostRank(0, self.lost_after_s)
         # This rank may be named itself, if it stood still and has gone on since.
@@ -243,7 +243,7 @@ class Heartbeat:
         state: dict[str, Any] = json.loads(self.store.get("state"))
         self._has_failed = self.errors.check(["first"])
         self._note_beat(0, state["beat_number"])
-        self._silent_rank = 0 if self._is_silent(0) else state["silent"]
+        self._silent_rank = 0 if self._is_silent(0) else state["silent_rank"]
         if state["all_reached"] > self._all_reached:
             self._all_reached = state["all_reached"]
             # The next beat says so at once, and the wait ends.
@@ -253,7 +253,7 @@ class Heartbeat:
         all_reached = self._all_reached
         beat = Beat(self._beat_number, self._reached, all_reached, self._epochs)
         self.store.set(self._keys[self.rank], json.dumps(beat))
-        # Only now: this ends the wait, after which the process of this rank may end.
+        # This is set last, because it ends the wait, and then the process of this rank may end.
         self._sent_all_reached = all_reached
 
     def _judge_all_ranks(self) -> None:
@@ -266,8 +266,12 @@ class Heartbeat:
         self._known_to_all_ranks = min(beat.all_reached for beat in beats)
         self._publish_state(min(beat.reached for beat in beats), min(silent_ranks, default=None))
 
-    def _publish_state(self, all_reached: int, silent: int | None) -> None:
-        state = {"beat_number": self._beat_number, "all_reached": all_reached, "silent": silent}
+    def _publish_state(self, all_reached: int, silent_rank: int | None) -> None:
+        state = {
+            "beat_number": self._beat_number,
+            "all_reached": all_reached,
+            "silent_rank": silent_rank,
+        }
         self.store.set("state", json.dumps(state))
 
     def _note_beat(self, rank: int, beat_number: int) -> None:

@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
 LOG_INTERVAL_S = 5.0
-# Rank 0 tells the others at the deadline who is missing. They wait so much longer to read it.
+# Rank 0 tells the others at the deadline who is missing. They wait this much longer to read it.
 FOLLOWER_GRACE_S = 2.0
-# The process of rank 0 may hold the store. It stays so long for the others to read an error.
+# The process of rank 0 may hold the store. It waits this long for the others to read an error.
 ERROR_READ_GRACE_S = 2.0
 START_KEY = "lockstep/start"
 
-# The decision of rank 0; it must have a JSON form.
+# The decision of rank 0, which must have a JSON form.
 Decision = dict[str, Any]
 
 
 class Introduction(NamedTuple):
-    """A rank's words to rank 0; the random nonce tells this start from earlier ones."""
+    """The message of a rank to rank 0; the random nonce tells this start from earlier ones."""
 
     nonce: str
     host: str
@@ -42,10 +42,10 @@ class Introduction(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Rank 0's words to the other ranks.
+    """The answer of rank 0 to all ranks.
 
     Args:
-        nonces: of the introductions that rank 0 has read.
+        nonces: the nonces of the introductions that rank 0 has read.
         hosts: the name of each rank's host.
         error: why no rank starts; empty if all do.
     """
@@ -61,12 +61,13 @@ class Meeting:
     """The store and the facts that the ranks of one start share once they have met.
 
     Attributes:
-        store: of this start alone, as torchrun keeps its store over restarts.
+        store: a part of the store for this start alone, because torchrun keeps its store over
+            restarts.
         hosts: the name of each rank's host.
         timeout_s: the longest that a rank waits for the others.
-        decision: of rank 0, for all ranks.
-        agreements: how many `all_or_none` of process_group.py has begun on this rank.
-        heartbeat: by which the ranks notice a silent one; None until they have joined.
+        decision: the decision of rank 0, for all ranks.
+        agreements: how often this rank has begun `all_or_none` of process_group.py.
+        heartbeat: notices a silent rank; None until the ranks have joined.
     """
 
     cluster: Cluster
@@ -101,8 +102,8 @@ def meet(
 
     torchrun keeps its store over restarts, so it may hold keys of an earlier start. Rank 0
     therefore puts the keys of this start under a random prefix; the meeting counts once rank 0 has
-    read a nonce of each rank under the prefix and has sent these nonces back. A node that comes
-    while rank 0 of an earlier run still uploads waits for that one's end, and connects again.
+    read a nonce of each rank under the prefix and has sent these nonces back. If rank 0 of an
+    earlier run still uploads when a node comes, the node waits for its end and connects again.
 
     Args:
         fingerprint: the code, config and packages of this rank, which must be those of rank 0.
@@ -135,7 +136,7 @@ class _Deadline:
     """The time until which a rank waits for the others; it logs every few seconds who is missing.
 
     Attributes:
-        ends_at: as time.monotonic() counts.
+        ends_at: a time of time.monotonic().
     """
 
     def __init__(self, cluster: Cluster, timeout_s: float) -> None:
@@ -163,7 +164,7 @@ class _Deadline:
         )
 
     def pause(self, missing_nodes: Sequence[int], reason: str = "") -> None:
-        """Sleep until the next look; raise UserError long after the deadline, if nodes miss.
+        """Sleep until the next look; raise UserError if nodes are missing well after the deadline.
 
         Args:
             reason: why the store cannot be reached, or rank 0 is not there.
@@ -172,7 +173,7 @@ class _Deadline:
             if time.monotonic() > self.ends_at + FOLLOWER_GRACE_S:
                 raise UserError(self.describe_missing(missing_nodes, reason))
             self._log(missing_nodes, reason)
-        # An import may have caught the exception of a signal. A rank that heard one does not come.
+        # An import may have caught the exception of a signal, after which this rank must not go on.
         signals.raise_if_received()
         time.sleep(POLL_INTERVAL_S)
 
@@ -231,12 +232,12 @@ def _introduce(store: dist.TCPStore, prefix: str, rank: int, introduction: Intro
 
 
 def _publish_missing(store: dist.TCPStore, prefix: str, nodes: list[int]) -> None:
-    """Tell the other ranks which nodes miss."""
+    """Tell the other ranks which nodes are missing."""
     store.set(f"{prefix}/missing", json.dumps(nodes))
 
 
 def _gather(store: dist.TCPStore, prefix: str, deadline: _Deadline) -> dict[int, Introduction]:
-    """Wait for all ranks until the deadline; return what has come, by rank."""
+    """Wait for all ranks until the deadline; return the introductions that have come, by rank."""
     publish_at = time.monotonic()
     while True:
         arrived = set(map(int, store.get(f"{prefix}/arrived").split()))
@@ -256,19 +257,19 @@ def _gather(store: dist.TCPStore, prefix: str, deadline: _Deadline) -> dict[int,
 
 
 def _describe_first_difference(introductions: dict[int, Introduction]) -> str:
-    """Return a sentence on the first rank that is not as rank 0; empty if all are.
+    """Return a sentence on the first rank that differs from rank 0; empty if none does.
 
-    As "rank 1 on b has seed=2, rank 0 on a has seed=1".
+    It is like "rank 1 on b has seed=2, rank 0 on a has seed=1".
     """
-    first = introductions[0]
+    rank_0 = introductions[0]
     for rank, other in introductions.items():
-        if not first.fingerprint or not other.fingerprint:
+        if not rank_0.fingerprint or not other.fingerprint:
             continue
         difference = describe_difference(
             other.fingerprint,
-            first.fingerprint,
+            rank_0.fingerprint,
             f"rank {rank} on {other.host}",
-            f"rank 0 on {first.host}",
+            f"rank 0 on {rank_0.host}",
         )
         if difference:
             return difference
@@ -289,7 +290,7 @@ def _answer(
         except OSError as problem:
             if is_disk_full(problem):
                 raise
-            # The other ranks name the file too, in place of waiting for this one.
+            # The other ranks get this error, too, and need not wait for rank 0.
             error = f"rank 0 on {hosts[0]}: {problem}"
     return Answer([each.nonce for each in introductions], hosts, decision, error)
 
@@ -298,10 +299,10 @@ class _Start(NamedTuple):
     """The state of rank 0's start, as a rank sees it in the store.
 
     Args:
-        prefix: of the start's keys; empty while rank 0 is not there.
-        missing_nodes: those that rank 0 waits for, or node 0 itself.
+        prefix: the prefix of the start's keys; empty while rank 0 is not there.
+        missing_nodes: the nodes that rank 0 waits for, or node 0 if it is not there itself.
         is_gathering: rank 0 of this start is there, and has not answered yet.
-        answer: the one that is meant for this rank.
+        answer: the answer that is meant for this rank.
         reason: why rank 0 is not there.
     """
 
@@ -327,7 +328,7 @@ def _follow(deadline: _Deadline, introduction: Introduction) -> tuple[dist.Store
             if start.is_gathering:
                 message = f"rank 0 at {deadline.address} has ended before the run began"
                 raise RuntimeError(message) from None
-            # The store was of an earlier run, whose rank 0 has ended.
+            # This was the store of an earlier run, whose rank 0 has ended.
             deadline.pause([0], start.reason)
             store = _connect(deadline)
             start = _Start()
@@ -348,7 +349,7 @@ def _look_at_start(
     if not store.check([START_KEY]):
         return _Start()
     prefix = f"lockstep/{store.get(START_KEY).decode()}"
-    # Rank 0 may come later and begin anew, in a store that holds an earlier start.
+    # The store may have held an earlier start until now, when rank 0 has begun this one.
     if prefix != introduced_at:
         _introduce(store, prefix, rank, introduction)
     missing_nodes = json.loads(store.get(f"{prefix}/missing"))

@@ -1,6 +1,6 @@
 """The processes, GPUs and nodes that the options of each trainer ask for.
 
-Imports no torch: the launcher asks.
+Imports no torch, because it is needed before torch is.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config
 
-# Ranks of a strategy over CPUs where neither the user nor a launcher says how many.
+# Ranks of a strategy over CPUs if neither the user nor a launcher says how many.
 CPU_RANKS = 2
 
 
@@ -41,12 +41,13 @@ def resolve_devices(
     Args:
         trainer: the config's trainer node.
         name: the option that was chosen, as trainer=name.
-        gpus: that this process sees.
-        is_training: a training of any recipe is too slow for a CPU, an evaluation is not.
+        gpus: the number of GPUs that this process sees.
+        is_training: whether to advise a small recipe, because others train too slowly on a CPU.
 
     Raises:
-        UserError: a GPU is asked for on a machine that has none, with the option that works here;
-            one process is asked to be several; the devices do not divide into ranks of several.
+        UserError: the options ask for more GPUs than this machine has, for several processes of a
+            trainer that is one process, or for devices that do not divide into ranks. It says what
+            works here.
     """
     devices = _parse_count(trainer["devices"], "devices")
     num_nodes = _parse_count(trainer["num_nodes"], "num_nodes")
@@ -77,7 +78,7 @@ def resolve_devices(
 
 
 def count_devices_per_rank(trainer: Config) -> int:
-    """Return the number of devices of each rank, where several ranks have several each; else 1."""
+    """Return the number of devices of each rank; 1 for a trainer of one process."""
     if trainer["launch"] == "one_process":
         return 1
     return _parse_count(trainer.get("process_devices", 1), "process_devices") or 1
@@ -144,21 +145,21 @@ def count_needed_gpus(trainer: Config, devices: int) -> int:
     process_devices = trainer.get("process_devices", devices)
     if isinstance(process_devices, int):
         return max(process_devices, devices)
-    # The strategy itself checks the names of its devices, and that `null` leaves it enough of them
-    # where it runs on CPUs too.
+    # The strategy itself checks the names of its devices. If it can run on CPUs, it also checks
+    # that `null` leaves it enough devices.
     if process_devices or trainer["accelerator"] != "gpu":
         return 1
     return 2
 
 
-def one_process_options(trainer: Config, named: set[str]) -> Config:
+def one_process_options(trainer: Config, override_keys: set[str]) -> Config:
     """Return the options of a trainer with those of one process.
 
     Args:
-        named: keys of the command line.
+        override_keys: the keys of the command line's overrides.
 
     Raises:
-        UserError: one of them asks for several processes.
+        UserError: an override asks for several processes.
     """
     one_process = {
         "launch": "one_process",
@@ -168,7 +169,7 @@ def one_process_options(trainer: Config, named: set[str]) -> Config:
         "strategy": None,
     }
     for option, value in one_process.items():
-        if f"trainer.{option}" in named and trainer[option] != value:
+        if f"trainer.{option}" in override_keys and trainer[option] != value:
             raise UserError(
                 f"trainer.{option}={trainer[option]} needs trainer=, as trainer=ddp: without it "
                 "one process works on one device."

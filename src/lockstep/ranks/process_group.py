@@ -23,10 +23,11 @@ from lockstep.ranks.meeting import (
     meet,
 )
 
-# NCCL's timeout aborts the process, gloo's raises an exception. The default group has so much more
-# time than the gloo groups of votes, which therefore time out first.
+# NCCL's timeout aborts the process, gloo's raises an exception. The default group has this much
+# more time than the gloo groups of votes, which therefore time out first.
 NCCL_GRACE_S = 15.0
-# The decisions of ranks that meet in all_or_none. A third one is the number of a node.
+# The decisions of ranks that meet in all_or_none. A third one is the number of a node that was
+# asked to stop.
 GO = "go"
 TOO_LATE = "too late"
 
@@ -39,7 +40,7 @@ def create_process_group(
     One rank is a group too.
 
     Args:
-        device: of this rank.
+        device: the device of this rank.
         several_devices: this rank has further devices, and `device` is the first one.
 
     Returns:
@@ -127,7 +128,7 @@ def wait_for_all() -> None:
 
 
 def _agree_to_go_on(meeting: Meeting) -> None:
-    """Wait until all ranks are here, or one of them was asked to stop: what comes first decides."""
+    """Wait until all ranks are here, or one was asked to stop; the first of both decides."""
     cluster = meeting.cluster
     meeting.agreements += 1
     store = dist.PrefixStore(f"agreement/{meeting.agreements}", meeting.store)
@@ -160,7 +161,7 @@ def _agree_on_decision(meeting: Meeting, store: dist.Store) -> str:
         if signals.received:
             store.compare_set("decision", "", str(cluster.node_rank))
         elif meeting.errors.check(["first"]):
-            # It may have arrived, and gone since then.
+            # The rank that failed may have arrived before.
             raise RuntimeError("connection closed: another rank has failed")
         elif store.add("arrived", 0) == cluster.world_size:
             store.compare_set("decision", "", GO)

@@ -71,27 +71,29 @@ class BatchProbes:
 
     Args:
         peaks: peak memory in GiB by images per device; None where it ran out of memory.
-        limit_gib: memory of a device; inf as long as no run has told it.
-        max_batch: training images per device; inf as long as no run has told them.
+        limit_gib: memory of a device; inf until a run has told it.
+        max_batch: training images per device; inf until a run has told them.
     """
 
     peaks: dict[int, float | None] = field(default_factory=dict)
     limit_gib: float = math.inf
     max_batch: float = math.inf
 
-    def add(self, batch: int, record: Mapping[str, Any], limit: float | None, parts: int) -> None:
+    def add(
+        self, batch: int, record: Mapping[str, Any], memory_limit_gib: float | None, parts: int
+    ) -> None:
         """Add a run.
 
         Args:
-            record: its run.json; without a peak if it ran out of memory.
-            limit: trainer.memory_limit_gib.
+            record: the run's run.json. Its peak is None if memory ran out.
+            memory_limit_gib: trainer.memory_limit_gib.
             parts: micro-batches of a global batch, over all ranks.
         """
         peak = record["peak_memory_gib"]
         self.peaks[batch] = peak
         usable = record.get("usable_memory_gib")
-        if limit:
-            self.limit_gib = limit
+        if memory_limit_gib:
+            self.limit_gib = memory_limit_gib
         elif usable:
             self.limit_gib = USABLE_SHARE * usable
         if record.get("num_train"):
@@ -110,7 +112,7 @@ def search_largest_batch(config: Config, cluster: Cluster, smallest: Batch) -> d
         try:
             record = _train_two_steps(config, cluster, smallest, batch)
         except BatchRefused:
-            # BatchNorm refuses a single image, which is tried only where two have not fit.
+            # BatchNorm refuses a single image, which is tried only after two have not fit.
             if not probes.peaks or batch > min(probes.peaks):
                 raise
             break
@@ -137,33 +139,33 @@ def _find_batch_unit(config: Config) -> int:
 
 
 def choose_next_batch(
-    probes: Mapping[int, float | None], limit: float, bound: float, unit: int = 1
+    peaks: Mapping[int, float | None], limit_gib: float, max_batch: float, unit: int = 1
 ) -> int | None:
     """Return the batch per device to try next; None if the search is over.
 
     Args:
-        probes: peak memory by batch; None where it ran out of memory.
-        bound: the number of training images per device.
+        peaks: peak memory in GiB by batch; None where it ran out of memory.
+        max_batch: the number of training images per device.
         unit: every batch is a multiple of it.
     """
-    if len(probes) >= MAX_RUNS:
+    if len(peaks) >= MAX_RUNS:
         return None
-    fitting = {batch for batch, peak in probes.items() if peak and peak <= limit}
-    smallest_failed = min(probes.keys() - fitting, default=None)
+    fitting = {batch for batch, peak in peaks.items() if peak and peak <= limit_gib}
+    smallest_failed = min(peaks.keys() - fitting, default=None)
     largest = max(fitting, default=0)
-    aim = _extrapolate_to_limit(probes, limit, largest, smallest_failed)
+    aim = _extrapolate_to_limit(peaks, limit_gib, largest, smallest_failed)
     if smallest_failed is not None:
         aim = _choose_below_failed(
-            aim, fitting, smallest_failed, has_failed_once=len(probes) == len(fitting) + 1
+            aim, fitting, smallest_failed, has_failed_once=len(peaks) == len(fitting) + 1
         )
-    batch = int(max(min(aim, bound), unit) // unit * unit)
-    if batch in probes or largest >= CLOSE_SHARE * batch:
+    batch = int(max(min(aim, max_batch), unit) // unit * unit)
+    if batch in peaks or largest >= CLOSE_SHARE * batch:
         return None
     return batch
 
 
 def _extrapolate_to_limit(
-    probes: Mapping[int, float | None], limit: float, largest: int, smallest_failed: int | None
+    peaks: Mapping[int, float | None], limit_gib: float, largest: int, smallest_failed: int | None
 ) -> float:
     """Return the batch where a line through the last two peaks meets the limit.
 
@@ -172,15 +174,15 @@ def _extrapolate_to_limit(
     if not largest:
         assert smallest_failed is not None
         return smallest_failed / 4
-    points = sorted((batch, peak) for batch, peak in probes.items() if peak and batch <= largest)
-    peak_of_failed = None if smallest_failed is None else probes[smallest_failed]
+    points = sorted((batch, peak) for batch, peak in peaks.items() if peak and batch <= largest)
+    peak_of_failed = None if smallest_failed is None else peaks[smallest_failed]
     if smallest_failed is not None and peak_of_failed:
         points.append((smallest_failed, peak_of_failed))
     if len(points) < 2:
         return 8 * largest
     (small, low), (large, high) = points[-2:]
     slope = max(high - low, 1e-9) / (large - small)
-    return min(small + (limit - low) / slope, 8 * largest)
+    return min(small + (limit_gib - low) / slope, 8 * largest)
 
 
 def _choose_below_failed(
@@ -189,20 +191,20 @@ def _choose_below_failed(
     """Return a batch below the smallest one that has failed."""
     if aim >= smallest_failed:
         aim = math.sqrt(max(fitting, default=0) * smallest_failed)
-        # A first prediction is a little too high at most.
+        # The first prediction is at most a little too high.
         if has_failed_once and len(fitting) > 1:
             aim = max(aim, 0.9 * smallest_failed)
     return min(aim, CLOSE_SHARE * smallest_failed)
 
 
-def find_largest_fitting(probes: Mapping[int, float | None], limit: float) -> int:
+def find_largest_fitting(peaks: Mapping[int, float | None], limit_gib: float) -> int:
     """Return the largest batch within the limit; raise UserError if none is."""
-    fits = [batch for batch, peak in probes.items() if peak and peak <= limit]
-    if fits:
-        return max(fits)
-    memory = "the memory of a device" if math.isinf(limit) else f"{limit:.3g} GiB"
+    fitting = [batch for batch, peak in peaks.items() if peak and peak <= limit_gib]
+    if fitting:
+        return max(fitting)
+    memory = "the memory of a device" if math.isinf(limit_gib) else f"{limit_gib:.3g} GiB"
     raise UserError(
-        f"Not even {min(probes)} images per device fit into {memory}. Use a smaller model, "
+        f"Not even {min(peaks)} images per device fit into {memory}. Use a smaller model, "
         "trainer=fsdp over more devices, or trainer.activation_checkpointing=true."
     )
 
@@ -215,7 +217,7 @@ def _train_two_steps(
     Its peak is None if memory ran out.
 
     Raises:
-        BatchRefused: train.py has ended with a sentence.
+        BatchRefused: train.py has refused the batch with a sentence.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
         folder = Path(name)
@@ -256,7 +258,7 @@ def _build_overrides(
         "logbook": "null",
         "s3.uri": "null",
         "++callbacks.checkpoints": "null",
-        # This callback tells the peak.
+        # This callback records the peak memory.
         "++callbacks.hardware": "{_target_: lockstep.callbacks.hardware_stats.HardwareStats}",
         "run_id": "probe",
         "paths.log_dir": folder,
@@ -283,7 +285,7 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
         Its exit code.
     """
     variables = remove_launcher_variables(environ)
-    # While the child starts, a signal is only noted: a child that nobody knows would go on.
+    # While the child starts, a signal is only recorded: an exception would leave the child alone.
     previous = signals.install_stop_handler(signals.record_signal)
     command = [sys.executable, str(TRAIN_SCRIPT), *overrides]
     with output.open("w") as file:

@@ -13,15 +13,15 @@ from lockstep.records.config import Config, data_name, model_name, parse_seconds
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.storage.s3 import Bucket
 
-# Modules of src/data whose data.root exists or is an address. torchvision downloads into its root,
-# and a class of the user's may make it.
-READERS_OF_FOLDERS = (
+# Modules of src/data whose data.root must exist, unless it is an address. torchvision creates its
+# root by a download, and a class of the user's may create its own.
+FOLDER_READERS = (
     "data.image_folder",
     "data.parquet",
     "data.table",
     "data.webdataset",
 )
-# An override of one of these keys makes a training on a CPU a choice.
+# An override of one of these keys shows that a slow training on a CPU is meant.
 CPU_CHOICES = (
     "experiment",
     "debug",
@@ -39,15 +39,15 @@ LONGEST_TMPDIR = 76
 
 
 def check_before_start(config: Config, cluster: Cluster) -> None:
-    """Refuse an option that cannot work, or a place that is not there.
+    """Refuse an option that cannot work, or a path that does not exist.
 
     Raises:
-        UserError: with the option that is wrong and what to type.
+        UserError: it names the option that is wrong, and what to type.
     """
-    # A run that may go on has the micro-batches that fit its ranks; a new one has those that were
-    # asked for.
+    # A run that may resume chooses the micro-batches that fit its ranks. A new run has as many as
+    # its options say.
     may_resume = config.get("resume") or cluster.launcher == "torchrun"
-    resolve_batch(config, cluster, limit=math.inf if may_resume else None)
+    resolve_batch(config, cluster, most_per_device=math.inf if may_resume else None)
 
     if config.get("against"):
         raise UserError(
@@ -61,7 +61,7 @@ def check_before_start(config: Config, cluster: Cluster) -> None:
     if (config.get("s3") or {}).get("uri"):
         Bucket.from_config(config["s3"])
     if config.get("logbook") not in (None, "keep"):
-        raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
+        raise UserError(f"logbook={config['logbook']}: give keep, or leave it out.")
 
     _check_resume(config)
     _check_root(config, cluster)
@@ -131,15 +131,15 @@ def _check_resume(config: Config) -> None:
 
 
 def _check_root(config: Config, cluster: Cluster) -> None:
-    # On several nodes the others would wait: there all ranks end together where one finds no
-    # images.
+    # If one of several nodes ended here, the others would wait for it. Their ranks end together
+    # later, when one of them finds no images.
     if cluster.num_nodes > 1:
         return
     data = config["data"]
     root = str(data.get("root") or "")
     reader = str(data.get("_target_")).rpartition(".")[0]
-    is_folder_here = root and "://" not in root
-    if is_folder_here and reader in READERS_OF_FOLDERS and not Path(root).exists():
+    is_local_path = root and "://" not in root
+    if is_local_path and reader in FOLDER_READERS and not Path(root).exists():
         raise UserError(
             f"data.root={root} does not exist: give a folder or file of this machine, "
             "or s3://bucket/prefix."

@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> int:
     """Upload what is left, write the page and log the last line.
 
+    Args:
+        code: the exit code so far.
+
     Returns:
         The exit code of this process.
-
-    Args:
-        code: how the run has ended so far.
     """
     _remove_empty_outputs(folder)
     if cluster.is_rank_zero:
@@ -43,7 +43,7 @@ def finish_run(config: Config, cluster: Cluster, folder: RunFolder, code: int) -
     is_ctrl_c = signal.SIGINT in signals.received and cluster.launcher != "torchrun"
     has_checkpoint = any(folder.checkpoints.glob("*.json"))
     if code == EXIT_INTERRUPTED and is_ctrl_c and not has_checkpoint:
-        # Exit code 75 would promise a checkpoint to go on from.
+        # Exit code 75 would promise a checkpoint from which the run goes on.
         return signals.INTERRUPTED_AT_ONCE
     return decide_exit_code(config, cluster, folder, code)
 
@@ -54,8 +54,8 @@ def decide_exit_code(config: Config, cluster: Cluster, folder: RunFolder | None,
     srun returns the highest code of its tasks, so each rank and each node decides.
 
     Args:
-        folder: of the run; None if the stop came before it was known.
-        code: how the run has ended so far.
+        folder: the run's folder; None if the stop came before it was known.
+        code: the exit code so far.
     """
     if code != EXIT_INTERRUPTED:
         return code
@@ -79,7 +79,8 @@ def _has_lost_steps(config: Config, cluster: Cluster, folder: RunFolder) -> bool
     if config["task_name"] != "train" or (config.get("callbacks") or {}).get("checkpoints"):
         return False
     if not folder.record_path.exists():
-        # A node with a disk of its own does not know the steps. The code of rank 0 counts.
+        # A node with a disk of its own does not know the steps. It ends with the lower code, so
+        # that the code of rank 0 counts.
         return not cluster.is_rank_zero
     steps = read_record(folder.record_path).steps or 0
     saved = [sidecar.step for _, sidecar in complete_checkpoints(folder.checkpoints)]
@@ -87,10 +88,10 @@ def _has_lost_steps(config: Config, cluster: Cluster, folder: RunFolder) -> bool
 
 
 def finish_again(config: Config, cluster: Cluster) -> int | None:
-    """Finish a run of resume=auto again that has nothing left to train; return the exit code.
+    """Finish a run of resume=auto once more if nothing is left to train; return the exit code.
 
-    None for any other start. A job script may start such a run again and again: what could not be
-    uploaded before is sent.
+    A job script may start such a run again and again. Each start sends what could not be uploaded
+    before. The code is None for any other start.
     """
     folder = find_finished_run(config)
     if folder is None:
@@ -113,7 +114,7 @@ def _remove_empty_outputs(folder: RunFolder) -> None:
 
 
 def _conclude(config: Config, folder: RunFolder, code: int) -> int:
-    """Upload and describe what a run leaves, or remove all that one with refused input leaves.
+    """Upload a run and write its page; remove a new run whose input was refused.
 
     Returns:
         The exit code.
@@ -127,7 +128,7 @@ def _conclude(config: Config, folder: RunFolder, code: int) -> int:
 
     code = finish_upload(config.get("s3"), folder, code)
     pages = _write_pages(config, folder)
-    # The page tells where the best checkpoint lies, so it is sent after that one.
+    # The page names the address of the best checkpoint, so it is sent after the checkpoint.
     record = read_record(folder.record_path)
     is_short = record.upload.error is not None or code in (EXIT_USER_ERROR, EXIT_INTERRUPTED)
     send_files(config.get("s3"), folder, is_short)
@@ -140,17 +141,17 @@ def _log_end(folder: RunFolder, record: RunRecord, pages: list[Path], code: int)
     if code == EXIT_OK and record.status == "finished":
         paths = [os.path.relpath(page) for page in pages or [folder.path]]
         log.info(" · ".join(["finished", *_format_metrics(record), *paths]))
-    again = f"python src/upload.py {folder.run_id} sends it"
+    upload_hint = f"python src/upload.py {folder.run_id} sends it"
     if record.upload.error:
-        log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {again}.")
+        log.info(f"The best checkpoint is NOT in the bucket: {record.upload.error}; {upload_hint}.")
     elif code == EXIT_NOT_UPLOADED:
-        log.info(f"The last checkpoint is NOT in the bucket yet: {again}.")
+        log.info(f"The last checkpoint is NOT in the bucket yet: {upload_hint}.")
 
 
 def _write_pages(config: Config, folder: RunFolder) -> list[Path]:
     """Write page.md, and with logbook=keep a copy of the run for git.
 
-    An error in a page ends no run.
+    An error in the page does not fail the run.
     """
     pages: list[Path] = []
     try:
@@ -160,20 +161,20 @@ def _write_pages(config: Config, folder: RunFolder) -> list[Path]:
         if config.get("logbook") == "keep" and not config["choices"].get("debug"):
             pages.append(keep_run(folder.path, Path(config["paths"]["logbook_dir"])))
     except Exception as error:
-        again = f"python src/logbook.py keep {folder.run_id} writes one into logbook/"
-        log.warning(f"The run's page was not written ({type(error).__name__}: {error}); {again}.")
+        hint = f"python src/logbook.py keep {folder.run_id} writes one into logbook/"
+        log.warning(f"The run's page was not written ({type(error).__name__}: {error}); {hint}.")
     return pages
 
 
 def _format_metrics(record: RunRecord) -> list[str]:
-    """Return the best monitored metric and the tested one, as the terminal shows them.
+    """Return the best monitored metric and the test's metric, as the terminal shows them.
 
-    Without either it is the monitored one, or the loss, as the training has left it.
+    If there is neither, return the last value of the monitored metric, or else of the loss.
     """
     metrics = record.metrics
     names = [f"{record.monitor}_best", metric_of_test(record.monitor, metrics)]
     names = [name for name in names if isinstance(metrics.get(name), float)]
     if not names:
-        in_training = [name for name in (record.monitor, "train/loss") if name in metrics]
-        names = in_training[:1]
+        last_names = [name for name in (record.monitor, "train/loss") if name in metrics]
+        names = last_names[:1]
     return [f"{name} {format_metric(name, float(metrics[name]))}" for name in names]

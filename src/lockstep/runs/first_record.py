@@ -1,6 +1,6 @@
-"""Write what is known when a run begins: config.yaml, the first record, the first lines of output.
+"""Write what is known when a run begins: config.yaml, the first record and a diff of the code.
 
-A diff of uncommitted code goes beside them.
+The diff is of uncommitted code. The first lines of the output are formatted here, too.
 """
 
 import shlex
@@ -32,29 +32,29 @@ from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.runs.run import Run
 from lockstep.storage.pointers import new_uuid, read_uuid
 
-# The beginnings of overrides that choose what the others change
+# Overrides with these prefixes choose the recipe that the other overrides change.
 RECIPE_PREFIXES = ("experiment=", "+experiment=", "hydra.searchpath=")
 
 
-def begin_record(run: Run, previous: RunRecord | None, largest_batch: dict[str, Any]) -> None:
-    """Write the record of this start and, of a new run, config.yaml.
+def begin_record(run: Run, earlier_record: RunRecord | None, largest_batch: dict[str, Any]) -> None:
+    """Write the record of this start and, for a new run, config.yaml.
 
-    The config of a resumed run is written later, when its parts are built: a start that fails
-    leaves that of the start before.
+    The config of a resumed run is written later, when its parts are built. If the start fails
+    before that, the config of the earlier start stays.
 
     Args:
-        previous: the record that an earlier start left; None for a new run.
-        largest_batch: what a search for data.global_batch_size=max has found.
+        earlier_record: the record that an earlier start left; None for a new run.
+        largest_batch: the result of a search for data.global_batch_size=max; {} without one.
     """
     run.folder.path.mkdir(parents=True, exist_ok=True)
     record = first_record(run)
-    if previous is None:
+    if earlier_record is None:
         write_config(run)
         if record.code["dirty"]:
             _write_code_diff(run)
     with locked_record(run.folder.record_path):
-        if previous is not None:
-            # Read it again: a page may have been linked from it since.
+        if earlier_record is not None:
+            # Read it again, because a link to a page may have been added since.
             record = merge_restart(
                 read_record(run.folder.record_path), record, step=run.resume_step or 0
             )
@@ -113,7 +113,7 @@ def _command(run: Run) -> dict[str, Any]:
     script = (
         str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
     )
-    # A repeated run is no trial of the search.
+    # The command repeats the run, which is then no trial of a search.
     arguments = [word for word in sys.argv[1:] if key_of(word) != "trial"]
     return {
         "command": f"python {shlex.join([script, *arguments])}",
@@ -176,31 +176,31 @@ def _initial_weights(run: Run) -> dict[str, Any]:
 def find_recipe_changes(run: Run) -> list[list[Any]]:
     """Return [option, value in the recipe, value of this run] for what the command line changes.
 
-    As [["optimizer.lr", 0.1, 0.05]] for experiment=quickstart optimizer.lr=0.05.
+    For experiment=quickstart optimizer.lr=0.05 it is [["optimizer.lr", 0.1, 0.05]].
 
-    The default of a value is that of the chosen options: others may come with other values
-    (configs/fits). The list is empty for an evaluation, and where the recipe alone cannot be
-    composed, as without data.root.
+    A value is compared with its default under the chosen options, since another model or data set
+    may have other defaults (configs/fits). The list is empty for an evaluation, and if the recipe
+    cannot be composed alone, for example without data.root.
     """
     overrides = run.config["overrides"]
     if run.config["task_name"] != "train":
         return []
     recipe = [word for word in overrides if word.startswith(RECIPE_PREFIXES)]
-    options = [
+    choices = [
         word
         for word in overrides
         if word.startswith(RECIPE_PREFIXES) or _is_choice(word, run.choices)
     ]
     try:
         recipe_values = _compose_flat(recipe)
-        default_values = recipe_values if options == recipe else _compose_flat(options)
+        default_values = recipe_values if choices == recipe else _compose_flat(choices)
     except UserError:
         return []
 
     values = flatten(redact(run.effective_config()))
     changes = differences([default_values, values], keys.is_shown_as_changed)
-    changes_of_options = differences([recipe_values, values], keys.is_shown_as_changed)
-    changes |= {name: pair for name, pair in changes_of_options.items() if _names_option(name)}
+    changes_of_recipe = differences([recipe_values, values], keys.is_shown_as_changed)
+    changes |= {name: pair for name, pair in changes_of_recipe.items() if _is_choice_key(name)}
     return _order_changes(changes, overrides, values)
 
 
@@ -210,8 +210,8 @@ def _order_changes(
     """Return [key, before, now] for each change, in the order in which the overrides make them.
 
     Args:
-        changes: before and now by key.
-        values: of this run, flat.
+        changes: the values before and now, by key.
+        values: the options of this run, by dotted key.
     """
     rows: dict[str, list[Any]] = {}
     for key in map(key_of, overrides):
@@ -231,17 +231,17 @@ def _compose_flat(overrides: list[str]) -> dict[str, Any]:
 def _is_choice(override: str, choices: Config) -> bool:
     """Return whether an override chooses an option of a group, or its class."""
     key = key_of(override)
-    return not override.startswith("~") and (key in choices or _names_option(key))
+    return not override.startswith("~") and (key in choices or _is_choice_key(key))
 
 
-def _names_option(key: str) -> bool:
+def _is_choice_key(key: str) -> bool:
     return key.startswith("choices.") or key.endswith("._target_")
 
 
 def format_headlines(run: Run) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates.
 
-    As "run r · small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1 · resume exact in mid-epoch"
+    The first line begins with "run r · small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1".
     """
     if run.config["task_name"] != "train":
         return [" · ".join([*_describe_run(run), *_describe_evaluation_batch(run)])]
@@ -251,8 +251,8 @@ def format_headlines(run: Run) -> list[str]:
 
 def _describe_run(run: Run) -> list[str]:
     task = str(run.config["task"].get("_target_"))
-    # A task of the user's may build its own net: its own name says more than that of the default
-    # model.
+    # A task of the user's may build its own net, so that the name of the task says more than that
+    # of the default model.
     model = model_name(run.config) if task.startswith("tasks.") else task.rpartition(".")[2]
     trainer = run.choices["trainer"]
     if trainer == "default":
@@ -279,12 +279,11 @@ def _describe_resume(run: Run) -> list[str]:
     if not (run.config.get("callbacks") or {}).get("checkpoints"):
         return ["WITHOUT CHECKPOINTS"]
     if not run.trainer_config.get("resumes_exactly", True):
-        # The peers of a swarm draw batches by time.
+        # The batches of a swarm's peers depend on time.
         return []
     if is_lockstep_data(run.config):
         return ["resume exact in mid-epoch"]
-    # The loaders are not built yet. The checkpoint callback says what holds where they are no plain
-    # ones.
+    # The loaders are not built yet. If they cannot do so, the checkpoint callback says it later.
     return ["resume exact, in mid-epoch by reading the epoch's batches again"]
 
 

@@ -16,8 +16,8 @@ from lockstep.process import signals
 from lockstep.process.environment import replace_variables
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK
 
-# Installed packages alone: the server does not know the folders of this process.
-IMPORTED_ONCE = [
+# Only installed packages are imported, because the server does not know sys.path of this process.
+PRELOADED_MODULES = [
     "torch.utils.tensorboard",
     "lightning.pytorch",
     "torchmetrics",
@@ -36,9 +36,9 @@ def run_forked(script: Path, overrides: list[str], environ: Mapping[str, str], o
         output: the file that gets what it prints.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_ONCE)
+    context.set_forkserver_preload(PRELOADED_MODULES)
     child = context.Process(target=run_script, args=(script, overrides, environ, output))
-    # While the child starts, a signal is only noted: a child that nobody knows would go on.
+    # While the child starts, a signal is only recorded: an exception would leave the child alone.
     previous = signals.install_stop_handler(signals.record_signal)
     child.start()
     try:
@@ -57,8 +57,8 @@ def run_script(
 ) -> None:
     """Run a script in this process as Python does, and end with its exit code."""
     replace_variables(environ)
-    # The first is Python's default. A child of a fork server has the server's, and its loaders
-    # would start a server of their own.
+    # The first method is Python's default. A child of a fork server has the method of the server,
+    # and its loaders would start another server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     with output.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

@@ -44,28 +44,28 @@ log = logging.getLogger(__name__)
 EXPECTED_WARNINGS = (
     # build.py logs what it means.
     ".*Using `DistributedSampler` with the dataloaders.*",
-    # Every epoch's last step is a log point too.
+    # The last step of every epoch is logged, too.
     ".*smaller than the logging interval.*",
-    # Lightning 2.6 on torch 2.14
+    # Lightning 2.6 calls what torch 2.14 has deprecated.
     ".*isinstance\\(treespec, LeafSpec\\).*",
     ".*functional.all_gather is deprecated.*",
-    # Of weights with the shape (n, 1, h, w), where both layouts mean the same
+    # For weights of the shape (n, 1, h, w) both layouts mean the same.
     ".*Grad strides do not match bucket view strides.*",
-    # torch asks it of every GPU where segments expand, and only newer ones know.
+    # With expandable segments torch asks every GPU for this, and only newer ones answer.
     ".*nvmlDeviceGetGpuFabricInfoV failed.*",
-    # SimCLR validates nothing, whatever the data hold.
+    # SimCLR has no validation, even if the data have validation images.
     ".*have no `validation_step`.*",
-    # A profiler of few steps
+    # A profiler may see few steps only.
     ".*default schedule will be overridden.*",
-    # trainer=cpu means it.
+    # trainer=cpu means to leave the GPU unused.
     ".*GPU available but not used.*",
     # A start without srun is intended.
     ".*`srun` command is available.*",
-    # The average of weights, at the test
+    # A test of averaged weights does not need the callback that averaged them.
     ".*callbacks used to create the checkpoint need to be provided.*",
     ".*Found .* module\\(s\\) in eval mode at the start of training.*",
 )
-# The loop, a loader worker, and the threads of NCCL and of the statistics
+# A rank runs its loop, a loader worker, and the threads of NCCL and of the statistics.
 MIN_CORES = 3
 
 
@@ -89,8 +89,8 @@ class RankWatch(HangDump):
     """Write the stack of a rank that hangs, and tell the others how many batches it has had.
 
     Args:
-        on_error: called early with an exception of this rank: other ranks may wait.
-        beats: take the number of batches to the other ranks.
+        on_error: called early with an exception of this rank, because other ranks may wait for it.
+        beats: send the number of batches to the other ranks.
     """
 
     def __init__(
@@ -219,7 +219,8 @@ def _create_group(run: Run) -> dist.Store:
 def _wait_to_leave(beats: Heartbeat) -> RuntimeError | None:
     """Wait for all ranks after a stop on which they agreed; return what failed meanwhile.
 
-    The first rank to end leaves the others 30 s, too few for a large checkpoint.
+    torch's agent kills the others 30 s after the first rank has ended, which is too early for a
+    large checkpoint.
     """
     try:
         beats.wait_for_all()
@@ -286,7 +287,7 @@ def count_threads(trainer: Config) -> int:
 
 
 def prepare_process(run: Run) -> None:
-    """Set threads, seed and the precision of products of this process.
+    """Set the threads, the seed and the precision of matrix products of this process.
 
     Raises:
         UserError: the driver shows GPUs that torch cannot use.
@@ -299,7 +300,7 @@ def prepare_process(run: Run) -> None:
     else:
         keep_freed_memory()
 
-    # Whoever adds the summary of a model wants to see it.
+    # A user who adds the callback ModelSummary wants to see its table.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
     ignore_expected_warnings()
@@ -312,7 +313,7 @@ def ignore_expected_warnings() -> None:
 
 
 def _prepare_gpu(run: Run) -> None:
-    """Check that torch can use the GPU, and set the precision of its products."""
+    """Check that torch can use the GPU, and set the precision of its matrix products."""
     first = device_of(run).index or 0
     refuse_unusable_gpus(range(first, first + count_devices_per_rank(run.trainer_config)))
     cores = cores_of_rank()

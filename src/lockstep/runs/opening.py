@@ -39,7 +39,7 @@ from lockstep.runs.batch_search import search_largest_batch
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.finishing import decide_exit_code, finish_run
 from lockstep.runs.first_record import begin_record, format_headlines, write_config
-from lockstep.runs.resume import check_bucket, check_resumable, read_earlier_config
+from lockstep.runs.resume import check_resumable, read_earlier_config, refuse_bucket_of_other_run
 from lockstep.runs.run import Run, resolve_rank_options
 from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
 
@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunDecision:
-    """The decision of rank 0: the folder, below the logs, the batch and where the run begins.
+    """The decision of rank 0: the run's folder, its batch and where it begins.
 
-    It is sent to the other ranks as JSON.
+    It is sent to the other ranks as JSON. The folder is relative to paths.log_dir.
     """
 
     folder: str
@@ -85,7 +85,7 @@ def open_run(config: Config, cluster: Cluster) -> Iterator[Run]:
         except (Exception, SystemExit) as error:
             code = _report_failure(error, opening)
 
-        # Of several ranks that Lockstep's agent has started, the agent's process finishes the run.
+        # If Lockstep's agent has started this rank, the agent's process finishes the run.
         if not cluster.has_agent:
             code = _finish(opening, code)
 
@@ -106,7 +106,7 @@ def _join_run(opening: "Opening") -> Iterator[Run]:
         with join_ranks(run):
             yield run
     finally:
-        # What is left is short: a signal is noted, and no longer interrupts.
+        # The rest is short, so that a signal is recorded and no longer interrupts.
         signals.install_stop_handler(signals.record_signal)
 
 
@@ -128,7 +128,7 @@ def _report_failure(error: BaseException, opening: "Opening") -> int:
         error = Interrupted(signals.first_signal_name())
 
     if opening.meeting is not None and not getattr(error, "is_of_other_nodes", False):
-        # A rank may end before it has joined: let none of the others wait for it.
+        # This rank may end before it has joined the others, which must not wait for it.
         meeting = opening.meeting
         error = failures.explain_failure(error, meeting.errors, cluster, meeting.hosts)
     code = failures.report_failure(error, cluster, opening.folder)
@@ -137,7 +137,7 @@ def _report_failure(error: BaseException, opening: "Opening") -> int:
         and cluster.launcher == "torchrun"
         and cluster.num_nodes > 1
     ):
-        # torchrun shall start this node's ranks again, beside a node that comes back.
+        # At this code torchrun starts the ranks of this node again, beside a node that comes back.
         return EXIT_FAILED
     return code
 
@@ -147,9 +147,9 @@ class Opening:
     """The steps from a composed config to a run that has begun, on one rank.
 
     Attributes:
-        exit_stack: what stays open until the run is closed, such as its lock.
-        folder: of the run, as soon as it is known and locked.
-        meeting: of several ranks, as soon as they have met.
+        exit_stack: holds what stays open until the run is closed, such as its lock.
+        folder: the run's folder, as soon as it is known and locked.
+        meeting: the meeting of several ranks, once they have met; None for a single rank.
     """
 
     config: Config
@@ -181,17 +181,21 @@ class Opening:
 
     def _decide(self) -> RunDecision:
         """Decide on rank 0 which run it is, where it begins, and its batch; begin its record."""
-        folder, previous = self._open_folder()
-        earlier_config = (read_earlier_config(folder) or {}) if previous else {}
+        folder, earlier_record = self._open_folder()
+        earlier_config = (read_earlier_config(folder) or {}) if earlier_record else {}
         batch, largest_batch = decide_batch(
-            self.config, self.cluster, previous or RunRecord(), earlier_config, search_largest_batch
+            self.config,
+            self.cluster,
+            earlier_record or RunRecord(),
+            earlier_config,
+            search_largest_batch,
         )
         run = Run(self.config, self.cluster, folder, batch)
-        if previous:
-            refuse_other_epoch(self.config, previous, batch)
-            check_resumable(folder, run.effective_config(), previous)
-        self._find_checkpoint(run, previous)
-        begin_record(run, previous, largest_batch)
+        if earlier_record:
+            refuse_other_epoch(self.config, earlier_record, batch)
+            check_resumable(folder, run.effective_config(), earlier_record)
+        self._find_checkpoint(run, earlier_record)
+        begin_record(run, earlier_record, largest_batch)
         for line in format_headlines(run):
             log.info(line)
         return RunDecision(
@@ -212,18 +216,18 @@ class Opening:
             self.exit_stack.enter_context(hold_run_lock(folder))
             # Another process may have trained it while this one waited for the lock.
             is_new = is_new and not has_trained(folder)
-        # Before it holds the lock, this process neither records nor removes anything there.
+        # Without the lock this process must neither record nor remove anything in the folder.
         self.folder = folder
-        check_bucket(config, folder)
+        refuse_bucket_of_other_run(config, folder)
         return folder, None if is_new else read_record(folder.record_path)
 
-    def _find_checkpoint(self, run: Run, previous: RunRecord | None) -> None:
+    def _find_checkpoint(self, run: Run, earlier_record: RunRecord | None) -> None:
         """Set the checkpoint from which a resumed run goes on, or a new one takes its weights."""
         checkpoint = None
-        if previous or run.config.get("resume") == "auto":
+        if earlier_record or run.config.get("resume") == "auto":
             checkpoint = newest_whole(run.folder.checkpoints)
             run.resume_step = read_sidecar(checkpoint).step if checkpoint else 0
-            _log_resume(run, previous, checkpoint)
+            _log_resume(run, earlier_record, checkpoint)
         checkpoint = checkpoint or _initial_weights(run.config)
         if checkpoint:
             run.checkpoint = str(checkpoint.resolve())
@@ -250,7 +254,7 @@ class Opening:
             record_end = partial(failures.record_end, run.folder, signals.INTERRUPTED_AT_ONCE)
             signals.set_force_exit_action(record_end)
         elif run.cluster.local_rank == 0:
-            # A later resume on this node reads the options.
+            # A later resume on this node reads the options from config.yaml.
             if not run.folder.config_path.exists():
                 write_config(run)
             node = f"node {run.cluster.node_rank} of {run.cluster.num_nodes} (counted from 0)"
@@ -260,13 +264,13 @@ class Opening:
         )
 
 
-def _log_resume(run: Run, previous: RunRecord | None, checkpoint: Path | None) -> None:
-    """Log where a resumed run goes on; nothing of a new one."""
+def _log_resume(run: Run, earlier_record: RunRecord | None, checkpoint: Path | None) -> None:
+    """Log where a resumed run goes on; a new run logs nothing."""
     if checkpoint:
         log.info(f"Resuming {run.folder.run_id} from {checkpoint.name}.")
-    elif previous:
+    elif earlier_record:
         # Steps without a checkpoint are lost.
-        level = logging.WARNING if previous.steps else logging.INFO
+        level = logging.WARNING if earlier_record.steps else logging.INFO
         log.log(level, f"Resuming {run.folder.run_id} from its start: no whole checkpoint.")
 
 

@@ -13,15 +13,15 @@ from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
 from lockstep.runs.batch_size import is_lockstep_data
-from lockstep.runs.step_trace import Difference, StepTrace, first_difference, read_trace
+from lockstep.runs.step_trace import Difference, StepTrace, find_first_difference, read_trace
 
-# Images of an optimizer step.
-BATCH = 16
+# Images of an optimizer step
+BATCH_SIZE = 16
 RANKS = 2
-# float32 rounds the sums of another order.
-TOLERANCE_32 = 1e-4
-DIGEST = "callbacks.prove"
-FIXED = {
+# The same sums in another order differ by the rounding of float32.
+FLOAT32_TOLERANCE = 1e-4
+DIGEST_KEY = "callbacks.prove"
+FIXED_OPTIONS = {
     **SHORT_RUN_OVERRIDES,
     "trainer.max_epochs": 2,
     "trainer.accumulate_grad_batches": 1,
@@ -30,12 +30,12 @@ FIXED = {
     "trainer.num_threads": 1,
     "test": False,
     "++callbacks.hardware": "null",
-    f"+{DIGEST}._target_": "lockstep.callbacks.step_digest.StepDigest",
-    f"+{DIGEST}.folder": "${run:folder}",
+    f"+{DIGEST_KEY}._target_": "lockstep.callbacks.step_digest.StepDigest",
+    f"+{DIGEST_KEY}.folder": "${run:folder}",
 }
-# A function that starts a script with overrides and returns its exit code; the path gets its
-# output.
-StartScript = Callable[[str, list[str], Path], int]
+# A function that runs a script with overrides until it ends, writes its output to the path, and
+# returns its exit code.
+ScriptRunner = Callable[[str, list[str], Path], int]
 
 
 class RunFailed(Exception):
@@ -47,15 +47,16 @@ class Proof:
     """The runs of a proof: the reference first, each other one when a check asks for it.
 
     Attributes:
-        overrides: of the user.
-        folder: of the runs.
+        overrides: the overrides of the user.
+        folder: holds the folders of the runs.
+        script_runner: runs train.py or eval.py.
         epoch_steps: optimizer steps of each of the two epochs.
     """
 
     config: Config
     overrides: list[str]
     folder: Path
-    run: StartScript
+    script_runner: ScriptRunner
     epoch_steps: int
     tolerance: float
     precision: str = "64-true"
@@ -69,35 +70,43 @@ class Proof:
     def run_folder(self, name: str) -> Path:
         return self.folder / "train" / "runs" / name
 
-    def start(self, script_name: str, name: str, overrides: list[str]) -> tuple[int, str]:
+    def run_script(self, script_name: str, name: str, overrides: list[str]) -> tuple[int, str]:
         """Run a script; return its exit code and its last line."""
         output = self.folder / f"{name}.txt"
         log_folder = f"paths.log_dir={quote_value(str(self.folder))}"
-        code = self.run(script_name, [*overrides, log_folder], output)
+        code = self.script_runner(script_name, [*overrides, log_folder], output)
         text = output.read_text().strip()
         return code, text.rpartition("\n")[2].removeprefix("error: ")
 
     def train(self, name: str, changes: Mapping[str, Any], trainer: str = "") -> tuple[int, str]:
         """Run train.py as the user does, with changes beside those of every run of a proof."""
         trainer = trainer or self.one_process
-        changes = {**FIXED, **self._sizes(), "trainer": trainer, "run_id": name, **changes}
-        kept = [text for text in self.overrides if _keeps_override(key_of(text), trainer)]
-        return self.start("train", name, overrides_of_trial(kept, changes))
+        changes = {
+            **FIXED_OPTIONS,
+            **self._size_options(),
+            "trainer": trainer,
+            "run_id": name,
+            **changes,
+        }
+        overrides = [text for text in self.overrides if _keeps_override(key_of(text), trainer)]
+        return self.run_script("train", name, overrides_of_trial(overrides, changes))
 
     @property
     def one_process(self) -> str:
         return "gpu" if self.config["choices"].get("trainer") == "gpu" else "cpu"
 
-    def _sizes(self) -> dict[str, Any]:
-        sizes: dict[str, Any] = {"trainer.precision": self.precision}
+    def _size_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"trainer.precision": self.precision}
         for stage in ("train", "val", "test"):
-            sizes[f"trainer.limit_{stage}_batches"] = self.epoch_steps
+            options[f"trainer.limit_{stage}_batches"] = self.epoch_steps
         if self.is_lockstep:
-            batch = self.config["data"].get("global_batch_size", BATCH)
-            sizes["data.global_batch_size"] = BATCH if batch == "max" else min(BATCH, batch)
+            size = self.config["data"].get("global_batch_size", BATCH_SIZE)
+            options["data.global_batch_size"] = (
+                BATCH_SIZE if size == "max" else min(BATCH_SIZE, size)
+            )
         if "pretrained" in self.config["model"]:
-            sizes["model.pretrained"] = False
-        return sizes
+            options["model.pretrained"] = False
+        return options
 
     @property
     def reference(self) -> StepTrace:
@@ -108,27 +117,28 @@ class Proof:
     def train_reference(self) -> None:
         """Train the run that all others are compared with.
 
-        It may settle for float32, and for shorter epochs.
+        It may fall back to float32 and to shorter epochs.
 
         Raises:
             UserError: it does not train.
         """
         code, line = self._train_as_reference()
         if code == EXIT_FAILED:
-            # The module makes float32 tensors itself.
+            # The module may create float32 tensors itself, which float64 weights refuse.
             self.precision = "32-true"
-            self.tolerance = max(self.tolerance, TOLERANCE_32)
+            self.tolerance = max(self.tolerance, FLOAT32_TOLERANCE)
             code, line = self._train_as_reference()
         self._read_reference(code, line)
 
         if self.reference.whole_batches:
-            # The last batch of an epoch is smaller, and may have no equal parts.
+            # The last batch of an epoch is smaller and may not divide into equal parts. Epochs end
+            # before it.
             self.epoch_steps = self.reference.whole_batches
             self._read_reference(*self._train_as_reference())
 
     def _train_as_reference(self) -> tuple[int, str]:
         shutil.rmtree(self.run_folder("reference"), ignore_errors=True)
-        changes = {"test": True, f"+{DIGEST}.keeps_batches": not self.is_lockstep}
+        changes = {"test": True, f"+{DIGEST_KEY}.keeps_batches": not self.is_lockstep}
         return self.train("reference", changes)
 
     def _read_reference(self, code: int, line: str) -> None:
@@ -154,7 +164,7 @@ class Proof:
 
     def compare_repeat(self) -> Difference | None:
         """Train once more without a change; return where the run differs from the reference."""
-        return first_difference(self.trace_run("repeat", {}), self.reference, 0.0)
+        return find_first_difference(self.trace_run("repeat", {}), self.reference, 0.0)
 
     def run_and_resume(
         self, name: str, stop_option: str, exit_codes: tuple[int, ...], step: int
@@ -162,16 +172,16 @@ class Proof:
         """Let an option of StepDigest end a run at a step, resume it, and return its trace.
 
         Args:
-            exit_codes: those that the stop may have.
+            exit_codes: the exit codes that the stopped run may have.
 
         Raises:
             RunFailed: the stop or the resume did not work.
         """
-        code, line = self.train(name, {f"+{DIGEST}.{stop_option}": step})
+        code, line = self.train(name, {f"+{DIGEST_KEY}.{stop_option}": step})
         if code not in exit_codes:
             raise RunFailed(f"the stop ended with exit code {code}: {line}")
-        code, line = self.start(
-            "train", f"{name}-resumed", [f"resume={name}", f"++{DIGEST}.{stop_option}=null"]
+        code, line = self.run_script(
+            "train", f"{name}-resumed", [f"resume={name}", f"++{DIGEST_KEY}.{stop_option}=null"]
         )
         if code != EXIT_OK:
             raise RunFailed(line)
@@ -186,7 +196,7 @@ class Proof:
         if trainer:
             changes["trainer.devices"] = RANKS
         if not self.is_lockstep:
-            changes[f"+{DIGEST}.replay"] = self.run_folder("reference")
+            changes[f"+{DIGEST_KEY}.replay"] = self.run_folder("reference")
         return self.trace_run(name, changes, trainer)
 
     def run_on_two_ranks(self, name: str) -> StepTrace:
@@ -208,7 +218,7 @@ class Proof:
 
 
 def _keeps_override(key: str, trainer: str) -> bool:
-    """Return whether another trainer than the user's has an override."""
+    """Return whether a user's override also holds under the trainer of a proof's run."""
     if key.startswith("trainer.strategy."):
         return trainer == "ddp_sim"
     return not is_placement(key)

@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 
 from lockstep.runs.proof import RANKS
-from lockstep.runs.step_trace import Difference, StepTrace, differing_attributes, state_difference
+from lockstep.runs.step_trace import (
+    Difference,
+    StepTrace,
+    find_changed_attributes,
+    find_state_difference,
+)
 
 
 def cause_of_unseeded(reference: StepTrace) -> str:
@@ -32,13 +37,13 @@ def cause_of_resume(run: StepTrace, reference: StepTrace, difference: Difference
     last_step = reference.steps.get(start.step)
     if last_step is None:
         return "state that is not in the checkpoint"
-    lost_state = state_difference(start, last_step, 0.0)
+    lost_state = find_state_difference(start, last_step, 0.0)
     if lost_state:
         return (
             f"state that is not in the checkpoint: {lost_state}; leave it in on_save_checkpoint, "
             "on_load_checkpoint and state_dict"
         )
-    attributes = ", ".join(f"self.{name}" for name in differing_attributes(start, last_step))
+    attributes = ", ".join(f"self.{name}" for name in find_changed_attributes(start, last_step))
     if difference.kind == "metric" and not attributes:
         return (
             "what the epoch had counted before the stop (torchmetrics, self.log with on_epoch) is "
@@ -78,7 +83,7 @@ def cause_of_unused(unused: Mapping[str, str]) -> str:
 
 
 def has_same_targets(run: StepTrace, reference: StepTrace, step: int) -> bool:
-    """Return whether some tensor of every image of a step is the same, as its class is."""
+    """Return whether each image of a step shares a tensor with the reference, as its class."""
     pairs = zip(run.steps[step].images, reference.steps[step].images, strict=False)
     return all(set(hashes) & set(others) for hashes, others in pairs)
 

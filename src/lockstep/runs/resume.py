@@ -47,9 +47,9 @@ def find_stored_config(overrides: list[str]) -> Config | None:
 
 
 def _find_folder_to_resume(overrides: list[str], environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the folder of the run whose options hold; None if there is none such.
+    """Return the folder of the run whose stored options apply; None if there is none.
 
-    The record of a run that only its bucket knows is fetched first, by one process of each node.
+    If only the bucket has the run, its record is fetched first, by one process of each node.
     """
     locators = [override for override in overrides if keys.is_run_locator(key_of(override))]
     config = plain(compose("train", locators))
@@ -59,8 +59,8 @@ def _find_folder_to_resume(overrides: list[str], environ: Mapping[str, str]) -> 
 
     if has_bucket(config):
         _fetch_record(config, folder, environ)
-    # A job script gives all options each time: those of a start that trained nothing may have been
-    # wrong.
+    # A job script gives all options at each start. A start that trained nothing may have had wrong
+    # ones, so that its options do not apply.
     if folder.config_path.exists() and not has_trained(folder):
         return None
     return folder
@@ -73,28 +73,28 @@ def _remove_rank_counts(overrides: Iterable[Any]) -> list[str]:
 
 
 def _find_named_folder(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the folder of the run that resume= names; None if this node has none such."""
+    """Return the folder of the run that resume= names; None if this node has no such run."""
     try:
         if config["resume"] != "auto":
             return find_run_folder(Path(config["paths"]["log_dir"]), config["resume"])
         run_id = find_requested_run_id(config, environ)
         return folder_of_run_id(config, run_id) if run_id else None
     except UserError:
-        # Another node may have it. Opening the run names what is wrong with it.
+        # Another node may have the run. If none has, this is refused when the run is opened.
         return None
 
 
 def has_bucket(config: Config) -> bool:
-    """Return whether a run has a place in a bucket."""
+    """Return whether the config names a bucket for the run."""
     return bool((config.get("s3") or {}).get("uri"))
 
 
 def _fetch_record(config: Config, folder: RunFolder, environ: Mapping[str, str]) -> None:
-    """Fetch record and config of a run that only its bucket knows, by one process of each node."""
+    """Fetch the record and the config of a run from its bucket, by one process of each node."""
     from lockstep.storage.fetch import fetch_record
 
     if not is_first_on_node(environ):
-        # The first rank of the node logs it.
+        # The first rank of the node logs the transfer.
         logging.getLogger("lockstep.storage").setLevel(logging.WARNING)
     with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
         fetch_record(Bucket.from_config(config["s3"]).joinpath(folder.run_id), folder)
@@ -105,17 +105,17 @@ def _accept_bucket_config(
 ) -> dict[str, Any]:
     """Return the part of a bucket's config that may be used; log what has to be given again.
 
-    Nothing is taken for a group whose class the command line names, as with task._target_=.
+    A group whose class the command line names, as with task._target_=, takes nothing from it.
     """
-    typed = {key_of(override) for override in overrides}
-    roots = tuple(root for root in RUN_ROOTS if f"{root}._target_" not in typed)
+    override_keys = {key_of(override) for override in overrides}
+    roots = tuple(root for root in RUN_ROOTS if f"{root}._target_" not in override_keys)
     title = f"The config of the run {folder.run_id} in its bucket"
     values, rejected = accept_config(config, roots, title)
-    missing = [key for key in rejected if key not in typed]
+    missing = [key for key in rejected if key not in override_keys]
     if missing and is_first_on_node(environ):
         log.info(
-            "Not taken from the bucket's config, give them again to have them: "
-            f"{', '.join(missing)}"
+            "This start does not use these options of the bucket's config; give them again to "
+            f"have them: {', '.join(missing)}"
         )
     return values
 
@@ -132,16 +132,16 @@ def fetch_newer_checkpoints(config: Config) -> None:
         fetch_checkpoints(Bucket.from_config(config["s3"]).joinpath(folder.run_id), folder)
 
 
-def check_bucket(config: Config, folder: RunFolder) -> None:
+def refuse_bucket_of_other_run(config: Config, folder: RunFolder) -> None:
     """Refuse a bucket that holds another run of this id, before anything is written or searched.
 
     A bucket that cannot be used is left to the upload callback, which knows whether it is required.
     """
     if config["task_name"] != "train" or not has_bucket(config):
         return
-    run = Bucket.from_config(config["s3"]).joinpath(folder.run_id)
+    bucket = Bucket.from_config(config["s3"]).joinpath(folder.run_id)
     with contextlib.suppress(S3Error):
-        refuse_other_run(run, read_pointers(run), folder)
+        refuse_other_run(bucket, read_pointers(bucket), folder)
 
 
 def read_earlier_config(folder: RunFolder) -> dict[str, Any] | None:
@@ -167,7 +167,10 @@ def find_finished_run(config: Config) -> RunFolder | None:
 
 
 def find_reached_limit(config: Config, earlier_config: Config, record: RunRecord) -> str | None:
-    """Return epochs, steps or time if a run has finished, and no more of them are asked for."""
+    """Return the limit that a finished run has reached: epochs, steps or time.
+
+    None if the run has not finished, or this start asks for more.
+    """
     if record.status != "finished":
         return None
     limits: Limits = config["trainer"]
@@ -175,20 +178,20 @@ def find_reached_limit(config: Config, earlier_config: Config, record: RunRecord
     if record.ended_by == "max_time":
         return "time" if _has_reached("time", limits, record) else None
 
-    limit = "steps" if record.steps == earlier_limits.get("max_steps") else "epochs"
+    unit = "steps" if record.steps == earlier_limits.get("max_steps") else "epochs"
     # A callback, as EarlyStopping, may have ended the run before its limits.
     names = ("max_epochs", "max_steps", "max_time")
-    is_same = all(limits.get(name) == earlier_limits.get(name) for name in names)
-    return limit if is_same or _has_reached(limit, limits, record) else None
+    is_unchanged = all(limits.get(name) == earlier_limits.get(name) for name in names)
+    return unit if is_unchanged or _has_reached(unit, limits, record) else None
 
 
-def _has_reached(limit: str, limits: Limits, record: RunRecord) -> bool:
+def _has_reached(unit: str, limits: Limits, record: RunRecord) -> bool:
     """Return whether a run has trained for its epochs, steps or time; False without that limit."""
-    if limit == "time":
+    if unit == "time":
         max_time = limits["max_time"]
         trained_s = record.fit_seconds or 0
         return bool(max_time) and parse_seconds(max_time, "trainer.max_time") <= trained_s
-    if limit == "steps":
+    if unit == "steps":
         return 0 <= limits["max_steps"] <= (record.steps or 0)
     return 0 < (limits["max_epochs"] or 0) <= (record.epochs or 0)
 
@@ -197,31 +200,31 @@ def check_resumable(folder: RunFolder, config: Config, record: RunRecord) -> Non
     """Refuse to resume a run that is over, or with an option that cannot change within a run.
 
     Args:
-        config: of this start, with the values that the run has.
-        record: that the earlier start has left.
+        config: the config of this start, with the values that the run has.
+        record: the one that the earlier start has left.
     """
     earlier_config = read_earlier_config(folder) or {}
-    limit = find_reached_limit(config, earlier_config, record)
-    if limit:
+    unit = find_reached_limit(config, earlier_config, record)
+    if unit:
         raise UserError(
             f"The run {folder.run_id} is finished ({record.epochs} epochs): give more "
-            f"trainer.max_{limit} to go on."
+            f"trainer.max_{unit} to go on."
         )
 
     _refuse_other_weights(folder, earlier_config, config)
-    _log_unread_weights(folder, earlier_config, config)
+    _check_weights_of_net(folder, earlier_config, config)
     changes = changes_of(earlier_config, config, defaults_of)
     for change in changes:
         if not keys.may_resume_change(change.key):
-            raise _refusal(folder, change)
-    # A module with several optimizers passes max_steps by itself.
+            raise _changed_option_error(folder, change)
+    # A module with several optimizers passes max_steps, and this alone is no reason to refuse.
     if any(change.key in keys.LENGTHS for change in changes):
         _check_length(folder, config)
     _log_changes(changes, config)
 
 
 def _refuse_other_weights(folder: RunFolder, earlier_config: Config, config: Config) -> None:
-    """Refuse weights to start from that a run with checkpoints of its own would never read."""
+    """Refuse other initial weights, which a run with its own checkpoints would never read."""
     address = config.get(keys.WEIGHTS_AT_START)
     if not address or address == earlier_config.get(keys.WEIGHTS_AT_START):
         return
@@ -233,11 +236,11 @@ def _refuse_other_weights(folder: RunFolder, earlier_config: Config, config: Con
         )
 
 
-def _log_unread_weights(folder: RunFolder, earlier_config: Config, config: Config) -> None:
-    """Say that another file with weights of the net has no effect.
+def _check_weights_of_net(folder: RunFolder, earlier_config: Config, config: Config) -> None:
+    """Log that another file of model.weights= is not read; refuse a file instead of none.
 
-    It is not refused: the path may be another one at each start of a job script. With weights
-    instead of none, images would be normalised as the weights say: that is refused.
+    A job script may name another path at each start, so another path is not refused. Weights that
+    come or go are, because they also decide how images are normalised.
     """
     key = keys.WEIGHTS_OF_NET
     address = _read_option(config, key)
@@ -245,7 +248,7 @@ def _log_unread_weights(folder: RunFolder, earlier_config: Config, config: Confi
     if address == earlier_address:
         return
     if address is None or earlier_address is None:
-        raise _refusal(folder, Change(key, earlier_address, address))
+        raise _changed_option_error(folder, Change(key, earlier_address, address))
     log.info(f"{key}={address} is not read: a run goes on from its own weights.")
 
 
@@ -255,7 +258,7 @@ def _read_option(config: Config, key: str) -> Any:
     return None if value is ABSENT else value
 
 
-def _refusal(folder: RunFolder, change: Change) -> UserError:
+def _changed_option_error(folder: RunFolder, change: Change) -> UserError:
     group, _, name = change.key.partition(".")
     return UserError(
         f"The run {folder.run_id} was started with another {group} ({name or group} {change}): "
@@ -297,7 +300,7 @@ def _log_changes(changes: list[Change], config: Config) -> None:
             others.append(f"{change.key} {change}")
             continue
         note = ""
-        # A schedule of torch keeps its length, and the task may have one of its own.
+        # A schedule of torch keeps its length. So may the task's own, where scheduler= is empty.
         target = str((config.get("scheduler") or {}).get("_target_", "torch."))
         if not target.startswith("torch."):
             note = ": a schedule of scheduler= is stretched over the new length, and may jump"

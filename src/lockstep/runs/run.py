@@ -32,16 +32,16 @@ class Run:
             `overrides`. It is read-only.
         cluster: this rank and those around it.
         resume_step: optimizer steps that a resumed run has done; None for a new run.
-        checkpoint: a path on the machine of rank 0: the run's own checkpoint after a resume_step
-            above 0, else one with initial weights; None: neither.
+        checkpoint: a path on the machine of rank 0. If resume_step is above 0, it is the run's own
+            checkpoint, else one with initial weights; None without either.
 
     Attributes:
-        exit_code: of this process, once the run has been closed.
+        exit_code: the code of this process, once the run has been closed.
         hosts: a description of each node. This and the following are set when the ranks have
             joined.
-        interruption: the callback that saves and ends when a signal came.
+        interruption: the callback that saves a checkpoint and ends the run after a signal.
         hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
-        heartbeat: by which the ranks notice that one of them is lost; None for a single rank.
+        heartbeat: notices that another rank is lost; None for a single rank.
         recorder: the callback that writes run.json while Lightning runs; None before the parts are
             built.
     """
@@ -128,7 +128,7 @@ class Run:
 
 
 def resolve_rank_options(config: Config, cluster: Cluster) -> dict[str, Any]:
-    """Return a copy of the config with devices, nodes and accelerator in place of `auto`."""
+    """Return a copy of the config with the accelerator, devices and nodes of the cluster."""
     copied = copy.deepcopy(dict(config))
     copied["trainer"].update(
         accelerator=cluster.accelerator,

@@ -29,10 +29,11 @@ def folder_of_run_id(config: Config, run_id: str) -> RunFolder:
 
 
 def choose_run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
-    """Return the folder of this run, not yet made, and whether the run is new.
+    """Return the folder of this run, which need not exist, and whether the run is new.
 
     Args:
         run_id: None for a new one.
+
     Raises:
         UserError: there is a run of this id, and nobody asked to continue it.
     """
@@ -72,7 +73,7 @@ def hold_run_lock(folder: RunFolder, wait_s: float = LOCK_WAIT_S) -> IO[str]:
     handle.close()
     raise UserError(
         f"The run {folder.run_id} is still trained by another process, on this machine or on one "
-        f"that shares {folder.path.parent}: end it; where its machine is gone, "
+        f"that shares {folder.path.parent}: end it or, if its machine is gone, "
         f"remove {folder.lock_path}."
     )
 

@@ -30,8 +30,8 @@ def start_ranks(config: Config, cluster: Cluster) -> int:
             run_id = folder.run_id
             exit_stack.enter_context(hold_run_lock(folder))
         else:
-            # The ranks' first meeting tells which run it is; until then their output goes to a
-            # folder of its own.
+            # Only the ranks of this node learn which run it is, when they meet those of node 0.
+            # Their output goes to a temporary folder.
             output = exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))
             folder = RunFolder(Path(output))
         record_end = partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE)
@@ -72,5 +72,5 @@ def _run_agent(
             raise
         return failures.RanksEnd(EXIT_INTERRUPTED)
     finally:
-        # What is left is short: a signal is noted, and no longer interrupts.
+        # The rest is short, so that a signal is recorded and no longer interrupts.
         signals.install_stop_handler(signals.record_signal)

@@ -18,9 +18,9 @@ class Difference:
 
     Args:
         kind: images, learning rate, loss, weights, optimizer, steps or metric.
-        name: of the tensor, the metric or the image.
-        amount: relative to the reference; None where there is no number.
-        ratio: of the reference's value to the run's, where both are numbers.
+        name: the tensor, the metric or the image.
+        amount: the difference relative to the reference; None if it is no number.
+        ratio: the reference's value divided by the run's, if both are numbers.
     """
 
     kind: str
@@ -61,8 +61,8 @@ class Step(State):
 
     Args:
         images: the hashes of each image, of all ranks.
-        draws_random_numbers: of rank 0.
-        losses: of each micro-batch of each rank.
+        draws_random_numbers: whether rank 0 has drawn any.
+        losses: the loss of each micro-batch of each rank.
     """
 
     epoch: int
@@ -84,7 +84,7 @@ class TrainingSetup:
     Args:
         loaders: number of training loaders.
         without_state: classes of the loaders that cannot be resumed by a state.
-        streams: of the loaders whose data set is a stream.
+        streams: the data sets that are streams.
         generators: random generators that data sets hold.
         random_calls: lines of the user's code that draw random numbers.
         batch_norms: names of the layers that normalise a rank's share of the batch.
@@ -103,9 +103,9 @@ class StepTrace:
     """The steps, metrics and starts of all ranks of a run.
 
     Attributes:
-        steps: by optimizer step.
-        metrics: by stage and step, of each rank.
-        setup: of rank 0.
+        steps: each step by its number.
+        metrics: the values of each rank, by stage and step.
+        setup: the setup of rank 0.
         unused: parameters without a gradient in the first step, with the line that makes them.
         starts: the state at each start.
     """
@@ -133,7 +133,7 @@ class StepTrace:
 
 
 def read_trace(folder: Path) -> StepTrace:
-    """Return the trace of a run's folder; a step that was done again counts as it was last."""
+    """Return the trace of a run's folder; if a step was repeated, its last repetition counts."""
     # Rank 2 comes before rank 10.
     paths = sorted(folder.glob("steps-rank*.jsonl"), key=lambda path: (len(path.name), path.name))
     trace = _read_rank(paths[0]) if paths else StepTrace()
@@ -143,7 +143,7 @@ def read_trace(folder: Path) -> StepTrace:
 
 
 def _read_rank(path: Path) -> StepTrace:
-    """Return the trace of one rank; of two rows of a step or a metric the last one counts."""
+    """Return the trace of one rank; the last row of a step or a metric counts."""
     trace = StepTrace()
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -174,27 +174,27 @@ def _add_rank(trace: StepTrace, rank_trace: StepTrace) -> None:
     trace.unused.update(rank_trace.unused)
 
 
-def first_difference(
+def find_first_difference(
     run: StepTrace, reference: StepTrace, tolerance: float, *, compares_metrics: bool = True
 ) -> Difference | None:
     """Return where a run first differs from its reference.
 
     Args:
         tolerance: the largest relative difference; 0: equal to the bit.
-        compares_metrics: also what the module logs.
+        compares_metrics: compare what the module logs, too.
     """
     for step, expected in reference.steps.items():
         if step not in run.steps:
             return Difference("steps", step, f"end at {max(run.steps, default=0)}")
-        difference = step_difference(run.steps[step], expected, tolerance)
+        difference = find_step_difference(run.steps[step], expected, tolerance)
         if difference:
             return difference
     if compares_metrics:
-        return metric_difference(run, reference, tolerance)
+        return find_metric_difference(run, reference, tolerance)
     return None
 
 
-def step_difference(run: Step, expected: Step, tolerance: float) -> Difference | None:
+def find_step_difference(run: Step, expected: Step, tolerance: float) -> Difference | None:
     """Return the first difference of a step: what it read, then its loss, then what it changed."""
     step = expected.step
     position = _find_first_unequal(run.images, expected.images)
@@ -209,10 +209,10 @@ def step_difference(run: Step, expected: Step, tolerance: float) -> Difference |
     if amount > tolerance:
         ratio = expected.loss / run.loss if run.loss and expected.loss else None
         return Difference("loss", step, "", amount, ratio)
-    return state_difference(run, expected, tolerance)
+    return find_state_difference(run, expected, tolerance)
 
 
-def state_difference(run: State, expected: State, tolerance: float) -> Difference | None:
+def find_state_difference(run: State, expected: State, tolerance: float) -> Difference | None:
     """Return the tensor that differs most among the weights, else in the optimizer's state."""
     for kind in DIGESTS:
         name, amount = _find_largest_difference(
@@ -257,7 +257,7 @@ def _find_largest_difference(
             continue
         change = max(abs(digest.norm - other.norm), abs(digest.projection - other.projection))
         amount = change / (norms[_moment_of(name)] or 1.0)
-        # A difference that neither number shows is still one to the bit.
+        # The bytes may differ where neither number does. Without a tolerance this counts, too.
         if amount > worst or (tolerance == 0 and not worst_name) or amount != amount:
             worst_name = name
             worst = amount
@@ -265,7 +265,7 @@ def _find_largest_difference(
 
 
 def _largest_norms(digests: dict[str, list[Any]]) -> dict[str, float]:
-    """Return the largest norm of each moment of an optimizer; of weights that of ""."""
+    """Return the largest norm of each moment of an optimizer; weights have the moment ""."""
     norms: dict[str, float] = {}
     for name, values in digests.items():
         moment = _moment_of(name)
@@ -288,7 +288,7 @@ def relative_difference(value: float | None, expected: float | None) -> float:
     return math.inf if difference != difference else difference
 
 
-def metric_difference(
+def find_metric_difference(
     run: StepTrace, reference: StepTrace, tolerance: float, names: list[str] | None = None
 ) -> Difference | None:
     """Return the first metric of a validation or an epoch that differs, by the values of rank 0.
@@ -296,7 +296,7 @@ def metric_difference(
     A validation that only one of the two has is left out: a resume has no sanity check.
 
     Args:
-        names: of the metrics; None: all.
+        names: the metrics to compare; None: all.
     """
     for (stage, step), ranks in reference.metrics.items():
         if (stage, step) not in run.metrics:
@@ -312,7 +312,7 @@ def metric_difference(
     return None
 
 
-def differing_attributes(run: State, expected: State) -> list[str]:
-    """Return the plain attributes of the module that differ between two states."""
+def find_changed_attributes(run: State, expected: State) -> list[str]:
+    """Return the attributes of the module that differ between two states."""
     attributes = run.attributes
     return [name for name, value in expected.attributes.items() if attributes.get(name) != value]

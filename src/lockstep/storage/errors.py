@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.process.errors import UserError
 
-# By the code of S3's answer or the class of botocore's exception.
+# A key is the code of S3's answer or the class of botocore's exception.
 SENTENCES = {
     "NoSuchBucket": "the bucket {bucket} does not exist{place}: create it, or correct the address",
     "NoSuchKey": "there is no such object in bucket {bucket}{place}",
@@ -70,17 +70,17 @@ def translate_errors(bucket: Any) -> Iterator[None]:
         raise
     except Exception as error:
         place = f" at {bucket.endpoint_url}" if bucket.endpoint_url else ""
-        s3_error = translate(error, bucket.name, place)
+        s3_error = to_s3_error(error, bucket.name, place)
         if s3_error is None:
             raise
         raise s3_error from None
 
 
-def translate(error: BaseException, bucket: str, place: str) -> S3Error | None:
+def to_s3_error(error: BaseException, bucket: str, place: str) -> S3Error | None:
     """Return the S3Error for an error; None for one that has nothing to do with S3.
 
     Args:
-        bucket: its name.
+        bucket: the name of the bucket.
         place: " at https://store", or empty for Amazon's.
     """
     from boto3.exceptions import Boto3Error

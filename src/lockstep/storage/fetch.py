@@ -34,14 +34,13 @@ from lockstep.storage.s3 import Bucket, TransferProgress, is_s3
 log = logging.getLogger(__name__)
 
 STEP = re.compile(r"-step(\d{1,12})")
-# The files that a run records. Nothing in them decides anything, because others may write to the
-# bucket.
+# A run records these files. No decision depends on them, because others may write to the bucket.
 RECORD_FILE = re.compile(
     r"run\.json|config\.yaml|page\.md|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|png|txt)"
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
 MAX_FILE_BYTES = 64 * 2**20
-# A fetched checkpoint that nobody has used for so long is removed.
+# A fetched checkpoint is removed if nobody has used it for this long.
 UNUSED_S = 30 * 24 * 3600.0
 
 
@@ -49,9 +48,9 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
     """Return the absolute path of a checkpoint on this machine.
 
     Args:
-        address: a file; a run: its id or its folder; s3://bucket/prefix/run_id, of which best.json
-            names the checkpoint; or an object s3://…/x.ckpt.
-        logs: the folder that holds runs, and in cache/ what is fetched.
+        address: a file, the id or the folder of a run, the address s3://bucket/prefix/run_id of a
+            run, whose best.json names the checkpoint, or an object s3://…/x.ckpt.
+        logs: the folder that holds runs. Its cache/ holds the fetched checkpoints.
         s3: the config's node s3 (endpoint_url); its uri is not used.
     """
     if is_s3(address):
@@ -78,7 +77,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None) ->
 
 
 def _check_file(checkpoint: Path) -> None:
-    """Refuse a checkpoint that is not what its sidecar says. A file without a sidecar is taken."""
+    """Refuse a checkpoint that differs from its sidecar. A file without a sidecar is accepted."""
     if read_sidecar(checkpoint) is None:
         return
     fault = files.fault_of(checkpoint)
@@ -92,9 +91,9 @@ def _check_file(checkpoint: Path) -> None:
 def _remove_unused(cache: Path, used_path: Path) -> None:
     """Remove fetched checkpoints that nobody has used for a month, but not the one in use now.
 
-    Each of them can be fetched again, by the address that it was fetched by.
+    Each of them can be fetched again from its address.
     """
-    # The disk may be another user's.
+    # The files may belong to another user.
     with contextlib.suppress(OSError):
         os.utime(files.sidecar_path(used_path))
         for path in cache.glob("*/*.ckpt"):
@@ -105,12 +104,12 @@ def _remove_unused(cache: Path, used_path: Path) -> None:
 
 
 def _log_cache_size(cache: Path) -> None:
-    """Log what several fetched checkpoints take of the disk."""
+    """Log how much of the disk the fetched checkpoints take, if there are several."""
     sizes = [path.stat().st_size for path in cache.glob("*/*.ckpt")]
     if len(sizes) > 1:
         log.info(
             f"{cache} holds {sum(sizes) / 1e9:.1f} GB in {len(sizes)} fetched checkpoints. You may "
-            "delete it: what is used again is fetched again."
+            "delete it: a checkpoint that is used again is fetched again."
         )
 
 
@@ -128,9 +127,9 @@ def _fetch_from_bucket(address: str, s3: Mapping[str, Any], cache: Path) -> Path
 
 
 def _fetch_object(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
-    """Fetch a checkpoint that no pointer names; its sha256 may be in the object's metadata.
+    """Fetch a checkpoint that no pointer names. The object's metadata may hold its sha256.
 
-    Metadata and ETag are not trusted: they may be text that leads out of the cache.
+    Metadata and ETag are not trusted: they may be paths that lead out of the cache.
     """
     folder_address, _, name = address.rpartition("/")
     bucket = Bucket.from_config(s3, folder_address)
@@ -152,10 +151,10 @@ def fetch_checkpoint(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, k
     """Return a checkpoint of the bucket as a whole file in `folder`, with its sidecar.
 
     Args:
-        sidecar: what the object must be; an empty sha256 is not checked.
+        sidecar: the size and the sha256 that the object must have. An empty sha256 is not checked.
 
     Raises:
-        S3Error: code Damaged if the object is not what was uploaded.
+        S3Error: with the code Damaged if the object has another size or sha256.
     """
     name = files.checkpoint_name(kind, sidecar.step)
     address = bucket.address(key)
@@ -179,7 +178,7 @@ def fetch_checkpoint(bucket: Bucket, key: str, sidecar: Sidecar, folder: Path, k
 
 
 def fetch_record(bucket: Bucket, folder: RunFolder) -> None:
-    """Bring back record, config and curves of a run from its bucket, unless nothing there is newer.
+    """Fetch record, config and curves of a run, unless this machine's checkpoints are as new.
 
     Raises:
         OtherRunError: this machine has trained another run of the same id.
@@ -196,19 +195,19 @@ def fetch_record(bucket: Bucket, folder: RunFolder) -> None:
             if RECORD_FILE.fullmatch(key) and size <= MAX_FILE_BYTES:
                 _fetch_file(bucket, key, folder)
     except S3Error as error:
-        # With a local checkpoint, the fetching of checkpoints says that the bucket cannot be used.
+        # With a local checkpoint the run goes on, and fetch_checkpoints logs the error.
         if not any(files.complete_checkpoints(folder.checkpoints)):
             raise _fetch_error(bucket, folder, error) from None
 
 
 def fetch_for_page(bucket: Bucket, folder: Path) -> None:
-    """Copy the files of a run that its page is made of from the bucket into an empty folder.
+    """Fetch the files from which the page of a run is made into an empty folder.
 
-    Its TensorBoard files stay in the bucket: an empty folder says that there are some.
+    TensorBoard files stay in the bucket. An empty folder tensorboard/ says that there are some.
 
     Raises:
         S3Error: the bucket cannot be read.
-        UserError: the address is no run's.
+        UserError: there is no run at the address.
     """
     for key, size, _ in list(bucket.list()):
         if not RECORD_FILE.fullmatch(key) or size > MAX_FILE_BYTES:
@@ -222,7 +221,11 @@ def fetch_for_page(bucket: Bucket, folder: Path) -> None:
 
 
 def _remove_untrained_start(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
-    """Let the run in the bucket take the place of a local start that trained nothing."""
+    """Remove the record of a local start that trained nothing, for another run in the bucket.
+
+    Raises:
+        OtherRunError: the local run has trained.
+    """
     if is_free_or_same_run(bucket, pointers, folder):
         return
     if has_trained(folder):
@@ -232,18 +235,20 @@ def _remove_untrained_start(bucket: Bucket, pointers: Pointers, folder: RunFolde
 
 def _fetch_file(bucket: Bucket, key: str, folder: RunFolder) -> None:
     path = folder.path / key
+    # The user may have written on the page.
     if path == folder.page and path.exists():
-        return  # it may have words of the user's
+        return
+    # The config is not trusted, because others may write to the bucket.
     if path == folder.config_path:
-        path = folder.bucket_config_path  # it is not trusted: others may write to the bucket
+        path = folder.bucket_config_path
     bucket.download(key, path)
 
 
 def fetch_checkpoints(bucket: Bucket, folder: RunFolder) -> None:
-    """Bring back the best and the newest checkpoint of a run, unless the local ones are newer.
+    """Fetch the best and the newest checkpoint of a run, unless the local ones are as new.
 
-    A damaged checkpoint in the bucket is passed over. A bucket that cannot be used is an error only
-    where this machine has no whole checkpoint to resume from.
+    A damaged checkpoint in the bucket is skipped. A bucket that cannot be used is an error only if
+    this machine has no whole checkpoint to resume from.
     """
     try:
         for kind, pointer in read_pointers(bucket).items():
@@ -261,7 +266,7 @@ def fetch_checkpoints(bucket: Bucket, folder: RunFolder) -> None:
 def _newest_step(folder: RunFolder, kind: str) -> int:
     """Return the step of the newest whole checkpoint on this machine; -1 if there is none.
 
-    For "last" every checkpoint counts that a run can resume from.
+    For the kind "last", each checkpoint counts from which a run can resume.
     """
     checkpoint = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
     sidecar = read_sidecar(checkpoint) if checkpoint else None
@@ -289,7 +294,8 @@ def _has_newer_checkpoint(pointers: Pointers, folder: RunFolder) -> bool:
     for path, sidecar in files.complete_checkpoints(folder.checkpoints):
         if path.name.startswith("best-"):
             steps["best"] = max(steps["best"], sidecar.step)
-        if not sidecar.weights_only:  # a run can resume from it, as from a last one
+        # A run can resume from a best checkpoint with the optimizer's state, too.
+        if not sidecar.weights_only:
             steps["last"] = max(steps["last"], sidecar.step)
     for kind, pointer in pointers.items():
         if pointer.checkpoint is not None and pointer.checkpoint.step > steps[kind]:

@@ -4,7 +4,7 @@
 <prefix>/<run_id>/checkpoints/best-step00000123-1a2b3c4d.ckpt  step and beginning of the sha256
 
 Two machines can give two runs the same id. Each run therefore has a random uuid, in its run.json
-and in its pointers, and a place that holds another uuid is refused. Imports no torch.
+and in its pointers. A run refuses a place whose pointers hold another uuid. Imports no torch.
 """
 
 import json
@@ -22,9 +22,9 @@ from lockstep.storage.errors import OtherRunError
 from lockstep.storage.s3 import Bucket
 
 KINDS = ("best", "last")
-# A pointer may name any checkpoint for a download.
+# A pointer may name any file below checkpoints/ for a download.
 READABLE_KEY = re.compile(r"checkpoints/[A-Za-z0-9_-][A-Za-z0-9._-]*")
-# The names that a run gives its checkpoints: nothing else below checkpoints/ is ever deleted.
+# A run gives its checkpoints these names, and deletes nothing else.
 DELETABLE_KEY = re.compile(r"checkpoints/(best|last)-step\d{8,}-[0-9a-f]{8}\.ckpt")
 UUID = re.compile(r"[0-9a-f]{32}")
 
@@ -34,25 +34,25 @@ class Pointer:
     """The content of best.json or last.json in the bucket.
 
     Args:
-        checkpoint: the complete checkpoint that it names; None: there is none yet.
-        key: of the checkpoint, relative to the run's place in the bucket.
-        start: the time at which the run was started that wrote this, in seconds since 1970.
-        uuid: of the run; empty if version 2.0.0 wrote the pointer.
+        checkpoint: the complete checkpoint that the pointer names; None if there is none yet.
+        key: the key of the checkpoint, relative to the run's place in the bucket.
+        started_at_s: when the start of the run that wrote the pointer began, in seconds since 1970.
+        uuid: the uuid of the run; empty if version 2.0.0 wrote the pointer.
         leftovers: keys that the run has uploaded or begun to upload, and no longer needs.
-        etag: None: the pointer does not exist.
+        etag: the ETag of the object; None if the pointer does not exist.
     """
 
     checkpoint: Sidecar | None = None
     key: str = ""
-    start: float = 0.0
+    started_at_s: float = 0.0
     uuid: str = ""
     leftovers: tuple[str, ...] = ()
     etag: str | None = None
 
     def to_json(self) -> str:
-        # Without a key, nobody reads this sidecar.
+        # If the pointer names no checkpoint, its key is empty and nobody reads this sidecar.
         sidecar = asdict(self.checkpoint or Sidecar(0))
-        values = {"key": self.key, "start": self.start, "uuid": self.uuid}
+        values = {"key": self.key, "start": self.started_at_s, "uuid": self.uuid}
         return json.dumps({**sidecar, **values, "leftovers": self.leftovers}, indent=1)
 
 
@@ -68,11 +68,11 @@ def read_pointers(bucket: Bucket) -> Pointers:
 
 
 def read_pointer(bucket: Bucket, kind: str) -> Pointer:
-    """Return a pointer; it names no checkpoint if a run could not have written what it says."""
+    """Return a pointer, which names no checkpoint if its content is not what a run writes."""
     content, etag = bucket.read(f"{kind}.json")
     values = _json_object(content)
     key = str(values.get("key"))
-    start = values.get("start")
+    started_at_s = values.get("start")
     uuid = str(values.get("uuid"))
     leftovers = values.get("leftovers")
     checkpoint = parse_sidecar(values) if READABLE_KEY.fullmatch(key) else None
@@ -81,7 +81,7 @@ def read_pointer(bucket: Bucket, kind: str) -> Pointer:
     return Pointer(
         checkpoint=checkpoint,
         key=key if checkpoint else "",
-        start=start if isinstance(start, float) else 0.0,
+        started_at_s=started_at_s if isinstance(started_at_s, float) else 0.0,
         uuid=uuid if UUID.fullmatch(uuid) else "",
         leftovers=tuple(name for name in leftovers if DELETABLE_KEY.fullmatch(str(name))),
         etag=etag,
@@ -107,7 +107,7 @@ def read_uuid(folder: RunFolder) -> str:
 
 
 def store_uuid(folder: RunFolder, uuid: str) -> None:
-    """Store the uuid of a run that has no run.json, or one without a uuid."""
+    """Store the uuid of a run whose run.json is missing or has no uuid."""
     write_atomically(_uuid_path(folder), lambda file: file.write(uuid))
 
 
@@ -126,9 +126,12 @@ def is_free_or_same_run(bucket: Bucket, pointers: Pointers, folder: RunFolder) -
 
 
 def _is_same_run_of_old_version(bucket: Bucket, folder: RunFolder) -> bool:
-    """Compare a place without a uuid by the time at which its run was first started."""
+    """Return whether a place whose pointers have no uuid holds the run of this folder.
+
+    Version 2.0.0 wrote no uuid. The time at which the run was first started tells runs apart.
+    """
     content, _ = bucket.read(folder.record_path.name)
-    # Without run.json only the run id tells whose place it is: a folder that has trained goes on.
+    # Without run.json only the run id is left. A folder that has trained counts as the same run.
     if content is None:
         return any(complete_checkpoints(folder.checkpoints))
     record = read_record(folder.record_path) if folder.record_path.exists() else RunRecord()

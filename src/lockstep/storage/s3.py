@@ -1,6 +1,6 @@
 """A place in an S3 bucket, through boto3's client and its transfer manager.
 
-boto3's own configuration counts: profiles, AWS_ENDPOINT_URL(_S3), regions, addressing style,
+boto3's own configuration applies: profiles, AWS_ENDPOINT_URL(_S3), regions, addressing style,
 credential processes, AWS_MAX_ATTEMPTS, AWS_REQUEST_CHECKSUM_CALCULATION. boto3 is imported when a
 client is first needed.
 """
@@ -89,7 +89,7 @@ class Bucket:
 
         for name in VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
-        # Its tracebacks are sentences of storage/errors.py.
+        # storage/errors.py says in sentences what this one logs as tracebacks.
         logging.getLogger("botocore.credentials").setLevel(logging.CRITICAL)
         config = Config(connect_timeout=10, read_timeout=30, max_pool_connections=32)
         session = boto3.session.Session()
@@ -117,7 +117,7 @@ class Bucket:
         """Write a small object and return its ETag.
 
         Args:
-            arguments: of put_object, such as IfMatch and IfNoneMatch.
+            arguments: other arguments of put_object, such as IfMatch and IfNoneMatch.
         """
         return str(self.call("put_object", key, Body=data, **arguments)["ETag"])
 
@@ -136,7 +136,7 @@ class Bucket:
             extra: dict[str, Any] = {}
             if sha256:
                 extra["Metadata"] = {"sha256": sha256}
-            # Older stores need this setting.
+            # The user of an older store sets when_required, and no checksum is sent.
             if self.client.meta.config.request_checksum_calculation != "when_required":
                 extra["ChecksumAlgorithm"] = "CRC32"
             config = TransferConfig(PART_BYTES, max_concurrency=4, multipart_chunksize=PART_BYTES)
@@ -148,11 +148,11 @@ class Bucket:
         with translate_errors(self):
             self.client.download_file(self.name, self.prefix + key, str(path), Callback=progress)
 
-    def list(self, beginning: str = "") -> Iterator[tuple[str, int, str]]:
-        """Yield (key, bytes, ETag) of every object whose key has this beginning, by key."""
+    def list(self, key_prefix: str = "") -> Iterator[tuple[str, int, str]]:
+        """Yield (key, bytes, ETag) of every object whose key begins so, in the order of keys."""
         with translate_errors(self):
             paginator = self.client.get_paginator("list_objects_v2")
-            for page in paginator.paginate(Bucket=self.name, Prefix=self.prefix + beginning):
+            for page in paginator.paginate(Bucket=self.name, Prefix=self.prefix + key_prefix):
                 for entry in page.get("Contents", []):
                     key = entry["Key"].removeprefix(self.prefix)
                     yield key, entry["Size"], entry["ETag"].strip('"')
@@ -166,7 +166,7 @@ class Bucket:
     def web_url(self, key: str) -> str:
         """Return the address under which a browser finds an object that all may read.
 
-        It has boto3's addressing style.
+        It has the addressing style of boto3's configuration.
         """
         place = {"Bucket": self.name, "Key": self.prefix + key}
         return str(self.client.generate_presigned_url("get_object", place)).partition("?")[0]
@@ -176,7 +176,7 @@ class TransferProgress:
     """Count transferred bytes, and log every ten seconds how long the rest takes.
 
     Args:
-        action: the begin of the line, such as "copying s3://bucket/photos".
+        action: the first words of the line, such as "copying s3://bucket/photos".
         total: bytes.
     """
 

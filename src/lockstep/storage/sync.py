@@ -21,11 +21,11 @@ from lockstep.storage.s3 import Bucket, TransferProgress
 log = logging.getLogger(__name__)
 
 THREADS = 16
-# After each failed try but the last.
+# The pause after each failed try; None after the last one.
 PAUSES_S = (1, 2, 4, 8, None)
-# A file that was written in this time may be a part that another node is fetching.
+# Another node may still be fetching a part that was written within this time.
 NEW_PART_S = 600
-# Another try does not change these answers.
+# Another try would get these answers again.
 FINAL_ERRORS = ("AccessDenied", "NoSuchKey", "PreconditionFailed")
 BLOCK_BYTES = 2**20
 
@@ -49,9 +49,9 @@ class RemoteFile(NamedTuple):
 def sync(uri: str, cache: Path, s3: Config | None = None) -> Path:
     """Return the folder in `cache` with the current content of the bucket.
 
-    If `uri` names an object, it is the file. Every rank may call it: the first one on a node
-    copies, the others wait. Files whose size and ETag are still those of the bucket stay, also
-    those that a killed process has copied; files that are not in the bucket are deleted.
+    If `uri` names an object, return its file. Every rank may call it: the first one on a node
+    copies, the others wait. Files with the size and ETag of the bucket's object stay, even if a
+    killed process has copied them. All other files are deleted.
 
     Raises:
         UserError: the bucket cannot be read, nothing lies there, or the disk has no room for it.
@@ -71,7 +71,7 @@ def _list_remote_files(uri: str, s3: Config) -> tuple[Bucket, str, list[RemoteFi
     """Return the bucket, the name of the one object that `uri` names or "", and the files.
 
     Raises:
-        UserError: there is nothing, or a key that is no name of a file.
+        UserError: there is no object, or a key cannot be a path of a file.
     """
     bucket = Bucket.from_config(s3, uri)
     name = ""
@@ -99,7 +99,7 @@ def _is_safe(key: str) -> bool:
 
 
 def _copy_missing(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None:
-    """Make `folder` what the bucket holds."""
+    """Make `folder` equal to the bucket."""
     folder.mkdir(parents=True, exist_ok=True)
     missing_files = _remove_outdated(files, folder)
     missing_bytes = sum(file.size for file in missing_files)
@@ -121,7 +121,7 @@ def _copy_missing(bucket: Bucket, files: list[RemoteFile], folder: Path) -> None
 
 
 def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
-    """Delete files that are not as in the bucket; return those that are missing then, by key."""
+    """Delete files that differ from the bucket; return the missing ones, in the order of keys."""
     missing_files = {file.key: file for file in files}
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         key = path.relative_to(folder).as_posix()
@@ -131,14 +131,14 @@ def _remove_outdated(files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
             path.unlink()
     # An empty folder would count as a class.
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
-        # It may hold files.
+        # A folder with files in it stays.
         with contextlib.suppress(OSError):
             inner.rmdir()
     return [missing_files[key] for key in sorted(missing_files)]
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether another node may be fetching a file: locks of some disks end at the node."""
+    """Return whether another node may be fetching a file, which on some disks no lock prevents."""
     is_part = path.name.startswith(".") and path.suffix == ".part"
     is_other_nodes = not path.name.endswith(f".{socket.gethostname()}.part")
     return is_part and is_other_nodes and time.time() - path.stat().st_mtime < NEW_PART_S

@@ -54,10 +54,10 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 LONGEST_DELAY_S = 60.0
 LONGEST_DELAY_AT_END_S = 5.0
-# In this order: a machine that is about to go sends its last checkpoint first.
+# The order counts: a machine that is about to go sends its last checkpoint first.
 INTERVALS_S = {"last": 600.0, "best": 0.0, "files": 60.0}
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
-# A stopped run has waited before, and one whose input was refused has trained nothing.
+# A stopped run has already waited for uploads, and a run with refused input has trained nothing.
 SHORT_TIMEOUT_S = 5.0
 NOT_YET = "not uploaded yet"
 
@@ -66,7 +66,7 @@ class Uploader:
     """The upload thread of one run.
 
     Args:
-        start: start time of the run; a process with an older one stops uploading.
+        started_at_s: when this start of the run began; a process of an older start stops uploading.
         takes_over: true for a new start of the run, false to upload what an earlier process left.
     """
 
@@ -74,12 +74,12 @@ class Uploader:
         self,
         bucket: Bucket,
         folder: RunFolder,
-        start: float,
+        started_at_s: float,
         takes_over: bool = True,
     ) -> None:
         self.bucket = bucket
         self.folder = folder
-        self.start_time = start
+        self.started_at_s = started_at_s
         self.takes_over = takes_over
         self.intervals_s = INTERVALS_S.copy()
         self._due_at = {"last": time.monotonic() + INTERVALS_S["last"], "best": 0.0, "files": 0.0}
@@ -99,7 +99,7 @@ class Uploader:
             self.uuid = new_uuid()
             store_uuid(folder, self.uuid)
         if takes_over:
-            store_start(folder, start)
+            store_start(folder, started_at_s)
 
     def start(self) -> None:
         self._thread.start()
@@ -122,7 +122,7 @@ class Uploader:
 
     def status(self) -> JsonObject:
         """Return the best checkpoint in the bucket, and why a newer one is not there."""
-        error = self._error if self._newest("best") else None
+        error = self._error if self._find_unsent("best") else None
         pointer = self._pointers["best"]
         if pointer.checkpoint is None:
             return JsonObject(error=error)
@@ -134,7 +134,7 @@ class Uploader:
         )
 
     def claim(self) -> None:
-        """Make this the start of the run that may move the pointers; clean up after earlier ones.
+        """Make this start of the run the one that may move the pointers, and clean up after others.
 
         Raises:
             OtherRunError: the place holds another run; nothing was written.
@@ -144,25 +144,25 @@ class Uploader:
         self._become_newest(pointers)
         self._pointers = pointers
         for kind, pointer in pointers.items():
-            is_claimed = pointer.start == self.start_time and pointer.uuid == self.uuid
+            is_claimed = pointer.started_at_s == self.started_at_s and pointer.uuid == self.uuid
             # Before leftovers are deleted, no other process may be able to point to one of them.
             if not is_claimed or pointer.leftovers:
                 self._write_pointer(kind)
         if self.takes_over:
-            store_start(self.folder, self.start_time)
+            store_start(self.folder, self.started_at_s)
         self.takes_over = False
         self._has_claimed = True
         self._clean_up()
 
     def _become_newest(self, pointers: Pointers) -> None:
         """Make this start the newest one, even if the clock of its machine is behind."""
-        newest = max(pointer.start for pointer in pointers.values())
-        if newest <= self.start_time:
+        newest = max(pointer.started_at_s for pointer in pointers.values())
+        if newest <= self.started_at_s:
             return
         if not self.takes_over:
             self._stopped = True
             raise S3Error("a newer start of this run has taken over in the bucket")
-        self.start_time = newest + 0.001
+        self.started_at_s = newest + 0.001
 
     def _clean_up(self) -> None:
         """Delete what earlier starts of this run left, as far as the bucket permits.
@@ -178,10 +178,10 @@ class Uploader:
     def _is_flushed(self) -> bool:
         return self._flushes_done == self._flushes_requested
 
-    def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
+    def _find_unsent(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the newest checkpoint if it is not in the bucket yet, else None.
 
-        A last one that is the best one, too, is uploaded as best only.
+        If the last checkpoint is also the best one, only the best one is uploaded.
         """
         newest = next(complete_checkpoints(self.folder.checkpoints, kind), None)
         if newest is None:
@@ -245,14 +245,15 @@ class Uploader:
 
     def _write_pointer(self, kind: str, **changes: Any) -> None:
         """Write best.json or last.json, unless another process has written it meanwhile."""
-        pointer = replace(self._pointers[kind], start=self.start_time, uuid=self.uuid, **changes)
+        old = self._pointers[kind]
+        pointer = replace(old, started_at_s=self.started_at_s, uuid=self.uuid, **changes)
         condition = {"IfMatch": pointer.etag} if pointer.etag else {"IfNoneMatch": "*"}
         etag = self.bucket.write(f"{kind}.json", pointer.to_json().encode(), **condition)
         self._pointers[kind] = replace(pointer, etag=etag)
 
     def _send_checkpoint(self, kind: str) -> None:
         copy = self.folder.path / "upload" / "sending.ckpt"
-        while newest := self._newest(kind):
+        while newest := self._find_unsent(kind):
             path, sidecar = newest
             try:
                 files.link(path, copy)
@@ -287,7 +288,7 @@ class Uploader:
                 self.bucket.call("delete_object", key)
 
     def _abort_unfinished_uploads(self) -> None:
-        """Abort what a killed process of this run was sending, whose parts the store bills."""
+        """Abort uploads of a killed process of this run, whose parts the store bills."""
         keys_of_run = {key for _, key in self._files()}
         for pointer in self._pointers.values():
             keys_of_run |= {pointer.key, *pointer.leftovers}
@@ -345,7 +346,7 @@ def _final_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader
     """Return an uploader of what a run has left.
 
     Returns:
-        None for a run that has no bucket, or that ended before it reached it.
+        None for a run that has no bucket, or that has neither claimed it nor saved a checkpoint.
     """
     if not s3 or not s3.get("uri") or not folder.record_path.exists():
         return None
@@ -392,7 +393,7 @@ def send_files(s3: Mapping[str, Any] | None, folder: RunFolder, is_short: bool =
     """Upload the final record, the page and its figures, after the checkpoints.
 
     Args:
-        is_short: try it for a few seconds only.
+        is_short: give up after a few seconds.
 
     Returns:
         Whether they are in the bucket now.
@@ -417,7 +418,9 @@ def release_claim(s3: Mapping[str, Any] | None, folder: RunFolder) -> None:
     bucket = Bucket.from_config(s3).joinpath(folder.run_id)
     with contextlib.suppress(S3Error):
         pointers = read_pointers(bucket)
-        claims = {(pointer.uuid, pointer.start) for pointer in pointers.values() if pointer.etag}
+        claims = {
+            (pointer.uuid, pointer.started_at_s) for pointer in pointers.values() if pointer.etag
+        }
         is_unused = not any(pointer.checkpoint for pointer in pointers.values())
         if is_unused and claims == {(read_uuid(folder), _read_start(folder))}:
             for kind in KINDS:

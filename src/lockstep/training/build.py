@@ -44,7 +44,7 @@ from lockstep.training.weights import check_fits, facts_of, load_or_check_weight
 
 log = logging.getLogger(__name__)
 
-# Options of the data that a checkpoint has resolved.
+# A checkpoint stores these options of the data as they were resolved.
 RESOLVED_DATA_OPTIONS = ("mean", "std", "crop_pct", "interpolation")
 # Facts about training images, which an evaluation takes from the checkpoint.
 TRAINING_IMAGE_FACTS = ("class_counts", "target_mean", "target_std")
@@ -111,7 +111,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
 
 
 def _load_task_weights(module: Any, checkpoint: Checkpoint, run: Run) -> None:
-    """Load the weights of a task; Lightning loads other modules, whose hooks may make layers."""
+    """Load the weights of a task; Lightning loads those of others, whose hooks may make layers."""
     if isinstance(module, Task):
         check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
         module.load_state_dict(checkpoint["state_dict"])
@@ -130,7 +130,7 @@ def _check_loaders(module: Any, run: Run) -> None:
 
 
 def build_strategy(run: Run) -> Any:
-    """Return the trainer's strategy; "auto", Lightning's, for one process on one device.
+    """Return the trainer's strategy. One process on one device has Lightning's "auto".
 
     Raises:
         UserError: it cannot do what the trainer's options ask for, or this machine lacks what it
@@ -143,16 +143,17 @@ def build_strategy(run: Run) -> Any:
     elif run.cluster.world_size > 1:
         strategy = DDP()
 
-    able = capabilities(strategy)
-    if options["compile"] not in (False, None, "auto") and not able.supports_compile:
+    strategy_capabilities = capabilities(strategy)
+    is_compiled = options["compile"] not in (False, None, "auto")
+    if is_compiled and not strategy_capabilities.supports_compile:
         raise UserError(
             "trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp."
         )
-    if options["ema_decay"] and able.no_ema:
+    if options["ema_decay"] and strategy_capabilities.no_ema:
         raise UserError(
             f"trainer.ema_decay={options['ema_decay']} cannot average weights under "
-            f"{type(strategy).__name__}, where {able.no_ema}: leave it out, or choose trainer=ddp "
-            "(on CPUs ddp_sim)."
+            f"{type(strategy).__name__}, where {strategy_capabilities.no_ema}: leave it out, or "
+            "choose trainer=ddp (on CPUs ddp_sim)."
         )
     return strategy
 
@@ -180,7 +181,7 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, is_compiled: bo
     if is_compiled:
         compile_net(net, run, strategy)
 
-    # The batch size of a data module of Lightning's own kind is not known.
+    # The batch size of a data module that is not Lockstep's is not known.
     if hasattr(data, "attach_to_ranks"):
         if hasattr(net, "init_from_images"):
             net.init_from_images(data.sample_images(IMAGES_FOR_INITIALISATION))
@@ -188,7 +189,7 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, is_compiled: bo
 
 
 def _check_batch_norm(net: Any, data: Any, run: Run, strategy: Any) -> None:
-    """Refuse BatchNorm over single images, and say that its result depends on the ranks."""
+    """Refuse BatchNorm over single images, and log if its result depends on the ranks."""
     parts = run.batch.accumulate * capabilities(strategy).micro_batches
     images = run.batch.global_size // (run.cluster.world_size * parts) * getattr(data, "views", 1)
     note = check_batch_norm(
@@ -205,14 +206,14 @@ def _check_batch_norm(net: Any, data: Any, run: Run, strategy: Any) -> None:
 def build_loggers(run: Run) -> list[Any]:
     """Return the loggers of the config.
 
-    The first one, a module's `self.logger`, is the one that was chosen last.
+    The one that was chosen last comes first, so that it is the module's `self.logger`.
     """
     step = run.resume_step
     values = {
         "folder": str(run.folder.path),
         "id": run.folder.run_id,
         "metrics": run.folder.metrics,
-        # TensorBoard hides what steps that were lost had written.
+        # TensorBoard hides what the lost steps have written.
         "purge_step": None if step is None else step + 1,
     }
     loggers = []
@@ -257,7 +258,7 @@ def build_callbacks(
 
 
 def _build_control_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback]:
-    """Return the callbacks that change a training, which others then see.
+    """Return the callbacks whose changes of a training other callbacks see.
 
     They end it after its time, prune a trial, average the weights and report a rank that hangs.
     """
@@ -313,14 +314,14 @@ def _build_config_callbacks(
 
 
 def build_part(node: Mapping[str, Any], values: Mapping[str, Any], key: str) -> Any:
-    """Build a callback or a logger; its options `${run:NAME}` are values of the run.
+    """Build a callback or a logger, whose options `${run:NAME}` become values of the run.
 
     Args:
-        values: by name, as folder and id.
-        key: of the part in the config, for errors.
+        values: the run's values by name, such as folder and id.
+        key: the key of the part in the config, for errors.
 
     Raises:
-        UserError: a run has no value of that name; it lists those that there are.
+        UserError: a run has no value of that name; the error lists those that it has.
     """
     static_options: dict[str, Any] = {}
     run_options: dict[str, Any] = {}
@@ -339,29 +340,29 @@ def build_part(node: Mapping[str, Any], values: Mapping[str, Any], key: str) -> 
 def describe_parts(run: Run, parts: Parts) -> dict[str, Any]:
     """Return the fields of run.json that are known once the parts of a run are built.
 
-    They are the model's name, the precision that `auto` came to, the numbers of parameters and
-    images, the hash of the images and how they are preprocessed.
+    They are the model's name, the precision (also if trainer.precision is auto), the numbers of
+    parameters and images, the hash of the images and how they are preprocessed.
     """
     constructor, _ = parameters_of(type(parts.module))
     takes_model = "net" in constructor and "net" not in run.config["task"]
-    facts = {
+    record_fields = {
         "model": model_name(run.config) if takes_model else type(parts.module).__name__,
         "precision": str(parts.trainer.precision),
         **parameter_counts(parts.module),
     }
     data = parts.data
     if not hasattr(data, "attach_to_ranks"):
-        # The loaders of a data module of Lightning's own kind decide the batch.
-        return {**facts, "global_batch_size": None, "per_device_batch_size": None}
+        # The loaders of other data modules decide the batch.
+        return {**record_fields, "global_batch_size": None, "per_device_batch_size": None}
     callbacks = parts.trainer.callbacks
     data_report = next((each for each in callbacks if isinstance(each, DataReport)), None)
     return {
-        **facts,
+        **record_fields,
         "num_train": data.num_train,
         "num_val": data.num_val,
         "num_test": data.num_test,
         "left_out_per_epoch": 0 if data.sampling else data.num_train % data.global_batch_size,
         "data_hash": data.data_hash,
-        "data_report": {} if data_report is None else data_report.fields,
+        "data_report": {} if data_report is None else data_report.summary,
         "images": collect_settings(data, run.choices.get("augmentation")),
     }

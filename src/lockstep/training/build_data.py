@@ -34,32 +34,31 @@ DataFacts = dict[str, Any]
 GENERAL_FACTS = ("num_classes", "class_names", "image_size", "channels")
 IMAGE_FACTS = ("mean", "std", "data_hash", "list_hash", "class_counts")
 FRAMING_FACTS = ("resize", "fit", "interpolation")
-# Options in the config of any data set, which need not have them.
+# The config of every data set has these options. Its class need not take those that are null.
 NULLABLE_OPTIONS = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
 
 
 def build_data(run: Run, training_facts: DataFacts | None = None) -> Any:
     """Return the data module of one rank.
 
-    It is Lockstep's, prepared and attached to the ranks, or any of Lightning's.
-
-    With data=none there is no data module.
+    One of Lockstep's is prepared and attached to the ranks, and any other one is just built. With
+    data=none there is none.
 
     Args:
         training_facts: for an evaluation, the checkpoint's facts about its training data.
 
     Raises:
-        UserError: it is not a LightningDataModule, its images are not here, or ranks have other
-            images.
+        UserError: it is not a LightningDataModule, its images do not exist, or ranks have
+            different images.
     """
     config = run.config
     cluster = run.cluster
     if run.choices.get("data") == "none":
-        _refuse_options(config["data"])
+        _refuse_data_options(config["data"])
         return None
     options = {**config["data"], "global_batch_size": run.batch.global_size}
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
-        return build_plain_data(config["data"])
+        return build_user_data(config["data"])
 
     data = build_prepared_data(config, options, "fit" if training_facts is None else "test")
     if training_facts:
@@ -77,29 +76,30 @@ def build_data(run: Run, training_facts: DataFacts | None = None) -> Any:
     return data
 
 
-def _refuse_options(node: Config) -> None:
+def _refuse_data_options(node: Config) -> None:
     """Refuse options that a module with its own loaders does not read."""
     for key in ("inputs", "sampling", "epoch_size"):
         if node.get(key) is not None:
             raise UserError(
-                f"data.{key}={node[key]} is of Lockstep's data modules, and this module has its "
-                "own loaders. Leave it out, and do the same in its train_dataloader."
+                f"data.{key}={node[key]} is an option of Lockstep's data modules, and this module "
+                "has its own loaders. Leave it out, and do the same in its train_dataloader."
             )
 
 
 def _apply_training_facts(data: Any, training_facts: DataFacts, run: Run) -> None:
     """Give the data of an evaluation the classes and inputs of the training.
 
-    Images that the command line names are all tested. A warning tells that others have changed.
+    If the command line names other images, all of them are tested. Otherwise a warning is logged
+    if the images have changed.
     """
-    # Data modules of the user's own may state no classes.
+    # The checkpoint of a data module of the user's may have no names of classes.
     data.match_classes(training_facts.get("class_names", data.class_names))
     if training_facts.get("inputs"):
         data.inputs = training_facts["inputs"]
     override_keys = {key_of(override) for override in run.config["overrides"]}
-    names_other_images = any(chooses_images(key) for key in override_keys)
+    has_other_images = any(chooses_images(key) for key in override_keys)
     is_same = is_same_data(data, training_facts)
-    if names_other_images:
+    if has_other_images:
         if data.splits.drew_test and not is_same and "data.test_fraction" not in override_keys:
             data.test_on_all()
     elif is_same is False and run.cluster.is_rank_zero:
@@ -112,7 +112,8 @@ def _apply_training_facts(data: Any, training_facts: DataFacts, run: Run) -> Non
 def is_same_data(data: Any, training_facts: DataFacts) -> bool | None:
     """Return whether a checkpoint was trained on these data; None where it cannot be told.
 
-    Version 2.0.0 hashed images in another way; of its data only names and sizes are compared.
+    Version 2.0.0 hashed images in another way. For its checkpoints only the names and sizes of the
+    files are compared.
     """
     if training_facts.get("hash_method") == getattr(data, "hash_method", None):
         return training_facts.get("data_hash") == data.data_hash
@@ -147,8 +148,8 @@ def _warn_of_double_correction(config: Config) -> None:
         )
 
 
-def build_plain_data(node: Config) -> pl.LightningDataModule:
-    """Return a data module of Lightning's own kind, which does not know of ranks."""
+def build_user_data(node: Config) -> pl.LightningDataModule:
+    """Return a data module that is not Lockstep's, and is not attached to the ranks."""
     data = build(drop_unset_options(node))
     if not isinstance(data, pl.LightningDataModule):
         problem = f"data._target_={node['_target_']} is not a LightningDataModule."
@@ -157,7 +158,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
 
 
 def drop_unset_options(node: Config) -> Config:
-    """Return the options of data= without those that are null and that a class need not take."""
+    """Return the options of data= without those of NULLABLE_OPTIONS that are null."""
     unset = [key for key in NULLABLE_OPTIONS if node.get(key) is None]
     return {key: value for key, value in node.items() if key not in unset}
 
@@ -166,7 +167,7 @@ def build_prepared_data(config: Config, data_config: Config, stage: str = "fit")
     """Return the data module of a config, prepared but not attached to the ranks.
 
     Args:
-        data_config: its options.
+        data_config: the options of the data module.
         stage: fit, or test for an evaluation.
     """
     options = drop_unset_options(data_config)
@@ -178,7 +179,7 @@ def build_prepared_data(config: Config, data_config: Config, stage: str = "fit")
         data.prepare()
     except UserError as error:
         sentence = str(error)
-        # The user can correct the bucket, and not its copy on this node.
+        # The error names the bucket, which the user can correct, and not its copy on this node.
         for copy, address in address_of_copy.items():
             sentence = sentence.replace(copy, address)
         raise UserError(sentence) from None
@@ -186,12 +187,12 @@ def build_prepared_data(config: Config, data_config: Config, stage: str = "fit")
 
 
 def _image_settings_of_model(config: Config) -> Config:
-    """Return what the pretrained weights of model= say of their images, if the task takes it."""
+    """Return the image settings of the weights of model=; {} if the task does not take model=."""
     task = config["task"]
     parameters, _ = parameters_of(resolve_target(task["_target_"], "task._target_"))
     options = dict(config["model"])
     model = resolve_target(options.pop("_target_"), "model._target_")
-    # A model written for version 2.1 or before has or overrides wanted_images.
+    # A model that was written for version 2.1 or before defines wanted_images.
     image_settings = getattr(model, "wanted_images", getattr(model, "image_settings", None))
     if "net" not in parameters or "net" in task or image_settings is None:
         return {}
@@ -228,7 +229,7 @@ def copy_from_s3(options: Config, s3: Config) -> tuple[Config, dict[str, str]]:
 def data_facts(data: Any) -> DataFacts:
     """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "attach_to_ranks"):
-        values = {name: _plain_fact(data, name) for name in FACT_CONVERTERS}
+        values = {name: _convert_fact(data, name) for name in FACT_CONVERTERS}
         return {name: value for name, value in values.items() if value is not None}
     facts = {key: getattr(data, key) for key in (*GENERAL_FACTS, *IMAGE_FACTS)}
     facts |= {key: getattr(data.framing, key) for key in FRAMING_FACTS}
@@ -245,10 +246,10 @@ def data_facts(data: Any) -> DataFacts:
     return facts
 
 
-def _plain_fact(data: Any, name: str) -> Any:
+def _convert_fact(data: Any, name: str) -> Any:
     """Return an attribute of the user's data module as a plain value, which a checkpoint can hold.
 
-    It is None if it is missing, of another kind, or not known yet.
+    It is None if the attribute is missing, has another type, or is not known yet.
     """
     # A property may need setup(), and raise anything before.
     try:
@@ -268,7 +269,7 @@ def _to_counts(counts: Any) -> list[int]:
     return [int(count) for count in counts]
 
 
-# Attributes of the user's data module that count, and what makes them plain values.
+# The attributes of a user's data module that become facts, and what converts them.
 FACT_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "num_classes": operator.index,
     "class_names": _to_texts,
@@ -281,8 +282,8 @@ FACT_CONVERTERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def pixel_change(before: DataFacts, now: DataFacts) -> str:
-    """Return "range None, now [0, 4095]" where equal files become other pixels, else "".
+def describe_pixel_change(before: DataFacts, now: DataFacts) -> str:
+    """Return how equal files become other pixels, as "range None, now [0, 4095]", or "".
 
     A package that reads images in full depth, such as tifffile, may be on one machine alone.
     """
@@ -303,8 +304,8 @@ class RankImages(NamedTuple):
     """The images of one rank, and the node that it is on.
 
     Attributes:
-        counts: of training, validation and test images.
-        pixels: facts that tell as which pixels the files are read, for pixel_change.
+        counts: the numbers of training, validation and test images.
+        pixels: facts that decide which pixels the files become.
     """
 
     host: str
@@ -314,20 +315,20 @@ class RankImages(NamedTuple):
 
 
 def check_same_data_on_ranks(facts: DataFacts, data: Any, cluster: Cluster) -> None:
-    """Refuse ranks with other images, as all draw positions of one list.
+    """Refuse ranks with different images, because all of them draw positions in one list.
 
     Raises:
         UserError: on every rank; it names the first rank whose images differ from rank 0's.
     """
     if cluster.world_size == 1:
         return
-    images = RankImages(
+    images_of_rank = RankImages(
         host=provenance.describe_host(0)["host"],
         data_hash=facts["data_hash"],
         counts=(data.num_train, data.num_val, data.num_test),
         pixels={name: facts[name] for name in ("range", "mean", "std") if name in facts},
     )
-    images_of_ranks = gather_objects(images)
+    images_of_ranks = gather_objects(images_of_rank)
     for rank, images in enumerate(images_of_ranks):
         _check_same_images(rank, images, images_of_ranks[0])
 
@@ -342,7 +343,7 @@ def _check_same_images(rank: int, images: RankImages, rank_0_images: RankImages)
             f"{images.data_hash[:12]}, instead of {', '.join(map(str, rank_0_images.counts))}, "
             f"{rank_0_images.data_hash[:12]}: make data.root equal on all nodes."
         )
-    change = pixel_change(rank_0_images.pixels, images.pixels)
+    change = describe_pixel_change(rank_0_images.pixels, images.pixels)
     if change:
         raise UserError(
             f"rank {rank} on {images.host} reads the same files as other pixels than rank 0 on "

@@ -22,7 +22,7 @@ from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 from lockstep.training.task import Task
 
-# Keys of the config that a constructor need not know.
+# Options of task= that a constructor need not take.
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")
 # Parts that a constructor may take by name.
 PARTS = {"net", "optimizer", "scheduler", "rules", "loss", "metrics"}
@@ -48,7 +48,7 @@ OPTIONS_OF_LOSSES = {
 OPTIONS_OF_SCHEDULES = {"warmup_epochs": 0.0, "final_share": 0.0}
 # Options of scheduler= that are no arguments of the schedule's class.
 OPTIONS_OF_EVERY_SCHEDULE = ("monitor",)
-# Groups whose overrides are refused where the task does not take the part.
+# An override of these groups is refused if the task does not take the part.
 PARTS_OF_TASK = ("loss", "metrics", "optimizer", "scheduler")
 
 # The kinds of targets that data modules have, with the options that make them.
@@ -68,8 +68,6 @@ TARGET_KIND_OF_TASK = {
     "tasks.regression.Regression": "number",
     "tasks.image_and_numbers.ImageAndNumbers": "class",
 }
-
-
 # The example tasks that take numbers beside the images.
 TASKS_WITH_INPUTS = ("tasks.image_and_numbers.ImageAndNumbers",)
 
@@ -108,36 +106,36 @@ def build_module(
         _refuse_unused_parts(config, parameters)
 
     options = _task_options(task, parameters)
-    requested = _requested_names(options, parameters)
+    open_names = _find_open_parameters(options, parameters)
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
     num_outputs = task.get("outputs") or facts.get("num_classes")
-    # The net comes first: what draws random numbers after it does not change its initial weights.
-    if "net" in requested:
+    # The net is built first, so that random numbers of other parts do not change its weights.
+    if "net" in open_names:
         shape = net_shape(facts, num_outputs, target)
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
     if trainable:
-        parts |= _build_training_parts(config, requested, learning_rates or {})
-        if "loss" in requested:
+        parts |= _build_training_parts(config, open_names, learning_rates or {})
+        if "loss" in open_names:
             _refuse_unknown_counts(config, facts)
     else:
-        parts |= _placeholders_of_evaluation(parameters, requested)
-    parts |= _build_rules_loss_metrics(config, requested, facts, num_outputs)
+        parts |= _placeholders_of_evaluation(parameters, open_names)
+    parts |= _build_rules_loss_metrics(config, open_names, facts, num_outputs)
     return _check_and_prepare(build(options, parts), config, trainable=trainable)
 
 
 def _task_options(task: Config, parameters: Mapping[str, inspect.Parameter]) -> Config:
-    """Return the options of task= without monitor, mode and outputs where its class has none."""
+    """Return the options of task= without those OPTIONAL_KEYS that its class does not take."""
     options = {}
     for key, value in task.items():
         if key in parameters or key not in OPTIONAL_KEYS:
             options[key] = value
-    # The task itself is built whole.
+    # The task itself is built, even if its yaml says _partial_.
     options.pop("_partial_", None)
     return options
 
 
-def _requested_names(options: Config, parameters: Mapping[str, inspect.Parameter]) -> set[str]:
-    """Return the parameters that the yaml leaves open, for parts and facts about the data."""
+def _find_open_parameters(options: Config, parameters: Mapping[str, inspect.Parameter]) -> set[str]:
+    """Return the parameters that the yaml leaves open, which get parts and facts about the data."""
     names = parameters.keys() - options.keys() - positional_parameters(options, parameters)
     for name in PARTS & names:
         # A text or a number is an option of the user's that has the name of a part.
@@ -146,45 +144,45 @@ def _requested_names(options: Config, parameters: Mapping[str, inspect.Parameter
     return names
 
 
-def _build_training_parts(config: Config, requested: Set[str], learning_rates: Config) -> Config:
+def _build_training_parts(config: Config, open_names: Set[str], learning_rates: Config) -> Config:
     """Return optimizer and scheduler as far as the task takes them."""
     parts = {}
-    if "optimizer" in requested:
+    if "optimizer" in open_names:
         parts["optimizer"] = _build_optimizer(config["optimizer"], learning_rates)
-    if "scheduler" in requested:
+    if "scheduler" in open_names:
         parts["scheduler"] = _build_scheduler(config)
     return parts
 
 
 def _placeholders_of_evaluation(
-    parameters: Mapping[str, inspect.Parameter], requested: Set[str]
+    parameters: Mapping[str, inspect.Parameter], open_names: Set[str]
 ) -> Config:
-    """Return {"optimizer": None} where the constructor needs one, which an evaluation has not."""
-    names = requested & {"optimizer", "scheduler"}
+    """Return {"optimizer": None} if the constructor needs one, because an evaluation has none."""
+    names = open_names & {"optimizer", "scheduler"}
     return {name: None for name in names if parameters[name].default is inspect.Parameter.empty}
 
 
 def _build_rules_loss_metrics(
-    config: Config, requested: Set[str], facts: DataFacts, num_outputs: Any
+    config: Config, open_names: Set[str], facts: DataFacts, num_outputs: Any
 ) -> Config:
     """Return rules, loss and metrics as far as the task takes them."""
     parts: dict[str, Any] = {}
-    if "rules" in requested:
+    if "rules" in open_names:
         options = config["optimizer"]
         parts["rules"] = GroupRules(**{key: options[key] for key in RULES if key in options})
-    if "loss" in requested and "num_classes" in facts:
+    if "loss" in open_names and "num_classes" in facts:
         parts["loss"] = build_loss(config, facts)
-    if "metrics" in requested:
-        # The outputs of the net are features where the task makes classes of them.
+    if "metrics" in open_names:
+        # The outputs of the net may be features, of which the task makes classes.
         num_classes = num_outputs
-        if "num_classes" in requested:
+        if "num_classes" in open_names:
             num_classes = facts.get("num_classes", num_outputs)
         parts["metrics"] = _build_metrics(config, num_classes)
     return parts
 
 
 def _check_and_prepare(module: Any, config: Config, *, trainable: bool) -> Any:
-    """Check a module, and give it what no constructor takes."""
+    """Check a module, and set what no constructor takes."""
     check_module(module, config["task"]["_target_"])
     if isinstance(module, Task):
         module.monitor = _monitor_of_schedule(config) or module.monitor
@@ -200,7 +198,7 @@ def _check_and_prepare(module: Any, config: Config, *, trainable: bool) -> Any:
 
 
 def check_target(target: str, facts: DataFacts) -> None:
-    """Raise UserError if an example task takes another kind of target than the data have."""
+    """Refuse an example task that takes another kind of target than the data have."""
     kind = facts.get("target")
     expected_kind = TARGET_KIND_OF_TASK.get(target)
     if expected_kind and kind and kind != expected_kind:
@@ -225,8 +223,8 @@ def check_module(module: Any, target: str) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise UserError(
-                f"{name} is of a lazy layer, without a shape yet: give its size, or run the net "
-                "once before."
+                f"{name} belongs to a lazy layer and has no shape yet: give its size, or run the "
+                "net once before."
             )
 
 
@@ -242,7 +240,7 @@ def _refuse_unused_parts(config: Config, parameters: Any) -> None:
 
 
 def _build_optimizer(options: Config, learning_rates: Config) -> Any:
-    """Return a partial of optimizer=, which waits for the parameters."""
+    """Return a partial of optimizer=, which takes the parameters."""
     arguments = {
         key: value for key, value in options.items() if key not in OPTIONS_OF_EVERY_OPTIMIZER
     }
@@ -250,7 +248,7 @@ def _build_optimizer(options: Config, learning_rates: Config) -> Any:
 
 
 def _build_scheduler(config: Config) -> Any:
-    """Return a partial of scheduler=, which waits for the optimizer; None for scheduler=none."""
+    """Return a partial of scheduler=, which takes the optimizer; None for scheduler=none."""
     node = config.get("scheduler") or {}
     if "_target_" not in node:
         return None
@@ -287,9 +285,10 @@ def _mode_of_schedule(config: Config) -> str:
 
 
 def drop_foreign_defaults(node: Config, defaults: Config, group: str) -> Config:
-    """Return the options of a part without those that its class lacks and the user left open.
+    """Return the options of a part without defaults that its class does not take.
 
-    A class of another library takes the place of the default one: GROUP._target_=CLASS.
+    GROUP._target_=CLASS puts another class in the place of the default one, whose options stay in
+    the config. Those that the user has not changed are dropped unless the class takes them.
 
     Args:
         defaults: options of the default class.
@@ -311,7 +310,7 @@ def _build_metrics(config: Config, num_outputs: Any) -> dict[str, Any]:
 
 
 def net_shape(facts: DataFacts, num_outputs: Any, target: str) -> Config:
-    """Return what a net gets from the data: image_size, channels and num_classes."""
+    """Return the arguments that a net gets from the data: image_size, channels and num_classes."""
     if not num_outputs:
         raise UserError(
             f"{target} takes model=, which needs the number of classes: let the data module have "
@@ -326,7 +325,7 @@ def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint:
     options = dict(config["model"])
     frozen_patterns = options.pop("freeze", None)
     if not trainable or has_checkpoint:
-        # The checkpoint brings the weights: nothing is fetched.
+        # The checkpoint provides the weights, so that none are downloaded.
         if "pretrained" in options:
             options["pretrained"] = False
         if "weights" in options:
@@ -345,10 +344,11 @@ def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint:
 
 
 def uses_channels_last(net: nn.Module, option: bool | str, uses_tensor_cores: bool = False) -> bool:
-    """Return trainer.channels_last.
+    """Return whether a net has the memory format channels_last, as trainer.channels_last says.
 
-    "auto" is for depthwise convolutions, and for all on a GPU's tensor cores. EfficientNet-Lite0 at
-    96 px is 1.4 times as fast with it on a CPU; ResNet-18, AlexNet and ViT lose 5 %.
+    "auto" gives it to nets with depthwise convolutions and, on a GPU's tensor cores, to all nets
+    with convolutions that overlap. EfficientNet-Lite0 at 96 px is 1.4 times as fast with it on a
+    CPU; ResNet-18, AlexNet and ViT lose 5 %.
     """
     if isinstance(option, bool):
         return option
@@ -364,7 +364,7 @@ def uses_channels_last(net: nn.Module, option: bool | str, uses_tensor_cores: bo
 
 
 def _refuse_unknown_counts(config: Config, facts: DataFacts) -> None:
-    """Refuse automatic weights of classes whose images nobody has counted."""
+    """Refuse loss.class_weights=auto if the number of images of each class is not known."""
     is_automatic = (config.get("loss") or {}).get("class_weights") == "auto"
     if is_automatic and not facts.get("class_counts"):
         raise UserError(

@@ -11,9 +11,9 @@ from lockstep.records.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-# Most data are compared by then, and their report stands before the first step.
+# Most data are compared within this time, so that their report comes before the first step.
 WAIT_AT_START_S = 3.0
-# At the end rank 0 gives the comparison so long: the other ranks wait in a collective.
+# Rank 0 waits this long at the end, while the other ranks wait for it in a collective.
 WAIT_AT_END_S = 1.0
 
 
@@ -25,22 +25,22 @@ class DataReport(pl.Callback):
         folder: gets the names of images that were left out or are identical.
 
     Attributes:
-        fields: `data_report` of run.json; {} until it is done.
+        summary: `data_report` of run.json; {} until all images are compared.
     """
 
     def __init__(self, data: Any, folder: RunFolder) -> None:
         self.data = data
         self.folder = folder
-        self.fields: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
         self._thread = threading.Thread(
             target=self._compare_images, name="data-report", daemon=True
         )
 
     def start(self) -> None:
-        """Start to compare the images, and wait 3 s, in which most data are done."""
+        """Start to compare the images, and wait for the end up to WAIT_AT_START_S."""
         if not self.data.source.reads_files:
-            # Arrays are compared in memory. A Dataset of the user's may draw random numbers of
-            # this process, and is not compared: a few of its images are opened for their size.
+            # Arrays are compared in memory. A Dataset of the user's is not compared, because it may
+            # draw random numbers of this process. A few of its images are opened for their size.
             self._compare_images()
             return
         self._thread.start()
@@ -56,11 +56,11 @@ class DataReport(pl.Callback):
             return
         report.write_findings(self.folder.path, result.findings)
         report.log_findings(result.findings)
-        self.fields = result.fields
+        self.summary = result.fields
 
     def record_fields(self) -> dict[str, object]:
         """Return the fields of run.json."""
-        return {"data_report": self.fields} if self.fields else {}
+        return {"data_report": self.summary} if self.summary else {}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._thread.is_alive():

@@ -25,7 +25,7 @@ from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config, model_name
 from lockstep.records.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
-from lockstep.training.build_data import DataFacts, build_plain_data, build_prepared_data
+from lockstep.training.build_data import DataFacts, build_prepared_data, build_user_data
 from lockstep.training.build_module import build_module
 from lockstep.training.task import Task
 from lockstep.training.weights import check_fits
@@ -40,7 +40,7 @@ class FinishedModel:
     Args:
         config: the run's whole config.
         facts: class_names, num_classes, image_size, channels, mean, std, resize, fit,
-            interpolation, data_hash, and of files range, page and bands.
+            interpolation, data_hash, and for images in files range, page and bands.
         record: the run's record if it lies beside the checkpoint, else empty.
     """
 
@@ -103,8 +103,8 @@ class FinishedModel:
             has_parameters = any(True for _ in part.parameters())
             if part is not self.net and has_parameters:
                 hooks.append(part.register_forward_hook(partial(_append_name, called_layers, name)))
-        # A predict_step of the user's own may take another batch than images. Then the layers that
-        # were called until then count.
+        # A predict_step of the user's own may take another batch than images, and raise. Then the
+        # layers that it has called before count.
         try:
             self.module.predict_step(images, 0)
         except Exception as error:
@@ -130,13 +130,13 @@ def load_finished(
         s3: the config group of the bucket.
 
     Raises:
-        UserError: there is none, or it was not written by this project.
+        UserError: there is no such checkpoint, or it was not written by this project.
     """
     path, checkpoint = _locate_and_read(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs)
     facts = checkpoint["lockstep"]["data"]
 
-    # It seeds torch, and the caller may be about to train.
+    # build_module seeds torch, and the caller may be about to train.
     state = random_state()
     module = build_module(config, facts, trainable=False)
     set_random_state(state)
@@ -158,22 +158,23 @@ def load_data(
 
     Args:
         address, logs, s3: as of `load_finished`.
-        options: of the data, in place of the run's; of a checkpoint from elsewhere, which names no
-            place, the root.
+        options: options of the data that replace the run's. A checkpoint from elsewhere has no
+            root, so that root= must be given.
 
     Raises:
-        UserError: there is none, it was not written by this project, or its images are not here.
+        UserError: there is no such checkpoint, it was not written by this project, or its images
+            do not exist.
     """
     path, checkpoint = _locate_and_read(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, DATA_ROOTS)
     data_config = {**config["data"], **options}
     data_class = resolve_target(config["data"].get("_target_"), "data._target_")
     if "range" in parameters_of(data_class)[0] and "range" not in options:
-        # Checkpoints without a range are of versions that read 8 bits.
+        # Versions that read 8 bits have written checkpoints without a range.
         data_config["range"] = checkpoint["lockstep"]["data"].get("range")
     if hasattr(data_class, "attach_to_ranks"):
         return build_prepared_data(config, data_config)
-    return build_plain_data(data_config)
+    return build_user_data(data_config)
 
 
 def _locate_and_read(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoint]:

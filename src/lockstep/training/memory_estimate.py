@@ -1,6 +1,6 @@
-"""Uses torch's private `_subclasses` and `_tools`, which count memory without the hardware.
+"""Estimate the largest batch without a GPU, by torch's private `_subclasses` and `_tools`.
 
-Estimate the largest batch by two steps on fake tensors, which have shapes and no contents.
+They run two steps on fake tensors, which have shapes and no contents, and count the bytes.
 
     python src/find_batch_size.py model=vit trainer=fsdp trainer.num_nodes=8 \\
       trainer.memory_limit_gib=16 --estimate
@@ -39,8 +39,10 @@ log = logging.getLogger(__name__)
 MARGIN = 1.1
 # A search ends there where the number of training images is not known.
 MOST_IMAGES = 65536
-STRATEGIES = ("DDP", "FSDP", "AllReduce", "")
-TASKS = (
+# FSDP gathers two units at a time, and the gradients of one.
+GATHERED_UNITS = 3
+COUNTED_STRATEGIES = ("DDP", "FSDP", "AllReduce", "")
+COUNTED_TASKS = (
     "tasks.classifier.ImageClassifier",
     "tasks.multilabel.MultiLabel",
     "tasks.regression.Regression",
@@ -56,31 +58,30 @@ def estimate(config: Config) -> int:
     """Log the memory of each batch that is tried and the largest one; return the exit code."""
     trainer = config["trainer"]
     strategy = (trainer["strategy"] or {}).get("_target_", "")
-    if strategy.rpartition(".")[2] not in STRATEGIES:
+    if strategy.rpartition(".")[2] not in COUNTED_STRATEGIES:
         raise UserError(
             "--estimate does not know this trainer: use trainer=gpu, ddp, fsdp or allreduce."
         )
-    limit = _memory_gib(trainer)
+    limit_gib = _device_memory_gib(trainer)
     ranks_per_node, ranks = _count_ranks(config)
     batches_per_step = ranks * trainer["accumulate_grad_batches"]
-    most_per_device = _training_images(config) // batches_per_step
+    most_per_device = _count_training_images(config) // batches_per_step
 
-    # The peak in GiB of each batch size that was tried.
-    tried: dict[int, float | None] = {}
+    peaks_gib: dict[int, float | None] = {}  # by batch per device
     batch: int | None = max(1, min(FIRST_BATCH, most_per_device))
     while batch is not None:
         tensor_bytes = peak_bytes(config, batch, ranks, ranks_per_node)
-        peak = MARGIN * tensor_bytes / GIB
-        tried[batch] = peak
-        log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
-        batch = choose_next_batch(tried, limit, most_per_device)
+        peak_gib = MARGIN * tensor_bytes / GIB
+        peaks_gib[batch] = peak_gib
+        log.info(f"{batch} images per device: {peak_gib:.3g} of {limit_gib:.3g} GiB")
+        batch = choose_next_batch(peaks_gib, limit_gib, most_per_device)
 
-    largest = find_largest_fitting(tried, limit)
+    largest = find_largest_fitting(peaks_gib, limit_gib)
     note = "limited by the data set · " if largest == most_per_device else ""
     factors = f"{largest} × {ranks} × {trainer['accumulate_grad_batches']}"
     log.info(
         f"estimated largest batch {largest} per device, {largest * batches_per_step} global = "
-        f"{factors} · {note}{tried[largest]:.3g} of {limit:.3g} GiB, {MARGIN - 1:.0%} of "
+        f"{factors} · {note}{peaks_gib[largest]:.3g} of {limit_gib:.3g} GiB, {MARGIN - 1:.0%} of "
         "it for the allocator · nothing was run"
     )
     return EXIT_OK
@@ -89,7 +90,7 @@ def estimate(config: Config) -> int:
 def _count_ranks(config: Config) -> tuple[int, int]:
     """Return the number of ranks on each node, and on all nodes.
 
-    The GPUs may be elsewhere, so a number that the user states need not be here.
+    The GPUs may be in another machine: what the user states need not be here.
     """
     trainer = config["trainer"]
     name = (config.get("choices") or {}).get("trainer", "this trainer")
@@ -101,8 +102,8 @@ def _count_ranks(config: Config) -> tuple[int, int]:
     return ranks_per_node, ranks_per_node * (requested.num_nodes or 1)
 
 
-def _memory_gib(trainer: Config) -> float:
-    """Return the memory of a device: as the user says, else of the GPU at hand."""
+def _device_memory_gib(trainer: Config) -> float:
+    """Return trainer.memory_limit_gib, or the free memory of this machine's GPU."""
     if trainer["memory_limit_gib"]:
         return float(trainer["memory_limit_gib"])
     if torch.cuda.is_available():
@@ -110,8 +111,11 @@ def _memory_gib(trainer: Config) -> float:
     raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
 
 
-def _training_images(config: Config) -> int:
-    """Return the number of training images in data.root of this machine, which are only listed."""
+def _count_training_images(config: Config) -> int:
+    """Return the number of training images if data.root is on this machine, else MOST_IMAGES.
+
+    The images are listed, and none is opened.
+    """
     data = config["data"]
     root = str(data.get("root") or "")
     can_list = hasattr(resolve_target(data["_target_"], "data._target_"), "list_images")
@@ -126,16 +130,17 @@ class NumberFormats:
     """The formats in which a training computes.
 
     Args:
-        precision: as Lightning names it.
-        dtype: of the weights and images.
+        precision: Lightning's name of it.
+        dtype: the type of the weights and images.
         is_mixed: autocast computes in 16 bits.
-        copies: FSDP keeps its shards in 32 bits beside weights of 16.
+        state_factor: stored bytes of the state for each byte that is counted. It is 2 where FSDP
+            stores 32 bits and computes in 16.
     """
 
     precision: str
     dtype: torch.dtype
     is_mixed: bool
-    copies: int
+    state_factor: int
 
     @classmethod
     def from_config(cls, trainer: Config, *, is_sharded: bool) -> "NumberFormats":
@@ -144,8 +149,8 @@ class NumberFormats:
             precision = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
         is_mixed = "mixed" in precision
         if is_sharded and is_mixed:
-            return cls(precision, torch.bfloat16, is_mixed=False, copies=2)
-        return cls(precision, TRUE_DTYPES.get(precision, torch.float32), is_mixed, copies=1)
+            return cls(precision, torch.bfloat16, is_mixed=False, state_factor=2)
+        return cls(precision, TRUE_DTYPES.get(precision, torch.float32), is_mixed, state_factor=1)
 
 
 @dataclass(frozen=True)
@@ -169,10 +174,14 @@ class StepMemory:
         return self.total - self.weights - self.gradients - self.optimizer
 
 
-def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> float:
-    """Return the peak bytes of tensors on one device.
+def peak_bytes(config: Config, batch: int, ranks: int = 1, ranks_per_node: int = 1) -> float:
+    """Return the peak bytes of tensors on one device: the largest sum at a moment of two steps.
 
-    FSDP shards over all ranks, or over the `devices` of a node.
+        state_factor × (weights + gradients + optimizer + average) / shards
+        + activations + gathered
+
+    FSDP shards over all ranks, or over those of a node. It gathers units of the net. DDP keeps the
+    gradients in buckets as large as the weights. The average is that of trainer.ema_decay.
     """
     trainer = config["trainer"]
     strategy = trainer["strategy"] or {}
@@ -183,25 +192,24 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
 
     shards = 1
     if is_sharded:
-        shards = devices if strategy["shard_within_node"] else ranks
+        shards = ranks_per_node if strategy["shard_within_node"] else ranks
     weights = _parameter_bytes(module.net)
-    gathered_bytes = _gathered_bytes(module.net) if shards > 1 else 0
-    buckets = weights if ranks > 1 and not is_sharded else 0  # of DDP, which keeps them
+    gathered = _gathered_bytes(module.net) if shards > 1 else 0
+    buckets = weights if ranks > 1 and not is_sharded else 0
     average = weights if trainer["ema_decay"] else 0
 
     peak = 0.0
     for moment in moments:
         gradients = max(moment.gradients, buckets)
         state = moment.weights + gradients + moment.optimizer + average
-        sharded_bytes = formats.copies * state / shards
-        peak = max(peak, sharded_bytes + moment.activations + gathered_bytes)
+        peak = max(peak, formats.state_factor * state / shards + moment.activations + gathered)
     return peak
 
 
 def _gathered_bytes(net: nn.Module) -> int:
-    """Return the bytes of two units, which FSDP gathers at a time, and of the gradients of one."""
+    """Return the bytes of GATHERED_UNITS units that are as large as the largest one."""
     units = net.shard_units() if hasattr(net, "shard_units") else []
-    return 3 * max(map(_parameter_bytes, units or [net]))
+    return GATHERED_UNITS * max(map(_parameter_bytes, units or [net]))
 
 
 def _build_without_contents(
@@ -225,23 +233,23 @@ def _build_without_contents(
     with torch.device("meta"):
         module: Any = build_module(config, facts, has_checkpoint=True)
         module.net.to(formats.dtype)
-    _refuse_unknown(config, module.net)
+    _refuse_uncounted(config, module.net)
     return module, (channels, size, size)
 
 
-def _refuse_unknown(config: Config, net: nn.Module) -> None:
+def _refuse_uncounted(config: Config, net: nn.Module) -> None:
     """Refuse what the two steps would not count."""
-    unknown = ""
-    if config["task"]["_target_"] not in TASKS:
-        unknown = str(config["task"]["_target_"])
+    uncounted = ""
+    if config["task"]["_target_"] not in COUNTED_TASKS:
+        uncounted = str(config["task"]["_target_"])
     if (config["data"].get("views") or 1) > 1:
-        unknown = f"data.views={config['data']['views']}"
+        uncounted = f"data.views={config['data']['views']}"
     # MemTracker waits for the gradient of each parameter.
     if not all(weight.requires_grad for weight in net.parameters()):
-        unknown = "frozen parameters"
-    if unknown:
+        uncounted = "frozen parameters"
+    if uncounted:
         raise UserError(
-            f"--estimate does not know {unknown}: leave --estimate out, to search by short runs."
+            f"--estimate does not know {uncounted}: leave --estimate out, to search by short runs."
         )
 
 

@@ -1,6 +1,6 @@
 """Torchmetrics of the user, tried before training.
 
-Those that take an absent class as 0 are averaged without it.
+Metrics that count an absent class as 0 are averaged without that class.
 """
 
 import logging
@@ -24,9 +24,9 @@ from lockstep.process.errors import UserError
 log = logging.getLogger(__name__)
 log_once = cache(log.info)
 
-# The macro average of these takes an absent class as 0.
+# The macro average of these counts an absent class as 0.
 COUNT_ABSENT_AS_ZERO = (MulticlassAUROC, MulticlassAveragePrecision)
-# These take a batch of logits that all lie in [0, 1] for probabilities. AUROC and average precision
+# These mistake logits that all lie in [0, 1] for probabilities. AUROC and average precision
 # are subclasses of the curve.
 PROBABILITY_METRICS = (
     MulticlassPrecisionRecallCurve,
@@ -40,10 +40,10 @@ WARNINGS_OF_ABSENT_CLASSES = ".*(No positive samples|No negative samples|was `na
 def prepare_metrics(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleDict:
     """Try metrics on made-up logits, and return them.
 
-    Those whose macro average counts absent classes are made to give a value per class.
+    A metric whose macro average counts absent classes gives a value for each class from here on.
 
     Raises:
-        UserError: a class is no torchmetrics metric of logits and classes that gives one number.
+        UserError: a metric does not give one number for logits and classes.
     """
     for name, metric in metrics.items():
         _try_metric(name, metric, num_classes)

@@ -35,7 +35,7 @@ def predict_own_batches(predictor: Predictor, data: pl.LightningDataModule | Non
     trainer = pl.Trainer(
         accelerator="gpu" if is_gpu else "cpu",
         devices=[predictor.device.index or 0] if is_gpu else 1,
-        # In a job of SLURM, too, this is one process.
+        # This is one process, in a job of SLURM, too.
         plugins=[predictor.precision_plugin, LightningEnvironment()],
         callbacks=[_RestoreSigterm()],
         logger=False,
@@ -56,7 +56,7 @@ def _choose_loaders(module: Any, data: Any) -> None:
         for owner in owners:
             if is_overridden(name, owner):
                 make_loaders = partial(_call_loader_hook, owner, name, getattr(owner, name))
-                # Lightning calls this hook alone.
+                # trainer.predict calls no other hook.
                 owner.predict_dataloader = make_loaders
                 return
     raise UserError(
@@ -67,7 +67,7 @@ def _choose_loaders(module: Any, data: Any) -> None:
 
 def _call_loader_hook(owner: Any, hook: str, make_loaders: Callable[[], Any]) -> Any:
     """Return the loaders of a hook as a CombinedLoader or a list, which Lightning takes."""
-    # Lightning itself calls setup("predict"), where such a hook has nothing to prepare.
+    # Lightning calls setup("predict"), which need not prepare the data of this hook.
     if hook == "test_dataloader":
         owner.setup("test")
     loaders = make_loaders()
@@ -81,9 +81,9 @@ def _call_loader_hook(owner: Any, hook: str, make_loaders: Callable[[], Any]) ->
 
 @dataclass
 class _Batches:
-    """The batches of a DataLoader, which Lightning then does not build anew.
+    """The batches of a DataLoader, without the class by which Lightning would rebuild it.
 
-    Building it anew fails for some classes and arguments.
+    Lightning fails to rebuild some classes and arguments.
     """
 
     loader: "DataLoader[Any]"

@@ -69,9 +69,9 @@ def parameter_groups(
     before a quarter. The groups are those of timm's param_groups_layer_decay.
 
     Args:
-        named_parameters: those to train, by their names in `net`. Parameters beside the net have
-            other names.
-        lr: the optimizer's.
+        named_parameters: the parameters to train, by their names in `net`. Parameters beside the
+            net have other names.
+        lr: the optimizer's learning rate.
 
     Returns:
         Groups with their own `lr`, and `lr_scale`, its ratio to the optimizer's.
@@ -110,7 +110,7 @@ def _has_weight_decay(name: str, parameter: nn.Parameter, names_without_decay: s
 def head_names(net: nn.Module) -> set[str]:
     """Return the parameters of the layer that gives the logits.
 
-    The net may name it; else it is the layer of its last matrix.
+    If the net does not name it, it is the layer of the last matrix.
     """
     names = [name for name, _ in net.named_parameters()]
     heads: list[str] = net.head_names() if hasattr(net, "head_names") else []
@@ -125,7 +125,7 @@ def head_names(net: nn.Module) -> set[str]:
 def layer_numbers(net: nn.Module) -> dict[str, int]:
     """Return the layer of each parameter, 0 at the images.
 
-    The net may number them itself; else its stages count, and else its children.
+    If the net does not number them, its stages count or, without stages, its children.
     """
     if hasattr(net, "layer_numbers"):
         return net.layer_numbers()
@@ -143,7 +143,7 @@ def layer_numbers(net: nn.Module) -> dict[str, int]:
 
 
 def freeze(net: nn.Module, patterns: str | Sequence[str]) -> None:
-    """Freeze by model.freeze.
+    """Freeze the parameters that model.freeze names.
 
     A part that is frozen as a whole stays in evaluation mode.
 
@@ -152,18 +152,18 @@ def freeze(net: nn.Module, patterns: str | Sequence[str]) -> None:
             blocks.[0-5].*
 
     Raises:
-        UserError: a pattern that matches nothing, or nothing is left to train.
+        UserError: a pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(net.named_parameters())
     frozen_names: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         frozen_names |= _matching_names(net, pattern)
 
-    stays_trained = [
+    is_trained = [
         parameter.requires_grad and name not in frozen_names
         for name, parameter in parameters.items()
     ]
-    if not any(stays_trained):
+    if not any(is_trained):
         raise UserError(
             f"model.freeze={patterns!r} matches every parameter: leave at least the head to train."
         )
@@ -209,7 +209,7 @@ def _keep_in_evaluation_mode(net: nn.Module, frozen_names: set[str]) -> None:
             continue
         for layer in part.modules():
             layer.training = False
-            # Lightning, timm or an average may set the net to training. This layer stays.
+            # Lightning, timm or an average may set the net to training, but not this layer.
             layer.__dict__["train"] = partial(_keep_mode, layer)
 
 

@@ -44,10 +44,10 @@ LOG_INTERVAL_S = 10.0
 
 
 def prediction_config(overrides: list[str]) -> dict[str, Any]:
-    """Return a whole config, of which a prediction uses the trainer alone.
+    """Return a whole config; a prediction uses its trainer alone.
 
     Args:
-        overrides: of trainer=. Without one it is one process, on a GPU if the machine has one.
+        overrides: options of trainer=. The default is one process, on a GPU if there is one.
     """
     config = whole_config(compose("train", overrides))
     keys = {key_of(override) for override in overrides}
@@ -96,7 +96,7 @@ class Predictor:
     """A trained model on a device.
 
     Args:
-        precision: as trainer.precision.
+        precision: a value of trainer.precision.
     """
 
     model: FinishedModel
@@ -111,7 +111,7 @@ class Predictor:
         """Yield what predict_step returns for each batch, on the CPU.
 
         Args:
-            batches: of a loader of `data`.
+            batches: a loader of `data`.
             data: the data module. The module's hooks finish a batch if it does not override them.
         """
         # A context around the yield would hold in the caller and in the workers of the loader too.
@@ -134,12 +134,12 @@ class Predictor:
         return move_data_to_device(outputs, "cpu")
 
     def _hook_owner(self, hook: str, data: Any) -> Any:
-        """Return the object whose hook Lightning calls: data that overrides it, else the module.
+        """Return the object whose hook Lightning calls: data that override it, or the module.
 
-        A data module that is not Lightning's has its hooks itself.
+        A data module that is not Lightning's has all hooks itself.
         """
-        is_overriding = not isinstance(data, pl.LightningDataModule) or is_overridden(hook, data)
-        if is_overriding or not hasattr(self.module, hook):
+        has_hook = not isinstance(data, pl.LightningDataModule) or is_overridden(hook, data)
+        if has_hook or not hasattr(self.module, hook):
             return data
         return self.module
 
@@ -174,7 +174,7 @@ class PredictionProgress:
 
     Args:
         total: the images of all ranks.
-        num_ranks: ranks that predict. The others are taken to be as fast as this one.
+        num_ranks: the ranks that predict, which are assumed to be equally fast.
     """
 
     def __init__(self, total: int, num_ranks: int = 1) -> None:
@@ -198,7 +198,7 @@ class PredictionProgress:
 
 
 def set_test_time_flip(model: FinishedModel, text: str) -> None:
-    """Predict on images and their mirror images, or not; "" leaves what the run had.
+    """Set whether to predict on images and their mirror images; "" keeps what the run had.
 
     Raises:
         UserError: it is neither true nor false, or the task has no such option.

@@ -17,7 +17,7 @@ from lockstep.config.instantiate import parameters_of
 from lockstep.process.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
-# Of torch 2.14's fused optimizers these take DTensors.
+# These fused optimizers of torch 2.14 take DTensors.
 FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 # The options that choose the kernel of an optimizer of torch.
 KERNEL_OPTIONS = ("fused", "foreach")
@@ -126,7 +126,7 @@ class Task(pl.LightningModule):
     def pop_epoch_means(self, stage: str) -> dict[str, float]:
         """Return the exact means since the last call, as {"val/loss": 0.25}; empty the sums.
 
-        Those of "train" are over the images as they were augmented. It is a collective.
+        The means of "train" are those of the augmented images. It is a collective.
         """
         totals = self.pop_totals(stage)
         return {name: total / number for name, (total, number) in totals.items() if number}
@@ -138,7 +138,7 @@ class Task(pl.LightningModule):
     def log_exactly(self, values: dict[str, float]) -> None:
         """Log values that are equal on all ranks, in float64."""
         for name in values:
-            # Lightning recommends to average them over the ranks.
+            # Lightning would recommend to average them over the ranks.
             message = rf".*recommended to use `self.log\('{re.escape(name)}'.*sync_dist=True.*"
             warnings.filterwarnings("ignore", message)
         doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
@@ -210,7 +210,7 @@ class Task(pl.LightningModule):
         factory = self.optimizer_factory
         assert factory is not None, "built for evaluation only"
         options = inspect.signature(factory.func).parameters
-        trainable = [
+        trainable_parameters = [
             (name.removeprefix("net."), parameter)
             for name, parameter in self.named_parameters()
             if parameter.requires_grad
@@ -218,15 +218,15 @@ class Task(pl.LightningModule):
 
         parameters: Any
         if _takes_named_parameters(factory):
-            parameters = trainable
+            parameters = trainable_parameters
         elif self.rules != GroupRules():
             keywords = factory.keywords
             lr = keywords["lr"] if "lr" in keywords else options["lr"].default
-            parameters = parameter_groups(self.net, trainable, self.rules, float(lr))
+            parameters = parameter_groups(self.net, trainable_parameters, self.rules, float(lr))
         else:
-            parameters = [parameter for _, parameter in trainable]
+            parameters = [parameter for _, parameter in trainable_parameters]
 
-        is_sharded = any(hasattr(parameter, "full_tensor") for _, parameter in trainable)
+        is_sharded = any(hasattr(parameter, "full_tensor") for _, parameter in trainable_parameters)
         # torch raises ValueError, for example at a negative learning rate.
         try:
             optimizer = factory(parameters, **self._kernel_options(options, is_sharded))
@@ -238,7 +238,7 @@ class Task(pl.LightningModule):
         return optimizer
 
     def _training_lengths(self) -> dict[str, int]:
-        """Return the optimizer steps of the whole training and of an epoch.
+        """Return the numbers of optimizer steps of the whole training and of an epoch.
 
         Raises:
             UserError: the training has no end.
@@ -258,8 +258,8 @@ class Task(pl.LightningModule):
     def _kernel_options(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.
 
-        It is `fused`, but not with scaled gradients, whose norm it hides. Shards take foreach at
-        least, because DTensors are dispatched one by one otherwise.
+        It is `fused`, except for scaled gradients, whose norm it would hide. Shards that have no
+        fused kernel take `foreach`, because DTensors are dispatched one by one otherwise.
         """
         factory = self.optimizer_factory
         if factory.keywords.keys() & {*KERNEL_OPTIONS, "differentiable"}:

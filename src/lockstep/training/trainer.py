@@ -46,11 +46,11 @@ def build_trainer(
     """Build the Trainer of one rank.
 
     Args:
-        data: attached to the ranks, or a data module of Lightning's own kind.
+        data: Lockstep's data module, attached to the ranks, or any other one.
         trainable: False for an evaluation.
 
     Raises:
-        UserError: an option of trainer= that the Trainer refuses, or that does not fit the data.
+        UserError: the Trainer refuses an option of trainer=, or it does not fit the data.
     """
     options = run.trainer_config
     if options["log_every_n_steps"] < 1:
@@ -81,7 +81,7 @@ def build_trainer(
     precision: str | None = agree_on_precision(
         str(options["precision"]), is_gpu=is_gpu, scales_losses=strategy_capabilities.scales_losses
     )
-    # Some strategies bring the precision's plugin themselves; Lightning takes it or the name.
+    # Lightning takes either the name of a precision or a plugin, which some strategies bring.
     precision_plugin = strategy_capabilities.precision_for(precision, "cuda" if is_gpu else "cpu")
     if precision_plugin:
         plugins.append(precision_plugin)
@@ -139,7 +139,7 @@ def resolve_precision(
 ) -> Any:
     """Return Lightning's name of a precision.
 
-    auto is bf16 where the GPU has it, else fp16, and fp32 on a CPU.
+    The name auto means bf16 on a GPU that has it, fp16 on another one, and fp32 on a CPU.
 
     Args:
         scales_losses: the strategy can train in fp16.
@@ -198,6 +198,7 @@ def round_to_whole_steps(limit: float, batches: int, accumulate: int) -> float:
 
     Args:
         limit: a share (float) or number (int) of `batches`, the micro-batches of an epoch.
+
     Raises:
         UserError: not even one step fits.
     """
@@ -222,7 +223,7 @@ def validation_interval(interval: float, batches: int, accumulate: int) -> float
         batches: micro-batches of an epoch, whole steps.
 
     Raises:
-        UserError: neither, or more steps than an epoch has.
+        UserError: it is neither, or more steps than an epoch has.
     """
     steps = batches // accumulate
     if not _is_valid_interval(interval, steps):

@@ -14,7 +14,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.output import join_names
 from lockstep.records.config import Config, model_name
 from lockstep.runs.run import Run
-from lockstep.training.build_data import DataFacts, pixel_change
+from lockstep.training.build_data import DataFacts, describe_pixel_change
 from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task
 
@@ -86,15 +86,16 @@ def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | str:
 
 def check_resume_data(checkpoint: Checkpoint, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run with other images than it began with."""
-    stored = facts_of(checkpoint)
-    before = {**facts, **stored}
-    if before["class_names"] != facts["class_names"]:
-        change = f"{_class_names(before['class_names'])}, now {_class_names(facts['class_names'])}"
+    stored_facts = facts_of(checkpoint)
+    facts_before = {**facts, **stored_facts}
+    if facts_before["class_names"] != facts["class_names"]:
+        names_before = _class_names(facts_before["class_names"])
+        change = f"{names_before}, now {_class_names(facts['class_names'])}"
         raise _other_images_error(run_id, change)
-    if before["data_hash"] == facts["data_hash"]:
-        _check_resume_pixels(stored, facts, run_id)
-    elif stored.get("hash_method") == facts.get("hash_method"):
-        change = f"hash {before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
+    if facts_before["data_hash"] == facts["data_hash"]:
+        _check_resume_pixels(stored_facts, facts, run_id)
+    elif stored_facts.get("hash_method") == facts.get("hash_method"):
+        change = f"hash {facts_before['data_hash']:.12}, now hash {facts['data_hash']:.12}"
         raise _other_images_error(run_id, change)
     elif rank_zero_only.rank == 0:
         log.info(
@@ -110,9 +111,9 @@ def _other_images_error(run_id: str, change: str) -> UserError:
     )
 
 
-def _check_resume_pixels(stored: DataFacts, facts: DataFacts, run_id: str) -> None:
+def _check_resume_pixels(stored_facts: DataFacts, facts: DataFacts, run_id: str) -> None:
     """Refuse to resume a run whose files become other pixels than those it began with."""
-    change = pixel_change(stored, facts)
+    change = describe_pixel_change(stored_facts, facts)
     if change:
         raise UserError(
             f"The run {run_id} was trained on other pixels of the same files ({change}): resume it "
@@ -132,15 +133,17 @@ def load_initial_weights(
 
     Args:
         data: the run's data config.
-        facts: of the run's data.
+        facts: facts about the run's data.
 
     Returns:
         A sentence that says what was loaded.
 
     Raises:
-        UserError: the checkpoint is of another model; names the first parameter that differs.
+        UserError: the checkpoint is of another model, and the error names the first parameter that
+            differs. Or it took the numbers of data.inputs in another order.
     """
     checkpoint = load_on_all_ranks(path)
+    _refuse_reordered_inputs(facts_of(checkpoint), facts)
     state = dict(checkpoint["state_dict"])
     initial = module.state_dict()
     net = getattr(module, "net", module)
@@ -180,6 +183,17 @@ def load_initial_weights(
     return "; ".join(notes) + "."
 
 
+def _refuse_reordered_inputs(stored_facts: DataFacts, facts: DataFacts) -> None:
+    """Refuse weights that would take one number of data.inputs for another."""
+    stored = list(stored_facts.get("inputs") or ())
+    inputs = list(facts.get("inputs") or ())
+    if stored != inputs and sorted(stored) == sorted(inputs):
+        raise UserError(
+            f"ckpt_path: the checkpoint takes data.inputs=[{','.join(stored)}] in this order, and "
+            f"data.inputs=[{','.join(inputs)}] would exchange their weights. Give its order."
+        )
+
+
 def _names_beside_net(names: Iterable[str], prefix: str) -> set[str]:
     """Return the names of the parts beside the net; none where the module itself is the net."""
     return {name for name in names if not name.startswith(prefix)}
@@ -189,7 +203,7 @@ def _resampled_positions(
     net: torch.nn.Module, prefix: str, state: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the net's weights with position embeddings for its image size; {} if they fit."""
-    # A net written for version 2.1 or before has or overrides adapted.
+    # A net that was written for version 2.1 or before defines `adapted`.
     adapt = getattr(net, "adapted", getattr(net, "adapt_to_image_size", None))
     if adapt is None:
         return {}

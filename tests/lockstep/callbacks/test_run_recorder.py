@@ -17,12 +17,16 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
+import strategy_runs
+from local_ranks import run_ranks
 from lockstep.callbacks.distribution import Distribution
 from lockstep.callbacks.hardware_stats import HardwareStats, Samples
+from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.files import Sidecar
 from lockstep.loggers.metrics_csv import MetricsCsv
+from lockstep.process.errors import Interrupted
 from lockstep.records.record import (
     RunRecord,
     merge_restart,
@@ -189,6 +193,29 @@ def test_sampling_ends_when_the_run_fails(tmp_path):
     written = rows(tmp_path / "hardware-node0.csv")
     time.sleep(0.2)
     assert rows(tmp_path / "hardware-node0.csv") == written
+
+
+def train_until_asked(place, folder):
+    """Ask rank 1 to stop at its first step."""
+    interruption = Interruption()
+
+    class Asking(Small):
+        def on_train_start(self):
+            if self.global_rank == 1:
+                interruption.request_stop("SIGTERM")
+
+    recorder = RunRecorder(folder / "run.json")
+    callbacks = [HardwareStats(folder), interruption, recorder]
+    trainer = strategy_runs.trainer_of(place, strategy_runs.strategy_of("ddp"), callbacks=callbacks)
+    with pytest.raises(Interrupted):
+        trainer.fit(Asking(), DataLoader(torch.ones(8, 2)))
+
+
+def test_a_stop_records_hardware_and_memory_of_all_nodes(tmp_path):
+    run_ranks(train_until_asked, 2, tmp_path, num_nodes=2)
+    record = read_record(tmp_path / "run.json")
+    assert [node["node_rank"] for node in record.hardware["nodes"]] == [0, 1]
+    assert record.status == "interrupted" and record.peak_memory_gib > 0.05
 
 
 @pytest.mark.parametrize(("percent", "samples", "lines"), [(35, 40, 1), (90, 40, 0), (35, 20, 0)])

@@ -373,7 +373,7 @@ def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path):
     assert record["best_checkpoint"]["step"] == steps and record["metrics"]["test/images"] == 360
     assert [step for step, *_ in validated(done)] == [str(steps)]
     assert (
-        "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1/2: it ends"
+        "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1/2: training ends"
         in done.output
     )
 

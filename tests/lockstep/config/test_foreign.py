@@ -164,7 +164,7 @@ def test_a_net_that_cannot_be_built_here_is_refused():
     for name in ("mine", "../train", "alexnet.yaml", "", 7, None, ["alexnet"], "/etc/passwd"):
         before["choices"]["model"] = name
         with pytest.raises(
-            UserError, match="It names model=.*which is not here: there is airbench"
+            UserError, match="It names model=.*which is not here: this clone has airbench"
         ):
             accept_config(before, CHECKPOINT_ROOTS, "It")
 

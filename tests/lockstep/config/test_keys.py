@@ -65,7 +65,7 @@ ELSEWHERE = {
     ): "the overrides of a run of a few steps",
     ("lockstep/config/suggestions.py", "NAMES_ELSEWHERE"): "names from other programs",
     ("lockstep/runs/batch_search.py", "changes"): "the overrides of a search's trial",
-    ("lockstep/runs/proof.py", "FIXED"): "the overrides of a proof",
+    ("lockstep/runs/proof.py", "FIXED_OPTIONS"): "the overrides of a proof",
     ("lockstep/records/folder.py", "MAPPING_GROUPS"): "the nodes of a config that is read",
     ("lockstep/runs/checks.py", "CPU_CHOICES"): "what makes a training on a CPU a choice",
     ("lockstep/runs/first_record.py", "_identity"): "fields of the record",

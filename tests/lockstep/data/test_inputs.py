@@ -190,6 +190,9 @@ def test_a_run_is_evaluated_and_predicts_with_its_numbers(tmp_path):
         float(row["probability"] if row["class"] == "cat" else row["probability_2"]) for row in rows
     ]
     np.testing.assert_allclose(shares, own[:, 0].numpy(), atol=1e-5)
+    exchanged = [*options[:-6], "data.inputs=[dose,age]", "trainer=cpu", "ckpt_path=r"]
+    refused = run_script("train", *exchanged, logs=logs)
+    assert refused.code == 2 and "takes data.inputs=[age,dose] in this order" in refused.output
     refused = run_script("predict", "ckpt_path=r", f"images={tmp_path}", logs=logs)
     assert refused.code == 2 and "images=FILE.csv" in refused.output
     assert run_script("export", "ckpt_path=r", logs=logs).code == 2

@@ -337,5 +337,5 @@ def test_a_module_with_its_own_loaders_cannot_be_sampled():
     run = SimpleNamespace(
         config={"data": {"sampling": "balanced"}}, cluster=None, choices={"data": "none"}
     )
-    with pytest.raises(UserError, match="data.sampling=balanced is of Lockstep's"):
+    with pytest.raises(UserError, match="data.sampling=balanced is an option of Lockstep's"):
         build_data(run)

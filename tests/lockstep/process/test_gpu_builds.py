@@ -70,7 +70,7 @@ def smi(tmp_path, monkeypatch):
         path = tmp_path / "nvidia-smi"
         path.write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\nexit {code}\n")
         path.chmod(0o755)
-        monkeypatch.setattr(gpu_builds, "SMI", (str(path),))
+        monkeypatch.setattr(gpu_builds, "SMI_COMMAND", (str(path),))
 
     return write
 
@@ -97,7 +97,7 @@ def test_a_gpu_without_a_capability_is_quoted(line, smi):
 
 @pytest.mark.parametrize("has_driver", [False, True])
 def test_without_nvidia_smi_the_drivers_files_decide(has_driver, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_builds, "SMI", (str(tmp_path / "none"),))
+    monkeypatch.setattr(gpu_builds, "SMI_COMMAND", (str(tmp_path / "none"),))
     monkeypatch.setattr(gpu_builds, "DRIVER_FILES", (str(tmp_path),) if has_driver else ())
     if has_driver:
         with pytest.raises(UserError, match="nvidia-smi does not answer .* DEVICE=cu130"):

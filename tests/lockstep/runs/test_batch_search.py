@@ -11,7 +11,7 @@ from PIL import Image
 import runs
 from lockstep.config.compose import compose, plain
 from lockstep.process.errors import UserError
-from lockstep.ranks.find import VARIABLES, Cluster, detect_launcher
+from lockstep.ranks.find import LAUNCHER_VARIABLES, Cluster, detect_launcher
 from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
 from lockstep.runs.batch_search import choose_next_batch, find_largest_fitting
@@ -245,8 +245,8 @@ def test_what_it_cannot_estimate_is_refused(words, said):
         estimate(compose("train", ["model=small_cnn", "data=synthetic", *words]))
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", LAUNCHER_VARIABLES)
 def test_a_tried_run_knows_no_launcher(name):
-    environ = dict.fromkeys([*VARIABLES[name], "PATH"], "2")
+    environ = dict.fromkeys([*LAUNCHER_VARIABLES[name], "PATH"], "2")
     assert detect_launcher(environ) == name
     assert search.remove_launcher_variables(environ) == {"PATH": "2"}

@@ -17,7 +17,7 @@ from lockstep.ranks.find import Cluster, find_ranks
 from lockstep.records.batch import ACCUMULATION, Batch
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record, write_record
-from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
+from lockstep.runs.batch_size import decide_batch, refuse_other_epoch, resolve_batch
 from lockstep.runs.checks import check_before_start
 from lockstep.runs.first_record import find_recipe_changes, format_headlines
 from lockstep.runs.opening import CommandEnded, open_run
@@ -231,6 +231,12 @@ def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     before = Run(config, cluster, RunFolder(tmp_path / "r"), batch).effective_config()
     again, result = decide_batch(config, cluster, RunRecord(), before, search)
     assert again == batch and not result and len(asked) == 1, "a run that goes on keeps its size"
+
+
+def test_no_micro_batches_are_refused_by_their_own_option():
+    config = config_of(*WORDS, "data.global_batch_size=max", f"{ACCUMULATION}=0")
+    with pytest.raises(UserError, match=f"{ACCUMULATION}=0: give a whole number from 1 on"):
+        resolve_batch(config, ALONE)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):

@@ -10,7 +10,7 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 
 from lockstep.process.errors import UserError
-from lockstep.storage.errors import S3Error, translate
+from lockstep.storage.errors import S3Error, to_s3_error
 from lockstep.storage.s3 import Bucket
 from object_store import IDENTITIES, KEY_IDS, SECRETS, shared_store
 
@@ -138,8 +138,8 @@ def test_the_answers_of_other_stores_are_sentences(status, code, says):
     wrapped = S3UploadFailedError("as upload_file raises it")
     wrapped.__context__ = ClientError(answer, "PutObject")
     for error in (wrapped, wrapped.__context__):
-        assert says in str(translate(error, "runs", "")) and SECRETS[0] not in str(
-            translate(error, "runs", "")
+        assert says in str(to_s3_error(error, "runs", "")) and SECRETS[0] not in str(
+            to_s3_error(error, "runs", "")
         )
 
 

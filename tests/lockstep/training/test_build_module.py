@@ -78,7 +78,7 @@ def test_channels_last_where_convolutions_are_depthwise_or_uses_tensor_cores():
             "labels",
             "takes a number .*data.target=number .*the data has several labels",
         ),
-        ("task._target_=plain_task.Lazy", None, "layers.weight is of a lazy layer"),
+        ("task._target_=plain_task.Lazy", None, "layers.weight belongs to a lazy layer"),
         ("task._target_=collections.Counter", None, "Counter is not a LightningModule"),
     ],
 )
