@@ -5,11 +5,11 @@
     python benchmarks/gpu.py --out results --small           # tiny nets, on a simulated GPU
     python benchmarks/gpu.py --out results --only cifar10 --cifar10 FOLDER --airbench SCRIPT
 
-Each part runs in a process of its own under a time limit. Its figures are in OUT/gpu.json as soon
-as it ends, so that a run that is cut short keeps them. Both sides of a ratio run in turns on the
-same card; a ratio is the median over the rounds, beside the smallest and the largest. The
-predictions for an H100 were written before any measurement. Needs neither a network nor git.
-Without internet access bring hydra-core, omegaconf and antlr4-python3-runtime.
+Each part runs in its own process under a time limit. Its figures are in OUT/gpu.json as soon as it
+ends, so that a run that is cut short keeps them. Both sides of a ratio run in turns on the same
+card. A ratio is the median over the rounds, and stands beside the smallest and the largest one. The
+predictions for an H100 were written before any measurement. The script needs neither a network nor
+git. A machine without internet access needs hydra-core, omegaconf and antlr4-python3-runtime.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from measuring import (
     measure_in_turns,
     median,
     run_for_output,
-    run_record,
+    train_for_record,
 )
-from step_time import CachedLoader, timed_run
+from step_time import CachedLoader, time_run
 
 NO_CHECKPOINTS = "callbacks.checkpoints=null"
 CLASSES = 10
-# Floating-point operations of ViT-B/32 for an image, forward and backward
+# ViT-B/32 takes so many floating-point operations for the forward and backward of an image.
 FLOP_OF_IMAGE = 26.2e9
 MIB = 2**20
 GIB = 2**30
@@ -49,29 +49,29 @@ GIB = 2**30
 IMAGES = "GPU_BENCHMARK_IMAGES"
 CIFAR10 = "GPU_BENCHMARK_CIFAR10"
 AIRBENCH = "GPU_BENCHMARK_AIRBENCH"
-# A simulated GPU takes longer.
+# The time limits of a simulated GPU are longer by this factor.
 TIMES_LONGER_IF_SMALL = 5
 SHORTEST_PART_S = 5.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: of a GPU, or of a simulated one.
+    """The sizes of the measurements, on a GPU or on a simulated one.
 
     Attributes:
-        batch: images of a step.
-        small_batch: so few that the host launches kernels more slowly than the GPU runs them.
-        decoded_batch: of images that are decoded; a thousand of 224 px take 150 MB.
-        image_size: in pixels.
+        batch: the images of a step.
+        small_batch: so few images that the GPU runs kernels faster than the host launches them.
+        decoded_batch: the images of a step that decodes them; a thousand of 224 px take 150 MB.
+        image_size: the side of an image in pixels.
         net: the options of the net that Lockstep trains.
-        timm_options: the same net's, in timm.
-        product_side: rows and columns of the matrices of the ceiling.
-        product_s: seconds of products, for the sustained ceiling.
-        copied_bytes: of the copy on the device.
+        timm_options: the options of the same net in timm.
+        product_side: the rows and columns of the matrices that measure the ceiling.
+        product_s: the seconds of products that measure the sustained ceiling.
+        copied_bytes: the bytes of the copy on the device.
         device_gib: the memory of a device to plan for.
-        checkpoint_mib: weights and two moments.
-        checkpoint_steps: steps between two checkpoints.
-        checkpoints: the number that is saved.
+        checkpoint_mib: the size of the weights and two moments.
+        checkpoint_steps: the steps between two checkpoints.
+        checkpoints: the number of checkpoints that are saved.
     """
 
     batch: int = 1024
@@ -182,7 +182,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--airbench", help="airbench94_muon.py of github.com/KellerJordan/cifar10-airbench"
     )
-    # The process that is measured gets one part.
+    # This script starts itself with this option, to measure one part.
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.only = options.only.split(",")
@@ -227,7 +227,7 @@ def run_part(name: str, out: Path, seconds_left: float) -> Figures:
 
 
 def write_results(out: Path, results: Figures) -> None:
-    """Write gpu.json anew, whole at any moment."""
+    """Write gpu.json anew. The file is whole at any moment."""
     part = out / "gpu.json.part"
     part.write_text(json.dumps(results, indent=1) + "\n")
     part.replace(out / "gpu.json")
@@ -241,7 +241,7 @@ def print_figures(part: str, figures: Figures) -> None:
         print(line, flush=True)
 
 
-def per_step(run: Callable[[], Any], count: int = 1) -> float:
+def measure_call_s(run: Callable[[], Any], count: int = 1) -> float:
     """Return the seconds of one call on the GPU, from `count` calls after a warm-up."""
     import torch
 
@@ -254,13 +254,13 @@ def per_step(run: Callable[[], Any], count: int = 1) -> float:
     return (time.perf_counter() - began) / count
 
 
-def ratio(ours: list[float], theirs: list[float]) -> list[float]:
+def compute_ratio(ours: list[float], theirs: list[float]) -> list[float]:
     """Return the median, the smallest and the largest of ours ÷ theirs over the rounds."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return [median(ratios), round(min(ratios), 4), round(max(ratios), 4)]
 
 
-def random_batches(batch: int) -> list[Any]:
+def make_random_batches(batch: int) -> list[Any]:
     """Return four batches of noise in GPU memory: images [batch, 3, side, side] and labels."""
     import torch
 
@@ -270,7 +270,7 @@ def random_batches(batch: int) -> list[Any]:
     return [(part, torch.randint(CLASSES, (batch,), device="cuda")) for part in images]
 
 
-def bare_loop(batch: int) -> float:
+def run_bare_loop(batch: int) -> float:
     """Train timm's net in a loop of plain PyTorch, in bf16; return seconds per step."""
     import timm
     import torch
@@ -280,7 +280,7 @@ def bare_loop(batch: int) -> float:
         "vit_base_patch32_224", num_classes=CLASSES, **SCALE.timm_options
     ).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    batches = iter(CachedLoader(random_batches(batch), SCALE.warmup + SCALE.steps + 1))
+    batches = iter(CachedLoader(make_random_batches(batch), SCALE.warmup + SCALE.steps + 1))
 
     def step() -> None:
         images, labels = next(batches)
@@ -292,10 +292,10 @@ def bare_loop(batch: int) -> float:
 
     for _ in range(SCALE.warmup):
         step()
-    return per_step(step, SCALE.steps)
+    return measure_call_s(step, SCALE.steps)
 
 
-def lockstep_run(
+def run_lockstep(
     overrides: str,
     *,
     batch: int = SCALE.batch,
@@ -308,7 +308,7 @@ def lockstep_run(
 
     Args:
         cached: replace the data by batches of noise in GPU memory.
-        watch: as of `timed_run`.
+        watch: as in `time_run`.
     """
     import torch
 
@@ -335,16 +335,16 @@ def lockstep_run(
         ]
         if IMAGES in os.environ:
             run.append(f"paths.data_dir={os.environ[IMAGES]}")
-        batches = random_batches(batch) if cached else None
-        return timed_run(run, warmup, steps, batches, watch, torch.cuda.synchronize)
+        batches = make_random_batches(batch) if cached else None
+        return time_run(run, warmup, steps, batches, watch, torch.cuda.synchronize)
 
 
-def step_timer(overrides: str, **options: Any) -> Callable[[], float]:
+def make_step_timer(overrides: str, **options: Any) -> Callable[[], float]:
     """Return a measurement for measure_in_turns: seconds per step of one training run."""
-    return lambda: lockstep_run(f"{NO_CHECKPOINTS} {overrides}", **options)
+    return lambda: run_lockstep(f"{NO_CHECKPOINTS} {overrides}", **options)
 
 
-def milliseconds(seconds: float) -> float:
+def to_milliseconds(seconds: float) -> float:
     return round(1000 * seconds, 2)
 
 
@@ -378,12 +378,12 @@ def measure_ceilings(out: Path) -> Figures:
     side = SCALE.product_side
     a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
-    burst = per_step(lambda: a @ b, 20)
-    sustained = per_step(lambda: a @ b, max(1, int(SCALE.product_s / burst)))
+    burst = measure_call_s(lambda: a @ b, 20)
+    sustained = measure_call_s(lambda: a @ b, max(1, int(SCALE.product_s / burst)))
 
     source = torch.empty(SCALE.copied_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy = per_step(lambda: target.copy_(source), 10)
+    copy = measure_call_s(lambda: target.copy_(source), 10)
     return {
         "copy_tb_per_s": round(2 * SCALE.copied_bytes / copy / 1e12, 2),
         "bf16_tflops": round(2 * side**3 / burst / 1e12, 1),
@@ -394,21 +394,21 @@ def measure_ceilings(out: Path) -> Figures:
 def measure_step(out: Path) -> Figures:
     """ViT-B/32 in bf16: a training step of Lockstep against a bare loop over timm's net."""
     bare, ours = measure_in_turns(
-        SCALE.rounds, lambda: bare_loop(SCALE.batch), step_timer("trainer=gpu")
+        SCALE.rounds, lambda: run_bare_loop(SCALE.batch), make_step_timer("trainer=gpu")
     )
     return {
-        "bare_ms": milliseconds(median(bare)),
-        "lockstep_ms": milliseconds(median(ours)),
-        "lockstep_over_bare": ratio(ours, bare),
+        "bare_ms": to_milliseconds(median(bare)),
+        "lockstep_ms": to_milliseconds(median(ours)),
+        "lockstep_over_bare": compute_ratio(ours, bare),
         "lockstep_images_per_s": round(SCALE.batch / median(ours)),
-        "share_of_ceiling": share_of_ceiling(out, median(ours)),
+        "share_of_ceiling": compute_share_of_ceiling(out, median(ours)),
     }
 
 
-def share_of_ceiling(out: Path, seconds: float) -> float | None:
-    """Return the share of the measured bf16 products that a step of SCALE.batch images does.
+def compute_share_of_ceiling(out: Path, seconds: float) -> float | None:
+    """Return the bf16 speed of a step of SCALE.batch images, as a share of the measured ceiling.
 
-    None if they are not known.
+    It is None if the ceiling has not been measured.
     """
     path = out / "gpu.json"
     if not path.exists():
@@ -426,15 +426,15 @@ def measure_data(out: Path) -> Figures:
         overrides = f"trainer=gpu data.stored_size={stored}"
         cached, decoded = measure_in_turns(
             2,
-            step_timer(overrides, batch=batch),
-            step_timer(overrides, batch=batch, cached=False),
+            make_step_timer(overrides, batch=batch),
+            make_step_timer(overrides, batch=batch, cached=False),
         )
-        figures[f"stored_at_{stored}_over_cached"] = ratio(decoded, cached)
+        figures[f"stored_at_{stored}_over_cached"] = compute_ratio(decoded, cached)
     return figures
 
 
 class SynchronisationWatch:
-    """The warnings of torch about calls for which the host waits."""
+    """Collect torch's warnings about calls for which the host waits."""
 
     def begin(self) -> None:
         import torch
@@ -465,7 +465,7 @@ def measure_synchronisations(out: Path) -> Figures:
     for precision in ("bf16-mixed", "16-mixed"):
         watch = SynchronisationWatch()
         overrides = f"{NO_CHECKPOINTS} trainer=gpu trainer.precision={precision}"
-        lockstep_run(overrides, batch=SCALE.small_batch, watch=watch)
+        run_lockstep(overrides, batch=SCALE.small_batch, watch=watch)
         lines = watch.lines()
         figures[precision] = round(lines.total() / SCALE.steps, 2)
         figures[f"{precision}_lines"] = dict(lines.most_common(5))
@@ -478,12 +478,12 @@ def measure_strategies(out: Path) -> Figures:
     for size, batch in (("small", SCALE.small_batch), ("large", SCALE.batch)):
         ddp, fsdp = measure_in_turns(
             2,
-            step_timer("trainer=ddp trainer.devices=1", batch=batch),
-            step_timer("trainer=fsdp trainer.devices=1", batch=batch),
+            make_step_timer("trainer=ddp trainer.devices=1", batch=batch),
+            make_step_timer("trainer=fsdp trainer.devices=1", batch=batch),
         )
-        figures[f"ddp_ms_{size}"] = milliseconds(median(ddp))
-        figures[f"fsdp_ms_{size}"] = milliseconds(median(fsdp))
-        figures[f"fsdp_over_ddp_{size}"] = ratio(fsdp, ddp)
+        figures[f"ddp_ms_{size}"] = to_milliseconds(median(ddp))
+        figures[f"fsdp_ms_{size}"] = to_milliseconds(median(fsdp))
+        figures[f"fsdp_over_ddp_{size}"] = compute_ratio(fsdp, ddp)
     return figures
 
 
@@ -500,16 +500,16 @@ def measure_compiled(out: Path) -> Figures:
         "eager_small": (f"{gpu}=false", SCALE.small_batch),
         "graphs_small": (f"{gpu}={{mode:reduce-overhead}}", SCALE.small_batch),
     }
-    # The first run of a process imports.
-    lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1)
+    # The first run of a process also imports.
+    run_lockstep(f"{NO_CHECKPOINTS} trainer=gpu", warmup=1, steps=1)
     figures: Figures = {}
     for name, (overrides, batch) in variants.items():
         began = time.perf_counter()
-        seconds = lockstep_run(
+        seconds = run_lockstep(
             f"{NO_CHECKPOINTS} {overrides}", batch=batch, warmup=SCALE.compiled_warmup
         )
-        figures[f"{name}_ms"] = milliseconds(seconds)
-        # The compilation counts here.
+        figures[f"{name}_ms"] = to_milliseconds(seconds)
+        # This time includes the compilation.
         figures[f"{name}_whole_s"] = round(time.perf_counter() - began, 1)
 
     pairs = {
@@ -521,15 +521,15 @@ def measure_compiled(out: Path) -> Figures:
     for name, (a, b) in pairs.items():
         figures[f"{name}over_eager"] = round(figures[f"{a}_ms"] / figures[f"{b}_ms"], 3)
     for name in ("compiled", "bf16_true"):
-        share = share_of_ceiling(out, figures[f"{name}_ms"] / 1000)
+        share = compute_share_of_ceiling(out, figures[f"{name}_ms"] / 1000)
         figures[f"{name}_share_of_ceiling"] = share
     return figures
 
 
 def measure_memory(out: Path) -> Figures:
     """The largest batch that a search finds on a device of 40 GiB, against the estimate."""
-    search = largest_batch()
-    estimate = largest_batch("--estimate")
+    search = find_largest_batch()
+    estimate = find_largest_batch("--estimate")
     return {
         "search": search,
         "estimate": estimate,
@@ -537,7 +537,7 @@ def measure_memory(out: Path) -> Figures:
     }
 
 
-def largest_batch(*flags: str) -> int:
+def find_largest_batch(*flags: str) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             sys.executable,
@@ -567,13 +567,13 @@ def measure_checkpoints(out: Path) -> Figures:
 
     def seconds(overrides: str) -> float:
         epochs = f"trainer.limit_train_batches={SCALE.checkpoint_steps} trainer.max_epochs=9"
-        per_step = lockstep_run(
+        step_s = run_lockstep(
             f"trainer=gpu {epochs} {overrides}", warmup=SCALE.checkpoint_steps // 2, steps=steps
         )
-        return per_step * steps
+        return step_s * steps
 
     state = torch.empty(SCALE.checkpoint_mib * MIB, dtype=torch.uint8, device="cuda")
-    copy = per_step(state.cpu, 2)
+    copy = measure_call_s(state.cpu, 2)
     synchronous, asynchronous, without = measure_in_turns(
         1,
         lambda: seconds("callbacks.checkpoints.asynchronous=false"),
@@ -606,11 +606,11 @@ def measure_cifar10(out: Path) -> Figures:
         "trainer.compile=false",
     ]
     with tempfile.TemporaryDirectory() as scratch:
-        record = run_record(scratch, recipe)
+        record = train_for_record(scratch, recipe)
         overrides = [*recipe, *QUIET, NO_CHECKPOINTS, *folder_overrides(scratch)]
         # An epoch has 24 steps.
-        seconds = timed_run(overrides, 24, 144, None, None, torch.cuda.synchronize)
-        rows = rows_of_airbench(Path(scratch), root)
+        seconds = time_run(overrides, 24, 144, None, None, torch.cuda.synchronize)
+        rows = run_airbench(Path(scratch), root)
     theirs = median([float(row[6]) for row in rows if row[2] == "7"][1:])
     ours = 200 * seconds
     return {
@@ -623,7 +623,7 @@ def measure_cifar10(out: Path) -> Figures:
     }
 
 
-def rows_of_airbench(scratch: Path, root: Path) -> list[list[str]]:
+def run_airbench(scratch: Path, root: Path) -> list[list[str]]:
     """Run airbench's script: a warm-up and three runs; return the cells of its table.
 
     It is not compiled, which would take minutes.
@@ -640,7 +640,7 @@ def rows_of_airbench(scratch: Path, root: Path) -> list[list[str]]:
 
 
 class ProfilerWatch:
-    """torch's profiler over the steps that are timed."""
+    """Run torch's profiler over the steps that are timed."""
 
     def begin(self) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -656,13 +656,13 @@ def measure_profile(out: Path) -> Figures:
     """The kernels that take the most time in a step of Lockstep."""
     steps = 3
     watch = ProfilerWatch()
-    seconds = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=steps)
+    seconds = run_lockstep(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=steps)
     # An operator may have several events.
     microseconds: Counter[str] = Counter()
     for event in watch.profiler.key_averages():
         microseconds[event.key] += event.self_device_time_total / steps
     return {
-        "step_ms": milliseconds(seconds),
+        "step_ms": to_milliseconds(seconds),
         "kernels_ms": round(microseconds.total() / 1000, 2),
         "by_operator_ms": {
             name: round(time / 1000, 2) for name, time in microseconds.most_common(15)
@@ -675,7 +675,7 @@ class Part:
     """A part of the measurements.
 
     Args:
-        measure: gets the folder of the results, and returns figures.
+        measure: takes the folder of the results and returns figures.
         limit_s: the most seconds that it may take.
     """
 

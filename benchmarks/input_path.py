@@ -1,5 +1,5 @@
-"""The input path on the CPU: images per second beside torchvision, and how long a training step
-waits for images.
+"""Measure the input path on the CPU: images per second beside torchvision, and how long a training
+step waits for images.
 
     python benchmarks/input_path.py --root FOLDER      # holds cifar-10-batches-py
     python benchmarks/input_path.py --images FOLDER    # holds train/<class>/ and test/<class>/ of
@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import goal_row, measure_in_turns, median, paired_ratio, run_record, save
+from measuring import build_goal_row, measure_in_turns, median, paired_ratio, save, train_for_record
 
 BATCH = 256
 WORKERS = (0, 1, 2, 4)
-# Pixels, and the seconds of a measurement
+# Each size in pixels has the seconds of its measurement.
 SIZES = {32: 2.0, 224: 4.0}
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
@@ -53,14 +53,16 @@ def compare(root: Path, repetitions: int) -> None:
     goals = []
     figures = {}
     for size, seconds in SIZES.items():
-        theirs = {workers: torchvision_batches(size, root, workers) for workers in WORKERS}
-        trial = {workers: images_per_s(batches, seconds) for workers, batches in theirs.items()}
+        theirs = {workers: make_torchvision_batches(size, root, workers) for workers in WORKERS}
+        trial = {
+            workers: measure_images_per_s(batches, seconds) for workers, batches in theirs.items()
+        }
         best = max(trial, key=trial.__getitem__)
         with tempfile.TemporaryDirectory() as scratch:
             ours, peer = measure_in_turns(
                 repetitions,
-                partial(images_per_s, our_batches(size, root, scratch), seconds),
-                partial(images_per_s, theirs[best], seconds),
+                partial(measure_images_per_s, make_our_batches(size, root, scratch), seconds),
+                partial(measure_images_per_s, theirs[best], seconds),
             )
         figures[f"{size} px"] = {"ours": ours, "torchvision": peer, "torchvision_by_workers": trial}
         what = f"input path ÷ torchvision at {size} px"
@@ -68,7 +70,7 @@ def compare(root: Path, repetitions: int) -> None:
             f"{median(ours, 0):,.0f} images/s, torchvision {median(peer, 0):,.0f} with {best} "
             "workers"
         )
-        goals.append(goal_row(what, "", paired_ratio(ours, peer), detail=detail))
+        goals.append(build_goal_row(what, "", paired_ratio(ours, peer), detail=detail))
     save("input_path", goals, batch=BATCH, images_per_s=figures)
 
 
@@ -92,10 +94,10 @@ def measure_wait(images: Path) -> None:
     ]
     with tempfile.TemporaryDirectory() as scratch:
         for label, name in MODELS.items():
-            record = run_record(scratch, [*overrides, f"model.name={name}"])
+            record = train_for_record(scratch, [*overrides, f"model.name={name}"])
             figures[name] = record["throughput"]
             share = figures[name]["data_wait_share"]
-            goal = goal_row(
+            goal = build_goal_row(
                 f"{label} at 224 px from JPEG files: a step's wait for images",
                 "≤ 2 %",
                 round(100 * share, 2),
@@ -107,10 +109,11 @@ def measure_wait(images: Path) -> None:
     save("loader_wait", goals, throughput=figures)
 
 
-def images_per_s(batches: Batches, seconds: float) -> float:
+def measure_images_per_s(batches: Batches, seconds: float) -> float:
     """Return images per second over as many epochs as fit.
 
-    An epoch counts from its first batch on, so that the start of its workers does not.
+    The time of an epoch begins after its first batch, so that the start of the workers does not
+    count.
     """
     images = 0
     elapsed = 0.0
@@ -127,7 +130,7 @@ def images_per_s(batches: Batches, seconds: float) -> float:
     return images / elapsed
 
 
-def our_batches(size: int, root: Path, scratch: str) -> Batches:
+def make_our_batches(size: int, root: Path, scratch: str) -> Batches:
     from data.torchvision_sets import CIFAR10DataModule
 
     data = CIFAR10DataModule(
@@ -146,7 +149,7 @@ def our_batches(size: int, root: Path, scratch: str) -> Batches:
     return lambda: (data.on_after_batch_transfer(batch, 0) for batch in loader)
 
 
-def torchvision_batches(size: int, root: Path, workers: int) -> Batches:
+def make_torchvision_batches(size: int, root: Path, workers: int) -> Batches:
     from torch.utils.data import DataLoader
     from torchvision import transforms
     from torchvision.datasets import CIFAR10

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: fair turns, the machine's name, and the results files."""
+"""Help the benchmarks to measure in fair turns, to run commands and to write the results."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from lockstep.records import provenance  # noqa: E402 the line above puts it on 
 TRAIN = [sys.executable, str(REPOSITORY / "src" / "train.py")]
 
 
-def goal_row(
+def build_goal_row(
     what: str,
     goal: str,
     measured: float,
@@ -45,11 +45,11 @@ def goal_row(
 def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
     """Write `name` into results/cpu.json and print its goals.
 
-    The load average shows other work of the machine.
+    The load average shows whether the machine did other work.
     """
     content = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": command_of_this_process(),
+        "command": describe_command(),
         "commit": provenance.code_state(REPOSITORY)["commit"],
         "machine": {
             "cpu": environment.cpu_name(),
@@ -63,15 +63,15 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
     path = HERE / "results" / "cpu.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: content}, indent=1) + "\n")
     for row in goals:
-        verdict = ""
+        comparison = ""
         if row["met"] is not None:
-            verdict = f" (goal {row['goal']}): {'met' if row['met'] else 'NOT MET'}"
+            comparison = f" (goal {row['goal']}): {'met' if row['met'] else 'NOT MET'}"
         figure = f"{row['measured']:g} {row['unit']}"
-        print(f"{row['what']}: {figure}{verdict} · {row['detail']}", flush=True)
+        print(f"{row['what']}: {figure}{comparison} · {row['detail']}", flush=True)
 
 
-def command_of_this_process() -> str:
-    """Return the command, without folders, which another machine does not have."""
+def describe_command() -> str:
+    """Return the command with FOLDER in place of absolute paths, which other machines lack."""
     arguments = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
     for argument in sys.argv[1:]:
         arguments.append("FOLDER" if Path(argument).is_absolute() else argument)
@@ -81,7 +81,8 @@ def command_of_this_process() -> str:
 def measure_in_turns(repetitions: int, *measures: Callable[[], float]) -> list[list[float]]:
     """Return the values of each measure, which is called `repetitions` times.
 
-    They take turns, and none is always first, so that other work on the machine hits all alike.
+    The measures take turns, and none is always the first, so that other work of the machine affects
+    all of them equally.
     """
     values: list[list[float]] = [[] for _ in measures]
     for turn in range(repetitions):
@@ -112,7 +113,7 @@ def folder_overrides(scratch: Path | str) -> list[str]:
     return [f"paths.{name}_dir={scratch}/{name}" for name in ("log", "data", "logbook")]
 
 
-def run_record(scratch: Path | str, overrides: list[str]) -> dict[str, Any]:
+def train_for_record(scratch: Path | str, overrides: list[str]) -> dict[str, Any]:
     """Train with `python src/train.py`; return the run's record."""
     run_id = f"bench{time.time_ns()}"
     run_for_output([*TRAIN, *overrides, *folder_overrides(scratch), f"run_id={run_id}"])

@@ -22,17 +22,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
 
-from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, train_all
+from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, run_bare_loop, train_all
 
 from local_ranks import local_cluster, run_ranks
 from strategy_runs import mean_losses, worst
 
 HERE = Path(__file__).resolve().parent
-TOLERANCE = 1e-9  # relative, in float64
-# The loss must change so much in some step: equal runs that train nothing would prove nothing. How
-# far it falls in a few steps is another question, which augmentation and mixup decide.
+# This is a relative difference, in float64.
+TOLERANCE = 1e-9
+# The loss must change by this share in some step, because equal runs that train nothing prove
+# nothing. It need not fall: augmentation and mixup decide how far it falls in a few steps.
 CHANGE = 0.05
-TIMEOUT_S = 1800.0  # of all cases of a model, in the same ranks
+# All cases of a model run in the same ranks, and end in this time.
+TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class Result:
 
     @classmethod
     def from_ranks(cls, case: Case, ranks: Iterable[dict]) -> "Result":
-        of_ranks = list(ranks)
-        return cls(mean_losses(of_ranks, case.accumulate), of_ranks[0]["weights"])
+        results = list(ranks)
+        return cls(mean_losses(results, case.accumulate), results[0]["weights"])
 
     def distance(self, expected: "Result") -> "Distance":
         pairs = zip(self.losses, expected.losses, strict=True)
@@ -83,8 +85,8 @@ class Result:
         return Distance(losses, worst(self.weights, expected.weights))
 
     @property
-    def verdict_of_losses(self) -> str:
-        """Return what is wrong if the training has not changed its loss."""
+    def loss_complaint(self) -> str:
+        """Return a complaint if the training has not changed its loss; else an empty text."""
         first = self.losses[0]
         if max(abs(loss - first) for loss in self.losses) < CHANGE * abs(first):
             return "**trains nothing**"
@@ -136,7 +138,7 @@ def compare(model: str, cache_dir: str) -> list[Line]:
     references: dict[Case, Result] = {}
     lines = []
     for row in ROWS:
-        # BatchNorm sees micro-batches: only a loop over the same ones can agree.
+        # BatchNorm sees micro-batches, so only a loop over the same micro-batches can agree.
         accumulate = row.accumulate if model == "alexnet_bn" else 1
         case = Case(
             model,
@@ -146,7 +148,7 @@ def compare(model: str, cache_dir: str) -> list[Line]:
             cache_dir=cache_dir,
         )
         if case not in references:
-            references[case] = Result.from_ranks(case, [bare_loop(case)])
+            references[case] = Result.from_ranks(case, [run_bare_loop(case)])
         lines.append(build_line(row, results[row], case, references[case]))
     return lines
 
@@ -160,7 +162,7 @@ def build_case(row: Row, model: str, cache_dir: str) -> Case:
 def build_line(row: Row, result: Result, case: Case, reference: Result) -> Line:
     """Compare a row with the bare loop of `case`."""
     distance = result.distance(reference)
-    verdict = result.verdict_of_losses or "equal"
+    verdict = result.loss_complaint or "equal"
     if distance.is_noticed:
         verdict = "**differs**"
     compared_with = "bare loop"
@@ -174,7 +176,7 @@ def build_line(row: Row, result: Result, case: Case, reference: Result) -> Line:
 def catch_faults(cache_dir: str) -> list[Line]:
     """Return the difference that each seeded fault makes."""
     reference_case = Case("small_cnn", cache_dir=cache_dir)
-    reference = Result.from_ranks(reference_case, [bare_loop(reference_case)])
+    reference = Result.from_ranks(reference_case, [run_bare_loop(reference_case)])
     cases = [Case("small_cnn", "allreduce", fault=fault, cache_dir=cache_dir) for fault in FAULTS]
     lines = []
     for fault, result in zip(FAULTS, train_cases(cases, 2), strict=True):

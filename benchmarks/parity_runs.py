@@ -58,8 +58,8 @@ class Case:
     Args:
         strategy: one_process, ddp, fsdp, allreduce, model_parallel or ddp_model_parallel.
         fine_tuning: with FROZEN layers, layer decay, and weight decay on matrices alone.
-        mixup: and cutmix, of half of the pairs.
-        fault: one of FAULTS, seeded into allreduce.
+        mixup: mix half of the pairs of images, by mixup or cutmix.
+        fault: one of FAULTS, which is seeded into allreduce.
     """
 
     model: str
@@ -127,12 +127,12 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
     return data
 
 
-def sgd(case: Case) -> partial:
+def make_optimizer(case: Case) -> partial:
     decay = 0.01 if case.fine_tuning else 0.0
     return partial(torch.optim.SGD, lr=LEARNING_RATE[case.model], momentum=0.9, weight_decay=decay)
 
 
-def parameters_of(net: nn.Module, case: Case) -> Any:
+def select_parameters(net: nn.Module, case: Case) -> Any:
     if not case.fine_tuning:
         return net.parameters()
     trained = [
@@ -141,7 +141,7 @@ def parameters_of(net: nn.Module, case: Case) -> Any:
     return parameter_groups(net, trained, FINE_TUNING, LEARNING_RATE[case.model])
 
 
-def bare_loop(case: Case) -> dict[str, Any]:
+def run_bare_loop(case: Case) -> dict[str, Any]:
     """Train in plain PyTorch over the same batches, as the strategies must reproduce it.
 
     Returns:
@@ -149,7 +149,7 @@ def bare_loop(case: Case) -> dict[str, Any]:
     """
     net = build_net(case).double()
     data = build_data(case)
-    optimizer = sgd(case)(parameters_of(net, case))
+    optimizer = make_optimizer(case)(select_parameters(net, case))
     losses = []
     loader = data.train_dataloader()
     for epoch in range(EPOCHS):
@@ -167,7 +167,7 @@ def bare_loop(case: Case) -> dict[str, Any]:
 
 
 class Losses(pl.Callback):
-    """The loss of each micro-batch on this rank."""
+    """Collect the loss of each micro-batch on this rank."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -179,7 +179,7 @@ class Losses(pl.Callback):
 
 
 class FaultyAllReduce(AllReduce):
-    """Gradients averaged wrongly in one of the ways that the table must notice."""
+    """Average gradients wrongly, in one of the ways that the table must notice."""
 
     previous: torch.Tensor | None = None
 
@@ -217,7 +217,9 @@ def train(cluster: Cluster, case: Case) -> dict[str, Any]:
     """
     data = build_data(case, cluster.rank, cluster.world_size)
     rules = FINE_TUNING if case.fine_tuning else None
-    module = ImageClassifier(build_net(case), sgd(case), num_classes=CLASSES, rules=rules)
+    module = ImageClassifier(
+        build_net(case), make_optimizer(case), num_classes=CLASSES, rules=rules
+    )
     if case.model == "alexnet_bn" and cluster.world_size > 1:
         synchronise(module.net, "cpu")
     losses = Losses()

@@ -1,4 +1,4 @@
-"""Kill runs at random moments and check that they end as a run that nobody disturbed.
+"""Kill runs at random moments, and check that they end as an undisturbed run does.
 
     python benchmarks/soak.py                                   every piece; make soak
     python benchmarks/soak.py kills --count 60 --seed 2         make soak PIECE=kills COUNT=60
@@ -7,7 +7,7 @@
 Pieces, each with a count of signals:
 
 - kills: SIGKILL of a rank or its parent, under ddp_sim and fsdp_sim in turn.
-- sigterm: SIGTERM of the parent, likewise.
+- sigterm: SIGTERM of the parent, under the same strategies.
 - uploads: kills while checkpoints go to an S3 server; then a second machine starts a new run of the
   same id, which must be refused and change nothing in the bucket.
 - jobscript: one job script as SLURM starts it again and again, up to twenty times a run, with an S3
@@ -49,7 +49,7 @@ SIGNALS_PER_RUN = 5
 STARTS_OF_A_JOB = 20
 RUN_TIMEOUT_S = 900.0
 STRATEGIES = (DDP, FSDP)
-# What a user types who has a module and a data module of the usual kind.
+# A user types this who has a module and a data module of the usual kind.
 JOB = (
     "data=digits",
     "model=small_cnn",
@@ -71,7 +71,7 @@ JOB = (
 )
 # Columns of metrics.csv whose values do not depend on where a start began.
 EXACT_COLUMNS = ("epoch", "lr", "val_loss", "test_loss")
-# Fields of run.json that do not tell of times, starts or places.
+# Fields of run.json that do not depend on times, starts or places.
 EXACT_FIELDS = (
     "status",
     "phase",
@@ -91,14 +91,15 @@ EXACT_FIELDS = (
 
 @dataclass
 class Campaign:
-    """What one piece needs, and what it has seen.
+    """The settings of one piece, and its results so far.
 
     Attributes:
+        count: the number of signals to send.
         faults: a sentence for each thing that was wrong.
     """
 
     count: int
-    chance: random.Random
+    rng: random.Random
     folder: Path
     sent: int = 0
     runs: int = 0
@@ -117,7 +118,7 @@ class Store:
     """An S3 server with an empty bucket.
 
     Attributes:
-        options: overrides by which a run uploads to it.
+        options: the overrides by which a run uploads to it.
     """
 
     client: Any
@@ -225,7 +226,7 @@ def _comparable_fields(folder: RunFolder) -> dict[str, Any]:
 
 
 def bucket_faults(store: Store, folder: RunFolder) -> list[str]:
-    """Check that the bucket has the page and the record of the disk, and none of another run."""
+    """Check that the bucket has the page and the record of this run, and of no other run."""
     faults = pointer_faults(store)
     keys = list(store.objects())
     for path in (folder.page, folder.record_path, folder.metrics):
@@ -276,7 +277,7 @@ def _soak_strategies(number: signal.Signals, campaign: Campaign, store: Store | 
         done, hits = run_with_signals(
             command,
             folder / name,
-            campaign.chance,
+            campaign.rng,
             [number],
             times=min(SIGNALS_PER_RUN, campaign.count - campaign.sent),
             within_s=1.2 * seconds,
@@ -292,11 +293,11 @@ def _soak_strategies(number: signal.Signals, campaign: Campaign, store: Store | 
 
 def soak_job_script(campaign: Campaign) -> None:
     """Start one job script until its run has finished; signals come at random moments."""
-    # The first start waits for the imports of a server, which the others share.
+    # The first start waits for the imports of a server, which later starts share.
     run_script("train", "--help", logs=campaign.folder / "help")
     reference, seconds = run_undisturbed(JOB, campaign.folder / "reference")
     state = final_state(reference.folder)
-    # A run takes about twenty starts where each may train a third of it at most.
+    # A run takes about twenty starts if each start trains a third of it at most.
     within_s = seconds - 0.7 * reference.record["fit_seconds"]
     while campaign.sent < campaign.count:
         folder = campaign.folder / f"job-{campaign.runs}"
@@ -304,7 +305,7 @@ def soak_job_script(campaign: Campaign) -> None:
             done, hits = run_with_signals(
                 [*JOB, "run_id=job", *store.options],
                 folder,
-                campaign.chance,
+                campaign.rng,
                 [signal.SIGKILL, signal.SIGTERM],
                 times=min(STARTS_OF_A_JOB, campaign.count - campaign.sent),
                 within_s=within_s,
@@ -332,7 +333,7 @@ def soak_lines(campaign: Campaign) -> None:
         with open_store(folder / "store") as store:
             command = [*JOB, "run_id=job", "resume=auto", *store.options]
             for _ in range(min(SIGNALS_PER_RUN, campaign.count - campaign.sent)):
-                line = campaign.chance.randrange(number_of_lines)
+                line = campaign.rng.randrange(number_of_lines)
                 fault = partial(kill_at_line, line, count_file)
                 done = run_script(
                     "train", *command, logs=folder, environment=store.environment, before=fault

@@ -1,8 +1,8 @@
-"""How long a start takes: --help, --cfg job, the first optimizer step, and the same with two ranks.
+"""Measure how long --help, --cfg job and the first optimizer step with one and two ranks take.
 
     python benchmarks/start.py
 
-Whole processes, in turns. The first step counts from the start of the process to the end of its
+The processes are measured whole and in turns. The first step counts from the start of the process to the end of its
 first optimizer step; "bare imports" is a process that imports torch, lightning.pytorch, hydra and
 numpy and does nothing else.
 """
@@ -16,8 +16,8 @@ from functools import partial
 
 from measuring import (
     TRAIN,
+    build_goal_row,
     folder_overrides,
-    goal_row,
     measure_command_s,
     measure_in_turns,
     median,
@@ -35,15 +35,15 @@ ROUNDS = 5
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # This run decodes the images, and warms the disk.
-        first_step(scratch, "trainer=cpu")
+        measure_first_step_s(scratch, "trainer=cpu")
         torch, help_s, cfg_s, imports, one, two = measure_in_turns(
             ROUNDS,
             partial(measure_command_s, TORCH),
             partial(measure_command_s, [*TRAIN, "--help"]),
             partial(measure_command_s, [*TRAIN, "--cfg", "job"]),
             partial(measure_command_s, IMPORTS),
-            partial(first_step, scratch, "trainer=cpu"),
-            partial(first_step, scratch, "trainer=ddp_sim"),
+            partial(measure_first_step_s, scratch, "trainer=cpu"),
+            partial(measure_first_step_s, scratch, "trainer=ddp_sim"),
         )
     ratios = [
         ("--help ÷ import torch", paired_ratio(help_s, torch), 0.3),
@@ -60,7 +60,7 @@ def main() -> None:
         "first_step_two_ranks": two,
     }
     goals = [
-        goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit)
+        build_goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit)
         for what, ratio, limit in ratios
     ]
     medians = {name: median(values, 3) for name, values in all_seconds.items()}
@@ -73,10 +73,10 @@ def main() -> None:
     )
 
 
-def first_step(scratch: str, trainer: str) -> float:
+def measure_first_step_s(scratch: str, trainer: str) -> float:
     """Return the seconds from the start of a process to the end of its first optimizer step.
 
-    With several ranks rank 0 tells it.
+    If there are several ranks, rank 0 prints the time of the step.
     """
     overrides = [
         "experiment=quickstart",
@@ -95,18 +95,18 @@ def first_step(scratch: str, trainer: str) -> float:
 def train_and_print_first_step(overrides: list[str]) -> int:
     """Run train.py with a hook after the first optimizer step.
 
-    A process that starts ranks imports no torch for it.
+    A process that starts ranks gets no hook, because it must not import torch.
     """
     import train
 
     if "trainer=ddp_sim" not in overrides or "LOCKSTEP_AGENT" in os.environ:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        def tell(*_: object) -> None:
+        def print_time(*_: object) -> None:
             handle.remove()
             print(f"first_step_at {time.time()!r}", flush=True)
 
-        handle = register_optimizer_step_post_hook(tell)
+        handle = register_optimizer_step_post_hook(print_time)
     return train.main(overrides)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a training step against a bare PyTorch loop.
+"""Compare the seconds of a training step with those of a bare PyTorch loop.
 
     python benchmarks/step_time.py                 # a ViT and a tiny net
     python benchmarks/step_time.py --only tiny
@@ -20,11 +20,12 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-from measuring import folder_overrides, goal_row, measure_in_turns, median, paired_ratio, save
+from measuring import build_goal_row, folder_overrides, measure_in_turns, median, paired_ratio, save
 
 TINY = ["model=small_cnn", "data=digits", "data.global_batch_size=64"]
 VIT = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"]
-PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}  # overrides, steps, rounds
+# Each part has its overrides, its steps and its rounds.
+PARTS = {"tiny": (TINY, 700, 9), "vit": (VIT, 3, 3)}
 VIT_LIMIT = 1.02
 CACHED_BATCHES = 16
 LIMITS = ["trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
@@ -47,24 +48,26 @@ def main() -> None:
         tiny = figures["tiny"]
         detail = f"bare loop {tiny['bare_ms']}, ours {tiny['ours_ms']} ms"
         what = "tiny net: a step over a bare loop's"
-        goals.append(goal_row(what, "", tiny["over_bare_ms"], unit="ms", detail=detail))
+        goals.append(build_goal_row(what, "", tiny["over_bare_ms"], unit="ms", detail=detail))
     if "vit" in figures:
         ratio = figures["vit"]["over_bare"]
         what = "ViT at batch 256: a step ÷ a bare loop's"
         detail = "vit_tiny_32, cached batches"
-        goals.append(goal_row(what, f"≤ {VIT_LIMIT}", ratio, ratio <= VIT_LIMIT, detail=detail))
+        goals.append(
+            build_goal_row(what, f"≤ {VIT_LIMIT}", ratio, ratio <= VIT_LIMIT, detail=detail)
+        )
     if "memory" in figures:
         memory = figures["memory"]
         peaks = f"peak {memory['without_peak_mib']} MiB without, {memory['kept_peak_mib']} MiB with"
         what = "AlexNet on the CPU: a step with kept memory ÷ without"
-        goals.append(goal_row(what, "", memory["kept_over_without"], detail=peaks))
+        goals.append(build_goal_row(what, "", memory["kept_over_without"], detail=peaks))
     save("step_time", goals, **figures)
 
 
 def measure(overrides: list[str], steps: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         sides = Sides(overrides, steps, scratch)
-        bare, ours = measure_in_turns(rounds, sides.bare, sides.ours)
+        bare, ours = measure_in_turns(rounds, sides.run_bare, sides.run_ours)
     bare_ms = [round(1000 * seconds, 3) for seconds in bare]
     ours_ms = [round(1000 * seconds, 3) for seconds in ours]
     return {
@@ -83,18 +86,18 @@ def measure_memory() -> dict[str, Any]:
     Each measurement is a process of its own, because what glibc keeps cannot be undone.
     """
 
-    def without() -> float:
+    def measure_without() -> float:
         seconds, mebibytes = call_in_new_process(train_alexnet, False)
         peaks["without"].append(mebibytes)
         return seconds
 
-    def kept() -> float:
+    def measure_kept() -> float:
         seconds, mebibytes = call_in_new_process(train_alexnet, True)
         peaks["kept"].append(mebibytes)
         return seconds
 
     peaks: dict[str, list[float]] = {"without": [], "kept": []}
-    without_s, kept_s = measure_in_turns(MEMORY_ROUNDS, without, kept)
+    without_s, kept_s = measure_in_turns(MEMORY_ROUNDS, measure_without, measure_kept)
     return {
         "kept_over_without": paired_ratio(kept_s, without_s, 4),
         "without_s": median(without_s),
@@ -119,12 +122,12 @@ def train_alexnet(keeps_memory: bool) -> tuple[float, float]:
         join.keep_freed_memory = lambda: None
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [*ALEXNET, *LIMITS, *folder_overrides(scratch)]
-        seconds = timed_run(overrides, 2, MEMORY_STEPS, [])
+        seconds = time_run(overrides, 2, MEMORY_STEPS, [])
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class Sides:
-    """Two ways to make the same steps; each returns seconds per step."""
+    """Make the same steps in two ways; each returns the seconds per step."""
 
     def __init__(self, overrides: list[str], steps: int, scratch: str) -> None:
         self.overrides = [*overrides, *LIMITS, *folder_overrides(scratch)]
@@ -132,23 +135,23 @@ class Sides:
         self.warmup = max(2, steps // 20)
         self.batches: list[Any] = []
 
-    def ours(self) -> float:
-        return timed_run(self.overrides, self.warmup, self.steps, self.batches)
+    def run_ours(self) -> float:
+        return time_run(self.overrides, self.warmup, self.steps, self.batches)
 
-    def bare(self) -> float:
+    def run_bare(self) -> float:
         from torch.nn import functional as F
 
         from lockstep.config.compose import compose, plain
         from lockstep.training.build_module import build_module
 
         if not self.batches:
-            self.ours()
+            self.run_ours()
         channels, size = self.batches[0][0].shape[1:3]
         config = plain(compose("train", self.overrides))
         module = build_module(config, {"num_classes": 10, "image_size": size, "channels": channels})
         net = module.net.train()
         trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        # One kernel steps all parameters, as in our run: it is not what is measured here.
+        # One kernel steps all parameters, as in our run, because the optimizer is not measured here.
         optimizer = module.optimizer_factory(trained, fused=True)
         for number, (images, labels) in enumerate(
             CachedLoader(self.batches, self.steps + self.warmup)
@@ -161,7 +164,7 @@ class Sides:
         return (time.perf_counter() - started) / self.steps
 
 
-def timed_run(
+def time_run(
     overrides: list[str],
     warmup: int,
     steps: int,
@@ -172,8 +175,8 @@ def timed_run(
     """Train as `python src/train.py` does, in this process; return seconds per step.
 
     Args:
-        batches: take the place of the data's; an empty list is filled with the first ones; None:
-            the data's own.
+        batches: these replace the batches of the data. An empty list is filled with the first
+            batches of the data. None leaves the data as they are.
         watch: an object whose `begin()` is called after the warm-up and whose `end()` after the
             last step.
         synchronize: waits for the device.
@@ -221,7 +224,7 @@ def timed_run(
 
 
 def replace_batches(data: Any, batches: list[Any], length: int) -> None:
-    """Let a data module give `length` of the batches; an empty list gets its first ones."""
+    """Let a data module give `length` of `batches`; fill an empty list with its first batches."""
     if not batches:
         for batch in islice(data.train_dataloader(), CACHED_BATCHES):
             images, labels = data.on_after_batch_transfer(batch, 0)
@@ -235,7 +238,7 @@ def _unchanged(batch: Any, dataloader_idx: int) -> Any:
 
 
 class CachedLoader:
-    """The same few batches again and again, with the state that checkpoints ask a loader for."""
+    """Give the same few batches again and again, with the state that checkpoints ask for."""
 
     def __init__(self, batches: list[Any], length: int) -> None:
         self.batches = batches

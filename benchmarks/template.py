@@ -1,9 +1,9 @@
-"""The usual Hydra + Lightning template beside experiment=mnist: the same net, batch and epochs.
+"""Compare experiment=mnist with the usual Hydra + Lightning template: same net, batch and epochs.
 
     python benchmarks/template.py --root FOLDER            # FOLDER/MNIST/raw, as torchvision has it
     python benchmarks/template.py --root FOLDER --data fashion_mnist   # its files there, unpacked
 
-template_peer.txt is written as the template's own documentation shows it. Measures whole processes.
+template_peer.txt is written as the template's own documentation shows it. The times are those of whole processes.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from measuring import (
     HERE,
-    goal_row,
+    build_goal_row,
     measure_in_turns,
     paired_ratio,
     run_for_output,
-    run_record,
     save,
+    train_for_record,
 )
 
 WHOLE_LIMIT = 0.8
@@ -29,8 +29,8 @@ WHOLE_LIMIT = 0.8
 def main() -> None:
     arguments = read_arguments()
     with tempfile.TemporaryDirectory() as scratch:
-        both = Sides(arguments, Path(scratch))
-        theirs, ours = measure_in_turns(3, both.template, both.ours)
+        sides = Sides(arguments, Path(scratch))
+        theirs, ours = measure_in_turns(3, sides.run_template, sides.run_ours)
     whole = paired_ratio(ours, theirs)
     detail = f"{arguments.epochs} epoch(s); images: {arguments.data}"
     name = "template"
@@ -38,9 +38,9 @@ def main() -> None:
         detail += f"; ours with {' '.join(arguments.overrides)}"
         name = "template_with_overrides"
     what = "whole process ÷ the usual Hydra + Lightning template's"
-    goal = goal_row(what, f"≤ {WHOLE_LIMIT}", whole, whole <= WHOLE_LIMIT, detail=detail)
+    goal = build_goal_row(what, f"≤ {WHOLE_LIMIT}", whole, whole <= WHOLE_LIMIT, detail=detail)
     seconds = {"ours": ours, "template": theirs}
-    save(name, [goal], seconds=seconds, accuracies=both.accuracies)
+    save(name, [goal], seconds=seconds, accuracies=sides.accuracies)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -59,7 +59,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 class Sides:
-    """The same training by both; each returns the seconds of a whole process."""
+    """Train the same in both projects; each returns the seconds of a whole process."""
 
     def __init__(self, arguments: argparse.Namespace, scratch: Path) -> None:
         self.arguments = arguments
@@ -69,7 +69,7 @@ class Sides:
         self.epochs = f"trainer.max_epochs={arguments.epochs}"
         self.accuracies: dict[str, list[float]] = {"ours": [], "template": []}
 
-    def ours(self) -> float:
+    def run_ours(self) -> float:
         overrides = [
             "experiment=mnist",
             f"data={self.arguments.data}",
@@ -79,12 +79,12 @@ class Sides:
             *self.arguments.overrides,
         ]
         started = time.perf_counter()
-        record = run_record(self.scratch / str(time.time_ns()), overrides)
+        record = train_for_record(self.scratch / str(time.time_ns()), overrides)
         seconds = time.perf_counter() - started
         self.accuracies["ours"].append(round(record["metrics"]["test/acc"], 4))
         return seconds
 
-    def template(self) -> float:
+    def run_template(self) -> float:
         overrides = [
             self.epochs,
             "data.train_val_test_split=[55000,5000,10000]",

@@ -1,4 +1,4 @@
-"""timm's training script beside ours, as whole processes.
+"""Compare timm's training script with ours, as whole processes.
 
 Both have the same weights, images, batch, epochs and augmentation.
 
@@ -8,11 +8,11 @@ Both have the same weights, images, batch, epochs and augmentation.
     python benchmarks/timm_script.py speed $FILES
     python benchmarks/timm_script.py accuracy $FILES
 
-FOLDER has train/<class>/ and test/<class>/. `speed`: one epoch at 224 px with RandAugment, mixup
-and erasing, seconds of the whole process. `accuracy`: three seeds, some epochs at 64 px with mixup
-and erasing and without RandAugment, whose operations the two draw from different lists; the new
-head starts at zero on both sides, as ours does, which timm needs told: by itself it starts far
-above the loss of chance, and that costs it many points in so few epochs.
+FOLDER has train/<class>/ and test/<class>/. `speed` measures the seconds of a whole process: one
+epoch at 224 px with RandAugment, mixup and erasing. `accuracy` trains three seeds for some epochs at
+64 px with mixup and erasing. It leaves RandAugment off, because the two projects draw its operations
+from different lists. The new head starts at zero on both sides, which is our default and an option
+of timm: timm's default starts far above the loss of chance, which costs many points in few epochs.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from measuring import (
-    goal_row,
+    build_goal_row,
     measure_in_turns,
     median,
     paired_ratio,
     run_for_output,
-    run_record,
     save,
+    train_for_record,
 )
 
 MODEL = "tf_efficientnet_lite0"
@@ -44,10 +44,10 @@ SPEED_GOAL = 1.5
 
 
 class Sides:
-    """The same training by both; each returns its accuracy in percent.
+    """Train the same in both projects; each returns its accuracy in percent.
 
     Attributes:
-        seconds: of each whole process.
+        seconds: the times of the whole processes, by side.
     """
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
@@ -58,7 +58,7 @@ class Sides:
         self.num_classes = len(classes)
         self.seconds: dict[str, list[float]] = {"ours": [], "timm": []}
 
-    def ours(self) -> float:
+    def run_ours(self) -> float:
         options = self.options
         augmentation = ["augmentation=resized_crop"]
         if self.rand_augment:
@@ -90,11 +90,11 @@ class Sides:
             *options.overrides,
         ]
         began = time.perf_counter()
-        record = run_record(self.scratch / f"ours-{time.time_ns()}", overrides)
+        record = train_for_record(self.scratch / f"ours-{time.time_ns()}", overrides)
         self.seconds["ours"].append(time.perf_counter() - began)
         return 100 * record["metrics"]["test/acc"]
 
-    def theirs(self) -> float:
+    def run_theirs(self) -> float:
         options = self.options
         name = str(time.time_ns())
         arguments = {
@@ -146,13 +146,13 @@ def main() -> None:
     options = read_options()
     with tempfile.TemporaryDirectory() as scratch:
         sides = Sides(options, Path(scratch))
-        ours, theirs = measure_in_turns(options.repetitions, sides.ours, sides.theirs)
+        ours, theirs = measure_in_turns(options.repetitions, sides.run_ours, sides.run_theirs)
     files = [path for path in (options.images / "train").rglob("*") if path.is_file()]
     images = options.epochs * len(files)
     if options.what == "speed":
-        goal = goal_of_speed(options, images, sides.seconds)
+        goal = build_speed_goal(options, images, sides.seconds)
     else:
-        goal = goal_of_accuracy(options, ours, theirs)
+        goal = build_accuracy_goal(options, ours, theirs)
     accuracies = {"ours": ours, "timm": theirs}
     save(
         f"timm_{options.what}",
@@ -174,8 +174,10 @@ def read_options() -> argparse.Namespace:
         "weights": f"ImageNet weights of {MODEL}",
     }
     for name, text in paths.items():
-        parser.add_argument(f"--{name}", type=resolved, required=True, help=text)
-    parser.add_argument("--pillow", type=resolved, help="a folder with a Pillow that timm takes")
+        parser.add_argument(f"--{name}", type=resolve_path, required=True, help=text)
+    parser.add_argument(
+        "--pillow", type=resolve_path, help="a folder with a Pillow that timm takes"
+    )
     parser.add_argument("--size", type=int, help="pixels")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int)
@@ -187,21 +189,21 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def resolved(path: str) -> Path:
+def resolve_path(path: str) -> Path:
     return Path(path).resolve()
 
 
-def goal_of_speed(
+def build_speed_goal(
     options: argparse.Namespace, images: int, seconds: dict[str, list[float]]
 ) -> dict[str, Any]:
     rate = {side: round(images / median(values), 1) for side, values in seconds.items()}
     ratio = paired_ratio(seconds["timm"], seconds["ours"])
     what = f"whole process from JPEG files at {options.size} px, images/s ÷ timm's script"
     detail = f"{images:,} images, ours {rate['ours']} images/s, timm's {rate['timm']}"
-    return goal_row(what, f"≥ {SPEED_GOAL}", ratio, ratio >= SPEED_GOAL, detail=detail)
+    return build_goal_row(what, f"≥ {SPEED_GOAL}", ratio, ratio >= SPEED_GOAL, detail=detail)
 
 
-def goal_of_accuracy(
+def build_accuracy_goal(
     options: argparse.Namespace, ours: list[float], theirs: list[float]
 ) -> dict[str, Any]:
     distance = abs(median(ours, 2) - median(theirs, 2))
@@ -211,7 +213,7 @@ def goal_of_accuracy(
         f"ours {ours}, timm's {theirs} %, spread {spread:.2f}; {options.epochs} epochs at "
         f"{options.size} px"
     )
-    return goal_row(
+    return build_goal_row(
         what,
         "within its spread",
         round(distance, 2),

@@ -1,8 +1,8 @@
-"""Count what a reader walks through from the command to Trainer.fit.
+"""Count the functions and files that a reader passes from the command to Trainer.fit.
 
     python benchmarks/walk.py [OVERRIDE …]        # of train.py; by default experiment=quickstart
 
-Counts the functions and files of src/ that run before Trainer.fit, and how often the next call is
+It counts the functions and files of src/ that run before Trainer.fit, and how often the next call is
 in another file. Lambdas and comprehensions do not count.
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
             flush=True,
         )
         shutil.rmtree(folder)
-        # An exception would be recorded as that of a failed run.
+        # An exception would be recorded as the error of a failed run.
         os._exit(0)
 
     pl.Trainer.fit = report  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
     python launch/check_wheel.py dist      make wheel does it
 
-The project is made in an empty environment that has the wheel alone.
+The environment of the project has no package but the wheel.
 """
 
 import sys
@@ -23,7 +23,7 @@ def metadata_of(path: Path) -> Metadata:
     """Return the metadata of a wheel or an sdist.
 
     Raises:
-        ExceptionGroup: they are not valid.
+        ExceptionGroup: the metadata are not valid.
     """
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as archive:
@@ -54,7 +54,7 @@ def check_metadata(path: Path, version: str) -> None:
 
 
 def check_command(wheel: Path) -> None:
-    """Make a project by the wheel's command, in an environment that has the wheel alone."""
+    """Make a project with the wheel's command, in an environment that has only the wheel."""
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "environment"
         run(UV, "venv", "-q", "-p", sys.executable, environment, cwd=ROOT)

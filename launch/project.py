@@ -33,15 +33,16 @@ COPIED = (
     ".github/workflows/checks.yml", ".gitignore", "LICENSE", "configs", "launch/install.sh",
     "launch/project.py", "launch/train.sbatch", "launch/uv.txt", "requirements-dev.txt", "requirements.txt", "src",
 )  # fmt: skip
-# They come as a wheel.
+# A project gets these packages as a wheel.
 PACKAGES = ("hydra_plugins", "lockstep")
-# The packages, the dry run on a driver that a project lacks, and the repository's exercises.
+# A project gets no copies of the packages, of the dry run, whose driver it lacks, and of the
+# repository's exercises.
 OMITTED = (
     *(f"src/{package}/" for package in PACKAGES), "src/rehearse.py",
     "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
     "*.egg-info/*", "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip
-# Packages of requirements-dev.txt that only the template's own tests use, with what they need.
+# Only the template's own tests use these packages of requirements-dev.txt.
 TEST_PACKAGES = (
     "greenlet",
     "hypothesis",
@@ -52,10 +53,10 @@ TEST_PACKAGES = (
 )
 PIN_OF_TEST_PACKAGE = re.compile(rf"(?m)^({'|'.join(TEST_PACKAGES)})==.*\\\n( +--hash=.*\n)*")
 KEPT_LOGS = "logs/.gitkeep"
-# Without those of an extra
+# The pattern omits the requirements of extras, which have a semicolon.
 REQUIRED = re.compile(r"(?m)^Requires-Dist: ([^;\n]+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
-# Our distribution and the stem of its wheel; it was called lockstep up to 2.0.0.
+# Our distribution was called lockstep up to 2.0.0.
 DISTRIBUTION = "lockstep-vision"
 STEM = "lockstep_vision"
 WHEELS = ("lockstep-*.whl", f"{STEM}-*.whl")
@@ -77,17 +78,17 @@ class Refused(Exception):
 
 def run(*command: str | Path, cwd: Path) -> str:
     try:
-        done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
+        process = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
     except FileNotFoundError:
         raise Refused(f"{command[0]} is not installed: install it first.") from None
-    if done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise Refused(f"{' '.join(map(str, command[:4]))} failed: {' '.join(last)}")
-    return done.stdout.strip()
+    if process.returncode:
+        last_line = (process.stderr or process.stdout).strip().splitlines()[-1:]
+        raise Refused(f"{' '.join(map(str, command[:4]))} failed: {' '.join(last_line)}")
+    return process.stdout.strip()
 
 
 def git(*arguments: str, cwd: Path) -> str:
-    """Run git; where nobody has told it a name, it commits as lockstep."""
+    """Run git. If it knows no user, it commits as lockstep."""
     if run("git", "config", "--default", "", "--get", "user.email", cwd=cwd):
         return run("git", *arguments, cwd=cwd)
     author = ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
@@ -97,7 +98,7 @@ def git(*arguments: str, cwd: Path) -> str:
 def files_in(source: Path, *names: str) -> list[str]:
     """Return the files under some names that git knows or would add.
 
-    An installed wheel and an sdist are no repository: there it is all that they hold.
+    An installed wheel or an sdist is no repository, so there all of their files count.
     """
     if (source / ".git").exists():
         listing = run("git", "ls-files", "-co", "--exclude-standard", "--", *names, cwd=source)
@@ -106,8 +107,8 @@ def files_in(source: Path, *names: str) -> list[str]:
     for name in names:
         path = source / name
         paths += sorted(path.rglob("*")) if path.is_dir() else [path]
-    kept = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
-    return [path.relative_to(source).as_posix() for path in kept]
+    files = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
+    return [path.relative_to(source).as_posix() for path in files]
 
 
 def template_files(source: Path) -> list[Path]:
@@ -123,8 +124,8 @@ def is_omitted(name: str) -> bool:
 def build_wheel(source: Path, vendor: Path) -> Path:
     """Write the wheel of the package in `source` into `vendor`, in place of the one that is there.
 
-    It holds what `pip wheel` puts into one, needs no installed package, and has the same bytes each
-    time.
+    The wheel holds the same files as that of `pip wheel`. Writing it needs no installed package and
+    gives the same bytes each time.
     """
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     info = f"{STEM}-{project['version']}.dist-info"
@@ -154,7 +155,7 @@ def package_files(src: Path) -> dict[str, bytes]:
 
 
 def metadata_of(project: dict[str, Any]) -> str:
-    """Return METADATA of the table `project` of pyproject.toml."""
+    """Return the text of METADATA for the table `project` of pyproject.toml."""
     lines = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {project['version']}"]
     lines.append(f"Requires-Python: {project['requires-python']}")
     lines += [f"Requires-Dist: {name}" for name in project["dependencies"]]
@@ -181,7 +182,7 @@ def wheels_in(vendor: Path) -> list[Path]:
 
 
 def write_template(source: Path, target: Path) -> None:
-    """Copy what `new` needs into a folder: it goes into the wheel, as does the one for vendor/."""
+    """Write what `new` copies, and the wheel for vendor/, into a folder that the wheel will hold."""
     names = [*map(str, template_files(source)), *files_in(source, PROJECT_FILES), "pyproject.toml"]
     for name in names:
         write(target / name, (source / name).read_bytes())
@@ -189,13 +190,13 @@ def write_template(source: Path, target: Path) -> None:
 
 
 def add_wheel(target: Path) -> Path:
-    """Put the package's wheel into a project's vendor/; an installed template has it ready."""
+    """Put the package's wheel into a project's vendor/. An installed template has it already."""
     vendor = target / "vendor"
-    ready = wheels_in(ROOT / "vendor")
-    if not ready:
+    wheels = wheels_in(ROOT / "vendor")
+    if not wheels:
         return build_wheel(ROOT, vendor)
     vendor.mkdir()
-    return Path(shutil.copy(ready[0], vendor))
+    return Path(shutil.copy(wheels[0], vendor))
 
 
 def pin(wheel: Path, requirements: Path) -> None:
@@ -225,7 +226,7 @@ def new(name: str, folder: str) -> None:
     pin(add_wheel(target), target / "requirements.txt")
     text = "# Logbook\n\nNo runs yet: `python src/logbook.py keep <run_id>`.\n"
     write(target / "logbook" / "README.md", text.encode())
-    # SLURM writes the output of launch/train.sbatch there, and makes no folder.
+    # SLURM writes the output of launch/train.sbatch there, and does not make the folder.
     write(target / KEPT_LOGS, b"")
 
     git("init", "-q", "-b", "main", cwd=target)
@@ -235,7 +236,7 @@ def new(name: str, folder: str) -> None:
 
 
 def copy_template(target: Path) -> None:
-    """Copy the files of the template, and pin no package that only its own tests use."""
+    """Copy the files of the template, and remove the pins that only its own tests need."""
     for path in template_files(ROOT):
         write(target / path, (ROOT / path).read_bytes())
         shutil.copymode(ROOT / path, target / path)
@@ -262,9 +263,9 @@ def version_of(source: Path) -> str:
 
 
 def origin_of(source: Path) -> str:
-    """Return where newer releases come from: the clone's origin, else the clone itself.
+    """Return where newer releases come from: the clone's origin, or else the clone itself.
 
-    An installed wheel does not know.
+    An installed wheel does not know this, so the result is empty.
     """
     if not (source / ".git").exists():
         return ""
@@ -302,7 +303,7 @@ def upgrade(version: str, source: str) -> None:
         run("make", "lock", cwd=ROOT)
     except Refused:
         print(
-            "The other requirements stay as they are, as no package index answers: run make lock "
+            "No package index answers, so the other requirements stay as they are: run make lock "
             "later."
         )
     run("make", "install", cwd=ROOT)
@@ -327,7 +328,7 @@ def check_project() -> None:
 
 
 def name_wheel(project: Path, version: str) -> None:
-    """Let a project's pyproject.toml name the wheel of a version, under its present name."""
+    """Name the wheel of a version in a project's pyproject.toml, by its present name."""
     wheel = f"vendor/{STEM}-{version}-py3-none-any.whl"
     text = DEPENDENCY.sub(f'"{DISTRIBUTION}=={version}"', project.read_text())
     project.write_text(SOURCE.sub(f'{DISTRIBUTION} = {{ path = "{wheel}" }}', text))

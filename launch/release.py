@@ -20,7 +20,7 @@ UNRELEASED = "Unreleased"
 
 
 def section(changelog: str, name: str) -> str:
-    """Return what stands under the heading that begins with `name`, up to the next one."""
+    """Return the text between the heading that begins with `name` and the next heading."""
     heading = rf"^## {re.escape(name)}\b.*\n"
     match = re.search(rf"{heading}((?:(?!## ).*\n?)*)", changelog, re.MULTILINE)
     return match[1].strip() if match else ""
@@ -30,10 +30,10 @@ def release(root: Path, version: str, date: str) -> None:
     """Write the version and its date into the files, commit them, and set the tag.
 
     Args:
-        date: of today, as 2026-11-28.
+        date: the date of today, as 2026-11-28.
 
     Raises:
-        Refused: the version, the tree or the changelog is not fit for it.
+        Refused: the version is wrong, changes are not committed, or the changelog is empty.
     """
     changelog = root / "CHANGELOG.md"
     before = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]

@@ -63,7 +63,7 @@ def record_start(run: Run, parts: "Parts") -> None:
     if not run.cluster.is_rank_zero:
         return
     if run.resume_step is not None:
-        # A resume that trains no step leaves the config of what ran before.
+        # A resume that trains no step keeps the config of the earlier start.
         run.recorder.on_first_step = partial(write_config, run)
 
     from lockstep.training.build import describe_parts
@@ -96,8 +96,8 @@ def test_best(parts: "Parts") -> None:
 
     paths = [getattr(callback, "best_path", None) for callback in trainer.callbacks]
     best = next((path for path in paths if path), None)
-    # A checkpoint's weights are the averaged ones where there is an average: the callback would
-    # swap them away.
+    # If there is an average of the weights, the checkpoint's weights are averaged. This callback
+    # would replace them.
     trainer.callbacks = [
         callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)
     ]

@@ -137,14 +137,17 @@ def test_the_host_cannot_read_device_memory():
 
 
 def test_another_torch_is_refused_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(nullgpu, "built_as", lambda: "2.15.0+cu131")
+    monkeypatch.setattr(nullgpu, "torch_version", lambda: "2.15.0+cu131")
     assert nullgpu.missing() == "nullgpu is made for torch 2.14.1+cu130, and this is 2.15.0+cu131"
 
 
 def test_it_is_built_once(tmp_path):
-    first = nullgpu.built(tmp_path)
+    first = nullgpu.build_if_missing(tmp_path)
     made = os.stat(first / "libnullgpu.so").st_mtime_ns
-    assert nullgpu.built(tmp_path) == first and os.stat(first / "libnullgpu.so").st_mtime_ns == made
+    assert (
+        nullgpu.build_if_missing(tmp_path) == first
+        and os.stat(first / "libnullgpu.so").st_mtime_ns == made
+    )
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 

@@ -50,33 +50,33 @@ class LocalJobs(Launcher):
         self.loader = hydra_context.config_loader
         self.config = config
 
-    def at_once(self) -> tuple[int, list[str]]:
+    def plan_jobs(self) -> tuple[int, list[str]]:
         """Return the number of jobs at the same time, and the GPUs of each."""
-        from lockstep.sweeps.local import jobs_at_once
+        from lockstep.sweeps.local import plan_jobs
 
-        return jobs_at_once(self.config.trainer, self.n_jobs)
+        return plan_jobs(self.config.trainer, self.n_jobs)
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        with self.starting() as start:
+        with self.job_starter() as start:
             futures = []
             for number, overrides in enumerate(job_overrides, initial_job_idx):
                 futures.append(start(overrides, number))
             return [future.result() for future in futures]
 
     @contextmanager
-    def starting(self) -> "Iterator[StartJob]":
-        """Yield a function that starts a job; the block ends when all jobs have."""
+    def job_starter(self) -> "Iterator[StartJob]":
+        """Yield a function that starts a job; the block ends when all jobs have ended."""
         from lockstep.sweeps.local import open_job_pool
 
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         program = str(Path(sys.argv[0]).resolve())
-        number_at_once, gpus = self.at_once()
-        with open_job_pool(folder, program, number_at_once, gpus) as start:
-            yield lambda overrides, number: start(self._job(overrides, number))
+        num_parallel, gpus = self.plan_jobs()
+        with open_job_pool(folder, program, num_parallel, gpus) as start:
+            yield lambda overrides, number: start(self._compose_job(overrides, number))
 
-    def _job(self, overrides: Sequence[str], number: int) -> DictConfig:
+    def _compose_job(self, overrides: Sequence[str], number: int) -> DictConfig:
         """Return a job's composed config, with Hydra's node."""
         job = self.loader.load_sweep_config(self.config, list(overrides))
         with open_dict(job):
@@ -91,10 +91,10 @@ class OptunaSearch(Sweeper):
     command continues it, and the trials that were stopped, until num_trials have ended.
 
     Args:
-        study: name of the study; None: made from the search space, so that another search has
-            another study.
+        study: name of the study; None derives it from the search space, so that another search
+            has another study.
         num_trials: number of finished and pruned trials at the end, over all starts.
-        pruner: hyperband or median, which end hopeless trials after a validation; None: no trial.
+        pruner: hyperband or median, which end hopeless trials after a validation; None ends none.
         direction: maximize or minimize optimized_metric; auto: the mode of the checkpoints. Hydra
             passes it as every option of its yaml, and `ranking.is_minimized` reads it there.
         folder: the folder of the journal.
@@ -120,6 +120,7 @@ class OptunaSearch(Sweeper):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.config = config
+        self.loader = hydra_context.config_loader
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -129,29 +130,31 @@ class OptunaSearch(Sweeper):
 
         try:
             check_pruner(self.pruner)
-            overrides = OverridesParser.create().parse_overrides(arguments)
+            # A glob needs the loader, which knows the options.
+            parser = OverridesParser.create(config_loader=self.loader)
+            overrides = parser.parse_overrides(arguments)
             search = Search(overrides, self.config, self.study, self.folder, self.seed, self.pruner)
-            with self._starting() as start:
-                search.run(self.num_trials, self._number_at_once(), start)
+            with self._job_starter() as start:
+                search.run(self.num_trials, self._count_parallel_jobs(), start)
             search.report()
         except UserError as error:
             # Hydra would print a traceback.
             log.error(str(error))
             raise SystemExit(EXIT_USER_ERROR) from None
 
-    def _number_at_once(self) -> int:
+    def _count_parallel_jobs(self) -> int:
         if isinstance(self.launcher, LocalJobs):
-            number, _ = self.launcher.at_once()
+            number, _ = self.launcher.plan_jobs()
             return number
         return 1
 
-    def _starting(self) -> "AbstractContextManager[StartJob]":
-        """Yield a function that starts a job. Other launchers wait until it has ended."""
+    def _job_starter(self) -> "AbstractContextManager[StartJob]":
+        """Yield a function that starts a job. With other launchers it waits for the job's end."""
         if isinstance(self.launcher, LocalJobs):
-            return self.launcher.starting()
+            return self.launcher.job_starter()
         return nullcontext(self._launch)
 
     def _launch(self, overrides: Sequence[str], number: int) -> Future[JobReturn]:
-        ended: Future[JobReturn] = Future()
-        ended.set_result(self.launcher.launch([list(overrides)], number)[0])
-        return ended
+        future: Future[JobReturn] = Future()
+        future.set_result(self.launcher.launch([list(overrides)], number)[0])
+        return future

@@ -1,4 +1,4 @@
-"""Hydra plugin for against=baseline: each seed or fold with and without overrides of the recipe.
+"""Hydra plugin for against=baseline: run each seed or fold with and without the recipe's overrides.
 
     python src/train.py -m experiment=quickstart seed=1,2,3 against=baseline optimizer.lr=0.01
 

@@ -1,8 +1,9 @@
 """Data parallelism by hand, to read before DDP (trainer=allreduce, trainer=allreduce_sim).
 
 Every rank holds the whole model and sees its part of the global batch. Three things make N ranks
-one: equal weights at the start; after backward every gradient summed over the ranks; and divided
-by their number. DDP does the same in buckets while backward still runs: faster, and harder to see.
+train as one: they start with equal weights; after backward every gradient is summed over the ranks;
+and the sum is divided by their number. DDP does the same in buckets while backward still runs,
+which is faster and harder to see.
 """
 
 from collections.abc import Iterator
@@ -38,12 +39,12 @@ class AllReduce(ProcessPerDevice):
         parameters = list(self.model.parameters())
         # A rank that has not used a layer adds zeros to the gradients of the ranks that have.
         has_gradient = [parameter.grad is not None for parameter in parameters]
-        users = torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device)
-        dist.all_reduce(users)
+        rank_counts = torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device)
+        dist.all_reduce(rank_counts)
 
         # The ranks' batches are equal, so the mean over ranks is the global batch's gradient.
-        for parameter, number_of_users in zip(parameters, users.tolist(), strict=True):
-            if not number_of_users:
+        for parameter, rank_count in zip(parameters, rank_counts.tolist(), strict=True):
+            if not rank_count:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -16,7 +16,7 @@ from lockstep.strategies.base import Capabilities
 
 
 class DataParallel(Capabilities, SingleDeviceStrategy):
-    """Weights, optimizer and checkpoints are those of the plain net on the first GPU.
+    """Train on several GPUs; weights, optimizer and checkpoints stay on the first one.
 
     Args:
         num_gpus: the number of GPUs to use; None for all. With `process_devices` in
@@ -47,7 +47,7 @@ def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
     parallel = _AutocastDataParallel(copy.copy(net), device_ids=device_ids)
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
-        # train() and eval() reach the original alone.
+        # train() and eval() reach only the original net.
         parallel.module.training = net.training
         return parallel(*inputs, **keywords)
 

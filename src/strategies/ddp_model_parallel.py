@@ -19,8 +19,8 @@ class DDPModelParallel(NetInStages, DDP):
 
     Args:
         stages: the devices of each rank, from two on.
-        micro_batches, cut: as in ModelParallel.
-        options: of DDP.
+        micro_batches, cut: the same as in ModelParallel.
+        options: further options of DDP.
     Raises:
         UserError: a rank would have one device.
     """

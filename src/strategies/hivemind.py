@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 # A round goes on without the peers that do not answer in this time.
 AVERAGING_TIMEOUT_S = 30.0
-# Exceptions of a process that talks to another one of this peer, which has ended.
+# A process of this peer raises these if it talks to another process that has ended.
 ENDED_PEER_ERRORS = (FileNotFoundError, ConnectionError, EOFError)
 
 
@@ -84,7 +84,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
     def setup(self, trainer) -> None:
         if trainer.precision == "16-mixed":
             raise UserError(
-                "trainer=hivemind cannot scale losses over peers: "
+                "trainer=hivemind cannot scale losses over peers: give "
                 "trainer.precision=bf16-mixed or 32-true."
             )
         self.trainer = trainer
@@ -263,7 +263,7 @@ def make_quiet_dht(hivemind: Any) -> Any:
 
 
 def is_worth_telling(record: logging.LogRecord) -> bool:
-    """Return False for what hivemind logs of its own processes and tasks that end before others.
+    """Return False for what hivemind logs about its processes and tasks that end before others.
 
     At the end of a good run its DHT answers an averager that is gone, and asyncio finds tasks that
     nobody has awaited.

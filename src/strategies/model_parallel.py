@@ -26,7 +26,7 @@ class NetInStages(Capabilities, Strategy):
     Weights keep their names: checkpoints are those of the unsplit model.
 
     Attributes:
-        group_starts: the number of the first stage on each device but the first, as [5]; None
+        group_starts: the number of the first stage on each device except the first, as [5]; None
             balances the parameters.
     """
 
@@ -165,11 +165,11 @@ def check_stages(net: nn.Module, stages: list[nn.Module]) -> None:
     owners: Counter[int] = Counter()
     for stage in stages:
         owners.update(id(parameter) for parameter in stage.parameters())
-    wrong = [name for name, parameter in net.named_parameters() if owners[id(parameter)] != 1]
-    if wrong:
+    wrong_names = [name for name, parameter in net.named_parameters() if owners[id(parameter)] != 1]
+    if wrong_names:
         raise UserError(
             f"{type(net).__name__}.stages() does not hold each parameter once: "
-            f"{', '.join(wrong[:3])}."
+            f"{', '.join(wrong_names[:3])}."
         )
 
 
@@ -184,9 +184,9 @@ def are_rising_integers(bounds: list[Any]) -> bool:
 
 
 def balance_groups(stage_costs: list[int], num_groups: int) -> list[int]:
-    """Return the number of the first stage of each group but the first.
+    """Return the number of the first stage of each group except the first group.
 
-    The most expensive group is as cheap as possible.
+    The groups are chosen so that the most expensive one is as cheap as possible.
 
     >>> balance_groups([1, 1, 1, 9, 1, 1], 2)
     [3]

@@ -17,7 +17,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nullgpu"
-MADE_FOR = "2.14.1+cu130"  # the layouts of CUDA's structs, and which operators have kernels, follow from it
+# The layouts of CUDA's structs, and which operators have kernels, depend on this version.
+MADE_FOR = "2.14.1+cu130"
 SOURCES = ("__init__.py", "nullgpu.c", "nccl.inc")
 FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-w", "-std=gnu11")
 CUDA = re.compile(
@@ -44,7 +45,7 @@ NOT_SUPPORTED = {
 
 
 def missing() -> str | None:
-    """Return why the driver cannot be built here, as a sentence; None if it can."""
+    """Return why the driver cannot be build_if_missing here, as a sentence; None if it can."""
     if os.uname().sysname != "Linux" or os.uname().machine != "x86_64":
         return "nullgpu needs Linux on x86-64"
     for tool in ("cc", "nm", "strings"):
@@ -53,26 +54,26 @@ def missing() -> str | None:
     version = importlib.metadata.version("torch")
     if not any(torch_libraries("libtorch_cuda.so")):
         return f"torch {version} is a build without CUDA"
-    if built_as() != MADE_FOR:
-        return f"nullgpu is made for torch {MADE_FOR}, and this is {built_as()}"
+    if torch_version() != MADE_FOR:
+        return f"nullgpu is made for torch {MADE_FOR}, and this is {torch_version()}"
     return None
 
 
-def built_as() -> str:
-    """torch's version with that of its CUDA, without importing it: 2.14.1+cu130."""
-    text = (packages() / "torch/version.py").read_text()
-    found = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
-    return found[1] if found else "unknown"
+def torch_version() -> str:
+    """Return the version of torch and its CUDA without an import, as 2.14.1+cu130."""
+    text = (packages_folder() / "torch/version.py").read_text()
+    match = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
+    return match[1] if match else "unknown"
 
 
-def packages() -> Path:
+def packages_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec and spec.origin
     return Path(spec.origin).parents[1]
 
 
 def torch_libraries(pattern: str = "lib*.so") -> list[Path]:
-    return [*(packages() / "torch/lib").glob(pattern)]
+    return [*(packages_folder() / "torch/lib").glob(pattern)]
 
 
 def environment(
@@ -89,15 +90,15 @@ def environment(
     Add them to your own.
 
     Args:
-        memory_gib: of each device; more is an out-of-memory error.
-        compute: results are right; without, kernels do nothing and take no time.
-        capability: of the GPU that is simulated: 8.0 has bf16, 7.5 has not.
-        syncs: a folder for rank<RANK>.json, the synchronisations by line.
-        forgets: large contents are not kept, so that many devices need little memory of this
+        memory_gib: the memory of each device. A larger allocation is an out-of-memory error.
+        compute: compute the right results. Otherwise kernels do nothing and take no time.
+        capability: the capability of the simulated GPU: 8.0 has bf16, 7.5 does not.
+        syncs: the folder for rank<RANK>.json, which counts synchronisations by line.
+        forgets: do not keep large contents, so that many devices need little memory of this
             machine.
-        nccl_timeout_s: after this a rank that waits in a collective gets an error.
+        nccl_timeout_s: the time after which a rank that waits in a collective gets an error.
     """
-    library = built(CACHE)
+    library = build_if_missing(CACHE)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
     first = {
         "PYTHONPATH": [HERE / "site", HERE.parent],
@@ -122,30 +123,31 @@ def environment(
     }
 
 
-def built(cache: Path) -> Path:
-    """The folder with libnullgpu.so in `cache`, built where it is not there yet.
+def build_if_missing(cache: Path) -> Path:
+    """Return the folder with libnullgpu.so in `cache`, and build it if it is missing.
 
     Several processes may ask at once.
     """
-    key = hashlib.sha256(built_as().encode())
+    key = hashlib.sha256(torch_version().encode())
     for name in SOURCES:
         key.update((HERE / name).read_bytes())
     folder = cache / key.hexdigest()[:16]
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        own = Path(tempfile.mkdtemp(dir=cache))
-        build(own)
+        temporary = Path(tempfile.mkdtemp(dir=cache))
+        build(temporary)
         try:
-            own.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(own)
+            temporary.rename(folder)
+        except OSError:
+            # Another process was first.
+            shutil.rmtree(temporary)
     return folder
 
 
 def build(folder: Path) -> None:
     cc("-c", HERE / "nullgpu.c", "-o", folder / "nullgpu.o")
-    own = symbols(folder / "nullgpu.o", "--defined-only")
-    (folder / "stubs.c").write_text(stubs(sorted(wanted() - own)))
+    implemented = symbols(folder / "nullgpu.o", "--defined-only")
+    (folder / "stubs.c").write_text(stubs(sorted(list_cuda_functions() - implemented)))
     library = folder / "libnullgpu.so"
     cc(
         "-shared",
@@ -157,28 +159,31 @@ def build(folder: Path) -> None:
         "-lpthread",
         "-Wl,-soname,libnullgpu.so",
     )
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # looked up by name
+    # torch and Triton look these up by name.
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         (folder / name).symlink_to(library.name)
 
 
-def wanted() -> set[str]:
-    """Every function of CUDA that torch and torchvision import or look up by name, and that
-    Triton's launcher calls.
+def list_cuda_functions() -> set[str]:
+    """Return the functions of CUDA that torch and torchvision import or look up by name, and those
+    that Triton's launcher calls.
     """
-    libraries = [*torch_libraries(), *(packages() / "torchvision").glob("*.so")]
-    found = {name for library in libraries for name in symbols(library, "-D", "--undefined-only")}
-    found = {name for name in found if CUDA.match(name) and not WORKS_ALONE.match(name)}
-    looked_up = output("strings", "-n", "5", packages() / "torch/lib/libc10_cuda.so").split()
-    found |= {name for name in looked_up if re.fullmatch(r"(cu|nvml)[A-Z][A-Za-z0-9_]+", name)}
-    launcher = packages() / "triton/backends/nvidia/driver.c"
+    libraries = [*torch_libraries(), *(packages_folder() / "torchvision").glob("*.so")]
+    imported = {
+        name for library in libraries for name in symbols(library, "-D", "--undefined-only")
+    }
+    functions = {name for name in imported if CUDA.match(name) and not WORKS_ALONE.match(name)}
+    looked_up = output("strings", "-n", "5", packages_folder() / "torch/lib/libc10_cuda.so").split()
+    functions |= {name for name in looked_up if re.fullmatch(r"(cu|nvml)[A-Z][A-Za-z0-9_]+", name)}
+    launcher = packages_folder() / "triton/backends/nvidia/driver.c"
     if launcher.exists():
-        found |= set(re.findall(r"\bcu[A-Z][A-Za-z0-9_]+(?=\()", launcher.read_text()))
-    return found
+        functions |= set(re.findall(r"\bcu[A-Z][A-Za-z0-9_]+(?=\()", launcher.read_text()))
+    return functions
 
 
 def stubs(names: list[str]) -> str:
-    """C code: settings succeed, computations count as kernels, anything else says its name and
-    fails.
+    """Return C code in which settings succeed, computations count as kernels, and any other
+    function prints its name and fails.
     """
     lines = ["void nullgpu_missing(const char *, char *);", "void nullgpu_kernel(void);"]
     for name in names:

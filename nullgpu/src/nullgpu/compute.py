@@ -15,23 +15,20 @@ import torch
 DRIVER = ctypes.CDLL("libnullgpu.so")
 DRIVER.nullgpu_arena.restype = ctypes.c_int
 ARENAS = {}  # device index -> (first device address, {dtype: a CPU tensor over the whole memory})
-HERE = threading.local()
+THREAD = threading.local()
 TOO_LARGE = float(os.environ.get("NULLGPU_MAX_GFLOP", 100)) * 1e9
 
-UNSUPPORTED = (
-    "cusolver",
-    "cufft",
-    "cusparse",
-)  # libraries that answer "not supported": the CPU alone computes
-# What has no arithmetic, or does it right with copies and memsets alone
-ALONE = (
+# These libraries answer "not supported", and the CPU alone computes.
+UNSUPPORTED = ("cusolver", "cufft", "cusparse")
+# These operators have no arithmetic, or do it right with copies and memsets alone.
+UNTOUCHED = (
     "empty", "new_empty", "as_strided", "view", "_reshape", "set_", "resize_", "record_stream", "is_pinned",
     "_pin_memory", "_local_scalar_dense", "unfold", "is_set_to", "_cudnn_init_dropout_state", "_record",
     "_efficientzerotensor", "_cudnn_rnn_flatten", "_use_cudnn_ctc_loss", "_use_miopen_ctc_loss",
 )  # fmt: skip
-# The shape of the result depends on values, or the host reads values on the way: the CPU's result
-# is copied over
-READS = {
+# The shape of these results depends on values, or the host reads values on the way. The result of
+# the CPU is copied over.
+READS_VALUES = {
     "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
     "bincount", "histc", "repeat_interleave", "segment_reduce", "equal", "multinomial", "nonzero_static", "linalg_qr",
     "linalg_eigh",
@@ -50,7 +47,7 @@ def arena(device):
 
 
 def shadow(tensor):
-    """The CPU tensor over the same bytes."""
+    """Return the CPU tensor over the same bytes."""
     if tensor.layout != torch.strided or not tensor.is_cuda:
         return tensor
     if not tensor.numel():
@@ -66,18 +63,22 @@ def shadow(tensor):
     return view.conj() if tensor.is_conj() else view
 
 
-def through(thing, change):
+def map_tensors(thing, change):
     if isinstance(thing, torch.Tensor):
         return change(thing)
     if isinstance(thing, (list, tuple)):
-        return type(thing)(through(part, change) for part in thing)
+        return type(thing)(map_tensors(part, change) for part in thing)
     if isinstance(thing, torch.device) and thing.type == "cuda":
         return torch.device("cpu")
     return thing
 
 
-def widened(thing, back):
-    """float32 for what the CPU does not do in half precision."""
+def widen(thing, back):
+    """Convert half precision to float32, for operators that the CPU lacks in half precision.
+
+    Args:
+        back: gets each tensor with its float32 copy.
+    """
 
     def change(tensor):
         if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -86,30 +87,30 @@ def widened(thing, back):
             return wide
         return tensor
 
-    return through(thing, change)
+    return map_tensors(thing, change)
 
 
-def store(result, found):
-    """The CPU's result in the memory of the CUDA operator's."""
-    if isinstance(result, torch.Tensor) and isinstance(found, torch.Tensor):
+def store(result, cpu_result):
+    """Write the CPU's result into the memory of the CUDA operator's result."""
+    if isinstance(result, torch.Tensor) and isinstance(cpu_result, torch.Tensor):
         if not result.is_cuda:
-            if result.shape == found.shape:
-                result.copy_(found)
+            if result.shape == cpu_result.shape:
+                result.copy_(cpu_result)
             return result
-        if result.shape != found.shape:
+        if result.shape != cpu_result.shape:
             result = torch.empty_strided(
-                found.size(), found.stride(), dtype=result.dtype, device=result.device
+                cpu_result.size(), cpu_result.stride(), dtype=result.dtype, device=result.device
             )
-        if found.numel():
-            shadow(result).copy_(found)
+        if cpu_result.numel():
+            shadow(result).copy_(cpu_result)
         return result
     if isinstance(result, (list, tuple)):
-        return type(result)(store(a, b) for a, b in zip(result, found, strict=True))
-    return found if isinstance(found, (bool, int, float)) else result
+        return type(result)(store(a, b) for a, b in zip(result, cpu_result, strict=True))
+    return cpu_result if isinstance(cpu_result, (bool, int, float)) else result
 
 
-def fresh(found, device):
-    """A CUDA copy of the CPU's result."""
+def copy_to_cuda(cpu_result, device):
+    """Return a CUDA copy of the CPU's result."""
 
     def change(tensor):
         made = torch.empty_strided(
@@ -119,15 +120,15 @@ def fresh(found, device):
             shadow(made).copy_(tensor)
         return made
 
-    return through(found, change)
+    return map_tensors(cpu_result, change)
 
 
-def device_in(things):
+def find_device(things):
     for thing in things:
         if isinstance(thing, torch.Tensor) and thing.is_cuda:
             return thing.device
         if isinstance(thing, (list, tuple)):
-            device = device_in(thing)
+            device = find_device(thing)
             if device is not None:
                 return device
     return None
@@ -136,20 +137,20 @@ def device_in(things):
 GENERATORS = {}
 
 
-def generator_for(given, device):
-    """A CPU generator that follows the CUDA generator's seed and offset: seeds, forks and replays
-    mean the same.
+def cpu_generator_for(generator, device):
+    """Return a CPU generator that follows the CUDA generator's seed and offset, so that seeds,
+    forks and replays have the same effect.
     """
     index = (device or torch.device("cuda", torch.cuda.current_device())).index or 0
-    cuda = given if given is not None else torch.cuda.default_generators[index]
-    own = GENERATORS.setdefault(index, torch.Generator())
-    own.manual_seed((cuda.initial_seed() * 1000003 + cuda.get_offset() * 7919 + index) % 2**63)
-    return own
+    cuda = generator if generator is not None else torch.cuda.default_generators[index]
+    on_cpu = GENERATORS.setdefault(index, torch.Generator())
+    on_cpu.manual_seed((cuda.initial_seed() * 1000003 + cuda.get_offset() * 7919 + index) % 2**63)
+    return on_cpu
 
 
-def numbers(args, tensors):
-    """Python numbers where the operator takes tensors, as 0-dim tensors that promote as the numbers
-    do.
+def wrap_numbers(args, tensors):
+    """Replace Python numbers where the operator takes tensors by 0-dim tensors, which promote as
+    the numbers do.
     """
     if not any(type(args[i]) in (int, float, bool, complex) for i in tensors if i < len(args)):
         return args
@@ -178,30 +179,31 @@ def wrap(name, other=None):
     draws = random is not None or base in ("native_dropout", "_fused_dropout", "rrelu_with_noise")
     aliased = [r.alias_info is not None for r in schema.returns]
     tensors = {i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor"}
-    reads = base in READS
+    reads = base in READS_VALUES
     compute = other or op
 
     def on_cpu(args, kwargs, device):
-        seat = None
+        generator = None
         if draws:
-            given = kwargs.get(
+            cuda_generator = kwargs.get(
                 "generator", args[random] if random is not None and random < len(args) else None
             )
-            seat = generator_for(given, device)
-        cpu_args = [through(a, shadow) for a in args]
-        cpu_kwargs = {k: through(v, shadow) for k, v in kwargs.items() if k != "pin_memory"}
+            generator = cpu_generator_for(cuda_generator, device)
+        cpu_args = [map_tensors(a, shadow) for a in args]
+        cpu_kwargs = {k: map_tensors(v, shadow) for k, v in kwargs.items() if k != "pin_memory"}
         if random is not None:
             if random < len(cpu_args):
-                cpu_args[random] = seat
+                cpu_args[random] = generator
             else:
-                cpu_kwargs["generator"] = seat
+                cpu_kwargs["generator"] = generator
         elif draws:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.set_state(seat.get_state())
+                torch.default_generator.set_state(generator.get_state())
                 return compute(*cpu_args, **cpu_kwargs)
         try:
             if base in ("mm", "addmm", "bmm", "baddbmm") and cpu_args[0].dtype == torch.float16:
-                raise NotImplementedError("not implemented for")  # it is, slowly
+                # The CPU's kernel in half precision is slow.
+                raise NotImplementedError("not implemented for")
             return compute(*cpu_args, **cpu_kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if (
@@ -211,24 +213,23 @@ def wrap(name, other=None):
             ):
                 raise
             back = []
-            wide_args = [widened(a, back) for a in cpu_args]
-            wide_kwargs = {k: widened(v, back) for k, v in cpu_kwargs.items()}
-            found = compute(*wide_args, **wide_kwargs)
+            wide_args = [widen(a, back) for a in cpu_args]
+            wide_kwargs = {k: widen(v, back) for k, v in cpu_kwargs.items()}
+            wide_result = compute(*wide_args, **wide_kwargs)
             if mutates:
                 for narrow, wide in back:
                     narrow.copy_(wide)
-            return found
+            return wide_result
 
     def kernel(keys, *args, **kwargs):
         if base == "mm" and 2 * args[0].numel() * args[1].shape[1] > TOO_LARGE:
-            return original.call_boxed(
-                keys, *args, **kwargs
-            )  # zeros: a measurement of speed, not a model
-        if getattr(HERE, "inside", False) and not reads:
-            return original.call_boxed(keys, *numbers(args, tensors), **kwargs)
-        before = getattr(HERE, "inside", False)
-        device = device_in(args) or device_in(tuple(kwargs.values()))
-        HERE.inside = True
+            # The result is zeros: this measures speed, and is no model.
+            return original.call_boxed(keys, *args, **kwargs)
+        if getattr(THREAD, "inside", False) and not reads:
+            return original.call_boxed(keys, *wrap_numbers(args, tensors), **kwargs)
+        before = getattr(THREAD, "inside", False)
+        device = find_device(args) or find_device(tuple(kwargs.values()))
+        THREAD.inside = True
         try:
             if reads and device is not None:
                 with torch.cuda.device(device):
@@ -236,27 +237,26 @@ def wrap(name, other=None):
                 result = None
             else:
                 try:
-                    result = original.call_boxed(keys, *numbers(args, tensors), **kwargs)
+                    result = original.call_boxed(keys, *wrap_numbers(args, tensors), **kwargs)
                 except RuntimeError as error:
                     if not any(word in str(error).lower() for word in UNSUPPORTED):
                         raise
                     result = None
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
-                found = on_cpu(args, kwargs, device)
+                cpu_result = on_cpu(args, kwargs, device)
                 if result is None:
-                    return fresh(found, device)
+                    return copy_to_cuda(cpu_result, device)
                 if all(aliased) and aliased:
                     return result
-                return store(result, found)
+                return store(result, cpu_result)
         finally:
-            HERE.inside = before
+            THREAD.inside = before
 
     kernel.__name__ = f"null_{name}"
     return kernel
 
 
 # --- operators that only CUDA has
-# -----------------------------------------------------------------------------------
 
 A = torch.ops.aten
 
@@ -308,7 +308,7 @@ def wide(op, x, *rest):
 
 
 def in_full(x):
-    """cuDNN's BatchNorm computes half types in fp32, and float64 as it is."""
+    """Return float32 for half types, as cuDNN's BatchNorm computes them; float64 as it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -432,26 +432,26 @@ def cudnn_attention_backward(
     return attention_backward(grad, q, k, v, attn_bias, is_causal, scale)[:3]
 
 
-def others(x):
+def other_axes(x):
     return [0, *range(2, x.dim())]
 
 
-def channels(t, x):
+def per_channel(t, x):
     return t.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def accurate(x):
-    """As the kernels accumulate: float64 stays, the rest is added up in float32."""
+def to_accumulation_type(x):
+    """Return the type in which the kernels accumulate: float64 as it is, others as float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def batch_norm_stats(x, eps):
-    var, mean = torch.var_mean(accurate(x), others(x), correction=0)
+    var, mean = torch.var_mean(to_accumulation_type(x), other_axes(x), correction=0)
     return mean, (var + eps).rsqrt()
 
 
 def batch_norm_gather(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
-    counts = accurate(counts).view(-1, 1)
+    counts = to_accumulation_type(counts).view(-1, 1)
     total = counts.sum()
     m = (mean * counts).sum(0) / total
     var = ((invstd.pow(-2) - eps + (mean - m) ** 2) * counts).sum(0) / total
@@ -464,28 +464,30 @@ def batch_norm_gather(x, mean, invstd, running_mean, running_var, momentum, eps,
 
 
 def batch_norm_elemt(x, weight, bias, mean, invstd, eps):
-    y = (accurate(x) - channels(mean, x)) * channels(invstd, x)
-    return (y * channels(weight, x) + channels(bias, x) if weight is not None else y).to(x.dtype)
+    y = (to_accumulation_type(x) - per_channel(mean, x)) * per_channel(invstd, x)
+    return (y * per_channel(weight, x) + per_channel(bias, x) if weight is not None else y).to(
+        x.dtype
+    )
 
 
 def batch_norm_backward_reduce(grad, x, mean, invstd, weight, input_g, weight_g, bias_g):
-    g = accurate(grad)
-    dy = g.sum(others(x))
-    dyx = (g * (accurate(x) - channels(mean, x))).sum(others(x))
+    g = to_accumulation_type(grad)
+    dy = g.sum(other_axes(x))
+    dyx = (g * (to_accumulation_type(x) - per_channel(mean, x))).sum(other_axes(x))
     return dy, dyx, dyx * invstd, dy
 
 
 def batch_norm_backward_elemt(grad, x, mean, invstd, weight, dy, dyx, count):
     n = count.sum()
     y = (
-        accurate(grad)
-        - channels(dy / n, x)
-        - (accurate(x) - channels(mean, x)) * channels(invstd**2 * dyx / n, x)
-    ) * channels(invstd, x)
-    return (y * channels(weight, x) if weight is not None else y).to(x.dtype)
+        to_accumulation_type(grad)
+        - per_channel(dy / n, x)
+        - (to_accumulation_type(x) - per_channel(mean, x)) * per_channel(invstd**2 * dyx / n, x)
+    ) * per_channel(invstd, x)
+    return (y * per_channel(weight, x) if weight is not None else y).to(x.dtype)
 
 
-OWN = {
+CUDA_ONLY = {
     "cudnn_convolution": cudnn_convolution,
     "cudnn_convolution_transpose": cudnn_convolution_transpose,
     "_conv_depthwise2d": conv_depthwise,
@@ -506,27 +508,26 @@ OWN = {
 }
 
 
-def wrap_own(name, compute):
+def wrap_cuda_only(name, compute):
     op = getattr(torch.ops.aten, name).default
     original = torch.library.get_kernel(op, "CUDA")
 
     def kernel(keys, *args, **kwargs):
-        before = getattr(HERE, "inside", False)
-        HERE.inside = True
+        before = getattr(THREAD, "inside", False)
+        THREAD.inside = True
         try:
             result = original.call_boxed(keys, *args, **kwargs)
             if before:
                 return result
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
-                found = compute(
-                    *[through(a, shadow) for a in args],
-                    **{k: through(v, shadow) for k, v in kwargs.items()},
+                cpu_result = compute(
+                    *[map_tensors(a, shadow) for a in args],
+                    **{k: map_tensors(v, shadow) for k, v in kwargs.items()},
                 )
                 if isinstance(result, torch.Tensor):
-                    return store(result, found)
-                for part, value in zip(
-                    result, found, strict=False
-                ):  # what is not computed stays as it is
+                    return store(result, cpu_result)
+                # Parts that are not computed stay as they are.
+                for part, value in zip(result, cpu_result, strict=False):
                     if (
                         isinstance(part, torch.Tensor)
                         and value is not None
@@ -535,7 +536,7 @@ def wrap_own(name, compute):
                         store(part, value)
                 return result
         finally:
-            HERE.inside = before
+            THREAD.inside = before
 
     return kernel
 
@@ -544,14 +545,12 @@ LIBRARY = None
 
 
 def wrap_missing(name):
-    """An operator whose kernel did nothing and whose result nobody computes: no garbage, but an
-    error.
-    """
-
+    """Return a kernel that raises an error, because nobody computes the result of its operator."""
     original = torch.library.get_kernel(f"aten::{name}", "CUDA")
 
     def kernel(keys, *args, **kwargs):
-        if getattr(HERE, "inside", False):  # a part of an operator whose result is computed
+        # This is a part of an operator whose result is computed.
+        if getattr(THREAD, "inside", False):
             return original.call_boxed(keys, *args, **kwargs)
         raise NotImplementedError(f"the null GPU has no code for aten::{name}")
 
@@ -562,15 +561,15 @@ def install():
     """Override each operator that has a CUDA kernel: its CPU kernel computes after it."""
     global LIBRARY
     LIBRARY = torch.library.Library("aten", "IMPL")
-    on_cuda = registered("CUDA")
-    on_cpu = set().union(*map(registered, ("CPU", *COMPOSITES)))
-    # composite in torch's table, but with kernels of their own behind it
+    on_cuda = list_operators("CUDA")
+    on_cpu = set().union(*map(list_operators, ("CPU", *COMPOSITES)))
+    # These are composite in torch's table, but have their own kernels behind it.
     extra = {"convolution_backward", "repeat_interleave.Tensor", "copy_"} - on_cuda
-    for name in sorted((on_cuda | extra) - OWN.keys()):
-        if not name.partition(".")[0].startswith(ALONE):
+    for name in sorted((on_cuda | extra) - CUDA_ONLY.keys()):
+        if not name.partition(".")[0].startswith(UNTOUCHED):
             override(name, wrap(name) if name in on_cpu | extra else wrap_missing(name))
-    for name, compute in OWN.items():
-        override(name, wrap_own(name, compute))
+    for name, compute in CUDA_ONLY.items():
+        override(name, wrap_cuda_only(name, compute))
 
 
 COMPOSITES = (
@@ -580,8 +579,8 @@ COMPOSITES = (
 )
 
 
-def registered(key):
-    """Names of the operators that have a kernel for a dispatch key, without their namespace."""
+def list_operators(key):
+    """Return the operators that have a kernel for a dispatch key, without their namespace."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 

@@ -1,9 +1,10 @@
-"""Counts every synchronisation of host and device that torch reports, by the line of Python that
+"""Count every synchronisation of host and device that torch reports, by the line of Python that
 asked for it.
 
-The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json, anew after each:
-a rank may end by os._exit. Those within a training step go to steps-rank<RANK>.json likewise. Where
-collectives of the ranks differ, each rank's stack goes to stack-rank<RANK>.txt.
+The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json. The file is
+written anew after each synchronisation, because a rank may end by os._exit. Synchronisations within
+a training step also go to steps-rank<RANK>.json. If the collectives of the ranks differ, each rank's
+stack goes to stack-rank<RANK>.txt.
 """
 
 import collections
@@ -58,14 +59,12 @@ def where(stack):
     directory.
     """
     frames = [f for f in stack if not any(part in f.filename for part in NOT_CALLERS)]
-    ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename][
-        -1:
-    ]
-    chosen = dict.fromkeys(f"{short(f.filename)}:{f.lineno}" for f in [frames[-1], *ours])
-    scaler = any(
-        f.filename.endswith("torch/amp/grad_scaler.py") for f in stack
-    )  # fp16's check for overflow
-    return " < ".join(["GradScaler"] * scaler + [*chosen])
+    ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename]
+    lines = dict.fromkeys(f"{short(f.filename)}:{f.lineno}" for f in [frames[-1], *ours[-1:]])
+    # The scaler of fp16 checks for an overflow.
+    if any(f.filename.endswith("torch/amp/grad_scaler.py") for f in stack):
+        return " < ".join(["GradScaler", *lines])
+    return " < ".join(lines)
 
 
 def short(filename):

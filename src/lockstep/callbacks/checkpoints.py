@@ -45,8 +45,8 @@ class EndedEpoch:
     """An epoch that has ended, and that is saved once all callbacks have seen its end.
 
     Attributes:
-        kinds: of its checkpoints: "best", "last", both or none.
-        metrics: logged in it.
+        kinds: the kinds of checkpoint to save: "best", "last", both or none.
+        metrics: the metrics that were logged in it.
     """
 
     epoch: int
@@ -64,17 +64,17 @@ class Checkpoints(pl.Callback):
         weights_only: leave the optimizer's state out of `best`, which then has a third of its bytes
             under AdamW. A run resumes from `last`, which is saved with every best.
         asynchronous: train on while a thread writes a copy in host memory ("auto": on GPUs). The
-            next save and the end of training wait for it, but an epoch's last is left out. An error
-            in it ends training at the next step.
+            next save and the end of training wait for the thread. If it still writes at the end of
+            an epoch, that `last` is skipped. An error in it ends training at the next step.
         contents: plain values that every checkpoint carries (composed config, class names,
             normalisation, …).
 
     Attributes:
-        saved_step: of the newest `last`.
-        validated_step: of the latest validation.
+        saved_step: the step of the newest `last`.
+        validated_step: the step of the latest validation.
         ended_epoch: the epoch whose end is still to be saved.
-        pending_frozen_state: that of the checkpoint, until the optimizers of this start are built.
-        schedule_lengths: as a resume has built the schedules, before their states are loaded.
+        pending_frozen_state: the checkpoint's frozen state, until the optimizers are built.
+        schedule_lengths: the lengths of a resume's schedules before their states are loaded.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class Checkpoints(pl.Callback):
     ) -> None:
         option = "callbacks.checkpoints"
         if mode not in ("max", "min"):
-            raise UserError(f"{option}.mode={mode!r}: max or min.")
+            raise UserError(f"{option}.mode={mode!r}: give max or min.")
         if better_direction(monitor) not in (mode, None):
             best = "largest" if mode == "min" else "smallest"
             raise UserError(
-                f"{option}.monitor={monitor}: the best is the {best}, give task.mode="
+                f"{option}.monitor={monitor}: the {best} value is the best one: give task.mode="
                 f"{better_direction(monitor)} (in a script mode=)."
             )
         if every_n_epochs < 1:
-            raise UserError(f"{option}.every_n_epochs={every_n_epochs}: 1 or more.")
+            raise UserError(f"{option}.every_n_epochs={every_n_epochs}: give 1 or more.")
         self.folder = Path(folder)
         self.monitor = monitor
         self.mode = mode
@@ -113,13 +113,13 @@ class Checkpoints(pl.Callback):
         self._stops_after_epoch = False
         self.validated_step = -1
         self.ended_epoch: EndedEpoch | None = None
-        # Whether ranks have logged values of their own
+        # It is True once the ranks have logged different values of the monitored metric.
         self.is_unsynchronised = False
         self.loader_state = LoaderState()
         self.pending_frozen_state: FrozenState | None = None
         self.schedule_lengths: list[str] = []
         self.writer = CheckpointWriter(weights_only)
-        # A group whose ranks wait for a long write, where they have no heartbeat
+        # Ranks without a heartbeat wait for a long write in this process group.
         self._long_timeout_group: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -145,7 +145,7 @@ class Checkpoints(pl.Callback):
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self.folder)
 
-    # When to save
+    # These methods decide when a checkpoint is saved.
 
     def stop_after_epoch(self) -> None:
         """Save the end of this epoch as last, because the run stops after it."""
@@ -169,7 +169,7 @@ class Checkpoints(pl.Callback):
             value = sidecar.metric.get(self.monitor)
         self.best_path, self.best_value = trainer.strategy.broadcast((path, value), src=0)
         if trainer.is_global_zero and path is not None:
-            # A kill may have come before the callbacks were told.
+            # A kill of the earlier start may have come before it told the callbacks.
             self._report_and_prune(trainer, {"best": path})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -245,7 +245,7 @@ class Checkpoints(pl.Callback):
         return not self.asynchronous or trainer.strategy.broadcast(self.writer.is_idle, src=0)
 
     def save_ended_epoch(self, trainer: pl.Trainer, is_last: bool) -> None:
-        """Save what is due of the epoch that has ended; also as last if no epoch follows."""
+        """Save the kinds that are due for the ended epoch; also as last if no epoch follows."""
         if self.ended_epoch is None:
             return
         kinds = self.ended_epoch.kinds
@@ -260,16 +260,16 @@ class Checkpoints(pl.Callback):
         if trainer.enable_validation and self.best_path is None:
             self._warn_without_best(trainer)
 
-    # What is best
+    # These methods decide which checkpoint is the best.
 
     def _check_before_training(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Check in the sanity check, before training, that the monitored metric is logged."""
         if not is_metric_of("val", self.monitor):
             return
-        # A module of the user's may log a metric in whole validations alone.
+        # A module of the user's may log a metric only in whole validations.
         if hasattr(module, "log_exactly"):
             self._check_monitor(trainer)
-        # Of several loaders Lightning has no metrics yet.
+        # With several loaders Lightning has no metrics before the training.
         if len(trainer.num_sanity_val_batches) < 2:
             self._warn_without_best(trainer)
 
@@ -277,7 +277,9 @@ class Checkpoints(pl.Callback):
         metrics = trainer.callback_metrics
         validations = sorted(name for name in metrics if is_metric_of("val", name))
         if validations and self.monitor not in metrics:
-            raise UserError(f"task.monitor={self.monitor}: there are {', '.join(validations)}.")
+            raise UserError(
+                f"task.monitor={self.monitor} is not logged: there are {', '.join(validations)}."
+            )
 
     def _warn_without_best(self, trainer: pl.Trainer) -> None:
         """Warn that there is no best checkpoint if the monitored metric is not logged."""
@@ -302,9 +304,9 @@ class Checkpoints(pl.Callback):
         return True
 
     def _mean_over_ranks(self, trainer: pl.Trainer) -> float:
-        """Return the monitored metric, or its mean where ranks have logged values of their own.
+        """Return the monitored metric, or its mean if the ranks have logged different values.
 
-        It is nan if it was not logged, or is nan on a rank. A collective.
+        The result is nan if no rank logged it, or if a rank logged nan. This is a collective.
         """
         value = trainer.callback_metrics.get(self.monitor)
         rank_values = gather_objects(None if value is None else float(value))
@@ -325,24 +327,25 @@ class Checkpoints(pl.Callback):
         self.is_unsynchronised = True
         return mean
 
-    # What a checkpoint holds
+    # These methods decide what a checkpoint holds.
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Checkpoint
     ) -> None:
-        """Add Lockstep's part; a collective unless fit has failed."""
+        """Add Lockstep's part to a checkpoint. It is a collective unless fit has failed."""
         point = self._resume_point(trainer)
-        is_before = self._is_before_validation(trainer, point)
-        state = self.loader_state.state_dict(point, is_before_validation=is_before)
+        is_before_validation = self._is_before_validation(trainer, point)
+        state = self.loader_state.state_dict(point, is_before_validation=is_before_validation)
         frozen = frozen_state(trainer)
         position = {"point": point.to_checkpoint(), "frozen": frozen}
         checkpoint["lockstep"] = {**self.contents, **position, **state}
-        removed = keep_plain_hyperparameters(checkpoint)
-        if removed and not self.writer.is_checked and trainer.is_global_zero:
-            arguments = ", ".join(f"{name}=…" for name in removed)
+        removed_names = keep_plain_hyperparameters(checkpoint)
+        if removed_names and not self.writer.is_checked and trainer.is_global_zero:
+            arguments = ", ".join(f"{name}=…" for name in removed_names)
             log.info(
-                f"The hyperparameters {', '.join(removed)} are objects, which checkpoints omit. "
-                f"Load one by {type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
+                f"The hyperparameters {', '.join(removed_names)} are objects, which checkpoints "
+                "omit. Load one by "
+                f"{type(pl_module).__name__}.load_from_checkpoint(PATH, {arguments})."
             )
 
     def _resume_point(self, trainer: pl.Trainer) -> ResumePoint:
@@ -352,9 +355,10 @@ class Checkpoints(pl.Callback):
 
     def _is_before_validation(self, trainer: pl.Trainer, point: ResumePoint) -> bool:
         """Return whether a resume needs the random state before the latest validation."""
-        # A resume repeats this validation, or a longer run would not have it.
+        # A resume repeats a validation that was stopped.
         if point.phase == resume_point.VALIDATION and trainer.validating:
             return True
+        # A run that was longer would not validate where this one ends.
         is_validated = not self.ended_epoch and self.validated_step == trainer.global_step
         return is_validated and not resume_point.is_validation_due(trainer)
 
@@ -387,7 +391,7 @@ class Checkpoints(pl.Callback):
         else:
             self.pending_frozen_state = state
 
-    # How it is saved
+    # These methods save a checkpoint.
 
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
@@ -419,7 +423,7 @@ class Checkpoints(pl.Callback):
             self.saved_at = time.monotonic()
 
     def _sidecar(self, trainer: pl.Trainer, *, is_best: bool) -> Sidecar:
-        """Return the step, the epoch and, of a best checkpoint, the metrics of its validation."""
+        """Return the step, the epoch and, for a best checkpoint, the metrics of its validation."""
         epoch = trainer.current_epoch
         logged_metrics: dict[str, Any] = trainer.callback_metrics
         if self.ended_epoch:
@@ -456,7 +460,7 @@ class Checkpoints(pl.Callback):
         """Tell the callbacks of written checkpoints, then delete those of earlier steps.
 
         Args:
-            paths: of the written ones, by kind.
+            paths: the paths of the written checkpoints, by kind.
         """
         for kind, path in paths.items():
             sidecar = files.read_sidecar(path)
@@ -469,10 +473,10 @@ class Checkpoints(pl.Callback):
 
 
 class DeferredEpochSave(pl.Callback):
-    """The first of all callbacks, which saves an epoch's end before the next one begins.
+    """Save an epoch's end when the next epoch begins, before any other callback.
 
-    In on_train_epoch_end EarlyStopping, plateau schedules and the module itself have not yet had
-    their turn.
+    In on_train_epoch_end it would be too early: EarlyStopping, plateau schedules and the module's
+    own hook have not run yet.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -489,8 +493,8 @@ class DeferredEpochSave(pl.Callback):
 def call_after_module_hook(pl_module: pl.LightningModule, function: Callable[[], None]) -> None:
     """Call a function once, when the module's own on_train_batch_end has returned.
 
-    Lightning calls it after those of all callbacks. It may update a moving average of the weights,
-    which a checkpoint of this step holds.
+    Lightning calls the module's hook after the hooks of all callbacks. It may update a moving
+    average of the weights, which a checkpoint of this step must hold.
     """
     hook = pl_module.on_train_batch_end
 
@@ -508,9 +512,9 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
     Returns:
         The names of the module's hyperparameters that were removed.
     """
-    removed: list[str] = []
+    removed_names: list[str] = []
     for owner in (pl.LightningModule, pl.LightningDataModule):
-        # A class, such as OmegaConf's DictConfig.
+        # This value is a class, such as OmegaConf's DictConfig.
         checkpoint.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
         key = owner.CHECKPOINT_HYPER_PARAMS_KEY
         if key not in checkpoint:
@@ -518,12 +522,12 @@ def keep_plain_hyperparameters(checkpoint: Checkpoint) -> list[str]:
         values = {name: _to_plain(value) for name, value in checkpoint[key].items()}
         checkpoint[key] = {name: value for name, value in values.items() if is_plain(value)}
         if owner is pl.LightningModule:
-            removed = [name for name in values if name not in checkpoint[key]]
-    return removed
+            removed_names = [name for name in values if name not in checkpoint[key]]
+    return removed_names
 
 
 def _to_plain(value: Any) -> Any:
-    """Return NumPy's numbers as Python's, and OmegaConf's nodes as dicts and lists."""
+    """Return NumPy's numbers as Python numbers, and OmegaConf's nodes as dicts and lists."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, DictConfig | ListConfig):

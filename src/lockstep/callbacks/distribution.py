@@ -33,7 +33,7 @@ class Distribution:
         """Return the value below which a share of all values lies; interpolate as numpy does.
 
         Args:
-            share: from 0 to 1; 0.5 is the median.
+            share: a number from 0 to 1; 0.5 is the median.
         """
         position = share * (self.count - 1)
         rank = math.floor(position)

@@ -1,4 +1,4 @@
-"""Warn of what a training most probably does not intend, once for each, when it begins."""
+"""Warn when a training begins of things that are probably not intended, once of each."""
 
 import logging
 from typing import Any
@@ -54,10 +54,10 @@ class Doubts(pl.Callback):
         names = parameters_without_optimizer(trainer)
         if not names:
             return False
-        listed = join_names(names, NAMES_IN_WARNING)
+        some_names = join_names(names, NAMES_IN_WARNING)
         log.warning(
             f"{len(names)} parameters require a gradient but are in no optimizer, and stay as they "
-            f"are ({listed}): return them in configure_optimizers, or set requires_grad=False."
+            f"are ({some_names}): return them in configure_optimizers, or set requires_grad=False."
         )
         return True
 

@@ -1,4 +1,4 @@
-"""Lightning's EarlyStopping with the direction of its metric, and what it says of the run."""
+"""Lightning's EarlyStopping with a mode that follows its metric, and the reason of a stop."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ class EarlyStopping(callbacks.EarlyStopping):
     """Stop when a metric no longer improves.
 
     Args:
-        mode: min, max, or auto: as the best checkpoint if it goes by the same metric, else min for
-            losses and errors and max for scores.
-        options: of Lightning's EarlyStopping.
+        mode: min, max or auto. With auto it is the mode of the checkpoints if they monitor the same
+            metric; else it is min for losses and errors, and max for scores.
+        options: further options of Lightning's EarlyStopping.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class EarlyStopping(callbacks.EarlyStopping):
 
 
 def keep_new_patience(trainer: pl.Trainer, checkpoint: Checkpoint) -> None:
-    """Replace the patience in a checkpoint by that of this start, for EarlyStopping to load.
+    """Replace the patience in a checkpoint by that of this start before EarlyStopping loads it.
 
-    It does so for Lightning's own EarlyStopping, too.
+    Lightning's own EarlyStopping is treated in the same way.
     """
     states = checkpoint.get("callbacks", {})
     for callback in trainer.callbacks:

@@ -1,7 +1,7 @@
-"""Write the stacks of a rank that hangs, and of the ranks that wait for it, by faulthandler.
+"""Write the stacks of a rank that hangs, and of the ranks that wait for it, with faulthandler.
 
-They go into stack-rank<N>.txt. The collective of the ranks that wait fails at about the same time,
-after `timeout_s`, and ends the run.
+Each rank writes into stack-rank<N>.txt after `timeout_s`. At about the same time the collective of
+the waiting ranks fails, which ends the run.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 
 from lockstep.checkpoints.resume_point import stage_name
 
-# Arming starts a thread. Once in this time it costs nothing.
+# Arming starts a thread, so it is done at most once in this time.
 ARMING_INTERVAL_S = 1.0
 
 
@@ -24,8 +24,8 @@ class HangDump(pl.Callback):
     Args:
         folder: where the stacks are written; None: the trainer's default_root_dir.
         timeout_s: seconds without a batch.
-        on_error: called early with an exception of this rank, whose attribute `phase` is set; other
-            ranks may wait.
+        on_error: called at once with an exception of this rank, because other ranks may wait. Its
+            attribute `phase` is set.
     """
 
     def __init__(

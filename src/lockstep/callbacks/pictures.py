@@ -1,4 +1,4 @@
-"""Two pictures of a run: batch.png, the first training batch, and mistakes.png, of the test."""
+"""Draw two pictures of a run: batch.png of the first training batch, and mistakes.png of a test."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class Pictures(pl.Callback):
     It draws no random number, and until the end of a test it waits for no device and no other rank.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -66,7 +66,7 @@ class Pictures(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         tested = _tested_images(outputs, batch)
-        # Of several loaders only the first one's images are drawn.
+        # If there are several loaders, only images of the first one are drawn.
         if tested is None or dataloader_idx:
             return
         if hasattr(trainer.test_dataloaders, "positions"):
@@ -89,7 +89,7 @@ class Pictures(pl.Callback):
 
 
 def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
-    """Call a function that writes a picture, of which no error ends a run."""
+    """Call a function that writes a picture. Its errors are logged and do not end the run."""
     try:
         write()
     except Exception as error:
@@ -97,7 +97,7 @@ def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
 
 
 def _tested_images(outputs: Any, batch: Any) -> TestedImages | None:
-    """Return the images of a batch with what test_step gives of them; None if it gives nothing."""
+    """Return the images of a batch with the losses and predictions of test_step; None without."""
     images = find_images(batch)
     if not isinstance(outputs, dict) or images is None:
         return None
@@ -133,14 +133,15 @@ def _with_small_pictures(tested: TestedImages) -> TestedImages:
 def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the images with the largest losses over all ranks. It is a collective.
 
-    Each rank writes into its own slots, and zeros into those of the others: the sum over the ranks
-    has all of them. Of two ranks and 16 images on a sheet, slots 0 to 15 are rank 0's.
+    Each rank fills its own slots and leaves zeros in the slots of the others, so that the sum over
+    the ranks has all images. With 16 images on a sheet, rank 0 has the slots 0 to 15, and rank 1
+    the slots 16 to 31.
     """
     if trainer.world_size == 1:
         return worst
     reduce = trainer.strategy.reduce
     first_slot = trainer.global_rank * MAX_SHEET_IMAGES
-    # The last number counts the ranks that have tested an image of any kind.
+    # The last number counts the ranks that have tested an image.
     losses = torch.zeros(
         trainer.world_size * MAX_SHEET_IMAGES + 1, device=trainer.strategy.root_device
     )

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 class Pruning(pl.Callback):
     """End a training after a validation if the search's pruner says so, on all ranks together.
 
-    It ends as after its last epoch: saved, and recorded as `ended_by: pruned`.
+    The run ends as after its last epoch: it is saved, and recorded as `ended_by: pruned`.
 
     Args:
-        trial: of the search.
-        metric: that the search optimises.
+        trial: the trial of the search.
+        metric: the metric that the search optimises.
     """
 
     def __init__(self, trial: Trial, metric: str) -> None:
@@ -82,7 +82,7 @@ def number_of_validation(trainer: pl.Trainer) -> int:
         # The data have no length, or the clock says when to validate.
         return epochs + 1
     if isinstance(trainer.val_check_interval, int):
-        # ValidationInterval changes the other one.
+        # ValidationInterval changes val_check_batch, and leaves this value.
         interval = trainer.val_check_interval
 
     if trainer.check_val_every_n_epoch is None or trainer.num_training_batches == math.inf:
@@ -96,7 +96,7 @@ def number_of_validation(trainer: pl.Trainer) -> int:
 
 
 def scheduled_validations(trainer: pl.Trainer, interval: int, batches: int) -> int:
-    """Return how many validations there are within a number of micro-batches from the begin."""
+    """Return how many validations fall within the first `batches` micro-batches."""
     count = batches // interval
     # ValidationInterval validates at the end of an epoch, too.
     if any(isinstance(callback, ValidationInterval) for callback in trainer.callbacks):

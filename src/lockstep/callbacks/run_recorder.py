@@ -41,8 +41,8 @@ class RunRecorder(pl.Callback):
     Args:
         path: run.json in the run's folder.
         on_first_step: called on rank zero after the first step of this start.
-        owns_run: begin the record when fit or an evaluation alone starts, and write how the run
-            ended, as a plain script needs; False where a launch does both.
+        owns_run: begin the record when fit starts, or an evaluation without a fit, and write how
+            the run ended. A plain script needs it; False where the launch does both.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class RunRecorder(pl.Callback):
         self.earlier_fit_s = 0.0  # seconds of fit in earlier starts of this run
         self.monitor = "val/acc"
         self.steps = 0  # as of the last write
-        self.records_evaluation = False  # alone, without a fit before it
+        # It is True for an evaluation without a fit before it.
+        self.is_evaluation_alone = False
 
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
         """Set fields of the record; with a trainer, also those of every callback."""
@@ -68,14 +69,14 @@ class RunRecorder(pl.Callback):
             with self._update_on_disk() as record:
                 record.update(fields)
         elif trainer.is_global_zero:
-            # Collect the values before the lock is taken, because parts may take their time.
+            # Collect the values before the lock is taken, because callbacks may take their time.
             metrics = collect_metrics(trainer)
-            parts = collect_record_fields(trainer)
+            collected_fields = collect_record_fields(trainer)
             with self._update_on_disk() as record:
                 self._set_progress(record, trainer)
                 record.metrics |= metrics
-                record.update(parts)
-                name_uploaded_best(record)
+                record.update(collected_fields)
+                set_uri_of_best(record)
                 record.update(fields)
 
     @contextlib.contextmanager
@@ -121,7 +122,7 @@ class RunRecorder(pl.Callback):
         self.write(trainer, ended_by=None)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the first record of this start; one of an earlier start goes on."""
+        """Write the first record of this start, or continue the record of an earlier start."""
         monitors = [item.monitor for item in trainer.callbacks if hasattr(item, "best_path")]
         record = RunRecord(
             run_id=self.path.parent.name,
@@ -145,10 +146,10 @@ class RunRecorder(pl.Callback):
         if is_fit or not (trainer.is_global_zero and self.owns_run) or self.path.exists():
             return
         self._begin(trainer, pl_module)
-        self.records_evaluation = True
+        self.is_evaluation_alone = True
 
     def _end_evaluation(self, trainer: pl.Trainer) -> None:
-        if self.records_evaluation:
+        if self.is_evaluation_alone:
             end_fields: dict[str, object] = {"status": "finished", "exit_code": EXIT_OK}
             self.write(trainer, phase="end", finished_at=utc_now(), **end_fields)
 
@@ -168,7 +169,7 @@ class RunRecorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self.steps and trainer.global_step:
-            # From now on the run is one to resume.
+            # From now on the run can be resumed.
             self.write(trainer)
         if self.on_first_step is not None and trainer.is_global_zero:
             self.on_first_step()
@@ -229,7 +230,7 @@ class RunRecorder(pl.Callback):
             self.write(None, **fields)
 
     def _failure_fields(self, exception: BaseException) -> dict[str, object]:
-        """Return how the exception ended a plain script's run."""
+        """Return the fields of the record that say how an exception ended a plain script's run."""
         if isinstance(exception, STOP_EXCEPTIONS):
             # The script decides on its exit code.
             return {"status": "interrupted", "exit_code": None, "finished_at": utc_now()}
@@ -267,7 +268,7 @@ class RunRecorder(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.is_global_zero and self.owns_run and self.path.exists():
-            # What the upload has sent at the end is known only now.
+            # Only now it is known what the last upload has sent.
             self.write(trainer)
 
 
@@ -282,7 +283,7 @@ def parameter_counts(module: Any) -> dict[str, int]:
 
 
 def collect_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
-    """Return the latest metrics of training and evaluations. JSON has no nan: it is a text."""
+    """Return the latest metrics of training and evaluations. A nan becomes text: JSON has none."""
     values: dict[str, Any] = {}
     if not trainer.sanity_checking:
         values |= trainer.callback_metrics
@@ -304,8 +305,8 @@ def collect_record_fields(trainer: pl.Trainer) -> dict[str, Any]:
     return fields
 
 
-def name_uploaded_best(record: RunRecord) -> None:
-    """Name the object in the bucket that is the best checkpoint."""
+def set_uri_of_best(record: RunRecord) -> None:
+    """Set the address of the best checkpoint if it has been uploaded."""
     if record.upload.uri and record.upload.step == record.best_checkpoint.step:
         record.best_checkpoint.s3_uri = record.upload.uri
 

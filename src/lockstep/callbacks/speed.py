@@ -1,4 +1,4 @@
-"""The speed of training: seconds of a step, and the share of them that waits for data."""
+"""Measure the speed of training: seconds of a step, and their share that waits for data."""
 
 import time
 

@@ -39,7 +39,7 @@ DROPOUTS = (
     "alpha_dropout",
     "feature_alpha_dropout",
 )
-# Modules whose calls in a dataset draw numbers, and calls that no seed reaches.
+# Calls of these modules in a dataset draw random numbers. No seed reaches the calls of UNSEEDED.
 RANDOM_MODULES = ("random.", "np.random.", "numpy.random.", "secrets.", "uuid.")
 UNSEEDED = ("default_rng", "RandomState", "Random", "SystemRandom", "urandom", "uuid4", "time_ns")
 INSTALLED = ("site-packages", "dist-packages", "/lib/python3")
@@ -49,13 +49,13 @@ class StepDigest(pl.Callback):
     """Write a line for each optimizer step and each validation of this rank.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         keeps_batches: write the batches too, for a run that replays them.
-        replay: folder of a run whose batches are read in place of the loader's. A batch is cut into
+        replay: the folder of a run whose batches replace those of the loader. A batch is cut into
             equal parts, one for each rank and micro-batch.
-        stops_at: the optimizer step after which this process gets SIGTERM; None: it gets none.
-        dies_in: the epoch at whose begin this process gets SIGKILL; None: it gets none.
-        more_workers: loader processes beyond those of the run.
+        stops_at: the optimizer step after which this process gets SIGTERM; None sends none.
+        dies_in: the epoch at whose start this process gets SIGKILL; None sends none.
+        more_workers: the number of loader processes beyond those of the run.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StepDigest(pl.Callback):
         )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The checkpoint of the epoch's end is complete: the callback that saves it comes first.
+        # The callback that saves an epoch's end comes first, so that checkpoint is complete.
         if trainer.current_epoch == self.dies_in:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -217,10 +217,10 @@ class StepDigest(pl.Callback):
 
 
 class Replay:
-    """A loader of recorded batches, of which this rank reads its parts.
+    """Read this rank's parts of recorded batches, in place of a loader.
 
     Args:
-        folder: of the batches.
+        folder: the folder of the batches.
         stage: train or val.
     """
 
@@ -242,11 +242,11 @@ class Replay:
         return number * self.micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        parts = self.micro_batches * self.world_size
+        num_parts = self.micro_batches * self.world_size
         for number in range(len(self) // self.micro_batches):
             batch = torch.load(self._path(number), weights_only=False)
             for micro_batch in range(self.micro_batches):
-                yield batch_part(batch, micro_batch * self.world_size + self.rank, parts)
+                yield batch_part(batch, micro_batch * self.world_size + self.rank, num_parts)
 
 
 def batch_path(folder: Path, stage: str, trainer: pl.Trainer, batch: int) -> Path:
@@ -274,15 +274,15 @@ def count_samples(batch: Any) -> int:
     return len(tensors[0]) if tensors else 0
 
 
-def batch_part(batch: Any, part: int, parts: int) -> Any:
-    """Return one of several parts of a batch: part 1 of 2 of 8 samples is the last 4."""
+def batch_part(batch: Any, index: int, num_parts: int) -> Any:
+    """Return one of several equal parts of a batch. Part 1 of 2 of 8 samples has the last 4."""
     size = count_samples(batch)
-    samples = slice(part * size // parts, (part + 1) * size // parts)
+    samples = slice(index * size // num_parts, (index + 1) * size // num_parts)
     return _select_samples(batch, samples, size)
 
 
 def _select_samples(tree: Any, samples: slice, size: int) -> Any:
-    """Return a batch, or a part of it, with the chosen samples of all that has `size` items."""
+    """Return nested values with the chosen samples of each member that has `size` items."""
     if isinstance(tree, Tensor):
         if tree.ndim and len(tree) == size:
             return tree[samples]
@@ -294,7 +294,7 @@ def _select_samples(tree: Any, samples: slice, size: int) -> Any:
 
 
 def _select_from_list(items: Any, samples: slice, size: int) -> Any:
-    """Return a list whose members are cut, or the chosen items of one without tensors."""
+    """Return a list with its members cut; a list without tensors gives its chosen items."""
     if list_tensors(items):
         parts = [_select_samples(item, samples, size) for item in items]
         if hasattr(items, "_fields"):
@@ -324,7 +324,7 @@ def short_hash(array: Any) -> str:
 
 
 def to_numpy(tensor: Tensor) -> Any:
-    """Return a tensor as an array; numbers with a point become float64."""
+    """Return a tensor as an array; floating-point numbers become float64."""
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
@@ -358,7 +358,7 @@ def digest_state(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str
 
 
 def digest_attributes(pl_module: pl.LightningModule) -> dict[str, Any]:
-    """Return the numbers and tensors that a module and its layers hold beside their state."""
+    """Return the numbers and tensors that a module and its layers hold as plain attributes."""
     values = {}
     for name, layer in pl_module.named_modules():
         if isinstance(layer, Metric):
@@ -374,7 +374,7 @@ def digest_attributes(pl_module: pl.LightningModule) -> dict[str, Any]:
 
 
 def disable_dropout(pl_module: pl.LightningModule) -> None:
-    """Make dropout do nothing in this process: its numbers differ between ranks."""
+    """Disable dropout in this process, because its random numbers differ between ranks."""
     for name in DROPOUTS:
         setattr(nn.functional, name, _return_input)
     for layer in pl_module.modules():
@@ -411,7 +411,7 @@ def stream_name(loader: Any) -> str:
 def random_calls(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
     """Return file:line of calls of random number generators in the classes of data and module.
 
-    Those that no seed reaches come first.
+    Calls that no seed reaches come first.
     """
     objects: list[Any] = []
     for loader in loaders_in(trainer.train_dataloader):
@@ -429,8 +429,8 @@ class RandomCall(NamedTuple):
     """A call of a random number generator.
 
     Attributes:
-        is_unseeded: no seed reaches it.
-        line: file:line.
+        is_unseeded: no seed reaches the call.
+        line: the file and line of the call, as file:line.
     """
 
     is_unseeded: bool

@@ -1,7 +1,7 @@
-"""Loss, learning rate, images per second and the metrics of evaluations for every logger.
+"""Log loss, learning rate, images per second and the metrics of evaluations to every logger.
 
-A log point is every `log_every_n_steps` optimizer steps and at an epoch's end. Between two of them
-losses add up on the device, and nothing waits for it.
+A log point comes every `log_every_n_steps` optimizer steps and at an epoch's end. Between two log
+points the losses are summed on the device, and nothing waits for it.
 """
 
 import math
@@ -30,7 +30,7 @@ class TrainingLog(pl.Callback):
     """Log what a step returns as its loss, and the speed; end the run if the loss is nan or inf.
 
     Args:
-        global_batch_size: in images per optimizer step over all ranks; None: taken from the first
+        global_batch_size: images per optimizer step over all ranks; None counts those of the first
             batch.
     """
 
@@ -45,8 +45,8 @@ class TrainingLog(pl.Callback):
         self.first_step = 0  # at which this start began
         self.lr: Any = None  # of the present step
         self.loss_sum: Any = 0.0  # of this rank's micro-batches since the last log point
-        self.loss_number = 0
-        # Sum and number of the losses of this epoch up to the last log point, of all ranks
+        self.loss_count = 0
+        # It holds the sum and number of all ranks' losses in this epoch, up to the last log point.
         self.epoch_losses = (0.0, 0)
         self.epoch_means: Metrics = {}  # of the training epoch that has just ended
         self.speed = Speed()
@@ -54,9 +54,9 @@ class TrainingLog(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the steps, and the losses of all ranks since the last log point.
 
-        A collective unless fit has failed.
+        This is a collective unless fit has failed.
         """
-        losses_of_rank = (float(self.loss_sum), self.loss_number)
+        losses_of_rank = (float(self.loss_sum), self.loss_count)
         losses = gather_for_checkpoint(losses_of_rank, self.trainer)
         totals, numbers = zip(*losses, strict=True)
         return {
@@ -71,7 +71,7 @@ class TrainingLog(pl.Callback):
         self.earlier_seconds = state_dict.get("seconds", 0.0)
         self.epoch_losses = tuple(state_dict.get("epoch_losses", (0.0, 0)))
         if rank_zero_only.rank == 0:
-            self.loss_sum, self.loss_number = state_dict.get("losses", (0.0, 0))
+            self.loss_sum, self.loss_count = state_dict.get("losses", (0.0, 0))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.trainer = trainer
@@ -79,12 +79,12 @@ class TrainingLog(pl.Callback):
         # A process of DataParallel or of a pipeline computes on several devices.
         devices = set(getattr(trainer.strategy, "process_devices", ()))
         self.num_devices = max(len(devices), 1) * trainer.world_size
-        # A checkpoint without this callback has no step of ours.
+        # A checkpoint that was saved without this callback does not hold its step.
         self.step = self.step or trainer.global_step
         self.first_step = self.step
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
-                logger.begin_at(self.step, drops_partial_means=self.loss_number > 0)
+                logger.begin_at(self.step, drops_partial_means=self.loss_count > 0)
         refuse_small_eps(trainer)
         self.speed.begin_interval(self.step)
 
@@ -105,7 +105,7 @@ class TrainingLog(pl.Callback):
             self._read_lr(trainer)
 
     def _read_lr(self, trainer: pl.Trainer) -> None:
-        """Keep the learning rate of this step: at its end a schedule has set that of the next."""
+        """Keep the learning rate of this step, before a schedule sets the rate of the next step."""
         if not trainer.optimizers or not trainer.optimizers[0].param_groups:
             return
         group = trainer.optimizers[0].param_groups[0]
@@ -150,13 +150,13 @@ class TrainingLog(pl.Callback):
             # Lightning has divided it by the number of micro-batches.
             loss = loss * trainer.accumulate_grad_batches
         self.loss_sum = self.loss_sum + loss
-        self.loss_number += 1
+        self.loss_count += 1
 
     def _log_point(self, trainer: pl.Trainer, module: Any, is_regular: bool) -> None:
         """Write a row, and begin the next interval."""
-        total, number = self._reduce_losses(trainer)
-        self.latest = {"train/loss": total / number} if number else {}
-        self._end_loss_interval(trainer, total, number, is_regular)
+        total, count = self._reduce_losses(trainer)
+        self.latest = {"train/loss": total / count} if count else {}
+        self._end_loss_interval(trainer, total, count, is_regular)
         if ends_epoch(trainer):
             self.latest |= self._end_epoch(module)
         if self.speed.began_step > self.first_step:
@@ -170,45 +170,45 @@ class TrainingLog(pl.Callback):
         self.speed.begin_interval(self.step)
 
     def _end_epoch(self, module: Any) -> Metrics:
-        """Return what the module has counted in the epoch, and keep it with the mean loss."""
+        """Return the means that the module counted in the epoch; keep them with the mean loss."""
         counted_means = {}
         if hasattr(module, "pop_epoch_means"):
             counted_means = module.pop_epoch_means("train")
-        total, number = self.epoch_losses
+        total, count = self.epoch_losses
         self.epoch_losses = (0.0, 0)
-        self.epoch_means = {"train/loss": total / number} if number else {}
+        self.epoch_means = {"train/loss": total / count} if count else {}
         self.epoch_means |= counted_means
         return counted_means
 
     def _reduce_losses(self, trainer: pl.Trainer) -> tuple[float, int]:
-        """Return sum and number of all ranks' losses since the last regular log point.
+        """Return the sum and number of all ranks' losses since the last regular log point.
 
-        A collective.
+        This is a collective.
         """
         device = trainer.strategy.root_device
         pair = torch.zeros(2, dtype=torch.float64, device=device)
         pair[0] = self.loss_sum
-        pair[1] = self.loss_number
+        pair[1] = self.loss_count
         pair = trainer.strategy.reduce(pair, reduce_op="sum")
         # This line waits for the device.
-        total, number = pair.tolist()
-        return total, int(number)
+        total, count = pair.tolist()
+        return total, int(count)
 
     def _end_loss_interval(
-        self, trainer: pl.Trainer, total: float, number: int, is_regular: bool
+        self, trainer: pl.Trainer, total: float, count: int, is_regular: bool
     ) -> None:
         """Add the losses of all ranks to those of the epoch, and begin the next interval.
 
-        A stop within an epoch is no regular log point. After it the losses stay, because the next
-        row of a resumed run is the mean over the whole interval, as in a run that was not stopped.
+        A stop within an epoch is no regular log point. The losses are kept after it, because the
+        next row of a resumed run is the mean over the whole interval, as without the stop.
         """
         self.loss_sum = 0.0
-        self.loss_number = 0
+        self.loss_count = 0
         if is_regular:
-            self.epoch_losses = (self.epoch_losses[0] + total, self.epoch_losses[1] + number)
+            self.epoch_losses = (self.epoch_losses[0] + total, self.epoch_losses[1] + count)
         elif trainer.is_global_zero:
             self.loss_sum = total
-            self.loss_number = number
+            self.loss_count = count
 
     def _refuse_non_finite(self) -> None:
         loss = self.latest.get("train/loss", 0.0)
@@ -266,7 +266,7 @@ class TrainingLog(pl.Callback):
 
 
 def count_images(batch: Any) -> int:
-    """Return the images of a batch; 0 of a batch of the user's own class, whose size is unknown."""
+    """Return the number of images in a batch; 0 if its class does not tell its size."""
     try:
         return extract_batch_size(batch)
     except (MisconfigurationException, RecursionError):
@@ -291,7 +291,8 @@ def drop_module_metrics(values: Metrics, trainer: pl.Trainer) -> Metrics:
 def log_hyperparameters(trainer: pl.Trainer, step: int) -> None:
     """Show what the module has saved by save_hyperparameters in TensorBoard's HPARAMS tab.
 
-    TensorBoard lists a run there beside a metric only: the best value of the monitored one.
+    TensorBoard lists a run there only with a metric. It is the best value of the monitored metric,
+    or else the last losses.
     """
     metrics: Metrics = {}
     for callback in trainer.callbacks:
@@ -327,9 +328,9 @@ def save_loggers(trainer: pl.Trainer) -> None:
 
 
 class ValidationInterval(pl.Callback):
-    """Validate after every so many micro-batches of an epoch, and at its end.
+    """Validate after every `batches` micro-batches of an epoch, and also at its end.
 
-    Lightning may omit the end.
+    Lightning may omit the validation at the end.
     """
 
     def __init__(self, batches: int) -> None:

@@ -11,7 +11,7 @@ LIBRARIES = ("torch", "lightning", "builtins")
 
 
 class UnusedParameters(pl.Callback):
-    """Write {name: file:line} of the parameters of any rank into `path`."""
+    """Write {name: file:line} of the parameters without a gradient into `path`."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)

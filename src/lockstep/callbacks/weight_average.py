@@ -1,4 +1,4 @@
-"""Uses Lightning's `_average_model`, which has no public name, to update and save the average."""
+"""Average the weights of a training in `_average_model`, a private name of Lightning's."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,14 +16,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 class WeightAverage(EMAWeightAveraging):
     """An exponential moving average of the weights, which is validated, tested and saved.
 
-    Its decay begins small. Trained and averaged weights and buffers are exchanged from the start of
-    a validation to its end, so that a module reads in its on_validation_epoch_end what it counted
-    in a buffer. A checkpoint of a run that is stopped in a validation has each in its place, and
-    all ranks validate with rank 0's averaged buffers, which are those that are saved.
+    The decay is small in the first steps. The averaged weights and buffers take the place of the
+    trained ones from the start of a validation to its end. So on_validation_epoch_end of a module
+    reads what the validation counted in a buffer. A checkpoint that is saved in a validation still
+    has the average as its weights. All ranks validate with rank 0's averaged buffers, because these
+    are saved.
 
     Args:
-        decay: share of the average that stays in each step, once there have been many.
-        device: the device of training; the module gets there only after callbacks are set up.
+        decay: the share of the average that each step keeps, after the first steps.
+        device: the device of training. The module moves there after the callbacks are set up.
     """
 
     def __init__(self, decay: float, device: torch.device | None = None) -> None:
@@ -33,7 +34,7 @@ class WeightAverage(EMAWeightAveraging):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # A fit before may have been stopped in a validation.
+        # An earlier fit may have been stopped in a validation.
         self.is_exchanged = False
         average = self._average_model
         if average is None:
@@ -70,12 +71,12 @@ class WeightAverage(EMAWeightAveraging):
 
 @torch.no_grad()
 def update_average(average: AveragedModel, decay: float, trained_module: nn.Module) -> None:
-    """Average as torch's `update_parameters`, which waits for the device in every step.
+    """Update the average as torch's `update_parameters` does, without waiting for the device.
 
-    torch's also fails if 16 bits are trained. The decay is at most (1 + n) / (10 + n) after n
-    steps, as in TensorFlow's ExponentialMovingAverage: a constant one would keep the initial
-    weights for 1 / (1 - decay) steps. The average stays in the precision that it began in; integers
-    are copied.
+    torch's function also fails if weights of 16 bits are trained. The decay is at most
+    (1 + n) / (10 + n) after n steps, as in TensorFlow's ExponentialMovingAverage: a constant decay
+    would keep the initial weights for 1 / (1 - decay) steps. The average keeps its precision, and
+    integers are copied.
     """
     steps = int(average.n_averaged)
     decay_of_step = 0.0

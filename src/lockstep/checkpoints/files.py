@@ -24,7 +24,7 @@ CHECKPOINT_NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<repeat>\d))?\
 PART_NAME = re.compile(r"\.(best|last)-step\d{8,}(-\d)?\.ckpt(\.json)?(\.\w+)?\.part")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A step has at most this many checkpoints of a kind.
-MOST_OF_A_STEP = 9
+MAX_CHECKPOINTS_OF_STEP = 9
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Sidecar:
     """The small file beside a checkpoint.
 
     Attributes:
-        metric: what a best checkpoint reached.
-        weights_only: the optimizer's state is left out.
-        name: of the file that it was written beside; empty in version 2.0.0.
+        metric: the metrics that a best checkpoint reached.
+        weights_only: True if the checkpoint lacks the optimizer's state.
+        name: the checkpoint's file name when it was written; empty in version 2.0.0.
     """
 
     step: int
@@ -47,23 +47,23 @@ class Sidecar:
 
 
 def parse_sidecar(content: Any) -> Sidecar | None:
-    """Return the sidecar in a JSON value; None unless every field is what it must be.
+    """Return the sidecar in a JSON value; None unless every field is valid.
 
     Unknown fields are ignored, because a later version may have written them.
     """
     if not isinstance(content, dict):
         return None
     defaults = vars(Sidecar(0))
-    fields = {}
+    values = {}
     for name, value in content.items():
         if name in defaults and value is not None:
-            fields[name] = value
+            values[name] = value
 
-    if not {"step", "bytes", "sha256"} <= fields.keys():
+    if not {"step", "bytes", "sha256"} <= values.keys():
         return None
-    if any(type(value) is not type(defaults[name]) for name, value in fields.items()):
+    if any(type(value) is not type(defaults[name]) for name, value in values.items()):
         return None
-    sidecar = Sidecar(**fields)
+    sidecar = Sidecar(**values)
     return sidecar if _is_valid(sidecar) else None
 
 
@@ -89,7 +89,7 @@ def unused_path(folder: Path, kind: str, step: int) -> Path:
     first_path = folder / checkpoint_name(kind, step)
     if not first_path.exists():
         return first_path
-    numbers = range(2, MOST_OF_A_STEP + 1)
+    numbers = range(2, MAX_CHECKPOINTS_OF_STEP + 1)
     repeats = (first_path.with_stem(f"{first_path.stem}-{number}") for number in numbers)
     return next(path for path in repeats if not path.exists())
 
@@ -115,7 +115,7 @@ def is_copy(checkpoint: Path, sidecar: Sidecar) -> bool:
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """Return a checkpoint's sidecar; None if it has no readable one, and so is not complete."""
+    """Return a checkpoint's sidecar; None if it has no readable one and is not complete."""
     try:
         return parse_sidecar(json.loads(sidecar_path(checkpoint).read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -139,8 +139,8 @@ def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tupl
         match = CHECKPOINT_NAME.fullmatch(path.name)
         sidecar = read_sidecar(path)
         if match and sidecar:
-            age = (sidecar.step, match["kind"], match["repeat"] or "")
-            checkpoints.append((age, path, sidecar))
+            sort_key = (sidecar.step, match["kind"], match["repeat"] or "")
+            checkpoints.append((sort_key, path, sidecar))
 
     checkpoints.sort(key=lambda item: item[0], reverse=True)
     for _, path, sidecar in checkpoints:
@@ -150,7 +150,7 @@ def complete_checkpoints(folder: Path, kind: str | None = None) -> Iterator[tupl
 def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
     """Return the newest checkpoint whose bytes are still right; log each one that is passed over.
 
-    Without a kind it is one that a run can resume from, for which weights alone are not enough.
+    Without a kind, checkpoints of weights only are skipped, because no run can resume from them.
     """
     for path, sidecar in complete_checkpoints(folder, kind):
         if kind is None and sidecar.weights_only:
@@ -166,7 +166,7 @@ def link(source: Path, target: Path) -> None:
     """Give a complete checkpoint a second name and sidecar; without hard links it is copied.
 
     Raises:
-        FileNotFoundError: the source is not complete, or no longer.
+        FileNotFoundError: the source is not complete, or no longer complete.
     """
     sidecar = read_sidecar(source)
     if sidecar is None:
@@ -191,7 +191,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def mark_unfinished(checkpoint: Path) -> None:
-    """Note that this run is writing or removing a checkpoint, of which a kill may leave a part."""
+    """Mark a checkpoint that this run writes or removes, because a kill may leave a part of it."""
     _mark_path(checkpoint).touch()
 
 
@@ -200,7 +200,7 @@ def _mark_path(checkpoint: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process of the run left: half-written files, and marked checkpoints.
+    """Remove half-written files and marked checkpoints that a killed process of the run left.
 
     A checkpoint without a sidecar and without a mark is a file of the user's, and stays.
     """

@@ -1,7 +1,7 @@
-"""Keep in a checkpoint which layers are frozen, and freeze and unfreeze them in a resumed run.
+"""Store in a checkpoint which layers are frozen, and freeze the same ones in a resumed run.
 
 A callback such as Lightning's BackboneFinetuning unfreezes layers when an epoch starts and adds
-them to the optimizer. A resume within that epoch does not call it again.
+them to the optimizer. A resume within that epoch does not call that hook again.
 """
 
 import logging
@@ -22,7 +22,7 @@ NAMES_IN_LOG = 3
 
 
 def frozen_state(trainer: pl.Trainer) -> FrozenState:
-    """Return what is frozen now, and the parameters of each optimizer's groups, by their names.
+    """Return which parameters are frozen now, and the names of those in each optimizer's groups.
 
     An optimizer that also has parameters of another module gets None in place of its groups.
     """
@@ -38,9 +38,9 @@ def frozen_state(trainer: pl.Trainer) -> FrozenState:
 
 
 def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
-    """Freeze and unfreeze layers as a `frozen_state` says, and add groups to the optimizers.
+    """Freeze and unfreeze layers as `state` says, and add missing groups to the optimizers.
 
-    Call it when the optimizers are built, and before their states are loaded.
+    Call it after the optimizers are built, and before their states are loaded.
     """
     module = trainer.lightning_module
     frozen, unfrozen = _set_requires_grad(module, state["parameters"])
@@ -57,7 +57,7 @@ def set_frozen_state(trainer: pl.Trainer, state: FrozenState) -> None:
 
 
 def _layers_with_statistics(module: nn.Module) -> dict[str, Any]:
-    """Return the layers with running statistics, which their freezing also stops."""
+    """Return the layers with running statistics. A frozen layer does not update them."""
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -74,12 +74,14 @@ def _names_of_groups(optimizer: Optimizer, names: dict[int, str]) -> list[list[s
     return groups
 
 
-def _set_requires_grad(module: nn.Module, stored: dict[str, bool]) -> tuple[list[str], list[str]]:
+def _set_requires_grad(
+    module: nn.Module, is_trainable_of: dict[str, bool]
+) -> tuple[list[str], list[str]]:
     """Freeze and unfreeze parameters; return the names of those frozen, and of those unfrozen."""
     frozen: list[str] = []
     unfrozen: list[str] = []
     for name, parameter in module.named_parameters():
-        is_trainable = stored.get(name, parameter.requires_grad)
+        is_trainable = is_trainable_of.get(name, parameter.requires_grad)
         if is_trainable != parameter.requires_grad:
             parameter.requires_grad = is_trainable
             names = unfrozen if is_trainable else frozen
@@ -92,15 +94,14 @@ def _add_groups(
 ) -> None:
     """Add the groups that a callback has added to the optimizer in the run.
 
-    Their options, such as lr, come with the optimizer's state.
-
-    An optimizer whose first groups are others is left as it is, and loading its state fails.
+    Their options, such as lr, come with the optimizer's state. If the first groups differ from
+    those of the run, the optimizer is left as it is, and loading its state fails.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
-    present = _names_of_groups(optimizer, names)
-    if present is None or present != groups[: len(present)]:
+    current_groups = _names_of_groups(optimizer, names)
+    if current_groups is None or current_groups != groups[: len(current_groups)]:
         return
-    for group in groups[len(present) :]:
+    for group in groups[len(current_groups) :]:
         if all(name in parameters for name in group):
             optimizer.add_param_group({"params": [parameters[name] for name in group]})
 

@@ -54,7 +54,7 @@ def read_checkpoint(
     if fault:
         raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}.")
 
-    # A new dict is without the versions that torch attaches to the state.
+    # A new dict does not carry the versions that torch attaches to the state.
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
 
 
@@ -76,7 +76,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _fault_of_file(source: str | Path | io.BytesIO) -> str | None:
-    """Say why a file is none of torch.save, by its begin; None if it is one: a zip or a pickle.
+    """Say why a file was not written by torch.save; None if it begins as a zip or a pickle.
 
     Raises:
         UserError: it cannot be read.
@@ -93,7 +93,7 @@ def _fault_of_file(source: str | Path | io.BytesIO) -> str | None:
         return "the file is empty"
     if start == b"PK" or start.startswith(b"\x80"):
         return None
-    return "it is no file of torch.save. Pass a .ckpt file or the id of a run"
+    return "it was not written by torch.save. Pass a .ckpt file or the id of a run"
 
 
 def _fault_of_content(checkpoint: Any) -> str | None:
@@ -103,7 +103,7 @@ def _fault_of_content(checkpoint: Any) -> str | None:
         return "it holds no state_dict"
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            return "its state_dict is not tensors by name"
+            return "its state_dict does not map names to tensors"
     return _fault_of_config(checkpoint.get("lockstep", {}))
 
 
@@ -125,8 +125,8 @@ def _fault_of_config(lockstep_part: Any) -> str | None:
 
 def _wrong_type(name: str, value: Any, expected_type: type) -> str:
     """Return a sentence such as "its data.mean is a str ('abc') in place of a list"."""
-    wrong = f"{type(value).__name__} ({str(value)[:60]!r})"
-    return f"its {name} is a {wrong} in place of a {expected_type.__name__}"
+    actual = f"{type(value).__name__} ({str(value)[:60]!r})"
+    return f"its {name} is a {actual} in place of a {expected_type.__name__}"
 
 
 def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:

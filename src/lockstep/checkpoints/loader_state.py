@@ -42,7 +42,7 @@ def has_state(loader: Any) -> bool:
 
 
 class LoaderState:
-    """The states of a rank's training loaders and generators, at a batch and an epoch's begin.
+    """The states of a rank's training loaders and generators, now and when this epoch began.
 
     Attributes:
         random_before_epoch: the state before the iterator of this epoch was made.
@@ -62,7 +62,7 @@ class LoaderState:
         self.trainer: Any = None
         self.first_loaders: list[Any] = []
 
-    # In a run that saves
+    # These methods serve a run that saves.
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Wrap the three methods of a trainer, once."""
@@ -75,16 +75,18 @@ class LoaderState:
         _wrap_method(epoch_loop.val_loop, "run", self._run_validation)
 
     def state_dict(self, point: ResumePoint, *, is_before_validation: bool) -> dict[str, Any]:
-        """Return what a checkpoint at `point` needs of all ranks; a collective unless fit failed.
+        """Return the states of all ranks for a checkpoint at `point`.
+
+        This is a collective unless fit has failed.
 
         Args:
-            is_before_validation: keep the random state before the latest validation, not the one
-                of now.
+            is_before_validation: store the random state before the latest validation, in place
+                of the present one.
         """
         loaders = loaders_in(self.trainer.train_dataloader)
-        now = self._random_state()
+        current_state = self._random_state()
         if is_before_validation and self.random_before_validation is not None:
-            now = self.random_before_validation
+            current_state = self.random_before_validation
         replay = None
         if (
             point.phase != EPOCH_END
@@ -99,7 +101,7 @@ class LoaderState:
                 - point.missing_micro_batches,
             }
         states = [loader.state_dict() for loader in loaders if has_state(loader)]
-        ranks = gather_for_checkpoint((now, replay, states), self.trainer)
+        ranks = gather_for_checkpoint((current_state, replay, states), self.trainer)
         random_states, replays, loader_states = zip(*ranks, strict=True)
         return {
             "random": list(random_states),
@@ -124,14 +126,14 @@ class LoaderState:
             self._log_stateless_loaders(stateless, loaders)
 
     def _is_cut_by_epoch(self, loader: Any) -> bool:
-        """Return whether a loader of another project with a state begins again within an epoch."""
+        """Return whether an epoch ends within a pass over a loader that is not Lockstep's."""
         length = sized_len(loader)
         if not length or self.trainer.num_training_batches % length == 0:
             return False
         return has_state(loader) and not is_lockstep_state(loader.state_dict())
 
     def _log_stateless_loaders(self, stateless: list[Any], loaders: list[Any]) -> None:
-        """Say how exact a resume is where some loaders, the stateless ones, have no state."""
+        """Say how exact a resume is if some of the training loaders have no state."""
         if len(stateless) < len(loaders):
             log.info(
                 "Resume is exact at an epoch's end only: some of the training loaders have a "
@@ -153,13 +155,13 @@ class LoaderState:
                 "differ after a resume in mid-epoch, unless a worker draws them (num_workers=1)."
             )
 
-    # In a run that resumes
+    # These methods serve a run that resumes.
 
-    def load_state_dict(self, point: ResumePoint, stored: dict[str, Any]) -> None:
-        """Keep a checkpoint's states until the iterators of this start are made."""
+    def load_state_dict(self, point: ResumePoint, stored_states: dict[str, Any]) -> None:
+        """Keep a checkpoint's states until this start makes its iterators."""
         self.point = point
-        self.stored_states = stored
-        self.has_validated = stored.get("has_validated", False)
+        self.stored_states = stored_states
+        self.has_validated = stored_states.get("has_validated", False)
         self.must_start_workers = self.has_validated
         if self._rank_part("replay") is not None:
             # Lightning does not know that the batches are read again.
@@ -195,7 +197,7 @@ class LoaderState:
         return [state] if state else []
 
     def _resume_iterator(self, fetcher: Any) -> None:
-        """Make the iterator of the first epoch of this start as a run without a stop has it."""
+        """Make the iterator of this start's first epoch, with the state of a run without a stop."""
         loaders = fetcher.combined_loader.flattened
         stateful = [loader for loader in loaders if has_state(loader)]
         replay = self._rank_part("replay")
@@ -239,20 +241,20 @@ class LoaderState:
             loader.load_state_dict(state)
 
     def _begin_next_epoch(self, fetcher: Any, stateful: list[Any]) -> None:
-        now = self._random_state()
+        current_state = self._random_state()
         if stateful:
             self._load_loader_states(stateful)
             if not all(map(is_lockstep_state, self._loader_states())):
                 self._end_loaded_epoch(stateful)
-            self._set_random_state(now)
-        self.random_before_epoch = now
+            self._set_random_state(current_state)
+        self.random_before_epoch = current_state
         iter(fetcher)
 
     def _end_loaded_epoch(self, stateful: list[Any]) -> None:
-        """Bring loaders with a state to where the next iter() begins the next epoch.
+        """Move loaders with a state to where the next iter() begins the next epoch.
 
-        Their states may be at the end of an epoch (torchdata's StatefulDataLoader), where iter()
-        would make an epoch without batches, or at the begin of the next one.
+        A loaded state may be that of an epoch's end (torchdata's StatefulDataLoader): there iter()
+        would make an epoch without batches. Or it may be that of the next epoch's start.
         """
         batches = self.trainer.num_training_batches
         for loader, state in zip(stateful, self._loader_states()):
@@ -269,9 +271,9 @@ class LoaderState:
         assert self.stored_states is not None
         if self.trainer.is_global_zero:
             log.warning(
-                f"The checkpoint is of {len(self.stored_states['random'])} rank(s), and this start "
-                f"has {self.trainer.world_size}: batches and random numbers differ from those of a "
-                "run without a stop, because the training loader has no state_dict."
+                f"The checkpoint is from {len(self.stored_states['random'])} rank(s), and this "
+                f"start has {self.trainer.world_size}: batches and random numbers differ from "
+                "those of a run without a stop, because the training loader has no state_dict."
             )
 
     def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:
@@ -301,7 +303,7 @@ class LoaderState:
         # Lightning adds the batches of the checkpoint.
         fetcher.fetched = 0
 
-    # The wrapped methods
+    # These methods wrap those of the trainer.
 
     def _process_loader(self, original: Callable[[Any], Any], loader: Any) -> Any:
         loader = original(loader)
@@ -336,9 +338,9 @@ class LoaderState:
         return original()
 
     def _start_workers(self) -> None:
-        """Start persistent workers, which a run without a stop has had since its first validation.
+        """Start persistent workers, because a run without a stop starts them only once.
 
-        Their start draws a random number.
+        It starts them in its first validation. Their start draws a random number.
         """
         self.must_start_workers = False
         self.trainer.fit_loop.epoch_loop.val_loop.setup_data()
@@ -347,7 +349,7 @@ class LoaderState:
                 iter(loader)
         self._set_random_state(self.random_before_validation)
 
-    # Random states
+    # These methods read and set random states.
 
     def _generator_owners(self, train_loaders: list[Any] | None = None) -> dict[str, Any]:
         """Return the objects whose attributes may be generators."""
@@ -369,7 +371,7 @@ class LoaderState:
             set_random_state(state, self._generator_owners(), self._devices())
 
     def _devices(self) -> Sequence[torch.device]:
-        """Return the devices of a process that computes on several."""
+        """Return the devices of a process that computes on several; none for other processes."""
         devices: Sequence[torch.device] = getattr(self.trainer.strategy, "process_devices", ())
         return devices
 

@@ -1,4 +1,4 @@
-"""Random states of torch, numpy and Python, and of generators that some objects hold."""
+"""Get and set the random states of torch, numpy and Python, and of generators in objects."""
 
 import random
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ import torch
 RandomState = dict[str, Any]
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# A trainer leads to every object of a run.
+# A trainer refers to every object of a run, and is skipped.
 SKIPPED_TYPES = (type, ModuleType, torch.Tensor, np.ndarray, pl.Trainer, pl.Callback)
 # A generator lies near its owner. These limits keep the search below some milliseconds.
-MOST_LEVELS = 6
-MOST_ITEMS = 100
-MOST_OBJECTS = 20_000
+MAX_LEVELS = 6
+MAX_ITEMS = 100
+MAX_OBJECTS = 20_000
 
 
 def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> RandomState:
@@ -25,7 +25,7 @@ def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> Rand
 
     Args:
         owners: objects whose attributes may be generators, such as loaders, data and modules.
-        devices: of a rank that computes on several.
+        devices: the devices of a rank that computes on several.
     """
     state: Any = np.random.get_state()
     name, keys, *rest = state
@@ -43,7 +43,7 @@ def random_state(owners: Any = (), devices: Sequence[torch.device] = ()) -> Rand
 def set_random_state(
     state: RandomState, owners: Any = (), devices: Sequence[torch.device] = ()
 ) -> None:
-    """Set what `random_state` has returned; generators that `owners` lack are left out."""
+    """Set what `random_state` has returned, except for generators that `owners` do not hold."""
     torch.set_rng_state(state["torch"].cpu())
     _set_cuda_state(state["cuda"], devices)
     name, keys, *rest = state["numpy"]
@@ -98,14 +98,14 @@ def find_generators(owners: Any) -> dict[str, Any]:
     generators: dict[str, Any] = {}
     visited: set[int] = set()
     pending: list[tuple[str, int, Any]] = [("", 0, owners)]
-    while pending and len(visited) < MOST_OBJECTS:
+    while pending and len(visited) < MAX_OBJECTS:
         path, level, value = pending.pop()
         if id(value) in visited:
             continue
         visited.add(id(value))
         if isinstance(value, GENERATORS):
             generators[path] = value
-        elif level < MOST_LEVELS:
+        elif level < MAX_LEVELS:
             children = _children(value)
             pending += [(f"{path}.{name}", level + 1, child) for name, child in children]
     return generators
@@ -118,12 +118,12 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         children = list(value.items())
     elif isinstance(value, list | tuple):
-        children = list(enumerate(value[: MOST_ITEMS + 1]))
+        children = list(enumerate(value[: MAX_ITEMS + 1]))
     elif hasattr(value, "__dict__"):
         children = list(vars(value).items())
     else:
         return []
-    if len(children) > MOST_ITEMS:
+    if len(children) > MAX_ITEMS:
         return []
     return [(str(name), child) for name, child in children]
 
@@ -168,6 +168,6 @@ def _from_plain(value: Any) -> Any:
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
-    """Return a state of Python's generator with tuples, of which a checkpoint makes lists."""
+    """Return a state of Python's generator with tuples, which a checkpoint turns into lists."""
     version, internal, gauss = state
     return version, tuple(internal), gauss

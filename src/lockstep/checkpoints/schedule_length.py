@@ -1,7 +1,7 @@
-"""The lengths of learning-rate schedules: the state of a checkpoint replaces those of a start.
+"""Refuse a resume with another length if its learning-rate schedule keeps the first length.
 
-A schedule that torch brings keeps its length in its state. The schedules of `scheduler=` compute
-the rate from the length of this start, and are stretched.
+A schedule of torch keeps its length in its state, so a checkpoint replaces the length of this
+start. The schedules of `scheduler=` compute the rate from the length of this start: they stretch.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,15 @@ import lightning.pytorch as pl
 from lockstep.process.errors import UserError
 
 # The names under which torch's schedules keep a length.
-LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "step_size", "milestones", "_milestones")
+LENGTH_NAMES = (
+    "T_max",
+    "T_0",
+    "total_steps",
+    "total_iters",
+    "step_size",
+    "milestones",
+    "_milestones",
+)
 
 
 def schedule_lengths(trainer: pl.Trainer) -> list[str]:
@@ -26,7 +34,7 @@ def schedule_lengths(trainer: pl.Trainer) -> list[str]:
 def _lengths_of(schedule: Any) -> list[str]:
     values = vars(schedule)
     lengths = []
-    for name in LENGTHS:
+    for name in LENGTH_NAMES:
         if name not in values:
             continue
         value = values[name]
@@ -44,12 +52,12 @@ def refuse_other_lengths(trainer: pl.Trainer, lengths: list[str]) -> None:
     """Refuse to train with a schedule that a checkpoint has given another length.
 
     Args:
-        lengths: of the schedules as this start has built them.
+        lengths: the lengths of the schedules as this start has built them.
     """
-    for length, length_before in zip(lengths, schedule_lengths(trainer)):
-        if length != length_before:
+    for length, stored_length in zip(lengths, schedule_lengths(trainer)):
+        if length != stored_length:
             raise UserError(
-                f"The schedule keeps the length that the run began with ({length_before}), and "
+                f"The schedule keeps the length that the run began with ({stored_length}), and "
                 f"this start gives it another one ({length}): resume it with the same "
                 "trainer.max_epochs, trainer.max_steps and number of ranks, or start a new run "
                 "with ckpt_path=."

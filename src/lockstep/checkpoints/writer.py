@@ -9,7 +9,7 @@ from lockstep.checkpoints.files import Sidecar
 from lockstep.checkpoints.io import check_loadable, write_checkpoint
 from lockstep.checkpoints.load import Checkpoint
 
-# The files of one step: "best", "last" or both.
+# The checkpoint files of one step by kind: "best", "last" or both.
 Paths = dict[str, Path]
 
 
@@ -20,7 +20,7 @@ class CheckpointWriter:
         weights_only: leave the optimizer's state out of the best checkpoint.
 
     Attributes:
-        job: what the thread writes; it returns the files that it wrote.
+        job: the write in the thread; it returns the files that it wrote.
     """
 
     def __init__(self, weights_only: bool) -> None:

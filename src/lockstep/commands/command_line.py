@@ -97,7 +97,7 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:
-    """Return the arguments without a script's own flag, as --json, and whether it was there."""
+    """Return the arguments without a flag of the script, as --json, and whether it was given."""
     return [word for word in argv if word != name], name in argv
 
 
@@ -137,9 +137,9 @@ def _unknown_flag_error(flag: str, config_name: str) -> UserError:
     name, _, value = flag.partition("=")
     key = name.lstrip("-").replace("-", "_")
     keys = list(dotted_keys(unresolved(compose(config_name, []))))
-    meant = nearest_key(key, keys) or key
+    close_key = nearest_key(key, keys) or key
     return UserError(
-        f"{flag}: keys are written without dashes: {meant.rstrip('=')}={value or 'VALUE'}."
+        f"{flag}: keys are written without dashes: {close_key.rstrip('=')}={value or 'VALUE'}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Run the code of the moment, whatever is edited meanwhile: `snapshot=true`."""
+"""Run a copy of the present code, so that later edits do not reach the run: `snapshot=true`."""
 
 import logging
 import os
@@ -58,17 +58,17 @@ def run_from_snapshot(argv: list[str]) -> None:
 
 
 def _copy_changes(folder: Path) -> None:
-    """Make the code of a worktree that of the working directory.
+    """Copy the uncommitted changes of the working directory into a worktree.
 
     Raises:
         UserError: git cannot list the changes.
     """
-    # Compared with HEAD, of which the worktree is: changes may be staged.
+    # The worktree has the commit HEAD. Changes since then may be staged.
     listing = ("diff", "--name-only", "-z", "--no-renames", "--relative", "HEAD", "--", *CODE_PATHS)
-    changed, complaint = git(REPOSITORY, *listing)
-    if complaint and not changed:
+    changed_names, complaint = git(REPOSITORY, *listing)
+    if complaint and not changed_names:
         raise UserError(f"snapshot=true cannot list the changed files ({complaint.strip()}).")
-    for name in [*changed.split("\0")[:-1], *list_code_files(REPOSITORY, "--others")]:
+    for name in [*changed_names.split("\0")[:-1], *list_code_files(REPOSITORY, "--others")]:
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)

@@ -1,4 +1,4 @@
-"""The options in which a resume differs from its run, and runs from each other; without torch."""
+"""Find the options that a resume changes, and those in which runs differ. Imports no torch."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,10 @@ from lockstep.records.config import ABSENT, Config, lookup
 
 @dataclass(frozen=True)
 class Change:
-    """An option of a run and its value in a resume; ABSENT where a config lacks it."""
+    """An option whose value differs between a run and its resume.
+
+    A value is ABSENT if the config lacks the option.
+    """
 
     key: str
     before: Any
@@ -27,9 +30,9 @@ class Change:
 def changes_of(
     before: Config, now: Config, defaults_of: Callable[[Config], Config]
 ) -> list[Change]:
-    """Return the options that a resume changes, of those that count for the training.
+    """Return the options that affect the training and that a resume changes.
 
-    An option that one config lacks is no change if another version of the code explains it.
+    An option that one config lacks does not count if another version of the code explains it.
 
     Args:
         before, now: the configs as runs store them, with `overrides` and `choices`.
@@ -45,7 +48,7 @@ def changes_of(
 
 
 def _find_changes(before: Any, now: Any, key: str) -> Iterator[Change]:
-    """Yield the different values; a missing value and null are one."""
+    """Yield the options whose values differ. A missing value, null and an empty node are equal."""
     if _is_node_or_absent(before, now) and _is_node_or_absent(now, before):
         inner_before = {} if before is ABSENT else before
         inner_now = {} if now is ABSENT else now
@@ -63,12 +66,13 @@ def _is_node_or_absent(value: Any, other: Any) -> bool:
 
 
 def _affects_training(key: str) -> bool:
-    """Return whether a value says how a run is trained.
+    """Return whether the value of a key affects the training.
 
-    The names of options and the switch that scales the rates do not: values and rates do.
+    Names of chosen options do not count, because the values of the options are compared. The switch
+    that scales the learning rates does not count, because the rates are compared.
     """
-    is_trained = keys.kind_of(key) in (keys.RECIPE, keys.EXECUTION)
-    return is_trained and keys.root_of(key) != "choices" and key != keys.LR_SCALING_KEY
+    has_training_kind = keys.kind_of(key) in (keys.RECIPE, keys.EXECUTION)
+    return has_training_kind and keys.root_of(key) != "choices" and key != keys.LR_SCALING_KEY
 
 
 def _null_if_empty(value: Any) -> Any:
@@ -78,11 +82,11 @@ def _null_if_empty(value: Any) -> Any:
 def _is_explained_by_version(
     change: Change, before: Config, now: Config, defaults_of: Callable[[Config], Config]
 ) -> bool:
-    """Return whether a key is missing because the other config is of another version of the code.
+    """Return whether a key is missing because another version of the code wrote that config.
 
-    A run of before `trainer.ema_decay` existed has no such key, and a resume has it.
-    A key that is new has the default of its yaml. One that is gone is in no yaml, no override
-    states it, and its class was not asked to take it.
+    For example, a run that is older than `trainer.ema_decay` lacks this key, and its resume has it.
+    A new key is explained if it has the default of its yaml. A key that has gone is explained if no
+    yaml lists it, no override sets it, and no class may take it.
     """
     group = keys.root_of(change.key)
     if _has_other_option(group, before, now):
@@ -103,7 +107,7 @@ def _has_other_option(group: str, before: Config, now: Config) -> bool:
 
 
 def _describe_value(value: Any) -> str:
-    """Return a value for a sentence; of a node its class."""
+    """Return a value as text for a sentence. A node is described by its class."""
     if value is ABSENT:
         return "not set"
     if isinstance(value, Mapping):
@@ -114,7 +118,7 @@ def _describe_value(value: Any) -> str:
 def differences(
     configs: Sequence[dict[str, Any]], is_shown: Callable[[str], bool] = keys.is_compared
 ) -> dict[str, list[Any]]:
-    """Return {option: [value in each flat config]} where they differ; None for a missing one."""
+    """Return {option: [its value in each flat config]} of options that differ; None if missing."""
     rows = {}
     for key in filter(is_shown, sorted(set().union(*configs))):
         values = [config.get(key) for config in configs]

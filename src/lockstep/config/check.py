@@ -1,4 +1,4 @@
-"""Check the keys and types of a composed config: a yaml's default gives the type of its key."""
+"""Check the keys and types of a composed config. The default in a yaml gives the type of a key."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ def check_config(
     """Check every key and type of a composed config.
 
     Args:
-        config: plain, with unresolved interpolations.
+        config: the composed config as plain dicts, with interpolations as they are written.
         options: the chosen options alone, without the values of an experiment or of the command
             line.
         folders: the folders of configs, configs/ first.
@@ -56,8 +56,8 @@ def check_config(
 
 
 def _concerns_key(override: str, key: str) -> bool:
-    typed = key_of(override)
-    return typed.startswith(key) or key.startswith(typed)
+    typed_key = key_of(override)
+    return typed_key.startswith(key) or key.startswith(typed_key)
 
 
 def _find_faults(config: Config, options: Config, prefix: str = "") -> Iterator[Fault]:
@@ -115,7 +115,7 @@ def _expected_type(value: Any, default: Any) -> str | None:
     return f"{TYPE_NAMES[default_type]} (the default is {str(default).lower()})"
 
 
-def _may_be_read(prefix: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
+def _may_be_read(prefix: str, name: str, value: Any, parent: Config, options: Config) -> bool:
     """Return whether something may read a key that no yaml lists."""
     if prefix == "trainer":
         if name in REFUSED_TRAINER_KEYS:
@@ -125,6 +125,6 @@ def _may_be_read(prefix: str, name: str, value: Any, parent: Config, listed: Con
         return value is None or isinstance(value, Mapping)
     if name == "_target_":
         return True
-    # A class may take any other key, but rooot is meant to be root.
-    is_misspelt = difflib.get_close_matches(name, map(str, listed), 1, cutoff=0.88)
+    # A class may take any other key. A name close to a listed one, such as rooot, is misspelt.
+    is_misspelt = difflib.get_close_matches(name, map(str, options), 1, cutoff=0.88)
     return "_target_" in parent and not is_misspelt

@@ -1,4 +1,7 @@
-"""Read from the source what a class can do: the process that starts ranks imports no torch."""
+"""Find out from its source whether a class defines a method, without importing it.
+
+The process that starts ranks imports no torch.
+"""
 
 import ast
 import sys
@@ -6,19 +9,19 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2]
-# Their classes have every method of a module or a data module, as a default.
+# The base classes of these libraries define every hook, so they do not count.
 LIBRARIES = ("lightning", "pytorch_lightning", "torch")
 
 
-def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
-    """Return whether a class, or a base of it that no library brings, defines a method.
+def has_method(target: str, method: str, visited: tuple[str, ...] = ()) -> bool:
+    """Return whether a class or one of its bases defines a method. Bases of LIBRARIES do not count.
 
     Args:
         target: dotted name of the class. The answer is False if its file cannot be found.
-        seen: names that have led to this one. Files may import a name from each other in a circle.
+        visited: the names that led to this one, because files may import from each other.
     """
     module, _, name = target.rpartition(".")
-    file = None if target in seen else _find_file(module)
+    file = None if target in visited else _find_file(module)
     if file is None:
         return False
     tree = _parse(file)
@@ -26,15 +29,18 @@ def has_method(target: str, method: str, seen: tuple[str, ...] = ()) -> bool:
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
-        return name in origins and has_method(origins[name], method, (*seen, target))
+        return name in origins and has_method(origins[name], method, (*visited, target))
     if method in (getattr(node, "name", None) for node in classes[name].body):
         return True
     bases = [_dotted_name(base, module, origins) for base in classes[name].bases]
-    return any(has_method(base, method, (*seen, target)) for base in bases)
+    return any(has_method(base, method, (*visited, target)) for base in bases)
 
 
 def _parse(file: Path) -> ast.Module:
-    """Return the syntax tree of a file, an empty one if it is broken: its import names the line."""
+    """Return the syntax tree of a file.
+
+    It is empty if the file has a syntax error: the later import reports the line.
+    """
     try:
         return ast.parse(file.read_text())
     except SyntaxError:
@@ -42,13 +48,13 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _dotted_name(base: ast.expr, module: str, origins: dict[str, str]) -> str:
-    """Return `package.file.Base` for Base or file.Base, as a class statement of `module` has it."""
+    """Return the full name of a base class, which `module` writes as Base or file.Base."""
     first, dot, rest = ast.unparse(base).partition(".")
     return origins.get(first, f"{module}.{first}") + dot + rest
 
 
 def _find_file(module: str) -> Path | None:
-    """Return the file of a module, and import neither it nor its packages."""
+    """Return the file of a module without importing it or its packages."""
     if module.partition(".")[0] in LIBRARIES:
         return None
     for folder in (str(SOURCE), *sys.path):

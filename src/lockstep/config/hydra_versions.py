@@ -12,7 +12,7 @@ def is_hydra_1_3() -> bool:
 
 
 def version_base() -> dict[str, str]:
-    """Return the argument with which Hydra 1.3 drops what 1.2 did; Hydra 1.4 warns of it."""
+    """Return the argument that turns off the behaviour of Hydra 1.2. Hydra 1.4 would warn of it."""
     return {"version_base": "1.3"} if is_hydra_1_3() else {}
 
 
@@ -21,7 +21,7 @@ def instantiate(node: Any, **options: Any) -> Any:
     from hydra import utils
 
     if not is_hydra_1_3():
-        # Hydra 1.4 asks which targets may be called. No config of others comes here:
+        # Hydra 1.4 asks which targets may be called. An untrusted config never comes here, see
         # config/foreign.py.
         checks = utils.UNSAFE_DISABLE_EXECUTION_CHECKS  # type: ignore[attr-defined]
         options["_execution_whitelist_"] = checks
@@ -29,22 +29,22 @@ def instantiate(node: Any, **options: Any) -> Any:
 
 
 def store_config(**config: Any) -> None:
-    """Store a config in place of one of that name."""
+    """Store a config, and replace one that has its name."""
     from hydra.core.config_store import ConfigStore
 
     if not is_hydra_1_3():
-        # Hydra 1.4 warns where it replaces a config that nobody asked to replace.
+        # Hydra 1.4 warns if it replaces a config without this argument.
         config["replace"] = True
     ConfigStore.instance().store(**config)
 
 
 def register_resolver(name: str, resolver: Callable[..., Any], **options: bool) -> None:
-    """Register a resolver of OmegaConf in place of one of that name."""
+    """Register a resolver of OmegaConf, and replace one that has its name."""
     from omegaconf import OmegaConf
 
     if is_hydra_1_3():
         OmegaConf.register_new_resolver(name, resolver, replace=True, **options)
     else:
-        # OmegaConf 2.3 has another function of this name, which it deprecates.
+        # OmegaConf 2.3 has a deprecated function of this name, which takes other arguments.
         register: Any = OmegaConf.register_resolver
         register(name, resolver, replace=True, **options)

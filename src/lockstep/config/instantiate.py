@@ -25,7 +25,10 @@ TUPLE_ANNOTATION = re.compile(r"(<class '|typing\.|Optional\[|Union\[)*[Tt]uple\
 def resolve_target(target: Any, where: str) -> Any:
     """Return the class or function that a `_target_` names.
 
-    A UserError names the key if there is none.
+    Args:
+        where: the key of the config, for errors.
+    Raises:
+        UserError: there is no such class or function.
     """
     located = locate(str(target), where)
     if not callable(located):
@@ -34,27 +37,27 @@ def resolve_target(target: Any, where: str) -> Any:
 
 
 def parameters_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:
-    """Return the parameters by name, and whether any other name is taken.
+    """Return the parameters of a class or function by name, and whether it takes any other name.
 
-    Those of bases that `**options` may reach are among them.
+    The parameters of a base class count if `**options` of the class may reach them.
     """
-    options: dict[str, inspect.Parameter] = {}
-    is_open = False
+    parameters: dict[str, inspect.Parameter] = {}
+    takes_any_name = False
     for owner in target.__mro__ if inspect.isclass(target) else (target,):
         if owner is not target and "__init__" not in vars(owner):
             continue
         try:
-            parameters = inspect.signature(owner).parameters.values()
+            own_parameters = inspect.signature(owner).parameters.values()
         except ValueError:
             # Some classes are written in C.
-            return options, True
-        kinds = {parameter.kind for parameter in parameters}
-        named = [parameter for parameter in parameters if parameter.kind not in VARIADIC]
-        options = {**{parameter.name: parameter for parameter in named}, **options}
+            return parameters, True
+        kinds = {parameter.kind for parameter in own_parameters}
+        named = [parameter for parameter in own_parameters if parameter.kind not in VARIADIC]
+        parameters = {**{parameter.name: parameter for parameter in named}, **parameters}
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
-        is_open = True
-    return options, is_open
+        takes_any_name = True
+    return parameters, takes_any_name
 
 
 def build(
@@ -65,11 +68,11 @@ def build(
     """Build what a config node describes: call its `_target_`, or return a partial of it.
 
     Args:
-        defaults: values for the parameters of those names that the node leaves open.
-        values: options of the node that are objects, passed as they are.
+        defaults: values for parameters that the node does not set, by name.
+        values: arguments that are objects already and are passed as they are, by name.
 
     Raises:
-        UserError: the class cannot be found, does not have such a parameter or lacks one.
+        UserError: the class cannot be found, lacks a parameter for an option, or needs one more.
     """
     if isinstance(node, list | tuple):
         return [build(value) for value in node]
@@ -95,9 +98,9 @@ def positional_parameters(node: Mapping[str, Any], parameters: Mapping[str, Any]
 
 def _refuse_unknown(options: Iterable[str], parameters: Mapping[str, Any], target: str) -> None:
     for key in sorted(set(options) - parameters.keys()):
-        close = difflib.get_close_matches(key, parameters, 1)
-        meant = f"did you mean {close[0]}? It" if close else "it"
-        raise UserError(f"{target} has no option {key!r}: {meant} has {', '.join(parameters)}.")
+        close_names = difflib.get_close_matches(key, parameters, 1)
+        hint = f"did you mean {close_names[0]}? It" if close_names else "it"
+        raise UserError(f"{target} has no option {key!r}: {hint} has {', '.join(parameters)}.")
 
 
 def _instantiate(
@@ -127,22 +130,20 @@ def _instantiate(
 
 
 def _with_tuples(partial: Any, parameters: Mapping[str, inspect.Parameter]) -> Any:
-    """Return the partial with tuples where its target takes them: a yaml has lists alone."""
+    """Return the partial with tuples where its target expects them: a yaml has only lists."""
     named = [*zip(parameters, partial.args, strict=False)]
-    args = [_to_tuple_if_taken(value, parameters[name]) for name, value in named]
+    args = [_to_tuple_if_expected(value, parameters[name]) for name, value in named]
     keywords = {
-        name: _to_tuple_if_taken(value, parameters.get(name))
+        name: _to_tuple_if_expected(value, parameters.get(name))
         for name, value in partial.keywords.items()
     }
     return functools.partial(partial.func, *args, *partial.args[len(args) :], **keywords)
 
 
-def _to_tuple_if_taken(value: Any, parameter: inspect.Parameter | None) -> Any:
-    """Return a list as a tuple if the parameter has one as its default, or its annotation says
-    so.
-    """
+def _to_tuple_if_expected(value: Any, parameter: inspect.Parameter | None) -> Any:
+    """Return a list as a tuple if the default or the annotation of the parameter is a tuple."""
     if parameter is None or not isinstance(value, list):
         return value
     annotation = str(parameter.annotation)
-    takes_tuple = isinstance(parameter.default, tuple) or TUPLE_ANNOTATION.match(annotation)
-    return tuple(value) if takes_tuple else value
+    expects_tuple = isinstance(parameter.default, tuple) or TUPLE_ANNOTATION.match(annotation)
+    return tuple(value) if expects_tuple else value

@@ -10,7 +10,7 @@ from functools import cache
 
 from lockstep.records.batch import ACCUMULATION
 
-# As numpy takes it.
+# numpy refuses a larger seed.
 LARGEST_SEED = 2**32 - 1
 
 
@@ -32,7 +32,7 @@ class Kind:
     is_compared: bool
 
 
-# What is trained, and by what rule.
+# These keys say what is trained, and by which rule.
 RECIPE = Kind(
     "recipe",
     may_resume_change=False,
@@ -40,7 +40,7 @@ RECIPE = Kind(
     may_be_foreign=True,
     is_compared=True,
 )
-# How the recipe is computed, for how long, and how often it is validated.
+# These keys say how the recipe is computed, for how long, and how often it is validated.
 EXECUTION = Kind(
     "execution",
     may_resume_change=True,
@@ -48,7 +48,7 @@ EXECUTION = Kind(
     may_be_foreign=True,
     is_compared=True,
 )
-# What this machine has, which changes nothing of the result.
+# These keys describe this machine, which does not change the result.
 MACHINE = Kind(
     "machine",
     may_resume_change=True,
@@ -56,7 +56,7 @@ MACHINE = Kind(
     may_be_foreign=False,
     is_compared=False,
 )
-# Where files, buckets and peers are.
+# These keys say where files, buckets and peers are.
 PLACE = Kind(
     "place",
     may_resume_change=True,
@@ -64,7 +64,7 @@ PLACE = Kind(
     may_be_foreign=False,
     is_compared=False,
 )
-# What one start is asked to do. It is given each time.
+# These keys say what one start is asked to do. They are given each time.
 START = Kind(
     "start",
     may_resume_change=True,
@@ -72,7 +72,7 @@ START = Kind(
     may_be_foreign=False,
     is_compared=False,
 )
-# What is watched, written and shown beside the training.
+# These keys say what is watched, written and shown beside the training.
 OUTPUT = Kind(
     "output",
     may_resume_change=True,
@@ -146,22 +146,22 @@ WEIGHTS_AT_START = "ckpt_path"
 WEIGHTS_OF_NET = "model.weights"
 # A launcher that starts the ranks says how many there are.
 RANK_COUNTS = ("trainer.devices", "trainer.num_nodes")
-# config.yaml holds what `auto` came to on the machine of that start.
+# config.yaml holds the values that replaced `auto` on the machine of that start.
 RESOLVED_KEYS = ("trainer.accelerator", *RANK_COUNTS)
-# Every start computes these anew, also where an earlier start stated them.
+# Every start computes these anew, even if an override of an earlier start set them.
 RECOMPUTED_KEYS = (ACCUMULATION, "paths.log_dir")
-# The keys of a trainer that place the ranks. Another trainer has its own.
+# These keys of a trainer place the ranks. Another trainer has its own values of them.
 PLACEMENT_KEYS = ("trainer.launch", "trainer.strategy", ACCUMULATION, *RESOLVED_KEYS)
-# What a run is called and what it leaves, which an evaluation of it does not inherit.
+# These keys label a run or say what it leaves. An evaluation of the run does not inherit them.
 LABEL_KEYS = ("logbook", "tags", "test")
 # A run of a few steps has none of these.
 LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
-# The images, as the command line names them; data=NAME is a choice of them too.
-IMAGES = ("data.root", "data.images", "data.*dataset")
-# The fold that validates.
-FOLD = "data.fold"
+# These keys choose the images that are read. data=NAME chooses them, too.
+IMAGE_KEYS = ("data.root", "data.images", "data.*dataset")
+# This key chooses the fold that validates.
+FOLD_KEY = "data.fold"
 # Jobs of a sweep that differ in these alone repeat one configuration.
-REPEATS = (FOLD, "data.seed", "seed")
+REPEAT_KEYS = (FOLD_KEY, "data.seed", "seed")
 # Both arms of against=baseline have these: images, their split, what is predicted, and the length.
 SHARED_BY_ARMS = (
     "debug",
@@ -182,9 +182,9 @@ SHARED_BY_ARMS = (
     "trainer.limit_train_batches",
     "trainer.overfit_batches",
 )
-# What versions did that had no such key. A run of theirs that is resumed does it still.
+# A resume of a run that is older than a key gives it this value, which keeps what the run did.
 LEGACY_DEFAULTS = {"data.range": None}
-# Keys whose value is a name: `run_id=2025_11_25` is not a number.
+# The values of these keys are names: `run_id=2025_11_25` is not a number.
 NAME_KEYS = (
     "ckpt_path",
     "data.cache_dir",
@@ -207,32 +207,32 @@ NAME_KEYS = (
     "sweep_dir",
     "tags",
 )
-# In a yaml too they must be text.
+# The values of these keys must be text in a yaml, too.
 TEXT_KEYS = ("run_id", "experiment_name", "data.name")
-# A word that a key takes beside a number.
+# Each of these keys takes a number or this word.
 WORD_OF_NUMBER = {
     "data.global_batch_size": "max",
     "data.page": "all",
     "trainer.devices": "auto",
     "trainer.num_nodes": "auto",
 }
-# They may be a node in place of their default.
+# The values of these keys may be nodes in place of their defaults.
 NODE_KEYS = ("trainer.compile", "trainer.strategy")
 # Hydra and the project set them, and nobody types them.
-INTERNAL = ("_target_", "_partial_", "task_name", "sweep_dir", "trial")
-# The lengths of a training, over which a schedule stretches.
+INTERNAL_KEYS = ("_target_", "_partial_", "task_name", "sweep_dir", "trial")
+# These keys set the length of a training, over which a schedule stretches.
 LENGTHS = ("trainer.max_epochs", "trainer.max_steps")
 
 
 @cache
 def kind_of(key: str) -> Kind:
-    """Return the kind of a dotted key, of the longest pattern that matches it."""
+    """Return the kind of a dotted key: that of the longest pattern that matches it."""
     patterns = [pattern for pattern in KIND_BY_PATTERN if is_below(key, pattern)]
     return KIND_BY_PATTERN[max(patterns, key=len)] if patterns else RECIPE
 
 
 def is_below(key: str, pattern: str) -> bool:
-    """Return whether a key is the one of the pattern, or lies below it."""
+    """Return whether a pattern matches a key or a node above it."""
     return fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*")
 
 
@@ -273,7 +273,7 @@ def is_run_locator(key: str) -> bool:
 
 
 def is_not_inherited(key: str) -> bool:
-    """Return whether a value is of one run alone, so that an evaluation does not inherit it."""
+    """Return whether a value belongs to one run only: an evaluation does not inherit it."""
     return is_run_locator(key) or root_of(key) in LABEL_KEYS
 
 
@@ -286,7 +286,7 @@ def is_carried_over(key: str) -> bool:
 
 
 def is_shown_as_changed(key: str) -> bool:
-    """Return whether the page of a run tells that the command line changed its recipe's value."""
+    """Return whether the page of a run shows that the command line changed this value."""
     kind = kind_of(key)
     return kind not in (START, PLACE, OUTPUT) or root_of(key) in ("callbacks", "logger")
 
@@ -296,14 +296,14 @@ def is_left_out_of_trials(key: str) -> bool:
     return kind_of(key) is START or root_of(key) in LEFT_OUT_OF_TRIALS
 
 
-def names_images(key: str) -> bool:
-    """Return whether an override names the images that are read."""
-    return key == "data" or any(is_below(key, pattern) for pattern in IMAGES)
+def chooses_images(key: str) -> bool:
+    """Return whether an override chooses the images that are read."""
+    return key == "data" or any(is_below(key, pattern) for pattern in IMAGE_KEYS)
 
 
 def is_omitted_by_baseline(key: str) -> bool:
     """Return whether the baseline of a sweep with against=baseline omits an override."""
-    if key == "task" or names_images(key) or key in REPEATS:
+    if key == "task" or chooses_images(key) or key in REPEAT_KEYS:
         return False
     is_shared = any(is_below(key, pattern) for pattern in SHARED_BY_ARMS)
     return kind_of(key) is RECIPE and not is_shared

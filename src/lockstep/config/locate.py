@@ -1,6 +1,6 @@
 """Import the class that a config names.
 
-Its file may say `pytorch_lightning` or `lightning.pytorch`.
+Its file may import Lightning as `pytorch_lightning` or as `lightning.pytorch`.
 """
 
 import importlib
@@ -21,17 +21,17 @@ from lockstep.process.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# The other package of the same classes, whose modules have the same names.
+# Lightning's other packages define the same classes in modules of the same names.
 SAME_PACKAGES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 PATHS = sysconfig.get_paths()
 LIBRARIES = (PATHS["stdlib"], PATHS["purelib"], PATHS["platlib"], "<frozen")
 
 
 class SameModules(MetaPathFinder, Loader):
-    """Let `import pytorch_lightning` give the module `lightning.pytorch`, and so below it.
+    """Let `import pytorch_lightning` give the module `lightning.pytorch`, and likewise submodules.
 
-    Two packages with the same classes would not know each other: a module of the one is no module
-    for the Trainer of the other.
+    Otherwise each package would define its own classes, and the Trainer of one package would refuse
+    a module of the other.
     """
 
     def find_spec(
@@ -68,13 +68,16 @@ def alias_lightning_packages() -> None:
 
     If the other package has been imported already, it stays: see `describe_foreign_import`.
     """
-    is_joined = any(isinstance(finder, SameModules) for finder in sys.meta_path)
-    if not is_joined and not SAME_PACKAGES.keys() & sys.modules.keys():
+    is_installed = any(isinstance(finder, SameModules) for finder in sys.meta_path)
+    if not is_installed and not SAME_PACKAGES.keys() & sys.modules.keys():
         sys.meta_path.insert(0, SameModules())
 
 
 def describe_foreign_import(cls: type) -> str | None:
-    """Return which line to change where a class is of Lightning's other package; None elsewhere."""
+    """Return a sentence that says which import to change; None if the class needs no change.
+
+    A class needs one if it comes from the package pytorch_lightning.
+    """
     bases = [base.__module__.partition(".")[0] for base in cls.__mro__]
     if "pytorch_lightning" not in bases:
         return None
@@ -87,8 +90,8 @@ def describe_foreign_import(cls: type) -> str | None:
             if "pytorch_lightning" in line and "import" in line:
                 place = f" in {file}, line {number}"
     return (
-        f"{cls.__name__} is of the package pytorch_lightning, which was imported before this run "
-        "began, and Lockstep's Trainer is of lightning. "
+        f"{cls.__name__} comes from the package pytorch_lightning, which was imported before this "
+        "run began, and Lockstep's Trainer comes from lightning. "
         f"Write `import lightning.pytorch as pl`{place}."
     )
 
@@ -99,7 +102,7 @@ def locate(target: str, where: str) -> Any:
     Args:
         where: key of the config, for errors.
     Raises:
-        UserError: it cannot be found, or its file cannot be imported; then with the line.
+        UserError: it cannot be found, or its file cannot be imported. The error names the line.
     """
     alias_lightning_packages()
     share_packages()
@@ -127,9 +130,9 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         if line:
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {line}: {problem}.") from None
-        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{name}.".startswith(f"{missing}."):
-            # A library is there and fails: what it says is the cause.
+        missing_module = str(error.name) if isinstance(error, ModuleNotFoundError) else None
+        if missing_module is None or not f"{name}.".startswith(f"{missing_module}."):
+            # The module exists, and its import fails. Its error is the cause.
             problem = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}={target!r} cannot be imported. {problem}.") from None
         owner, _, last = name.rpartition(".")

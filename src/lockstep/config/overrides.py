@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ READ_AS_MEANT = re.compile(
     r"""(?as)(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)|['"$\[].*|.*,.*|(?i:null)"""
     r"|(?!(?i:true|false|nan|inf)$)[a-zA-Z/][\w/.:@-]*"
 )
-# What fits the class of an option may not fit another one.
+# Settings of these groups fit the class of an option. Another class may need other ones.
 UNFIT_GROUPS = {
     "data._target_": ("data", "task"),
     "model._target_": ("data", "task", "optimizer", "scheduler"),
 }
 SEARCH_PATH = "hydra.searchpath"
-# A run of a few steps, which other commands start, ends by its epochs and leaves nothing.
+# Other commands start runs of a few steps. Such a run ends by its epochs, and leaves nothing.
 SHORT_RUN_OVERRIDES = {
     "trainer.max_steps": -1,
     "trainer.max_time": "null",
@@ -51,11 +52,11 @@ class CommandLine:
     folders: tuple[Path, ...]
 
     @classmethod
-    def parse(cls, config_name: str, typed: list[str], configs: Path) -> "CommandLine":
+    def parse(cls, config_name: str, typed_overrides: list[str], configs: Path) -> "CommandLine":
         """Quote names; refuse an override without key or value, and an option that is missing."""
-        folders = config_folders(typed, configs)
+        folders = config_folders(typed_overrides, configs)
         overrides = []
-        for override in typed:
+        for override in typed_overrides:
             if is_choice(override, folders):
                 override = override.lstrip("+")
             overrides.append(quote_names(override))
@@ -63,11 +64,14 @@ class CommandLine:
             _check_form(override, folders)
         return cls(config_name, overrides, folders)
 
-    @property
+    @cached_property
     def choices(self) -> dict[str, str]:
         """The options that are chosen, by group."""
-        chosen = [override for override in self.overrides if is_choice(override, self.folders)]
-        return {key_of(override): override.partition("=")[2] for override in chosen}
+        return {
+            key_of(override): override.partition("=")[2]
+            for override in self.overrides
+            if is_choice(override, self.folders)
+        }
 
     @property
     def search_path_overrides(self) -> list[str]:
@@ -76,7 +80,7 @@ class CommandLine:
 
     @property
     def fit_removals(self) -> list[str]:
-        """Overrides that remove what fits the chosen options: a class may be another one."""
+        """Overrides that remove settings for the class of an option, which another one replaces."""
         groups: set[str] = set()
         for override in self.overrides:
             groups.update(UNFIT_GROUPS.get(key_of(override), ()))
@@ -91,24 +95,24 @@ class CommandLine:
 def overrides_of_trial(overrides: list[str], changes: Mapping[str, Any]) -> list[str]:
     """Return the overrides of a run of a few steps: the user's, and changes in place of some."""
     replaced = {key_of(key) for key in changes}
-    kept = []
+    kept_overrides = []
     for override in overrides:
         key = key_of(override)
         if key not in replaced and not keys.is_left_out_of_trials(key):
-            kept.append(override)
-    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
+            kept_overrides.append(override)
+    return [*kept_overrides, *(f"{key}={value}" for key, value in changes.items())]
 
 
-def is_typed(key: str, typed: set[str]) -> bool:
-    """Return whether overrides set or remove a key or a node that holds it.
+def is_typed(key: str, typed_keys: set[str]) -> bool:
+    """Return whether an override sets or removes a key, or a node that holds the key.
 
-    The choice of an option, as model=vit, types none of its values.
+    An override that chooses an option, as model=vit, does not count for the option's values.
 
     Args:
-        typed: the keys of the overrides.
+        typed_keys: the keys of the overrides.
     """
-    nodes = [node for node in typed if "." in node]
-    return key in typed or any(key.startswith(f"{node}.") for node in nodes)
+    nodes = [node for node in typed_keys if "." in node]
+    return key in typed_keys or any(key.startswith(f"{node}.") for node in nodes)
 
 
 def search_paths(overrides: list[str]) -> list[str]:
@@ -180,7 +184,7 @@ def _check_form(override: str, folders: tuple[Path, ...]) -> None:
 
 
 def _possible_forms(key: str, folders: tuple[Path, ...]) -> str:
-    """Return what an override without a sign may mean: the groups that have such an option."""
+    """Return GROUP=KEY for each group that has an option of this name, or else KEY=VALUE."""
     groups: set[str] = set()
     for folder in folders:
         groups.update(path.parent.name for path in folder.glob(f"*/{key}.yaml"))

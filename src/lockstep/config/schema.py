@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.config.keys import INTERNAL
+from lockstep.config.keys import INTERNAL_KEYS
 from lockstep.records.config import Config
 
 KEY = re.compile(
@@ -69,8 +69,8 @@ def _description(path: Path) -> str:
 
 
 def keys_in_yaml(path: Path, prefix: str = "", *, commented: bool = True) -> list[Key]:
-    """Return every commented key of one yaml file, or every key but Hydra's own."""
-    listed: list[Key] = []
+    """Return the commented keys of one yaml file, or with commented=False all but Hydra's own."""
+    yaml_keys: list[Key] = []
     parents: list[tuple[int, str]] = []
     for line in path.read_text().splitlines():
         match = KEY.match(line)
@@ -82,8 +82,8 @@ def keys_in_yaml(path: Path, prefix: str = "", *, commented: bool = True) -> lis
         is_hydras = match["key"] == "defaults" or match["key"].startswith("_")
         if match["comment"] or not (commented or is_hydras):
             name = ".".join([prefix, *(name for _, name in parents)]).lstrip(".")
-            listed.append(Key(name, match["value"].strip(), (match["comment"] or "").strip()))
-    return listed
+            yaml_keys.append(Key(name, match["value"].strip(), (match["comment"] or "").strip()))
+    return yaml_keys
 
 
 def help_text(configs: Path, config_name: str, description: str) -> str:
@@ -118,7 +118,7 @@ def sort_everyday_first(group: str, options: list[Option]) -> list[Option]:
 
 
 def key_of(override: str) -> str:
-    """Return `trainer.devices` for +trainer.devices=2."""
+    """Return the key of an override, as `trainer.devices` for +trainer.devices=2."""
     return override.split("=")[0].lstrip("+~").split("@")[0]
 
 
@@ -138,7 +138,7 @@ def yaml_files(group: str, folders: tuple[Path, ...]) -> list[Path]:
 def dotted_keys(node: Config, prefix: str = "") -> Iterator[str]:
     """Yield every key that a user can give; values before the nodes that hold them."""
     for name, value in node.items():
-        if name in INTERNAL:
+        if name in INTERNAL_KEYS:
             continue
         if isinstance(value, Mapping):
             yield from dotted_keys(value, f"{prefix}{name}.")
@@ -147,7 +147,7 @@ def dotted_keys(node: Config, prefix: str = "") -> Iterator[str]:
 
 @cache
 def trainer_arguments() -> tuple[str, ...]:
-    """Return the parameters of Lightning's Trainer, from its source: its import takes seconds."""
+    """Return the parameters of Lightning's Trainer from its source, because its import is slow."""
     spec = importlib.util.find_spec("lightning")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "pytorch" / "trainer" / "trainer.py").read_text()

@@ -53,42 +53,42 @@ HINTS_FOR_ANY_CLASS = {
 
 def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     """Return the sentence for a key that nothing reads."""
-    others = _options_with(key, folders)
-    if others:
-        return f"There is no {key} here: {' or '.join(others[:4])} has it."
+    options_with_key = _options_with(key, folders)
+    if options_with_key:
+        return f"There is no {key} here: {' or '.join(options_with_key[:4])} has it."
 
     group = key.partition(".")[0]
     keys_of_run = list(dotted_keys(options))
     arguments = [name for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
     keys_of_trainer = [f"trainer.{name}" for name in arguments]
-    close = nearest_key(key, [*keys_of_run, *keys_of_trainer, *keys_of_group(group, folders)])
-    if close:
-        others = [] if close in keys_of_run else _options_with(close, folders)
-        where = f" ({' or '.join(others[:2])})" if others else ""
-        sign = "=" if is_group(close, folders) else ""
-        return f"There is no {key}: use {close}{sign}{where}."
+    close_key = nearest_key(key, [*keys_of_run, *keys_of_trainer, *keys_of_group(group, folders)])
+    if close_key:
+        other_options = [] if close_key in keys_of_run else _options_with(close_key, folders)
+        where = f" ({' or '.join(other_options[:2])})" if other_options else ""
+        sign = "=" if is_group(close_key, folders) else ""
+        return f"There is no {key}: use {close_key}{sign}{where}."
 
-    more = ""
+    hint = ""
     if group in FREE_GROUPS:
-        more = f", '+{key}={{_target_: …}}' adds one"
+        hint = f", '+{key}={{_target_: …}}' adds one"
     elif isinstance(options.get(group), Mapping) and "_target_" in options[group]:
-        more = f", '+{key}=VALUE' adds one"
-    return f"There is no {key}: python src/train.py --help lists all keys{more}."
+        hint = f", '+{key}=VALUE' adds one"
+    return f"There is no {key}: python src/train.py --help lists all keys{hint}."
 
 
 def nearest_key(key: str, names: list[str]) -> str | None:
     """Return the key that was most likely meant.
 
-    It has nearly the spelling (data.rooot), the last part (optimizer.num_workers), or the name in
-    another program (batch_size).
+    Its spelling is nearly the same (data.rooot), its last part is the same (optimizer.num_workers),
+    or another program has this name for it (batch_size).
     """
-    slip = difflib.get_close_matches(key, names, 1, cutoff=0.9)
-    if slip:
-        return slip[0]
+    close_names = difflib.get_close_matches(key, names, 1, cutoff=0.9)
+    if close_names:
+        return close_names[0]
 
     group, _, last = key.rpartition(".")
-    elsewhere = [meant for meant, names in NAMES_ELSEWHERE.items() if last in names.split()]
-    in_group = [meant for meant in elsewhere if meant.startswith(f"{group}.")]
+    keys_elsewhere = [meant for meant, text in NAMES_ELSEWHERE.items() if last in text.split()]
+    in_group = [meant for meant in keys_elsewhere if meant.startswith(f"{group}.")]
     if in_group:
         return in_group[0]
     siblings = [name for name in names if name.rpartition(".")[0] == group]
@@ -96,8 +96,8 @@ def nearest_key(key: str, names: list[str]) -> str | None:
         close_sibling = _find_close_last_part(last, siblings)
         if close_sibling:
             return close_sibling
-    if elsewhere:
-        return elsewhere[0]
+    if keys_elsewhere:
+        return keys_elsewhere[0]
     return _find_close_last_part(last, siblings) or _find_close_last_part(last, names)
 
 
@@ -116,12 +116,14 @@ def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | No
 
     close = difflib.get_close_matches(name.lower(), names, 1)
     hint = f"did you mean {group}={close[0]}? " if close else ""
-    other = HINTS_FOR_ANY_CLASS.get(group, "").format(name=name)
+    alternative = HINTS_FOR_ANY_CLASS.get(group, "").format(name=name)
     if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name):
-        other = f"a class of any package is {group}._target_={name}; "
+        alternative = f"a class of any package is {group}._target_={name}; "
     elif group == "data" and "/" in name:
-        other = f"a folder of images is data=image_folder data.root={name}; "
-    return f"There is no {group}={name}: {hint}{other}{group}= takes {', '.join(sorted(names))}."
+        alternative = f"a folder of images is data=image_folder data.root={name}; "
+    return (
+        f"There is no {group}={name}: {hint}{alternative}{group}= takes {', '.join(sorted(names))}."
+    )
 
 
 def keys_of_group(group: str, folders: tuple[Path, ...]) -> list[str]:
@@ -137,6 +139,6 @@ def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
     group = key.partition(".")[0]
     options = []
     for path in yaml_files(group, folders):
-        if key in [listed.name for listed in keys_in_yaml(path, group, commented=False)]:
+        if key in [yaml_key.name for yaml_key in keys_in_yaml(path, group, commented=False)]:
             options.append(f"{group}={path.stem}")
     return options

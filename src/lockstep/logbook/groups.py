@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.keys import REPEATS
+from lockstep.config.keys import REPEAT_KEYS
 from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import caution_about, unfair_differences
 from lockstep.logbook.folders import RecordedRun
@@ -133,7 +133,7 @@ def _refuse_shared_runs(runs: Sequence[ArmRun]) -> None:
 def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
     record = run.record
     repeats = []
-    for key in REPEATS:
+    for key in REPEAT_KEYS:
         value = run.config.get(key)
         # data.seed follows seed unless it is set.
         if value is not None and not (key == "data.seed" and value == record.seed):

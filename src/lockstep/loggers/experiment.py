@@ -1,7 +1,8 @@
-"""Let a module draw into every logger of a run: what a logger cannot do is skipped with one line.
+"""Let a module draw into every logger of a run; a method that a logger lacks is skipped.
 
 Projects call `self.logger.experiment.add_image(…)`, or do so in a loop over `self.loggers`. The
-methods are those of the one tracker that the project was written for, and a run has others too.
+methods belong to the one tracker that the project was written for, and a run has others, too. The
+first call of a method that is skipped is logged.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ def skip_other_methods(logger: Any, name: str) -> None:
     """Let the experiment of a logger skip methods of other trackers.
 
     The logger gets a subclass of its class, and so does its experiment: modules and Lightning ask
-    isinstance(logger, TensorBoardLogger), of which a wrapper would be no instance.
+    isinstance(logger, TensorBoardLogger), and a wrapper would not be an instance of it.
     """
     logger_class = type(logger)
 
@@ -57,7 +58,7 @@ def skip_other_methods(logger: Any, name: str) -> None:
         original = None
         if hasattr(logger_class, "experiment"):
             original = super(tolerant_class, self).experiment  # type: ignore[misc]
-        return _skipping_experiment(original, name)
+        return _add_skip_methods(original, name)
 
     tolerant_class: Any = type(
         logger_class.__name__, (logger_class,), {"experiment": property(read_experiment)}
@@ -66,13 +67,13 @@ def skip_other_methods(logger: Any, name: str) -> None:
     logger.__class__ = tolerant_class
 
 
-def _skipping_experiment(experiment: Any, logger_name: str) -> Any:
+def _add_skip_methods(experiment: Any, logger_name: str) -> Any:
     """Return the experiment with SkipMethodsMixin among its bases, or a new one for None."""
     if experiment is None:
         experiment = SkipMethodsMixin()
         experiment.name_in_log = logger_name
     cls = type(experiment)
-    # Such a class answers to any method itself, as Lightning's of other ranks does.
+    # Such a class answers to any method itself, as Lightning's experiment of other ranks does.
     if not hasattr(cls, "__getattr__"):
         attributes = {"name_in_log": logger_name, "__module__": cls.__module__}
         # A class written in C stays as it is.
@@ -82,7 +83,7 @@ def _skipping_experiment(experiment: Any, logger_name: str) -> Any:
 
 
 class SkippingLogger(SkipMethodsMixin, Logger):
-    """The logger of an evaluation, whose results are in its record: a module's figures are skipped.
+    """The logger of an evaluation. It skips a module's figures: the results are in the record.
 
     Args:
         folder: the run folder of the evaluation.
@@ -103,7 +104,7 @@ class SkippingLogger(SkipMethodsMixin, Logger):
 
     @property
     def experiment(self) -> Any:
-        return _skipping_experiment(None, self.name_in_log)
+        return _add_skip_methods(None, self.name_in_log)
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Do nothing: the record has them."""

@@ -1,4 +1,4 @@
-"""The facts about a strategy that a run asks for, and the base of one process per device."""
+"""Define what a strategy states about itself, and the base class of one process per device."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,9 +33,9 @@ class Capabilities:
     Attributes:
         no_ema: why trainer.ema_decay cannot average the weights; empty if it can.
         supports_compile: trainer.compile can compile the net.
-        compiles_units: the forward of each of shard_units() is compiled, inside the hooks that
-            gather its weights.
-        scales_losses: fp16 works, whose losses are scaled.
+        compiles_units: trainer.compile compiles the forward of each of shard_units(), inside the
+            hooks that gather its weights.
+        scales_losses: the strategy can scale losses, which fp16 needs.
         spreads_net: the strategy replaces the forward of the module's `net`, which must exist.
         micro_batches: the number of parts in which a batch goes through the net.
         process_devices: the devices of one process if it computes on several; one may occur twice.
@@ -58,7 +58,7 @@ class Capabilities:
 
 
 def capabilities(strategy: Any) -> Capabilities:
-    """Return the facts about any strategy, also about one of Lightning."""
+    """Return what any strategy can do, also one of Lightning's."""
     if isinstance(strategy, Capabilities):
         return strategy
     return Capabilities()
@@ -72,7 +72,8 @@ class ProcessPerDevice(Capabilities, DDPStrategy):
         """Start no ranks, because they exist already."""
 
     def setup_environment(self) -> None:
-        """
+        """Set up the ranks.
+
         Raises:
             UserError: a script that does not use src/train.py was not started with torchrun.
         """
@@ -87,9 +88,9 @@ class ProcessPerDevice(Capabilities, DDPStrategy):
         """Keep the module as it is."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save on rank 0, and notice a rank that hangs in the module's on_save_checkpoint.
+        """Save on rank 0, and detect a rank that hangs in the module's on_save_checkpoint.
 
-        The barrier that follows in Lightning would wait for it until the timeout.
+        Lightning's own barrier would wait for that rank until the timeout.
         """
         super().save_checkpoint(*args, **kwargs)
         # Lightning sets this at any exception, after which a rank may save without the others.
@@ -99,14 +100,14 @@ class ProcessPerDevice(Capabilities, DDPStrategy):
     def on_validation_start(self) -> None:
         """Evaluate with rank 0's buffers, because BatchNorm's statistics differ between ranks.
 
-        Checkpoints contain those of rank 0, so that an evaluation of a checkpoint gives the same.
+        Checkpoints hold rank 0's buffers, so that an evaluation of a checkpoint gives the same.
         """
         broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
 
     on_test_start = on_validation_start
 
 
-# Strategies of users have this base under its earlier name.
+# Users' strategies import this base by its earlier name.
 Ranks = ProcessPerDevice
 
 
@@ -115,9 +116,9 @@ def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) ->
     if not dist.is_initialized():
         return
     for tensor in tensors:
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        tensor.detach().copy_(sent)
+        buffer = tensor.detach().to(device).contiguous()
+        dist.broadcast(buffer, src=0)
+        tensor.detach().copy_(buffer)
 
 
 def list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

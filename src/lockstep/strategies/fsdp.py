@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): each rank keeps 1/N of weights, gradients and optimizer.
+"""Shard the training (FSDP2): each rank keeps 1/N of weights, gradients and optimizer state.
 
 trainer=fsdp (GPUs), trainer=fsdp_sim (the same code in CPU processes over gloo). The weights of a
 block are gathered just before it computes, and freed after it.
@@ -40,7 +40,7 @@ LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 class ShardedPrecision(ClippingMixedPrecision):
     """Train in bf16, or in fp16 with loss scaling.
 
-    Shards and reduced gradients are float32, gathered weights have 16 bits.
+    Shards and reduced gradients are float32. Gathered weights have 16 bits.
     """
 
     # Lightning stores a plugin's state under this name. With the name of Lightning's class, a run
@@ -53,7 +53,7 @@ class ShardedPrecision(ClippingMixedPrecision):
 
 
 class FSDP(ProcessPerDevice):
-    """Shard each network of the LightningModule by fully_shard: its `shard_units()`, then itself.
+    """Shard each network of the LightningModule by fully_shard, after its `shard_units()`.
 
     Args:
         shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP). The
@@ -98,8 +98,8 @@ class FSDP(ProcessPerDevice):
         module = self.lightning_module
         self.model = self.precision_plugin.convert_module(module)
         networks = find_networks(module)
-        names_units = any(hasattr(net, "shard_units") for net in networks)
-        if not names_units and self.is_global_zero:
+        has_units = any(hasattr(net, "shard_units") for net in networks)
+        if not has_units and self.is_global_zero:
             log.info(
                 "The model does not define shard_units(): FSDP gathers all its weights at once "
                 "and saves little."
@@ -180,13 +180,13 @@ class FSDP(ProcessPerDevice):
 
     def _gather(self, state: Mapping[Any, Any]) -> StateDict:
         """Return the whole state on rank 0, an empty one elsewhere; every rank must call it."""
-        whole: StateDict = gather_tensors(state, self.is_global_zero)
+        whole_state: StateDict = gather_tensors(state, self.is_global_zero)
         if torch.cuda.is_initialized():
             # The copies from the GPU are only queued.
             torch.cuda.current_stream().synchronize()
         if not self.is_global_zero:
             return {}
-        return whole
+        return whole_state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         current = self.lightning_module.state_dict()
@@ -198,14 +198,14 @@ class FSDP(ProcessPerDevice):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        for optimizer, whole in zip(self.optimizers, states, strict=True):
+        for optimizer, whole_state in zip(self.optimizers, states, strict=True):
             # A checkpoint names each parameter by its number over all groups.
             by_number = dict(enumerate(list_parameters(optimizer)))
             sharded = {
                 number: _shard_moments(moments, by_number.get(number))
-                for number, moments in whole["state"].items()
+                for number, moments in whole_state["state"].items()
             }
-            optimizer.load_state_dict({**whole, "state": sharded})
+            optimizer.load_state_dict({**whole_state, "state": sharded})
 
 
 def _shard_moments(moments: Mapping[str, Any], parameter: Tensor | None) -> StateDict:
@@ -244,10 +244,10 @@ def gather_tensors(value: Any, keep: bool) -> Any:
     if isinstance(value, dict):
         return {name: gather_tensors(part, keep) for name, part in value.items()}
     if isinstance(value, DTensor):
-        whole = value.detach().full_tensor()
+        whole_tensor = value.detach().full_tensor()
         if not keep:
             return None
-        return whole.to("cpu", non_blocking=True)
+        return whole_tensor.to("cpu", non_blocking=True)
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True, non_blocking=True)
     return value
@@ -266,5 +266,5 @@ def shard_like(value: Any, sharded: Any) -> Any:
     if value.shape != sharded.shape:
         return value
     mesh = sharded.device_mesh
-    whole = value.detach().to(torch.device(mesh.device_type))
-    return distribute_tensor(whole, mesh, sharded.placements, src_data_rank=None)
+    whole_tensor = value.detach().to(torch.device(mesh.device_type))
+    return distribute_tensor(whole_tensor, mesh, sharded.placements, src_data_rank=None)

@@ -1,6 +1,6 @@
 """Activation checkpointing: a unit frees its activations and recomputes them in backward.
 
-Less memory, about a third more time, under every strategy.
+This takes less memory and about a third more time, under every strategy.
 """
 
 from functools import cache
@@ -39,9 +39,9 @@ def _refusal(reason: str) -> UserError:
 
 @cache
 def _make_recomputing_class(unit_class: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that recomputes.
+    """Return a subclass whose forward recomputes its activations.
 
-    A class, because replicas of DataParallel and averaged copies of the net keep it.
+    Replicas of DataParallel and averaged copies of the net keep the class of a unit.
     """
 
     def forward(self: nn.Module, *inputs: Any, **keywords: Any) -> Any:

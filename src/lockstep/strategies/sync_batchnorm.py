@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch, on CPUs too, and what BatchNorm asks of a batch.
+"""Compute BatchNorm over the global batch, also on CPUs, and check that a batch is large enough.
 
 torch's SyncBatchNorm refuses CPUs.
 """
@@ -19,9 +19,9 @@ def list_batch_norms(net: nn.Module) -> list[nn.Module]:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce whose gradient is the all-reduce of the gradients.
+    """Sum a tensor over the ranks. The gradient is the sum of the ranks' gradients.
 
-    Each rank's loss depends on each rank's input.
+    The loss of each rank depends on the input of every rank.
     """
 
     @staticmethod
@@ -38,10 +38,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 # The base is not nn.SyncBatchNorm, which DDP refuses on CPUs.
 class SyncBatchNorm(nn.BatchNorm2d):
-    """BatchNorm with the statistics of all ranks' batches together, of unequal sizes too.
+    """BatchNorm with the statistics of all ranks' batches together, which may differ in size.
 
-    One all-reduce sums count, mean and mean square per channel in float64, so that nothing cancels
-    in float32.
+    One all-reduce sums count, mean and mean square per channel. It does so in float64, because the
+    variance would lose digits in float32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -97,40 +97,42 @@ def reduce_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _WithActivation:
-    """The activation within timm's BatchNormAct2d, after dropout of whole channels in some nets."""
+    """Apply the activation of timm's BatchNormAct2d, after its dropout of whole channels."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.act(self.drop(super().forward(input)))  # type: ignore[attr-defined,misc]
 
 
 def synchronise(net: nn.Module, device_type: str) -> None:
-    """Turn every BatchNorm into one over all ranks, in place.
+    """Let every BatchNorm of a net normalise over all ranks, in place.
 
-    It is torch's layer on "cuda", ours elsewhere.
+    The layer becomes torch's on "cuda", and this file's on other devices.
 
     Raises:
-        UserError: a layer has a forward of its own, which would be lost.
+        UserError: a layer has its own forward, which would be lost.
     """
-    plain: type[nn.Module] = nn.SyncBatchNorm if device_type == "cuda" else SyncBatchNorm
-    with_activation = type("SyncBatchNormAct", (_WithActivation, plain), {})
+    synchronised_class: type[nn.Module] = (
+        nn.SyncBatchNorm if device_type == "cuda" else SyncBatchNorm
+    )
+    class_with_activation = type("SyncBatchNormAct", (_WithActivation, synchronised_class), {})
     for layer in list_batch_norms(net):
         if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
         if _is_batch_norm_of_timm(layer):
-            layer.__class__ = with_activation
+            layer.__class__ = class_with_activation
         elif type(layer).forward is nn.BatchNorm2d.forward:
-            layer.__class__ = plain
+            layer.__class__ = synchronised_class
         else:
             raise UserError(
                 f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a "
-                "forward of its own: leave it out, or build the net with plain nn.BatchNorm layers."
+                "forward of its own: remove this option, or build the net with nn.BatchNorm layers."
             )
-        # torch's attribute: None is all ranks.
+        # torch reads this attribute. None means all ranks.
         layer.process_group = None
 
 
 def _is_batch_norm_of_timm(layer: nn.Module) -> bool:
-    """Return whether a layer also drops out and activates, as timm's BatchNormAct2d."""
+    """Return whether a layer also applies dropout and an activation, as timm's BatchNormAct2d."""
     children = {name for name, _ in layer.named_children()}
     return type(layer).__module__.startswith("timm.") and {"drop", "act"} <= children
 
@@ -141,23 +143,23 @@ def check_batch_norm(
     """Return a sentence if BatchNorm makes the result depend on the number of ranks, else "".
 
     Args:
-        images: that go through the net of one device at a time.
+        images: the images that go through the net of one device at a time.
         micro_batches: trainer.accumulate_grad_batches (times micro_batches of model_parallel).
 
     Raises:
-        UserError: one image at a time has no statistics; names the sizes that work.
+        UserError: one image at a time has no statistics. The error names the sizes that work.
     """
     if not any(layer.training for layer in list_batch_norms(net)):
         return ""
-    differs = world_size > 1 and not synchronised
-    if images < 2 and (differs or world_size == 1):
+    depends_on_ranks = world_size > 1 and not synchronised
+    if images < 2 and (depends_on_ranks or world_size == 1):
         size = 2 * world_size * micro_batches
-        synced = ", trainer.sync_batchnorm=true" if differs else ""
+        synced = ", trainer.sync_batchnorm=true" if depends_on_ranks else ""
         raise UserError(
             "BatchNorm cannot normalise one image at a time: give data.global_batch_size="
             f"{size} or more{synced}, or a net without BatchNorm."
         )
-    if not differs:
+    if not depends_on_ranks:
         return ""
     return (
         f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part "

@@ -1,11 +1,11 @@
-"""A sweep with against=baseline: its arms, with and without the overrides of the recipe."""
+"""Build the arms of a sweep with against=baseline: with and without overrides of the recipe."""
 
 import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.config.keys import REPEATS, is_omitted_by_baseline
+from lockstep.config.keys import REPEAT_KEYS, is_omitted_by_baseline
 from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 
@@ -23,7 +23,7 @@ def choose_paired_sweeper(
     """Return the overrides of a sweep, with the sweeper of arms where against= asks for it.
 
     Args:
-        parsed: Hydra's objects of the overrides.
+        parsed: the overrides as Hydra has parsed them.
         sweeper: the chosen option of hydra/sweeper.
     Raises:
         UserError: against= is missing, or has no arm or no seeds to compare.
@@ -41,7 +41,7 @@ def choose_paired_sweeper(
     _check_pairs(parsed)
     sweeper_words = [word for word in overrides if key_of(word) == SWEEPER]
     if any(word.partition("=")[2] != PAIRED for word in sweeper_words):
-        raise UserError("against=baseline runs given values: leave hydra/sweeper= out.")
+        raise UserError("against=baseline chooses its own sweeper: remove hydra/sweeper=.")
 
     log.info(f"the baseline omits {' '.join(omitted)}; both arms have the other overrides")
     return [*(word for word in overrides if word not in sweeper_words), f"{SWEEPER}={PAIRED}"]
@@ -60,7 +60,7 @@ def _check_arms(against: str, omitted: Sequence[str]) -> None:
 
 def _check_pairs(parsed: Sequence[Any]) -> None:
     """Refuse a sweep that repeats nothing, and ranges of values."""
-    repeats = [word for word in parsed if key_of(word.input_line) in REPEATS]
+    repeats = [word for word in parsed if key_of(word.input_line) in REPEAT_KEYS]
     if not any(word.is_sweep_override() for word in repeats):
         raise UserError(
             "against=baseline compares pairs of runs: add seed=1,2,3 (or data.fold=0,1,2), three "
@@ -72,9 +72,9 @@ def _check_pairs(parsed: Sequence[Any]) -> None:
 
 
 def find_omitted_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that the baseline omits: those of the recipe that follow against=.
+    """Return the overrides of the recipe that the baseline omits.
 
-    If none follows, those that stand before it.
+    These are the ones that follow against=. If none follows it, these are the ones before it.
     """
     position = max(number for number, word in enumerate(overrides) if key_of(word) == AGAINST)
     omitted = [
@@ -87,10 +87,10 @@ def find_omitted_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def expand_arms(overrides: Sequence[Any]) -> list[Sequence[str]]:
-    """Return the overrides of each job: the baseline's first.
+    """Return the overrides of each job, beginning with the baseline's.
 
     Args:
-        overrides: Hydra's objects, of the whole command line.
+        overrides: the whole command line as Hydra has parsed it.
     """
     omitted = find_omitted_overrides([word.input_line for word in overrides])
     recipe = [word for word in overrides if key_of(word.input_line) != AGAINST]

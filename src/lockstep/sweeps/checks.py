@@ -1,4 +1,4 @@
-"""Refuse a sweep of which a job cannot work, before its first job trains."""
+"""Refuse a sweep before its first job trains, if one of its jobs cannot work."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, describe_error, whole_config
-from lockstep.config.keys import REPEATS
+from lockstep.config.keys import REPEAT_KEYS
 from lockstep.config.overrides import CommandLine, config_folders, is_choice, quote_names
 from lockstep.config.schema import key_of, yaml_files
 from lockstep.config.suggestions import missing_option
@@ -29,8 +29,8 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
     from hydra.errors import HydraException
 
     try:
-        typed = [quote_names(override) for override in overrides]
-        parsed = OverridesParser.create().parse_overrides(typed)
+        quoted = [quote_names(override) for override in overrides]
+        parsed = OverridesParser.create().parse_overrides(quoted)
     except HydraException as error:
         raise UserError(describe_error(error)) from None
     folders = config_folders(overrides, CONFIGS)
@@ -38,7 +38,7 @@ def parse_sweep_overrides(overrides: list[str]) -> list[Any]:
 
 
 def _resolve_glob(override: Any, folders: tuple[Path, ...]) -> Any:
-    """Return an override whose glob is a choice of options; others as they are."""
+    """Return an override with a choice of options in place of a glob; others as they are."""
     from hydra.core.override_parser.types import ChoiceSweep, Glob
 
     pattern = override.value()
@@ -84,16 +84,16 @@ def refuse_missing_options(config_name: str, overrides: list[str]) -> None:
                 raise UserError(sentence)
 
 
-def refuse_impossible_jobs(config_name: str, overrides: list[str], first: Any) -> None:
+def refuse_impossible_jobs(config_name: str, overrides: list[str], first_config: Any) -> None:
     """Raise UserError where a job would be refused: each value is tried once, in the first job.
 
     Args:
-        first: the composed config of the first job.
+        first_config: the composed config of the first job.
     """
     # Another launcher starts jobs on machines that have other devices and folders.
-    is_here = str(first.hydra.launcher.get("_target_")) == LOCAL_LAUNCHER
+    is_here = str(first_config.hydra.launcher.get("_target_")) == LOCAL_LAUNCHER
     if is_here:
-        _check_job(first)
+        _check_job(first_config)
     for job in _vary_first_job(overrides):
         cfg = compose(config_name, job)
         if is_here:
@@ -105,19 +105,19 @@ def _vary_first_job(overrides: list[str]) -> Iterator[list[str]]:
 
     They are [a=2, b=3] and [a=1, b=4] for a=1,2 b=3,4.
     """
-    first = choose_first_values(overrides)
+    first_overrides = choose_first_values(overrides)
     for position, (text, override) in enumerate(
         zip(overrides, parse_sweep_overrides(overrides), strict=True)
     ):
         if not override.is_discrete_sweep() or key_of(text).startswith("hydra"):
             continue
         values = list(override.sweep_string_iterator())[1:]
-        if key_of(text) in REPEATS:
+        if key_of(text) in REPEAT_KEYS:
             # One seed is as good as another: the last one stands for all.
             values = values[-1:]
         for value in values:
-            changed = f"{text.partition('=')[0]}={value}"
-            yield [*first[:position], changed, *first[position + 1 :]]
+            changed_override = f"{text.partition('=')[0]}={value}"
+            yield [*first_overrides[:position], changed_override, *first_overrides[position + 1 :]]
 
 
 def _check_job(cfg: Any) -> None:

@@ -23,7 +23,7 @@ from unittest import mock
 
 from lockstep.config.compose import CONFIGS, adapt_to_multirun, compose
 from lockstep.config.hydra_versions import version_base
-from lockstep.config.keys import FOLD
+from lockstep.config.keys import FOLD_KEY
 from lockstep.config.overrides import quote_names, quote_value, search_paths
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import best_of
@@ -45,14 +45,14 @@ from lockstep.sweeps.stopping import forward_stop_signals, running_jobs, stop_si
 
 log = logging.getLogger(__name__)
 
-# In the sweep's folder: a JSON file for each job and task.
+# This folder of the sweep holds a JSON file for each job and task.
 RESULTS_FOLDER = ".exit-codes"
 
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun, report its jobs, and return their worst exit code."""
     command = f"python src/{Path(sys.argv[0]).name} -m {shlex.join(overrides)}"
-    # What is wrong is refused before the first job.
+    # Wrong overrides are refused before the first job.
     overrides = adapt_to_multirun([quote_names(override) for override in overrides])
     cfg = compose(config_name, choose_first_values(overrides))
     refuse_missing_options(config_name, overrides)
@@ -77,7 +77,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     try:
         run_hydra(config_name, start_job, ["--multirun", "--", *overrides, folder])
     finally:
-        # Also of a sweep that was stopped, the jobs that have ended are reported.
+        # The jobs that have ended are reported even if the sweep was stopped.
         jobs = _read_jobs(sweep_dir)
         if jobs:
             _report(jobs, sweep_dir, cfg, command)
@@ -104,12 +104,12 @@ def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> 
 def _read_jobs(sweep_dir: Path) -> list[Job]:
     """Return the jobs that have ended, by number.
 
-    Of several SLURM tasks of a job it is the one with the worst exit code.
+    If several SLURM tasks ran a job, the one with the worst exit code counts.
     """
     jobs: dict[int, Job] = {}
     for path in (sweep_dir / RESULTS_FOLDER).glob("*"):
-        fields = json.loads(path.read_text())
-        job = Job(exit_code=fields.pop("code"), **fields)
+        values = json.loads(path.read_text())
+        job = Job(exit_code=values.pop("code"), **values)
         if job.number not in jobs or job.exit_code > jobs[job.number].exit_code:
             jobs[job.number] = job
     return [jobs[number] for number in sorted(jobs)]
@@ -163,8 +163,8 @@ def run_job(
     start = [f"run_id={folder.run_id}", f"sweep_dir={folder.path.parent}"]
     start += [word for word in hydra.overrides.task if trial and key_of(word) == "trial"]
     is_requeued = int(environment().get("SLURM_RESTART_COUNT") or 0) > 0
-    is_begun = trial and folder.record_path.exists()
-    if (is_requeued or is_begun) and "resume=auto" not in overrides:
+    has_begun = trial and folder.record_path.exists()
+    if (is_requeued or has_begun) and "resume=auto" not in overrides:
         start.append("resume=auto")
     search_path = search_paths(hydra.overrides.hydra)
     code = run_child(
@@ -178,18 +178,18 @@ def run_job(
 
 def _write_job(sweep_dir: Path, job: Job) -> None:
     """Write how a job has ended into the folder of the sweep; `_read_jobs` reads it."""
-    fields = asdict(job)
-    fields["code"] = fields.pop("exit_code")
+    values = asdict(job)
+    values["code"] = values.pop("exit_code")
     results = sweep_dir / RESULTS_FOLDER
     results.mkdir(parents=True, exist_ok=True)
     task = int(environment().get("SLURM_PROCID") or 0)
-    (results / f"{job.number}-{task}").write_text(json.dumps(fields))
+    (results / f"{job.number}-{task}").write_text(json.dumps(values))
 
 
 def _describe_end(
     number: int, code: int, overrides: list[str], folder: RunFolder, metric: str
 ) -> Job:
-    """Return how a job has ended, with its metrics where it has finished."""
+    """Return how a job has ended, with its metrics if it has finished."""
     metrics: dict[str, Any] = {}
     is_pruned = False
     fold_ratio = 0.0
@@ -197,7 +197,7 @@ def _describe_end(
         record = read_record(folder.record_path)
         metrics = record.metrics
         is_pruned = record.ended_by == "pruned"
-        if FOLD in map(key_of, overrides):
+        if FOLD_KEY in map(key_of, overrides):
             fold_ratio = (record.num_val or 0) / (record.num_train or 1)
         if not {metric, f"{metric}_best"} & metrics.keys():
             log.warning(

@@ -17,7 +17,7 @@ from lockstep.sweeps.stopping import forward_stop_signals, stop_signals
 StartJob = Callable[[Sequence[str], int], Future[JobReturn]]
 
 
-def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
+def plan_jobs(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
     """Return the number of jobs at the same time, and the GPUs of each as CUDA_VISIBLE_DEVICES.
 
     Args:
@@ -26,39 +26,40 @@ def jobs_at_once(trainer: Any, n_jobs: int | None) -> tuple[int, list[str]]:
             `trainer.devices` GPUs.
     """
     environ = environment()
-    gpus = 0 if trainer.accelerator == "cpu" else count_visible_gpus(environ)
-    gpus_of_job = trainer.devices if isinstance(trainer.devices, int) else 1
+    num_gpus = 0 if trainer.accelerator == "cpu" else count_visible_gpus(environ)
+    gpus_per_job = trainer.devices if isinstance(trainer.devices, int) else 1
     if "process_devices" in trainer and trainer.launch == "one_process":
-        # One process may use all of them.
-        gpus_of_job = gpus or 1
+        # One process may use all GPUs.
+        gpus_per_job = num_gpus or 1
 
-    number = n_jobs or max(1, gpus // gpus_of_job)
-    if number == 1 or gpus < 2:
-        return number, []
-    names = list(map(str, range(gpus)))
+    num_parallel = n_jobs or max(1, num_gpus // gpus_per_job)
+    if num_parallel == 1 or num_gpus < 2:
+        return num_parallel, []
+    gpu_ids = list(map(str, range(num_gpus)))
     if environ.get("CUDA_VISIBLE_DEVICES"):
-        names = environ["CUDA_VISIBLE_DEVICES"].split(",")[:gpus]
-    starts = range(0, gpus - gpus_of_job + 1, gpus_of_job)
-    return number, [",".join(names[start : start + gpus_of_job]) for start in starts]
+        gpu_ids = environ["CUDA_VISIBLE_DEVICES"].split(",")[:num_gpus]
+    starts = range(0, num_gpus - gpus_per_job + 1, gpus_per_job)
+    return num_parallel, [",".join(gpu_ids[start : start + gpus_per_job]) for start in starts]
 
 
 @contextmanager
 def open_job_pool(
-    folder: Path, program: str, number: int, gpus: list[str]
+    folder: Path, program: str, num_parallel: int, gpus: list[str]
 ) -> Iterator[Callable[[Any], Future[JobReturn]]]:
-    """Yield a function that starts a job in a child process as soon as a place is free.
+    """Yield a function that starts a job in a child process as soon as its GPUs are free.
 
-    It takes the job's composed config, with Hydra's node. The block ends when all jobs have.
+    It takes the job's composed config, with Hydra's node. The block ends when all jobs have ended.
 
     Args:
-        folder: of the sweep; with several jobs at a time each prints into a file there.
+        folder: the folder of the sweep. If several jobs run at a time, each prints into a file
+            there.
         program: path of the script that started the sweep.
-        number, gpus: as from `jobs_at_once`.
+        num_parallel, gpus: as `plan_jobs` returns them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    free_devices: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for place in range(number):
-        free_devices.put(gpus[place % len(gpus)] if gpus else "")
+    free_gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for slot in range(num_parallel):
+        free_gpus.put(gpus[slot % len(gpus)] if gpus else "")
 
     def run(cfg: Any) -> JobReturn:
         result = JobReturn(cfg=cfg, status=JobStatus.COMPLETED)
@@ -66,18 +67,18 @@ def open_job_pool(
             # A signal asked the sweep to stop.
             return result
 
-        devices = free_devices.get()
-        environ = {**environment(), JOBS: str(number)}
-        if devices:
-            environ["CUDA_VISIBLE_DEVICES"] = devices
+        gpus_of_job = free_gpus.get()
+        environ = {**environment(), JOBS: str(num_parallel)}
+        if gpus_of_job:
+            environ["CUDA_VISIBLE_DEVICES"] = gpus_of_job
         path = folder / f"{folder.name}_{cfg.hydra.job.num}.log"
         try:
-            with path.open("w") if number > 1 else nullcontext() as output:
+            with path.open("w") if num_parallel > 1 else nullcontext() as output:
                 result.return_value = sweep_jobs.run_job(cfg, cfg.hydra, program, environ, output)
         finally:
             # Otherwise the next job would wait for ever.
-            free_devices.put(devices)
+            free_gpus.put(gpus_of_job)
         return result
 
-    with forward_stop_signals(), ThreadPoolExecutor(number) as pool:
+    with forward_stop_signals(), ThreadPoolExecutor(num_parallel) as pool:
         yield lambda cfg: pool.submit(run, cfg)

@@ -1,4 +1,4 @@
-"""The ranking of a sweep's jobs."""
+"""Rank the jobs of a sweep, and group them into arms."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep.config.keys import REPEATS
+from lockstep.config.keys import REPEAT_KEYS
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import BASELINE, ArmRun, Arms
 from lockstep.process.errors import UserError
 from lockstep.records.folder import RunFolder
 from lockstep.records.metric_names import format_metric, is_lower_better
 
-# Of a search. Checkpoints have the short words.
+# A search has the long words, and checkpoints have the short ones.
 DIRECTIONS = ("auto", "maximize", "minimize", "max", "min")
 
 
@@ -24,13 +24,13 @@ class Job:
     """The end of one job of a sweep.
 
     Args:
-        exit_code: the worst one of its SLURM tasks.
+        exit_code: the worst exit code of its SLURM tasks.
         value: the best value of the optimized metric; nan if the job failed or was pruned.
         tested: the test metric that belongs to it.
-        fold_ratio: validation images per training image, of a fold; otherwise 0.
-        pruned: its search gave it up.
-        folder: of its run; empty if it lies in the folder of the sweep. A trial that goes on keeps
-            the folder of the search that began it.
+        fold_ratio: validation images per training image if the job is a fold; otherwise 0.
+        pruned: the search ended this job early.
+        folder: the folder of its run; empty if that lies in the folder of the sweep. A resumed
+            trial keeps the folder of the search that began it.
     """
 
     number: int
@@ -55,10 +55,11 @@ class Job:
 def is_minimized(config: Any) -> bool:
     """Return whether a lower optimized_metric is better.
 
-    The sweeper's direction says it, or the callback of checkpoints, or the name.
+    The sweeper's direction says so. If it is auto, the mode of the checkpoints says so, or the name
+    of a metric that they do not monitor.
 
     Raises:
-        UserError: the direction is none.
+        UserError: the direction is unknown.
     """
     direction = OmegaConf.select(config, "hydra.sweeper.direction") or "auto"
     if direction not in DIRECTIONS:
@@ -75,12 +76,12 @@ def is_minimized(config: Any) -> bool:
 def format_ranking(jobs: Sequence[Job], arms: Arms, sweep_dir: Path) -> list[str]:
     """Return the ranking as lines, then the arms beside each other where seeds or folds repeat.
 
-    The line of a job has the overrides that are not common to all jobs. Jobs without a value are
-    the last. Of seeds or folds alone none is the best: their mean comes first, and they stay in
-    order.
+    The line of a job has the overrides that are not common to all jobs. Jobs without a value come
+    last. If all jobs repeat one configuration with other seeds or folds, none is the best: their
+    mean comes first, and they stay in order.
 
     Args:
-        arms: of the jobs.
+        arms: the arms of the jobs.
     """
     metric = arms.metric
     if arms.has_only_repeats:
@@ -128,13 +129,13 @@ def _find_common_overrides(jobs: Sequence[Job]) -> set[str]:
 
 
 def group_into_arms(jobs: Sequence[Job], sweep_dir: Path, metric: str, *, minimize: bool) -> Arms:
-    """Return the jobs as arms: jobs of one arm differ in fold or seed alone."""
+    """Return the jobs as arms: jobs of one arm differ only in their fold or seed."""
     common = _find_common_overrides(jobs)
     runs = []
     for job in jobs:
         overrides = [word for word in job.overrides if word not in common]
-        repeats = [word for word in overrides if key_of(word) in REPEATS]
-        settings = [word for word in overrides if key_of(word) not in REPEATS]
+        repeats = [word for word in overrides if key_of(word) in REPEAT_KEYS]
+        settings = [word for word in overrides if key_of(word) not in REPEAT_KEYS]
         run = ArmRun(
             job.run_folder(sweep_dir).run_id,
             " ".join(settings),

@@ -29,15 +29,15 @@ class Search:
     Failed trials are skipped.
 
     Args:
-        overrides: of the command line, parsed.
-        config: of the sweep, with `optimized_metric` and Hydra's node.
-        study_name: None for a name of the search space, so that another search has another study.
-        folder: of the journal.
-        seed: of Optuna's sampler.
+        overrides: the parsed overrides of the command line.
+        config: the config of the sweep, with `optimized_metric` and Hydra's node.
+        study_name: None derives it from the search space, so that another search has another study.
+        folder: the folder of the journal.
+        seed: the seed of Optuna's sampler.
         pruner: hyperband or median; None lets every trial run to its end.
 
     Attributes:
-        started_trials: numbers of the trials that this start has run.
+        started_trials: the numbers of the trials that this start has run.
     """
 
     def __init__(
@@ -77,26 +77,28 @@ class Search:
                     "sweep: give another folder."
                 )
 
-    def run(self, num_trials: int, at_once: int, start: StartJob) -> None:
+    def run(self, num_trials: int, num_parallel: int, start: StartJob) -> None:
         """Run trials until `num_trials` have ended, over all starts; at most as many may fail.
 
-        A place that becomes free takes the next trial at once.
+        The next trial starts as soon as one of the `num_parallel` running trials ends.
         """
         jobs: dict[Future[Any], Any] = {}
-        limit = 2 * num_trials
+        max_starts = 2 * num_trials
         while True:
-            missing = num_trials - len(self._select_trials("COMPLETE", "PRUNED")) - len(jobs)
-            free = min(at_once - len(jobs), missing, limit - len(self.started_trials))
+            num_missing = num_trials - len(self._select_trials("COMPLETE", "PRUNED")) - len(jobs)
+            num_new = min(
+                num_parallel - len(jobs), num_missing, max_starts - len(self.started_trials)
+            )
             if stop_signals:
-                free = 0
-            for _ in range(free):
+                num_new = 0
+            for _ in range(num_new):
                 trial = self._choose_trial()
                 self.started_trials.add(trial.number)
                 jobs[start(self._build_overrides(trial), trial.number)] = trial
             if not jobs:
                 break
-            ended, _ = wait(jobs, return_when=FIRST_COMPLETED)
-            for job in ended:
+            ended_jobs, _ = wait(jobs, return_when=FIRST_COMPLETED)
+            for job in ended_jobs:
                 self._end_trial(jobs.pop(job), job.result().return_value)
         if stop_signals:
             log.info(f"The search was stopped. The same command continues {self.journal}.")
@@ -233,7 +235,7 @@ def _find_run_folder(trial: Any) -> RunFolder:
 
 
 def _read_record(trial: Any) -> RunRecord:
-    """Return the record of a trial's run; an empty one where there is none."""
+    """Return the record of a trial's run; an empty record if there is none."""
     path = _find_run_folder(trial).record_path
     return read_record(path) if path.exists() else RunRecord()
 
@@ -245,14 +247,14 @@ def _read_fit_seconds(trial: Any) -> float:
     return _read_record(trial).fit_seconds or 0.0
 
 
-def share_of_whole_runs(finished: Sequence[float], pruned: Sequence[float]) -> float:
-    """Return the share of the time that all trials would take if none was pruned.
+def share_of_whole_runs(finished_s: Sequence[float], pruned_s: Sequence[float]) -> float:
+    """Return the time of all trials, as a share of what they would take if none was pruned.
 
     Args:
-        finished, pruned: seconds of the trials.
+        finished_s, pruned_s: the training times of the finished and of the pruned trials.
     """
-    whole = sum(finished) / len(finished) * (len(finished) + len(pruned))
-    return (sum(finished) + sum(pruned)) / whole if whole else 1.0
+    unpruned_s = sum(finished_s) / len(finished_s) * (len(finished_s) + len(pruned_s))
+    return (sum(finished_s) + sum(pruned_s)) / unpruned_s if unpruned_s else 1.0
 
 
 def _name_study(parts: list[str]) -> str:

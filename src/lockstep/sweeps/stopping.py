@@ -18,10 +18,10 @@ stop_signals: list[int] = []  # signals that asked the sweep to stop
 
 @contextmanager
 def forward_stop_signals() -> Iterator[None]:
-    """Hand a signal on to the running jobs, wait until they have saved, and end the sweep.
+    """Pass a signal on to the running jobs, wait until they have saved, and end the sweep.
 
-    A second Ctrl-C kills them. SLURM with cgroups signals this process alone. A job that submitit
-    runs has a result to hand in all the same.
+    A second Ctrl-C kills them. SLURM with cgroups signals only this process. A job that submitit
+    runs does not end here, because it still has to return its result.
     """
     stop_signals.clear()
     previous = signals.install_stop_handler(_stop_jobs)
@@ -39,16 +39,16 @@ def forward_stop_signals() -> Iterator[None]:
         raise SystemExit(KILLED_BY_CTRL_C if was_killed else EXIT_INTERRUPTED)
 
 
-def _stop_jobs(number: int, _frame: Any) -> None:
-    is_second_ctrl_c = number == signal.SIGINT and signal.SIGINT in stop_signals
-    stop_signals.append(number)
+def _stop_jobs(signal_number: int, _frame: Any) -> None:
+    is_second_ctrl_c = signal_number == signal.SIGINT and signal.SIGINT in stop_signals
+    stop_signals.append(signal_number)
     if is_second_ctrl_c:
         # The terminal has sent Ctrl-C to the jobs as well: let them print their messages.
         time.sleep(0.5)
         forwarded = signal.SIGKILL
-    elif number == signal.SIGINT:
+    elif signal_number == signal.SIGINT:
         forwarded = signal.SIGTERM
     else:
-        forwarded = signal.Signals(number)
+        forwarded = signal.Signals(signal_number)
     for process in list(running_jobs):
         process.send_signal(forwarded)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 
 from lockstep.config.instantiate import build, parameters_of, resolve_target
-from lockstep.config.keys import names_images
+from lockstep.config.keys import chooses_images
 from lockstep.config.locate import describe_foreign_import
 from lockstep.config.schema import key_of
 from lockstep.data import report
@@ -97,7 +97,7 @@ def _apply_training_facts(data: Any, training_facts: DataFacts, run: Run) -> Non
     if training_facts.get("inputs"):
         data.inputs = training_facts["inputs"]
     override_keys = {key_of(override) for override in run.config["overrides"]}
-    has_other_images = any(names_images(key) for key in override_keys)
+    has_other_images = any(chooses_images(key) for key in override_keys)
     is_same = is_same_data(data, training_facts)
     if has_other_images:
         if data.splits.drew_test and not is_same and "data.test_fraction" not in override_keys:

@@ -159,7 +159,7 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
     ("changes", "says"),
     [
         ({"state_dict": []}, "it holds no state_dict"),
-        ({"state_dict": {"a": 1}}, "its state_dict is not tensors by name"),
+        ({"state_dict": {"a": 1}}, "its state_dict does not map names to tensors"),
         ({"lockstep": ["nonsense"]}, "safely: its lockstep is a list .* in place of a dict"),
         ({"lockstep": {"config": "x"}}, "safely: its config is a str .* in place of a dict"),
         ({"lockstep": {"data": "x"}}, "safely: its data is a str .* in place of a dict"),
@@ -182,7 +182,7 @@ def test_another_content_is_named(changes, says, tmp_path):
 def test_a_picture_is_told_to_be_no_checkpoint(picture, tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(picture + bytes(100))
-    with pytest.raises(UserError, match="a.png .* no file of torch.save. Pass a .ckpt file"):
+    with pytest.raises(UserError, match="a.png .* not written by torch.save. Pass a .ckpt file"):
         read_checkpoint(path)
 
 

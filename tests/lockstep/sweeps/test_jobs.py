@@ -154,7 +154,7 @@ def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, m
             }
         }
     )
-    assert launcher.at_once() == expected
+    assert launcher.plan_jobs() == expected
 
 
 def test_jobs_side_by_side_know_how_many_they_are(monkeypatch, tmp_path):

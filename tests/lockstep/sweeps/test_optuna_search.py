@@ -13,6 +13,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from hydra_plugins import lockstep_sweeps
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord, write_record
 from lockstep.records.trial import journal_storage
@@ -88,6 +89,25 @@ class Trial:
 )
 def test_values_are_given_as_hydra_reads_them(word, wanted):
     assert suggest_value(Trial(), OverridesParser.create().parse_override(word)) == wanted
+
+
+def test_a_search_tries_the_options_that_a_glob_matches(tmp_path, monkeypatch):
+    jobs = []
+
+    def launch(job_overrides, number):
+        jobs.extend(job_overrides)
+        return [SimpleNamespace(return_value=0.5)]
+
+    plugins = SimpleNamespace(instantiate_launcher=lambda **_: SimpleNamespace(launch=launch))
+    monkeypatch.setattr(lockstep_sweeps.Plugins, "instance", lambda: plugins)
+    loader = SimpleNamespace(get_group_options=lambda *_, **__: ["alexnet", "vit"])
+    sweep_node = {"sweeper": {"direction": "maximize"}, "sweep": {"dir": str(tmp_path / "sweep")}}
+    config = OmegaConf.create({"optimized_metric": "val/acc", "hydra": sweep_node})
+    sweeper = lockstep_sweeps.OptunaSearch(None, 1, "auto", str(tmp_path), seed=1)
+    context = SimpleNamespace(config_loader=loader)
+    sweeper.setup(hydra_context=context, task_function=None, config=config)
+    sweeper.sweep(["model=glob(alex*)"])
+    assert jobs[0][0] == "model=alexnet"
 
 
 def search_in(folder, *, pruner=None, sweep="first"):
