@@ -275,7 +275,7 @@ class DatasetImages(ImageList):
             first = _read_from_seed(self.open, position)
             if all(map(np.array_equal, first, _read_from_seed(self.open, position))):
                 pixels += first
-        return hash_arrays(pixels, self.targets, self.class_names, self.splits)
+        return hash_arrays(pixels, self.targets, self.class_names, self.split_ids)
 
     def hash(self) -> str:
         return self.list_hash

@@ -40,6 +40,7 @@ TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 BACKGROUND = "white"
 # Pillow decodes without Python's lock.
 THREADS = 8
+NO_WHITE = "no defined white: give data.range=[BLACK,WHITE]"
 # Images of one task of a thread; more of them mean fewer tasks to keep in memory.
 CHUNK = 32
 
@@ -199,6 +200,8 @@ def _array_to_pillow(array: np.ndarray) -> Image.Image:
         array = np.round(array / 257).astype(np.uint8)
     if array.dtype in (np.uint8, np.uint16):
         return Image.fromarray(np.ascontiguousarray(array))
+    if array.ndim == 3:
+        raise ValueError(f"colours of {array.dtype} and {NO_WHITE}")
     return Image.fromarray(array.astype(np.float32))
 
 
@@ -223,7 +226,7 @@ def to_8_bits(image: Image.Image, channels: int) -> Image.Image:
     if image.mode.startswith("I;16") or is_16_bit_ppm:
         image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError("32 bits per pixel and no defined white: give data.range=[BLACK,WHITE]")
+        raise ValueError(f"32 bits per pixel and {NO_WHITE}")
 
     if image.has_transparency_data:
         image = image.convert("RGBA")

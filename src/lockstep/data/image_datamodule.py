@@ -269,11 +269,11 @@ class ImageDataModule(LightningDataModule):
         """Return the splits. An evaluation that cannot draw any tests on all images."""
         source = self.source
         try:
-            return self.split_rule.assign(source.classes, source.splits, source.groups)
+            return self.split_rule.assign(source.classes, source.split_ids, source.groups)
         except UserError:
             if self.stage != "test":
                 raise
-            return Splits(np.full_like(source.splits, TEST), drew_test=True)
+            return Splits(np.full_like(source.split_ids, TEST), drew_test=True)
 
     def _describe_groups(self, groups: np.ndarray) -> str:
         """Return "patient_id: 30 groups, 24 to train, 3 to validate, 3 to test"."""
@@ -425,7 +425,7 @@ class ImageDataModule(LightningDataModule):
 
     def test_on_all(self) -> None:
         """Test on all images; call it between `prepare` and `attach_to_ranks`."""
-        self._set_splits(Splits(np.full_like(self.source.splits, TEST)))
+        self._set_splits(Splits(np.full_like(self.source.split_ids, TEST)))
 
     def choose_path(self) -> tuple[str, str]:
         """Return array or loader, and why; after `prepare`."""

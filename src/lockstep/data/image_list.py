@@ -100,7 +100,7 @@ class ImageList(Source):
         They would copy strings one by one.
         """
         self._names = _encode_names([item.name for item in items])
-        self.splits = np.array([item.split for item in items], np.int8)
+        self.split_ids = np.array([item.split for item in items], np.int8)
         self.num_bytes = _collect(items, "size")
         self._line = _collect(items, "line")
         self._mtime = _collect(items, "mtime")
@@ -136,7 +136,7 @@ class ImageList(Source):
     def mask_path(self, i: int) -> Path:
         return self.folder / os.fsdecode(self._masks[i])
 
-    def read(self, i: int, first: int = 0, count: int | None = None) -> bytes:
+    def read_bytes(self, i: int, first: int = 0, count: int | None = None) -> bytes:
         """Return the encoded image, or `count` of its bytes from `first` on.
 
         Raises:
@@ -156,7 +156,7 @@ class ImageList(Source):
 
     def file(self, i: int) -> Path | bytes:
         """Return the path of an image's own file, or its bytes in a file of several images."""
-        return self.read(i) if self._shard(i) else Path(self.path(i))
+        return self.read_bytes(i) if self._shard(i) else Path(self.path(i))
 
     def _shard(self, i: int) -> str:
         """Return the path of the file of several images that holds an image; "": it has its own."""
@@ -168,7 +168,7 @@ class ImageList(Source):
 
     def open(self, i: int) -> tuple[Any, ...]:
         name = self.path(i)
-        image = self.reading.open(self.read(i), name)
+        image = self.reading.open(self.read_bytes(i), name)
         if not self.mask_names:
             return (image,)
         mask = self.read_mask(i)
@@ -187,7 +187,7 @@ class ImageList(Source):
         for i in range(len(self._masks)):
             stat = os.stat(self.mask_path(i))
             masks.append((os.fsdecode(self._masks[i]), stat.st_size, stat.st_mtime_ns))
-        arrays = [array.tolist() for array in (self._mtime, self.target_values, self.splits)]
+        arrays = [array.tolist() for array in (self._mtime, self.target_values, self.split_ids)]
         return hash_json([self.list_hash, str(self.folder), self.class_names, masks, arrays])
 
     def hash(self) -> str:

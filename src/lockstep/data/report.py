@@ -278,7 +278,7 @@ def _group_equal_images(source: Source, positions: np.ndarray) -> list[list[int]
     groups: dict[bytes, list[int]] = {}
     for i in positions.tolist():
         with suppress(CorruptImage):
-            groups.setdefault(hashlib.blake2b(source.read(i)).digest(), []).append(i)
+            groups.setdefault(hashlib.blake2b(source.read_bytes(i)).digest(), []).append(i)
     return [group for group in groups.values() if len(group) > 1]
 
 

@@ -38,7 +38,7 @@ class FilesOrBlanks(Source):
         self.targets = {}
         self.left_out = {}
         self.warnings = []
-        self.splits = np.full(len(self.files), TEST, np.int8)
+        self.split_ids = np.full(len(self.files), TEST, np.int8)
         self.num_bytes = np.zeros(len(self.files), np.int64)
         self.is_damaged = torch.zeros(len(self.files), dtype=torch.uint8).share_memory_()
 
@@ -123,7 +123,7 @@ class UnlabelledImages(ImageDataModule):
         if not hasattr(self, "splits"):
             self.source = FilesOrBlanks(self.files, self.reading, self.framing.resize)
             self.source.columns = self.columns
-            self._set_splits(Splits(self.source.splits))
+            self._set_splits(Splits(self.source.split_ids))
 
     def predict_dataloader(self) -> EvalBatches:
         self.setup()

@@ -20,12 +20,12 @@ from lockstep.records.metric_names import is_lower_better, metric_of_test
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 
 
-def names_group(text: str) -> bool:
+def is_group_text(text: str) -> bool:
     """Return whether a text names several runs, and is no folder of one run."""
     return any(sign in text for sign in "=,") and not (Path(text) / "run.json").exists()
 
 
-def names_of_groups(texts: Sequence[str]) -> list[str]:
+def shorten_names(texts: Sequence[str]) -> list[str]:
     """Return short names of groups, or the texts themselves if two short names are equal."""
     names = [_short_name(text) for text in texts]
     return names if len(set(names)) == len(texts) else list(texts)
@@ -39,7 +39,7 @@ def _short_name(text: str) -> str:
     return f"{parts[0]} and {len(parts) - 1} more"
 
 
-def runs_of_group(
+def select_runs(
     text: str, runs: Sequence[RecordedRun], find_by_id: Callable[[str], RecordedRun]
 ) -> list[RecordedRun]:
     """Return the runs of a group.
@@ -93,7 +93,7 @@ def _equals(value: Any, text: str) -> bool:
         return str(value) == text
 
 
-def arms_of_groups(groups: dict[str, list[RecordedRun]]) -> Arms:
+def make_arms(groups: dict[str, list[RecordedRun]]) -> Arms:
     """Return groups of runs as arms.
 
     Raises:
@@ -101,7 +101,7 @@ def arms_of_groups(groups: dict[str, list[RecordedRun]]) -> Arms:
     """
     if len(groups) < 2:
         raise UserError(f"A comparison of groups needs at least two, as in {EXAMPLE}.")
-    all_runs = members_of(groups)
+    all_runs = flatten_groups(groups)
     monitors = sorted({run.record.monitor for run in all_runs})
     if len(monitors) > 1:
         raise UserError(
@@ -152,14 +152,14 @@ def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
     )
 
 
-def members_of(groups: dict[str, list[RecordedRun]]) -> list[RecordedRun]:
+def flatten_groups(groups: dict[str, list[RecordedRun]]) -> list[RecordedRun]:
     """Return the runs of all groups."""
     return list(itertools.chain.from_iterable(groups.values()))
 
 
 def caution_about_pairs(groups: dict[str, list[RecordedRun]], arms: Arms) -> str:
     """Name what is not held fixed between the runs of any pair; empty if nothing is."""
-    runs = {run.run_id: run for run in members_of(groups)}
+    runs = {run.run_id: run for run in flatten_groups(groups)}
     finished = [run for run in arms.runs if math.isfinite(run.value)]
     reference = {run.repeat: run for run in finished if run.arm == arms.settings[0]}
     differing: list[str] = []

@@ -81,14 +81,14 @@ def test_of_few_large_images_the_middle_is_read(tmp_path, root, monkeypatch):
     """24 images are more than WHOLE_BYTES, and fewer than SAMPLED_IMAGES."""
     monkeypatch.setattr(content_hash, "WHOLE_BYTES", 1000)
     monkeypatch.setattr(content_hash, "PIECE_BYTES", 100)
-    read = ImageList.read
+    read = ImageList.read_bytes
     counts = []
 
     def counted(images, i, first=0, count=None):
         counts.append(count)
         return read(images, i, first, count)
 
-    monkeypatch.setattr(ImageList, "read", counted)
+    monkeypatch.setattr(ImageList, "read_bytes", counted)
     hash_of(tmp_path, root, path="loader")
     assert counts == 24 * [100]
 
