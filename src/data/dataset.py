@@ -68,7 +68,7 @@ class DatasetDataModule(ListedDataModule):
                 "and values in the Dataset."
             )
         if self.range_option != AUTO:
-            self.reading = replace(self.reading, limits=self.range_option)
+            self.reading = replace(self.reading, value_range=self.range_option)
             self.has_float_pixels = self.reading.has_float_pixels
         if not hasattr(dataset, "__getitem__"):
             raise UserError(
@@ -302,10 +302,10 @@ class DatasetImages(ImageList):
         array = add_band_axis(_to_array(image))
         if array.dtype == bool:
             array = array.astype(np.uint8) * 255
-        if reading.limits is None and array.dtype.kind == "f":
+        if reading.value_range is None and array.dtype.kind == "f":
             _refuse_other_floats(array)
-            reading = replace(reading, limits=(0.0, 1.0))
-        elif reading.limits is None and array.dtype != np.uint8:
+            reading = replace(reading, value_range=(0.0, 1.0))
+        elif reading.value_range is None and array.dtype != np.uint8:
             raise ValueError(f"the image has the type {array.dtype}: {GIVE_RANGE}")
         return reading.to_image(FileValues(array))
 

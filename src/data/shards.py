@@ -43,18 +43,18 @@ class ShardItem(NamedTuple):
 
     Attributes:
         label: text, or a list of numbers.
-        start: its first byte in the file.
-        size: its number of bytes.
+        offset: its first byte in the file.
+        num_bytes: the number of its bytes.
         group: the group that a column says; None: no column says it.
-        numbers: its values in further columns by name.
+        column_values: its values in further columns by name.
     """
 
     name: str
     label: Any
-    start: int
-    size: int
+    offset: int
+    num_bytes: int
     group: str | None = None
-    numbers: dict[str, Any] | None = None
+    column_values: dict[str, Any] | None = None
 
 
 # A revision such as refs/convert/parquet has two slashes, as in the hub's own addresses.
@@ -148,12 +148,12 @@ class Shards:
                 name=f"{name}: {image.name}",
                 label=image.label,
                 split=splits[i] if splits else split,
-                size=image.size,
+                num_bytes=image.num_bytes,
                 mtime=mtimes[i],
                 group=group,
-                file=shard["data"],
-                start=image.start,
-                numbers=image.numbers or {},
+                shard=shard["data"],
+                offset=image.offset,
+                column_values=image.column_values or {},
             )
 
     def _read_once(self, path: Path) -> Content:

@@ -214,11 +214,11 @@ class CSVDataModule(ListedDataModule):
             name=name,
             label=label,
             split=split,
-            size=stat.st_size,
+            num_bytes=stat.st_size,
             mtime=stat.st_mtime_ns,
             group=self._find_group(row, name, location),
             line=table.lines[i],
-            numbers={key: row[column] for key, column in columns.numbers.items()},
+            column_values={key: row[column] for key, column in columns.numbers.items()},
         )
 
     def _find_group(self, row: Mapping[str, str], name: str, location: str) -> str | None:
@@ -286,12 +286,12 @@ def is_file_name(path: Path) -> bool:
 
 def _get_facts(item: Item) -> tuple[Any, ...]:
     """Return what two lines on one image must agree in."""
-    return item.split, item.label, item.numbers
+    return item.split, item.label, item.column_values
 
 
 def _describe(item: Item) -> str:
     """Return "train cat 63", the split, the label and further numbers of an image."""
-    return " ".join(map(str, (SPLITS[item.split], item.label, *item.numbers.values())))
+    return " ".join(map(str, (SPLITS[item.split], item.label, *item.column_values.values())))
 
 
 def _list_possible_classes(names: Iterable[str], path: str) -> list[str]:

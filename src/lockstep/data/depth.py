@@ -18,7 +18,7 @@ from lockstep.data.framing import Framing
 from lockstep.data.image_list import ImageList
 from lockstep.data.node_cache import Content
 
-SAMPLE = 64  # images whose headers are read
+HEADER_SAMPLE = 64  # images whose headers are read
 MEASURED_IMAGES = 1024  # for the mean, evenly spaced
 PIXELS_OF_IMAGE = 4096  # for the percentiles
 PERCENTILES = (0.5, 99.5)
@@ -186,17 +186,17 @@ def measure_colours(
     }
 
 
-def describe_narrow_range(percentiles: Any, limits: Any) -> str:
+def describe_narrow_range(percentiles: Any, value_range: Any) -> str:
     """Return a sentence where most values lie in a small part of their range, else "".
 
     Args:
         percentiles: a low and a high one, with 0 for black and 1 for white.
-        limits: black and white, see Reading.
+        value_range: black and white, see Reading.
     """
     low, high = percentiles
-    if isinstance(limits, str) or limits is None or high - low >= LEAST_SHARE:
+    if isinstance(value_range, str) or value_range is None or high - low >= LEAST_SHARE:
         return ""
-    black, white = limits
+    black, white = value_range
     first, last = (black + share * (white - black) for share in (low, high))
     return (
         f"99 % of the values are from {first:.6g} to {last:.6g}, which is less than a tenth of the "

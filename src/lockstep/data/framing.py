@@ -80,7 +80,7 @@ class Framing:
             return list(self.mean)
         return [round(255 * value) for value in self.mean]
 
-    def trimmed(self, image: Any) -> Any:
+    def trim(self, image: Any) -> Any:
         """Return the middle of an extremely long image."""
         sides = F.get_size(image)
         longest = MAX_ASPECT * min(sides)
@@ -88,19 +88,19 @@ class Framing:
             return image
         return F.center_crop(image, [min(side, longest) for side in sides])
 
-    def resized(self, image: Any) -> Any:
+    def resize_image(self, image: Any) -> Any:
         """Resize the short side to `resize`, or with fit=squash both sides."""
         mode = InterpolationMode(self.interpolation)
         if self.fit == "squash":
             return F.resize(image, [self.resize, self.resize], mode)
-        return F.resize(self.trimmed(image), [self.resize], mode)
+        return F.resize(self.trim(image), [self.resize], mode)
 
     def square(self, image: Any) -> Any:
         """Return resize × resize pixels, of which BatchTransforms crop image_size × image_size.
 
         Their centre crop is that of the whole resized image.
         """
-        image = self.resized(image)
+        image = self.resize_image(image)
         height, width = F.get_size(image)
 
         # Both centre crops round as torchvision's.

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LISTS = "data_report.txt"
 SHOWN_CLASSES = 10  # in the log
-SAMPLE = 64  # images that are opened for their size
+SIZE_SAMPLE = 64  # images that are opened for their size
 MAX_COMPARED = 50_000  # files of equal size that a start may open
 NAME_OF_TARGETS = {"class": "classes", "labels": "labels", "mask": "classes of pixels"}
 
@@ -86,13 +86,13 @@ class Report:
     findings: list[Finding]
 
 
-def make_report(data: Any, limit: int | None = MAX_COMPARED) -> Report:
+def make_report(data: Any, max_compared: int | None = MAX_COMPARED) -> Report:
     """Return what a run says of its images: how many, which are left out, which occur twice.
 
     Args:
-        limit: the most files of equal size that are compared; None: all.
+        max_compared: the most files of equal size that are compared; None: all.
     """
-    identical = find_identical_images(data, limit)
+    identical = find_identical_images(data, max_compared)
     sizes = _measure_sample(data)
     fields = {
         "images_per_class": _count_per_class(data),
@@ -128,7 +128,7 @@ def _count_per_class(data: Any) -> dict[str, dict[str, int]]:
 def _measure_sample(data: Any) -> list[str]:
     """Return "width×height" of some images, the smallest first."""
     positions = np.flatnonzero(data.splits.split_ids >= 0)
-    sampled = np.linspace(0, len(positions) - 1, min(len(positions), SAMPLE)).astype(int)
+    sampled = np.linspace(0, len(positions) - 1, min(len(positions), SIZE_SAMPLE)).astype(int)
     sizes = []
     for position in positions[sampled].tolist():
         # The loader names an image that is damaged. An image of five channels is a TypeError.
@@ -238,11 +238,11 @@ def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
-def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
+def find_identical_images(data: Any, max_compared: int | None = MAX_COMPARED) -> list[Finding]:
     """Return the findings on equal images that are in two splits or under two labels.
 
     Args:
-        limit: the most files of equal size that are compared; None: all.
+        max_compared: the most files of equal size that are compared; None: all.
     """
     source = data.source
     if not source.is_comparable:
@@ -251,7 +251,7 @@ def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[F
     num_bytes = source.num_bytes[positions]
     _, size_group, counts = np.unique(num_bytes, return_inverse=True, return_counts=True)
     positions = positions[counts[size_group] > 1]
-    if source.reads_files and limit is not None and len(positions) > limit:
+    if source.reads_files and max_compared is not None and len(positions) > max_compared:
         too_many = (
             "not checked for identical images (too many files of equal size): run "
             "`python src/check_data.py`"

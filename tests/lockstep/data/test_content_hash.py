@@ -103,7 +103,7 @@ def masked(tmp_path, monkeypatch):
     for i in range(3):
         (tmp_path / f"{i}.bmp").write_bytes(bytes(300))
         (tmp_path / f"mask{i}.png").write_bytes(bytes(300))
-        items.append(Item(f"{i}.bmp", f"mask{i}.png", size=300))
+        items.append(Item(f"{i}.bmp", f"mask{i}.png", num_bytes=300))
     return ImageList(tmp_path, items, target="mask")
 
 
