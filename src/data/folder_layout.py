@@ -26,7 +26,7 @@ With data.splits=false all folders are classes.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -96,11 +96,11 @@ class SplitFolders(NamedTuple):
 
     Attributes:
         splits: the split of each such folder; {}: all folders in the root are classes.
-        warning: a sentence if the layout can be read in another way; "": it cannot.
+        warnings: sentences for the log, if the layout can be read in another way.
     """
 
     splits: dict[str, int]
-    warning: str = ""
+    warnings: Sequence[str] = ()
 
 
 ReadLayout = Callable[[FolderLayout], SplitFolders | None]
@@ -178,11 +178,11 @@ def _read_train(layout: FolderLayout) -> SplitFolders | None:
         )
     if meaning == SPLIT:
         return split_folders
-    return SplitFolders(
-        {},
+    sentence = (
         f"{train}/ counts as a class beside {_list_names(rivals)}, because no other folder is a "
-        f"split. Give data.splits=true to train on the classes within {train}/.",
+        f"split. Give data.splits=true to train on the classes within {train}/."
     )
+    return SplitFolders({}, [sentence])
 
 
 def _find_rivals_of_train(layout: FolderLayout, splits: dict[str, int]) -> list[str]:
@@ -309,12 +309,12 @@ def _read_same_folders(layout: FolderLayout) -> SplitFolders | None:
             "do. Rename them train/, val/ and test/, or give data.splits=false if they are the "
             "classes."
         )
-    return SplitFolders(
-        {},
+    sentence = (
         f"{_list_names(names)} count as classes, and each holds the folders {folder_names}. "
         "If they are splits, rename them train/, val/ and test/. data.splits=false says that they "
-        "are classes.",
+        "are classes."
     )
+    return SplitFolders({}, [sentence])
 
 
 def _list_names(names: Iterable[str]) -> str:

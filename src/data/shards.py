@@ -94,8 +94,8 @@ class Shards:
         items: list[Item] = []
         # The first file to train on whose column says splits (True), and the first without (False).
         first_files: dict[bool, str] = {}
-        count = len(split_of_file)
-        for name, split in tqdm(split_of_file.items(), f"Reading {count} files", disable=None):
+        description = f"Reading {len(split_of_file)} files"
+        for name, split in tqdm(split_of_file.items(), description, disable=None):
             shard = self._read_once(folder / name)
             if split == TRAIN and shard["items"]:
                 first_files.setdefault(bool(shard["splits"]), name)

@@ -1,4 +1,4 @@
-"""Two pictures of a run: batch.png, the first training batch, and mistakes.png, of the test."""
+"""Draw two pictures of a run: its first training batch, and its worst mistakes in the test."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,16 +28,17 @@ MISTAKES = "mistakes.png"
 
 
 class Pictures(pl.Callback):
-    """Write what the net sees, and where it is wrong. Rank 0 writes.
+    """Write pictures of what the net sees, and of its mistakes. Rank 0 writes them.
 
-    batch.png is the first training batch of rank 0, before its step. mistakes.png are the test
-    images of all ranks with the largest loss, if test_step returns {"losses": (B,),
-    "predictions": (B, …)}, the predictions as predict_step returns them.
+    batch.png shows the first training batch of rank 0 before its step. mistakes.png shows the test
+    images of all ranks with the largest loss. It needs a test_step that returns {"losses": (B,),
+    "predictions": (B, …)}, with predictions as predict_step returns them.
 
-    It draws no random number, and until the end of a test it waits for no device and no other rank.
+    The callback draws no random number. Until the end of a test it waits neither for the device nor
+    for other ranks.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -66,7 +67,7 @@ class Pictures(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         tested = _collect_tested_images(outputs, batch)
-        # Of several loaders only the first one's images are drawn.
+        # If there are several loaders, only images of the first one are drawn.
         if tested is None or dataloader_idx:
             return
         if hasattr(trainer.test_dataloaders, "positions"):
@@ -89,7 +90,7 @@ class Pictures(pl.Callback):
 
 
 def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
-    """Call a function that writes a picture, of which no error ends a run."""
+    """Call a function that writes a picture. Its errors become warnings and do not end a run."""
     try:
         write()
     except Exception as error:
@@ -97,7 +98,7 @@ def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
 
 
 def _collect_tested_images(outputs: Any, batch: Any) -> TestedImages | None:
-    """Return the images of a batch with what test_step gives of them; None if it gives nothing."""
+    """Return the images of a batch with the results of test_step; None if it returns none."""
     images = find_images(batch)
     if not isinstance(outputs, dict) or images is None:
         return None
@@ -112,13 +113,13 @@ def _collect_tested_images(outputs: Any, batch: Any) -> TestedImages | None:
 
 
 def _keep_largest_losses(tested: TestedImages) -> TestedImages:
-    """Return the images with the largest losses, the largest first. A nan counts as the largest."""
+    """Return the images with the largest losses, the largest first. A nan is the largest loss."""
     largest = tested.losses.topk(min(MAX_SHEET_IMAGES, len(tested.losses))).indices
     return TestedImages(*(part[largest] for part in tested))
 
 
 def _shrink_pictures(tested: TestedImages) -> TestedImages:
-    """Return the images and their masks at the size of the sheet."""
+    """Return tested images with images and masks as small as the sheet shows them."""
     return TestedImages(
         tested.losses,
         tested.positions,
@@ -133,14 +134,14 @@ def _shrink_pictures(tested: TestedImages) -> TestedImages:
 def gather_largest_losses(trainer: pl.Trainer, worst_images: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the images with the largest losses over all ranks. It is a collective.
 
-    Each rank writes into its own slots, and zeros into those of the others: the sum over the ranks
-    has all of them. Of two ranks and 16 images on a sheet, slots 0 to 15 are rank 0's.
+    Each rank writes into its own slots, and zeros into those of the others, so that the sum over
+    the ranks has all values. With two ranks and 16 images on a sheet, rank 0 has slots 0 to 15.
     """
     if trainer.world_size == 1:
         return worst_images
     reduce = trainer.strategy.reduce
     first_slot = trainer.global_rank * MAX_SHEET_IMAGES
-    # The last number counts the ranks that have tested an image of any kind.
+    # The last number counts the ranks that have collected images.
     losses = torch.zeros(
         trainer.world_size * MAX_SHEET_IMAGES + 1, device=trainer.strategy.root_device
     )

@@ -1,4 +1,4 @@
-"""What all listings of images need: names of splits, the order of classes, files in folders."""
+"""List images: names of splits, the order of classes, the files in folders, their groups."""
 
 import hashlib
 import json

@@ -20,7 +20,7 @@ WEIGHTS_OF_TABLES = "A column of weights is of data=csv and data=parquet."
 
 @dataclass
 class Sampling:
-    """How the images of an epoch are drawn, if an epoch is not each training image once.
+    """The way to draw the images of an epoch, if it is not each training image once.
 
     Args:
         positions: (n,) int64, the positions of the training images that can be drawn.
