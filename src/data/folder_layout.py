@@ -26,7 +26,7 @@ With data.splits=false all folders are classes.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -96,15 +96,11 @@ class SplitFolders(NamedTuple):
 
     Attributes:
         splits: the split of each such folder; {}: all folders in the root are classes.
-        warnings: sentences for the log, if the layout can be read in another way.
+        warning: a sentence if the layout can be read in another way; "": it cannot.
     """
 
     splits: dict[str, int]
-    warnings: Sequence[str] = ()
-
-
-ReadLayout = Callable[[FolderLayout], SplitFolders | None]
-"""A reading of a layout. It returns None if it does not fit, or raises UserError."""
+    warning: str = ""
 
 
 def find_split_folders(
@@ -120,7 +116,8 @@ def find_split_folders(
     """
     if option is False:
         return SplitFolders({})
-    readings: list[ReadLayout] = [
+    # A reading that does not fit returns None. One that refuses the layout raises UserError.
+    readings: list[Callable[[FolderLayout], SplitFolders | None]] = [
         _read_splits_beside_train if option is True else _read_train,
         _refuse_folder_around_splits,
         _read_splits_by_words,
@@ -178,11 +175,11 @@ def _read_train(layout: FolderLayout) -> SplitFolders | None:
         )
     if meaning == SPLIT:
         return split_folders
-    sentence = (
+    return SplitFolders(
+        {},
         f"{train}/ counts as a class beside {_list_names(rivals)}, because no other folder is a "
-        f"split. Give data.splits=true to train on the classes within {train}/."
+        f"split. Give data.splits=true to train on the classes within {train}/.",
     )
-    return SplitFolders({}, [sentence])
 
 
 def _find_rivals_of_train(layout: FolderLayout, splits: dict[str, int]) -> list[str]:
@@ -309,12 +306,12 @@ def _read_same_folders(layout: FolderLayout) -> SplitFolders | None:
             "do. Rename them train/, val/ and test/, or give data.splits=false if they are the "
             "classes."
         )
-    sentence = (
+    return SplitFolders(
+        {},
         f"{_list_names(names)} count as classes, and each holds the folders {folder_names}. "
         "If they are splits, rename them train/, val/ and test/. data.splits=false says that they "
-        "are classes."
+        "are classes.",
     )
-    return SplitFolders({}, [sentence])
 
 
 def _list_names(names: Iterable[str]) -> str:

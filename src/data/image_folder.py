@@ -46,7 +46,7 @@ class ImageFolderDataModule(ListedDataModule):
             raise UserError(
                 f"{self._root} has no class folders: put the images into {self._root}/<class>/."
             )
-        splits, warnings = find_split_folders(
+        splits, warning = find_split_folders(
             layout, self.splits_option, holds_classes=self.target == "class"
         )
 
@@ -74,7 +74,7 @@ class ImageFolderDataModule(ListedDataModule):
             labelled,
             left_out=left_out,
             target=self.target,
-            warnings=warnings,
+            warnings=[warning] if warning else [],
         )
 
     def _check_root(self) -> None:

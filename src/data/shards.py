@@ -94,8 +94,7 @@ class Shards:
         items: list[Item] = []
         # The first file to train on whose column says splits (True), and the first without (False).
         first_files: dict[bool, str] = {}
-        description = f"Reading {len(split_of_file)} files"
-        for name, split in tqdm(split_of_file.items(), description, disable=None):
+        for name, split in tqdm(split_of_file.items(), "Reading files", disable=None):
             shard = self._read_once(folder / name)
             if split == TRAIN and shard["items"]:
                 first_files.setdefault(bool(shard["splits"]), name)

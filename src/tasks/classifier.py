@@ -167,7 +167,7 @@ class ImageClassifier(Task):
         return logits
 
     def predict_step(self, batch: Tensor | tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return the probabilities of the loss, (B, num_classes). With loss=bce their sum is not 1."""
+        """Return probabilities by the loss, (B, num_classes). With loss=bce their sum is not 1."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return probabilities_of(self.loss, self.predict_logits(images))
 
