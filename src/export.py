@@ -142,7 +142,7 @@ def write_weights(model: Any, out: Path) -> Any:
         loaded = _write_timm_weights(model, backbone, out)
     else:
         loaded = _write_own_weights(model, out)
-    # safetensors writes for its owner alone.
+    # safetensors writes a file that only its owner can read.
     shutil.copymode(out / "config.json", out / "model.safetensors")
     return loaded
 
@@ -383,15 +383,13 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     names = sorted(path.name for path in out.iterdir())
     log.info(f"{out}: {', '.join(names)}")
     if repository:
-        message = f"Export {out.name}"
-        repo_id = repository.repo_id
         # The folder of out= may hold other files, such as secrets or data.
         call_hub(
             push_to,
             "upload_folder",
-            repo_id=repo_id,
+            repo_id=repository.repo_id,
             folder_path=out,
-            commit_message=message,
+            commit_message=f"Export {out.name}",
             allow_patterns=list(EXPORT_FILES),
         )
         log.info(f"uploaded to {repository}")

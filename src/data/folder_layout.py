@@ -74,9 +74,8 @@ class FolderLayout:
                 layout.folders_with_direct_images.add(top)
         return layout
 
-    def have_same_folders(self, names: Iterable[str]) -> bool:
+    def have_same_folders(self, names: list[str]) -> bool:
         """Return whether two or more folders contain the same two or more folders and no other."""
-        names = list(names)
         shared = self.shared_folders(names)
         return len(shared) > 1 and all(set(self.subfolders[name]) == shared for name in names)
 

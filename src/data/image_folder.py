@@ -25,7 +25,7 @@ class ImageFolderDataModule(ListedDataModule):
     """Images in root/<class>/, or in root/train/<class>/ beside val/ and test/ or similar names.
 
     With target=mask the folders images/ and masks/ stand in place of the classes. An image and its
-    mask have the same name, but for the ending.
+    mask have the same name, except for the ending.
     """
 
     target_choices = ("class", "number", "mask")

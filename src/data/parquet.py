@@ -24,14 +24,20 @@ ROWS = 64
 
 @dataclass
 class ParquetColumns:
-    """The columns of a parquet file that are read."""
+    """The columns of a parquet file that are read.
+
+    Args:
+        class_names: the names that the file declares; [] if it declares none.
+        group, split: "" if there is no such column.
+        numbers: see `find_number_columns`.
+    """
 
     image: str
     labels: list[str]
-    class_names: list[str]  # as the file declares them; [] if it does not
+    class_names: list[str]
     group: str
     split: str
-    numbers: dict[str, str]  # as of `find_number_columns`
+    numbers: dict[str, str]
 
     @property
     def all(self) -> list[str]:

@@ -51,8 +51,8 @@ class CorruptImage(UserError):
 
     def __str__(self) -> str:
         return (
-            f"{self.args[0]}: repair or remove it. `python src/check_data.py data=… data.root=…` "
-            "lists all such images."
+            f"{self.args[0]}. If it is damaged, repair or remove it. "
+            "`python src/check_data.py data=… data.root=…` lists all such images."
         )
 
 

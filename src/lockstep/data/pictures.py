@@ -249,7 +249,7 @@ class TestedImages(NamedTuple):
 
 
 def write_mistakes(path: Path, tested: TestedImages, data: Any) -> None:
-    """Write tested images with what the task predicts, in red where it is wrong, and the truth.
+    """Write tested images with their predicted and their true targets. Wrong predictions are red.
 
     Args:
         data: the data module.
@@ -326,8 +326,9 @@ def _compare_masks(target: Tensor, predicted: Tensor) -> Comparison:
 def _compare_labels(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Comparison:
     # A label that nobody knows is neither right nor wrong.
     predicted = predicted.where(target.isfinite(), target)
-    labels = describe_target(predicted, names)
-    true = describe_target(target, names)
-    # The captions cut long names, so that two labels may read alike.
-    is_right = torch.equal(predicted > 0.5, target > 0.5)
-    return Comparison(labels, f"true: {true}", is_right)
+    # Captions cut long names, so two labels may read alike. Therefore the numbers are compared.
+    return Comparison(
+        describe_target(predicted, names),
+        f"true: {describe_target(target, names)}",
+        is_right=torch.equal(predicted > 0.5, target > 0.5),
+    )

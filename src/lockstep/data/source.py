@@ -44,7 +44,7 @@ class Source:
         list_hash: a hash of names and sizes. Runs of version 2.0.0 are compared by it.
         pixels: an array of the images and one of each mask, (n, side, side, channels) uint8; deep
             images are float32 from 0 to 255. [] if they are not in memory.
-        num_bytes: (n,) the bytes of each image. Equal images have as many bytes.
+        num_bytes: (n,) the bytes of each image. Images of different sizes are not equal.
         is_comparable: the images can be compared with each other.
         reads_files: a comparison of the images has to read their files.
     """

@@ -40,7 +40,7 @@ def to_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
 
 
 def to_mask_pixels(classes: np.ndarray, data_name: str) -> np.ndarray:
-    """Return the classes of pixels as uint8, 255 where they are negative and do not count.
+    """Return the classes of pixels as uint8. A negative class, which does not count, becomes 255.
 
     Raises:
         UserError: a class is above 255.

@@ -95,7 +95,7 @@ def code_diff(repository: Path) -> str:
     for name in list_code_files(repository, "--others"):
         if len(diff) > DIFF_LIMIT:
             break
-        new_file, _ = git(repository, *DIFF, "--no-index", "--", os.devnull, name, differs=1)
+        new_file, _ = git(repository, *DIFF, "--no-index", "--", os.devnull, name, other_success=1)
         diff += new_file
     diff = HEAD_OF_BINARY.sub("", diff)
     if len(diff) > DIFF_LIMIT:
@@ -109,11 +109,11 @@ def list_code_files(repository: Path, *kinds: str) -> list[str]:
     return names.split("\0")[:-1]
 
 
-def git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
+def git(repository: Path, *arguments: str, other_success: int = 0) -> tuple[str, str]:
     """Return the output of git and its errors. Bytes that are not UTF-8 are surrogate escapes.
 
     Args:
-        differs: an exit code besides 0 with which the output counts.
+        other_success: an exit code besides 0 that means success.
     """
     command = ["git", "-C", str(repository), *arguments]
     try:
@@ -123,7 +123,7 @@ def git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         return "", f"git took longer than {GIT_TIMEOUT_S} s"
     complaint = process.stderr.decode(errors="replace")
-    if process.returncode not in (0, differs):
+    if process.returncode not in (0, other_success):
         return "", complaint
     # Line ends stay as they are, because a patch needs them.
     return process.stdout.decode(errors="surrogateescape"), complaint
