@@ -20,7 +20,7 @@ class BinaryCrossEntropy(CrossEntropy):
 
     Args:
         target_threshold: in training the target of a class is 1 if its share in a mixed image is
-            larger, otherwise 0; None: the shares are the targets.
+            larger than this number, otherwise 0; None: the shares are the targets.
     """
 
     def __init__(

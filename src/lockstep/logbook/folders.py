@@ -105,7 +105,7 @@ class RecordedRun:
     def tensorboard_address(self) -> str:
         """The address of TensorBoard's files that a reader of the page can open, or "".
 
-        They are in the bucket, or in the run's own folder. A copy of the run has none.
+        They lie in the bucket, or in the folder of a run that is no copy.
         """
         if not self.record.summary.get("tensorboard"):
             return ""

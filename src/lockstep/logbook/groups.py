@@ -75,8 +75,8 @@ def _meets_condition(run: RecordedRun, condition: str) -> bool:
     """Return whether a run has the value of KEY=VALUE. A list, as tags, must contain the value."""
     key, _, text = condition.partition("=")
     value = run.value(key)
-    # An option that the run has may be none. An option that it lacks is not: a mistyped KEY=none
-    # would select every run.
+    # Only an option that the run has can be none. Otherwise a mistyped KEY=none would select every
+    # run.
     is_missing = not {key, f"choices.{key}"} & run.config.keys()
     if value is None and is_missing and not hasattr(run.record, key):
         return False
