@@ -197,7 +197,7 @@ def log_report(data: Any, *, names_model: bool) -> "list[Finding]":
     """Log what a run says of its data, and return the images that it counts."""
     from lockstep.data import report
 
-    findings = report.make_report(data, limit=None).findings
+    findings = report.make_report(data, max_compared=None).findings
     report.log_classes(data)
     # Without a model of the user's there are no weights that say how images are normalised.
     if names_model:

@@ -3,9 +3,9 @@
     python src/eval.py ckpt_path=<run_id | FILE | s3://…> [data=image_folder data.root=DIR]
     [key=value …]
 
-Options come from the checkpoint, or from config.yaml in the folder of its run, then from the
-command line. Labels are matched by class name. Other images are all tested, unless they have a test
-split.
+Options come from the checkpoint, or from config.yaml in the folder of its run. The command line
+overrides them. Labels are matched by class name. Of other data all images are tested, unless the
+data have a test split.
 """
 
 import logging
@@ -32,7 +32,7 @@ from lockstep.storage.fetch import locate_checkpoint
 
 log = logging.getLogger(__name__)
 
-# Options of the images that the net was trained on: other images are made the same way.
+# Other images are made by the same values of these options as the images in training.
 IMAGE_OPTIONS = (
     "image_size",
     "channels",
@@ -50,7 +50,7 @@ IMAGE_OPTIONS = (
 
 @dataclass(frozen=True)
 class TrainedCheckpoint:
-    """A checkpoint on this machine, the config of its run, and facts about its training data."""
+    """A checkpoint on this machine, with its run's config and the facts about its training data."""
 
     path: Path
     config: Config
@@ -59,7 +59,7 @@ class TrainedCheckpoint:
 
 @script
 def main(argv: list[str]) -> int:
-    """Evaluate as one process, or start the processes of this node; return the exit code."""
+    """Evaluate in this process, or start the processes of this node. Return the exit code."""
     command = read_command("train", argv, __doc__ or "")
     checkpoint = find_checkpoint(command.overrides)
     composed = command.compose(stored=inherited_config(checkpoint.config))
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
         trainer, module, data = build(run, load_on_all_ranks(str(run.checkpoint)))
         check_testable(module, data)
-        # The weights of a Task are there already. Lightning loads any other module by itself.
+        # `build` has loaded the weights of a Task. Lightning loads those of any other module.
         path = None if isinstance(module, Task) else run.checkpoint
         trainer.test(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
 
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
 def check_testable(module: Any, data: Any) -> None:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    # Without a data module the module has its own loaders.
+    # Without a data module the LightningModule has its own loaders.
     loaders = data or module
     if not is_overridden("test_step", module) or not is_overridden("test_dataloader", loaders):
         raise UserError(
@@ -116,7 +116,7 @@ def metrics_of_test(trainer: Any) -> dict[str, float]:
 
 
 def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
-    """Return the checkpoint that ckpt_path= names; one in a bucket is fetched.
+    """Return the checkpoint that ckpt_path= names. A checkpoint in a bucket is downloaded.
 
     Raises:
         UserError: no checkpoint is named, it cannot be found or read, or it has no config.
@@ -141,7 +141,7 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
 
 
 def inherited_config(stored: Config) -> Config:
-    """Return the part of a run's config that counts in an evaluation: in one process by default."""
+    """Return the part of a run's config that an evaluation takes, without the chosen trainer."""
     choices = {
         group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"
     }
@@ -152,7 +152,7 @@ def inherited_config(stored: Config) -> Config:
     ]
     kept = {key: value for key, value in stored.items() if not keys.is_not_inherited(key)}
     if isinstance(kept.get("trainer"), dict):
-        # A training with limits is tested on all images.
+        # The test takes all images, also if the training was limited.
         kept["trainer"] = {
             key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")
         }
@@ -162,11 +162,11 @@ def inherited_config(stored: Config) -> Config:
 def evaluation_config(
     composed: dict[str, Any], checkpoint: TrainedCheckpoint, overrides: list[str]
 ) -> dict[str, Any]:
-    """Return the config of an evaluation; `composed` stays as it is.
+    """Return the config of an evaluation. `composed` does not change.
 
     Args:
-        composed: the checkpoint's config with the command line's overrides.
-        overrides: those of the command line.
+        composed: the checkpoint's config with the overrides of the command line.
+        overrides: the overrides of the command line.
     """
     named = {key_of(override) for override in overrides}
     if "experiment" in named:
@@ -190,7 +190,7 @@ def evaluation_config(
 
 
 def _callbacks_of_run(composed: dict[str, Any]) -> dict[str, Any]:
-    """Return the callbacks that the run has added, as they may be part of its task."""
+    """Return the callbacks that the run has added, because its task may need them."""
     callbacks_of_every_run = plain(compose("train", []))["callbacks"]
     callbacks = (composed["callbacks"] or {}).items()
     return {name: node for name, node in callbacks if name not in callbacks_of_every_run}
@@ -199,10 +199,10 @@ def _callbacks_of_run(composed: dict[str, Any]) -> dict[str, Any]:
 def _evaluation_data(
     composed: dict[str, Any], checkpoint: TrainedCheckpoint, named: set[str]
 ) -> dict[str, Any]:
-    """Return the options of the data, whose images are made as those of the training.
+    """Return the options of the data, so that images are made as in training.
 
     Args:
-        named: keys of the command line, whose values count.
+        named: the keys on the command line. Their values stay.
     """
     data = composed["data"]
     choices_of_run = checkpoint.config.get("choices") or {}
@@ -212,7 +212,7 @@ def _evaluation_data(
 
 
 def _with_training_options(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
-    """Return the options of another data set, with IMAGE_OPTIONS and target of the training."""
+    """Return the options of another data set with IMAGE_OPTIONS and target of the training."""
     size_is_named = named & {"data.image_size", "data.crop_pct"}
     changed = dict(data)
     for key in IMAGE_OPTIONS:
@@ -229,9 +229,9 @@ def _with_training_options(data: dict[str, Any], facts: Config, named: set[str])
 
 
 def _with_measured_range(data: dict[str, Any], facts: Config, named: set[str]) -> dict[str, Any]:
-    """Return the options with what the run measured in its training images.
+    """Return the options with the values that the run measured in its training images.
 
-    A checkpoint without a range is of a version that read 8 bits, and `range` becomes None.
+    If a checkpoint has no range, its version read 8 bits, and `range` becomes None.
     """
     if "range" not in data:
         return data

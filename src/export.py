@@ -3,12 +3,14 @@
     python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>]
         [formats=safetensors,onnx,pt2] [push_to=ORG/NAME] [trainer=gpu | cpu] [overwrite=false]
 
-Each format is compared with the net itself, on a GPU where there is one, or on the device that
-trainer= names. What an earlier export has left in the folder is removed; in a folder that out=
-names with overwrite=true alone. push_to= uploads the files of the export to the Hugging
-Face hub, as a private repository. By default it makes every format whose packages are installed. A
-timm model is loaded from the folder by timm.create_model("local-dir:FOLDER", pretrained=True). ONNX
-needs onnx, onnxscript and onnxruntime.
+By default it makes every format whose packages are installed. ONNX needs onnx, onnxscript and
+onnxruntime. Each format is compared with the net itself, on a GPU where there is one, or on the
+device that trainer= names.
+
+The files of an earlier export in the folder are removed. In a folder that out= names, this needs
+overwrite=true. push_to= uploads the files of the export to the Hugging Face hub, as a private
+repository. A timm model is loaded from the folder by
+timm.create_model("local-dir:FOLDER", pretrained=True).
 """
 
 import copy
@@ -17,6 +19,7 @@ import logging
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,22 +45,22 @@ OPTIONS: dict[str, str | None] = {
     "push_to": "",
     "overwrite": "false",
 }
-# What an export may write.
-FILES = ("README.md", "config.json", "model.onnx", "model.pt2", "model.safetensors")
-# Of the largest logit: kernels of another runtime sum in another order.
+# All files that an export may write.
+EXPORT_FILES = ("README.md", "config.json", "model.onnx", "model.pt2", "model.safetensors")
+# The largest difference as a share of the largest logit. Another runtime sums in another order.
 TOLERANCE = 1e-4
 PACKAGES_OF_FORMAT = {"safetensors": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 MAX_BATCH = 4096
 CUDA_PROVIDER = "CUDAExecutionProvider"  # of onnxruntime
-# These options of a model choose its weights, and are no arguments of its class in an export.
+# These options of a model choose its weights. An export has weights and does not name them.
 WEIGHT_OPTIONS = ("freeze", "weights", "pretrained")
 
 
 def choose_formats(text: str) -> list[str]:
-    """Return the formats that are named, or else those that can be made here.
+    """Return the formats that `text` names. If it names none, return those that can be made here.
 
     Raises:
-        UserError: an unknown format, or a named one whose packages are missing.
+        UserError: a format is unknown, or `text` names it and its packages are missing.
     """
     named = [name.strip() for name in text.split(",") if name.strip()]
     for name in named:
@@ -80,7 +83,7 @@ def choose_formats(text: str) -> list[str]:
 
 
 def example_images(facts: Any, num: int) -> Any:
-    """Return (num, C, H, W) float32 of the size of normalised pixels, always the same."""
+    """Return random images as the net gets them, (num, C, H, W) float32, always the same ones."""
     import torch
 
     shape = (num, facts["channels"], facts["image_size"], facts["image_size"])
@@ -94,7 +97,7 @@ def device_of_check(overrides: list[str]) -> Any:
         overrides: those of trainer=.
 
     Raises:
-        UserError: the trainer has several ranks, or a GPU that is not here.
+        UserError: the trainer has several ranks, or needs a GPU and this machine has none.
     """
     import torch
 
@@ -110,10 +113,10 @@ def device_of_check(overrides: list[str]) -> Any:
 def largest_difference(model: Any, exported: Any, device: Any) -> float:
     """Return the largest |difference| of the logits over the largest |logit|.
 
-    It is measured on a device, for batches of 1 and 3 images.
+    Batches of 1 and of 3 images are computed on the device.
 
     Args:
-        exported: images → logits, both on the device.
+        exported: a function that returns the logits of images; both lie on the device.
     """
     import torch
 
@@ -130,7 +133,7 @@ def largest_difference(model: Any, exported: Any, device: Any) -> float:
 
 
 def write_weights(model: Any, out: Path) -> Any:
-    """Write config.json and model.safetensors, and load them as their user does.
+    """Write config.json and model.safetensors, and return the net that a user loads from them.
 
     A timm model gets timm's config; the config of any other net has its class and its arguments.
     """
@@ -139,7 +142,7 @@ def write_weights(model: Any, out: Path) -> Any:
         loaded = _write_timm_weights(model, backbone, out)
     else:
         loaded = _write_own_weights(model, out)
-    # safetensors writes for its owner alone.
+    # safetensors writes a file that only its owner can read.
     shutil.copymode(out / "config.json", out / "model.safetensors")
     return loaded
 
@@ -213,7 +216,7 @@ def _model_arguments(model: Any, num_outputs: int) -> dict[str, Any]:
 
 
 def _any_batch_size() -> tuple[dict[int, Any]]:
-    """Return the shape of `images` in which the batch size is free, as torch.export takes it."""
+    """Return the dynamic shape of `images` for torch.export: the batch size is free."""
     import torch
 
     return ({0: torch.export.Dim("batch", min=1, max=MAX_BATCH)},)
@@ -234,7 +237,7 @@ def write_pt2(model: Any, out: Path, device: Any) -> Any:
 def write_onnx(model: Any, out: Path, device: Any) -> Any:
     """Write model.onnx with the input `images` and the output `logits`, for any batch size.
 
-    onnxruntime computes on the CPU where it is a build without CUDA.
+    A build of onnxruntime without CUDA computes on the CPU.
     """
     import onnxruntime
     import torch
@@ -271,10 +274,10 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
     """
     from lockstep.logbook.render import render
 
-    written = json.loads((out / "config.json").read_text())
-    net = written.get("model")
+    exported_config = json.loads((out / "config.json").read_text())
+    net = exported_config.get("model")
     if not net:
-        net = {"num_classes": written["num_classes"], **written["model_args"]}
+        net = {"num_classes": exported_config["num_classes"], **exported_config["model_args"]}
     arguments = [f"{key}={value!r}" for key, value in net.items() if key != "_target_"]
     sha256 = sha256_of(model.path)
     return render(
@@ -285,7 +288,7 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
         record=model.record,
         kind=_prediction_kind(model),
         metrics=_results_of_checkpoint(model.record, sha256),
-        timm=written,
+        exported_config=exported_config,
         compared=compared,
         command=redact_text(model.record.command or ""),
         sha256=sha256,
@@ -296,7 +299,7 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
 
 
 def _prediction_kind(model: Any) -> str:
-    """Return what the net gives for an image: class, labels, number, mask, or another word."""
+    """Return the kind of a prediction: class, labels, number, mask, or another word."""
     from tasks.classifier import ImageClassifier
     from tasks.multilabel import MultiLabel
 
@@ -308,7 +311,10 @@ def _prediction_kind(model: Any) -> str:
 
 
 def _results_of_checkpoint(record: RunRecord, sha256: str) -> dict[str, float]:
-    """Return the results of this very checkpoint: accuracies, and a test of all images."""
+    """Return the metrics that were measured with this very checkpoint.
+
+    These are accuracies in validation, and the test if it took all test images.
+    """
     if record.best_checkpoint.sha256 != sha256:
         return {}
     num_tested = record.metrics.get("test/images", record.num_test)
@@ -321,13 +327,14 @@ def _results_of_checkpoint(record: RunRecord, sha256: str) -> dict[str, float]:
 
 
 def call_hub(push_to: str, method: str, **arguments: Any) -> Any:
-    """Call the Hugging Face hub; raise UserError with its reason if it refuses.
+    """Call a method of the Hugging Face hub.
 
-    It refuses without a token, for example.
+    Raises:
+        UserError: the hub refuses the call, for example because there is no token.
     """
     from huggingface_hub import HfApi
 
-    # The hub raises errors of its own, and those of whatever HTTP library its client uses.
+    # The hub raises its own errors, and those of the HTTP library that its client uses.
     try:
         return getattr(HfApi(), method)(**arguments)
     except Exception as error:
@@ -338,10 +345,10 @@ def call_hub(push_to: str, method: str, **arguments: Any) -> Any:
 
 
 def export(options: dict[str, str], overrides: list[str]) -> int:
-    """Write the formats, compare each with the net, write the card; upload for push_to=.
+    """Write the formats, compare each with the net, and write the card. Upload all for push_to=.
 
     Args:
-        overrides: those of trainer=, whose device the comparison runs on.
+        overrides: those of trainer=, which choose the device of the comparison.
     """
     from lockstep.training.inference import load_finished
 
@@ -361,8 +368,10 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     out = Path(options["out"] or Path("exports") / _folder_name(model))
     out.mkdir(parents=True, exist_ok=True)
     remove_earlier_export(out)
-    compared = write_formats(model, formats, out, device)
-    for name, difference in compared.items():
+    compared: dict[str, float] = {}
+    for name, difference in write_formats(model, formats, out, device):
+        compared[name] = difference
+        # A difference of nan is too large as well.
         if not difference <= TOLERANCE:
             log.error(
                 f"{name} differs from the net by {difference:.1e} of the largest logit; "
@@ -374,26 +383,24 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     names = sorted(path.name for path in out.iterdir())
     log.info(f"{out}: {', '.join(names)}")
     if repository:
-        message = f"Export {out.name}"
-        repo_id = repository.repo_id
         # The folder of out= may hold other files, such as secrets or data.
         call_hub(
             push_to,
             "upload_folder",
-            repo_id=repo_id,
+            repo_id=repository.repo_id,
             folder_path=out,
-            commit_message=message,
-            allow_patterns=list(FILES),
+            commit_message=f"Export {out.name}",
+            allow_patterns=list(EXPORT_FILES),
         )
         log.info(f"uploaded to {repository}")
     return EXIT_OK
 
 
 def refuse_other_files(options: dict[str, str]) -> None:
-    """Refuse a folder of out= that holds files of an export's names, without overwrite=true."""
+    """Refuse a folder of out= that holds files of an export, unless overwrite=true is given."""
     if is_true(options, "overwrite") or not options["out"]:
         return
-    names = [name for name in FILES if Path(options["out"], name).exists()]
+    names = [name for name in EXPORT_FILES if Path(options["out"], name).exists()]
     if names:
         raise UserError(
             f"{options['out']} holds {', '.join(names)}, perhaps of another net: give another "
@@ -402,8 +409,8 @@ def refuse_other_files(options: dict[str, str]) -> None:
 
 
 def remove_earlier_export(out: Path) -> None:
-    """Remove the files of an earlier export: the formats of a folder are of one net."""
-    names = [name for name in FILES if (out / name).exists()]
+    """Remove the files of an earlier export, because all formats in a folder are of one net."""
+    names = [name for name in EXPORT_FILES if (out / name).exists()]
     for name in names:
         (out / name).unlink()
     if names:
@@ -411,7 +418,7 @@ def remove_earlier_export(out: Path) -> None:
 
 
 def check_exportable(model: Any) -> None:
-    """Refuse a model whose images are not defined, or whose prediction needs more than the net."""
+    """Refuse a model if the format of its images is unknown, or its net alone cannot predict."""
     if not {"image_size", "mean"} <= model.facts.keys():
         raise UserError(
             "The run's data module does not define how images are made, "
@@ -433,22 +440,24 @@ def check_exportable(model: Any) -> None:
 
 
 def _folder_name(model: Any) -> str:
-    """Return the run id; the checkpoint's name if the id, of a foreign record, is no name."""
+    """Return the run id, or the checkpoint's name if the id cannot name a folder.
+
+    A record that Lockstep has not written may have such an id.
+    """
     run_id = str(model.record.run_id)
     if RUN_ID_PATTERN.fullmatch(run_id) and ".." not in run_id:
         return run_id
     return model.path.stem
 
 
-def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dict[str, float]:
-    """Write each format and compare it with the net, until one differs by more than TOLERANCE.
+def write_formats(
+    model: Any, formats: list[str], out: Path, device: Any
+) -> Iterator[tuple[str, float]]:
+    """Write each format, and yield its name with the largest difference of its logits.
 
-    config.json is written in any case.
-
-    Returns:
-        The largest difference of each format.
+    config.json is always written. It comes with the weights, which go if no format asked for them.
     """
-    # safetensors does not name the file where a disk is full.
+    # If the disk is full, the error of safetensors does not name the file.
     try:
         net_of_weights = write_weights(model, out)
     except Exception as error:
@@ -457,25 +466,22 @@ def write_formats(model: Any, formats: list[str], out: Path, device: Any) -> dic
             raise
         raise full_disk from None
 
-    compared: dict[str, float] = {}
     for name in formats:
         # The exporters warn of their internals.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = _write_format(name, model, net_of_weights, out, device)
-            compared[name] = largest_difference(model, exported, device)
+            difference = largest_difference(model, exported, device)
         where = " on the GPU" if device.type == "cuda" else ""
-        log.info(f"{name}: logits within {compared[name]:.1e} of the net's{where}")
-        if not compared[name] <= TOLERANCE:
-            return compared
+        log.info(f"{name}: logits within {difference:.1e} of the net's{where}")
+        yield name, difference
 
     if "safetensors" not in formats:
         (out / "model.safetensors").unlink()
-    return compared
 
 
 def _write_format(name: str, model: Any, net_of_weights: Any, out: Path, device: Any) -> Any:
-    """Write a format; return what it gives for images on the device, as read from the disk."""
+    """Write a format, load it again, and return a function from images to logits on the device."""
     if name == "onnx":
         return write_onnx(model, out, device)
     if name == "pt2":

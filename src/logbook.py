@@ -30,12 +30,12 @@ from lockstep.logbook import build
 from lockstep.logbook.compare import caution_about_runs, comparison_text, title_of, write_comparison
 from lockstep.logbook.folders import RecordedRun, find_run, heading_of, is_url, read_run, read_text
 from lockstep.logbook.groups import (
-    arms_of_groups,
     caution_about_pairs,
-    members_of,
-    names_group,
-    names_of_groups,
-    runs_of_group,
+    flatten_groups,
+    is_group_text,
+    make_arms,
+    select_runs,
+    shorten_names,
 )
 from lockstep.logbook.index import write_index
 from lockstep.logbook.render import align_columns
@@ -127,7 +127,7 @@ def build_pages(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    if any(names_group(word) for word in options.runs):
+    if any(is_group_text(word) for word in options.runs):
         compare_groups(options)
         return
     runs = [_find_run(name, options) for name in options.runs]
@@ -148,16 +148,16 @@ def compare_groups(options: argparse.Namespace) -> None:
     def find_by_id(name: str) -> RecordedRun:
         return _find_run(name, options)
 
-    names = names_of_groups(options.runs)
-    members = [runs_of_group(word, all_runs, find_by_id) for word in options.runs]
+    names = shorten_names(options.runs)
+    members = [select_runs(word, all_runs, find_by_id) for word in options.runs]
     groups = dict(zip(names, members, strict=True))
-    arms = arms_of_groups(groups)
+    arms = make_arms(groups)
     caution = caution_about_pairs(groups, arms)
     lines = [*arms.lines(), *arms.winner_lines(), caution]
     print_result("\n".join(filter(None, lines)))
     title = options.title or (options.md and heading_of(read_text(options.md)))
     title = title or " beside ".join(groups)
-    runs = members_of(groups)
+    runs = flatten_groups(groups)
     if options.md:
         write_comparison(options.md, runs, title, caution=caution, arms=arms)
     write_report_and_index(options, runs, title)

@@ -6,17 +6,18 @@
 
     python src/predict.py ckpt_path=<run_id> [out=predictions-<run_id>.pt]
 
-Where the task takes numbers beside images, images= is a CSV file with the columns path and those of
-data.inputs. The second command predicts the predict_dataloader of the run's data module.
+If the task takes numbers beside images, images= is a CSV file with the column path and the columns
+of data.inputs. The second command predicts the predict_dataloader of the run's data module.
 
-Without trainer= one GPU predicts, or the CPU of a machine that has none, in the precision of the
+Without trainer= one GPU predicts, or the CPU if the machine has no GPU, in the precision of the
 training. trainer=ddp predicts images on all GPUs (ddp_sim: on two CPU processes).
 
-The CSV has classes and probabilities, a column for each label, a number, or the file of a mask, by
-the run's task. The contact sheet of a classifier, a PNG beside the CSV, shows the first images;
-captions below 50 % are red. An image that cannot be decoded has a row with the reason, and the exit
-code is then 1. A .pt file holds what predict_step returned, as a list; where there are several
-loaders it is a list of such lists. A file that out= names is replaced with overwrite=true alone.
+The task of the run decides what the CSV has: classes and probabilities, a column for each label, a
+number, or the file of a mask. The contact sheet of a classifier is a PNG beside the CSV. It shows
+the first images; captions below 50 % are red. An image that cannot be decoded has a row with the
+reason, and the exit code is then 1. A .pt file holds a list of what predict_step returned; with
+several loaders it is a list of such lists. A file that out= names is replaced only with
+overwrite=true.
 """
 
 import csv
@@ -86,7 +87,7 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     """Predict images into a CSV, or the run's own data into a .pt file.
 
     Args:
-        overrides: those of trainer=; without any this is one process.
+        overrides: those of trainer=; if there are none, one process predicts.
     """
     from lockstep.training.prediction import (
         prediction_config,
@@ -103,7 +104,8 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     cluster = find_ranks(config)
     if cluster.world_size > 1 and not options["images"]:
         raise UserError(
-            "images= is missing: several ranks predict images, and one process the run's own data."
+            "images= is missing: only one process can predict the run's own data. Give images=, or "
+            "leave trainer= out."
         )
     if cluster.starts_ranks:
         return start_prediction_ranks(config["trainer"], cluster)
@@ -123,7 +125,7 @@ def predict_on_rank(
     options: dict[str, str],
     files: dict[str, Path],
 ) -> int:
-    """Predict the part of this rank on its device; rank 0 writes what all have predicted."""
+    """Predict the images of this rank on its device. Rank 0 writes the results of all ranks."""
     from data.predicted import read_listed_images
     from lockstep.ranks.collectives import gather_objects
     from lockstep.training.inference import load_finished
@@ -163,7 +165,7 @@ def predict_on_rank(
 
 
 def choose_precision(model: Any, config: Config) -> str:
-    """Return trainer.precision, or else that of the training."""
+    """Return trainer.precision, or the precision of the training if it is not given."""
     trained_with = (model.config.get("trainer") or {}).get("precision") or "auto"
     return str(config["trainer"]["precision"] or trained_with)
 
@@ -218,9 +220,9 @@ def check_positive(option: str, text: str) -> None:
 
 
 def refuse_existing_output(options: dict[str, str]) -> None:
-    """Refuse to replace files that out= names, as they may be another run's.
+    """Refuse to replace files that out= names, because they may be of another run.
 
-    The default name has the run's id, so that it is this run's own.
+    Without out= the name contains the run's id, so the files are of the same run.
     """
     if is_true(options, "overwrite") or not options["out"]:
         return
@@ -242,19 +244,19 @@ def default_output_name(model: Any, suffix: str) -> str:
 def find_image_files(images: str) -> dict[str, Path]:
     """Return the images of images= by their names in the CSV; {} without images=.
 
-    Names are relative to the folder if there is one folder alone, else they are as typed.
+    If images= is a single folder, names are relative to it. Otherwise they are as typed.
 
     Raises:
-        UserError: there is none, or a path is neither an image nor a folder.
+        UserError: there are no images, or a path is neither an image nor a folder.
     """
     if not images:
         return {}
-    typed = _typed_paths(images)
+    paths_of_images = _split_paths(images)
     files: dict[str, Path] = {}
     left_out: dict[str, list[str]] = {}
-    for path in typed:
+    for path in paths_of_images:
         for name, file in _find_images(path, left_out).items():
-            files[name if len(typed) == 1 else str(file)] = file
+            files[name if len(paths_of_images) == 1 else str(file)] = file
 
     # As "5 .txt files (a.txt, b.txt, c.txt, …)".
     reasons = [
@@ -269,8 +271,8 @@ def find_image_files(images: str) -> dict[str, Path]:
     return files
 
 
-def _typed_paths(images: str) -> list[Path]:
-    """Return the paths between the commas; a path that exists may contain a comma itself."""
+def _split_paths(images: str) -> list[Path]:
+    """Return the paths between the commas, or a single path that exists and has commas in it."""
     if Path(images).exists():
         return [Path(images)]
     parts = [part.strip() for part in images.split(",")]
@@ -278,7 +280,7 @@ def _typed_paths(images: str) -> list[Path]:
 
 
 def _find_images(path: Path, left_out: dict[str, list[str]]) -> dict[str, Path]:
-    """Return the images below a folder by their names in it, or the one image."""
+    """Return the images below a folder by their names in it. A file is one image."""
     if path.is_dir():
         return {name: path / name for name in _images_below(path, left_out)}
     if path.is_file():
@@ -296,10 +298,7 @@ def _images_below(folder: Path, left_out: dict[str, list[str]]) -> list[str]:
 
 
 def refuse_missing_numbers(model: Any) -> None:
-    """
-    Raises:
-        UserError: the task takes numbers beside an image, which a folder does not have.
-    """
+    """Refuse images without numbers for a task that takes numbers beside an image."""
     inputs = model.facts.get("inputs")
     if inputs:
         raise UserError(
@@ -316,7 +315,7 @@ def predict_files(
     top: int,
     progress: Any,
 ) -> dict[str, Row]:
-    """Return the row of each file of this rank; its only column is `error` if it is damaged."""
+    """Return the row of each file of this rank. A damaged file has only the column `error`."""
     names = list(files)
     loader = data.predict_dataloader()
     rows: dict[str, Row] = {}
@@ -338,15 +337,14 @@ def predict_files(
 
 
 def prediction_rows(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
-    """Return the row of each image from what predict_step returned for a batch.
-
-    Masks are written as PNG files.
+    """Return the row of each image of a batch. Masks are written as PNG files.
 
     Args:
-        masks: the folder for them.
+        outputs: what predict_step returned for the batch.
+        masks: the folder for the files of masks.
 
     Raises:
-        UserError: the result is not a tensor of numbers, vectors or masks.
+        UserError: the outputs are not a tensor of numbers, vectors or masks.
     """
     import torch
 
@@ -372,7 +370,7 @@ def prediction_rows(model: Any, outputs: Any, names: list[str], masks: Path, top
 
 
 def _rows_of_vectors(outputs: Any, classes: list[str]) -> list[Row]:
-    """Return a column for each class, or numbered columns where the values are not classes."""
+    """Return a column for each class, or numbered columns if there are more or fewer values."""
     columns = classes
     if len(classes) != outputs.shape[1]:
         columns = [str(i) for i in range(outputs.shape[1])]
@@ -394,13 +392,13 @@ def _rows_of_classes(probabilities: Any, classes: list[str], top: int) -> list[R
 
 
 def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Path) -> list[Row]:
-    """Write a mask for each image; a.jpg and a.png have one each."""
+    """Write a mask for each image. The masks of a.jpg and a.png are a.jpg.png and a.png.png."""
     import torch
     from PIL import Image
 
     from lockstep.data.targets import find_grey_levels
 
-    # Masks have the grey levels of those that the run was trained on.
+    # The masks have the grey levels of the masks in training.
     levels = find_grey_levels(classes)
     if levels is not None:
         outputs = torch.tensor(levels)[outputs.long().cpu()]
@@ -416,7 +414,7 @@ def _rows_of_masks(outputs: Any, classes: list[str], names: list[str], masks: Pa
 
 
 def reading_of_sheet(model: Any) -> Any:
-    """Return how the contact sheet reads files: in colour where the net gets grey."""
+    """Return the reading of files for the contact sheet: in colour, also if the net gets grey."""
     reading = model.reading
     if reading.channels == 1 and not reading.bands:
         return replace(reading, channels=3)
@@ -426,7 +424,7 @@ def reading_of_sheet(model: Any) -> Any:
 def write_results(
     rows: dict[str, Row], files: dict[str, Path], paths: OutputPaths, images: str, reading: Any
 ) -> int:
-    """Write the table and the contact sheet, say so, and return the exit code.
+    """Write and log the table and the contact sheet, and return the exit code.
 
     Args:
         reading: how the files become pixels.
@@ -470,12 +468,12 @@ def write_table(path: Path, rows: dict[str, Row]) -> None:
 def _format_cell(value: str | float) -> str | float:
     if not isinstance(value, float):
         return value
-    # Targets of a small unit keep six digits, too.
+    # Small numbers keep six digits, too.
     return f"{value:.6g}" if 0 < abs(value) < 0.1 else f"{value:.6f}"
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) -> None:
-    """Draw images with their classes, and captions below UNSURE_BELOW in red."""
+    """Draw images with their classes. Captions below the probability UNSURE_BELOW are red."""
     from lockstep.data.contact_sheet import Tile, write_contact_sheet
 
     tiles = []
@@ -491,7 +489,7 @@ def write_sheet(path: Path, classified: list[tuple[Path, Row]], reading: Any) ->
 def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
     """Save what predict_step returns for the batches of the run's data.
 
-    They are those of predict_dataloader, or else the test images.
+    The batches are those of predict_dataloader, or of the test images if there is none.
     """
     import torch
 
@@ -502,12 +500,12 @@ def predict_own_data(predictor: Any, options: dict[str, str]) -> int:
     out = Path(options["out"] or default_output_name(predictor.model, ".pt"))
     if out.suffix != ".pt":
         raise UserError(
-            "images= is missing: a CSV is of a folder of images, "
-            "and out=FILE.pt of the run's own data."
+            "images= is missing: a CSV needs a folder of images. Predictions of the run's own "
+            "data go into out=FILE.pt."
         )
 
     data = None
-    # With data=none the module has the loaders.
+    # With data=none the LightningModule has the loaders.
     if predictor.model.config["data"].get("_target_"):
         data = load_data(options["ckpt_path"], Path(options["log_dir"]))
         set_device(data, predictor.device)

@@ -241,7 +241,7 @@ def test_the_number_of_workers_changes_nothing(trained, tmp_path):
         (["trainer=nosuch"], "nosuch"),
         (["task.test_time_flip=maybe"], "must be true or false"),
         (["data.num_workers=some"], "must be auto or a whole number"),
-        (["trainer=ddp_sim", "images="], "several ranks predict images"),
+        (["trainer=ddp_sim", "images="], "only one process can predict"),
     ],
 )
 def test_what_a_machine_or_a_task_lacks_is_refused(trained, tmp_path, capsys, words, said):

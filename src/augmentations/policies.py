@@ -121,7 +121,7 @@ class ThreeAugment(ResizedCrop):
 
         mode = InterpolationMode(framing.interpolation)
         return [
-            v2.Lambda(framing.trimmed),
+            v2.Lambda(framing.trim),
             v2.Resize(framing.image_size, mode),
             v2.RandomCrop(framing.image_size, PADDING, padding_mode="reflect"),
         ]

@@ -1,4 +1,4 @@
-"""Columns of a table: by their names in any case and by what they hold."""
+"""Find the columns of a table by their names in upper or lower case, and by their values."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLIT_OF, SPLITS
 from lockstep.process.errors import UserError
 
-# Names that are tried where a table has no column path, label or split.
+# These names are tried if a table has no column path, label or split.
 ALIASES = {
     "path": ("file", "filename", "file_name", "filepath", "image", "image_path", "img"),
     "label": ("labels", "class", "class_name", "target", "category"),
@@ -16,12 +16,12 @@ ALIASES = {
 
 
 def find_column(names: Sequence[str], column: str) -> str:
-    """Return the column of a name in any case, "" where there is none.
+    """Return the column with a name in upper or lower case; "" if there is none.
 
-    For path, label and split it may have another usual name.
+    The columns path, label and split may also have one of their ALIASES.
     """
     for usual in (column, *ALIASES.get(column, ())):
-        # The same case comes first.
+        # A column in the same case comes first.
         for name in (usual, *names):
             if name in names and name.lower() == usual.lower():
                 return name
@@ -29,10 +29,10 @@ def find_column(names: Sequence[str], column: str) -> str:
 
 
 def require_column(path: Path, names: Sequence[str], column: str, option: str) -> str:
-    """Return the column of a name as `find_column` does.
+    """Return the column of `find_column`.
 
     Raises:
-        UserError: there is none; it tells the `option` to give.
+        UserError: there is none. The error says which `option` to give.
     """
     name = find_column(names, column)
     if name:
@@ -47,7 +47,7 @@ def find_number_columns(
     """Return the table's column for each name that the module's options give."""
     columns = {}
     for name, option in module.column_options.items():
-        # Weights are of training images alone: the table of an evaluation need not have them.
+        # Only training images need weights, so the table of an evaluation may lack them.
         is_needed = option != "sampling" or module.stage != "test"
         if is_needed or find_column(names, name):
             columns[name] = require_column(path, names, name, option)
@@ -57,7 +57,7 @@ def find_number_columns(
 def parse_split_column(
     values: Sequence[str], column: str, location: Callable[[int], str]
 ) -> list[int]:
-    """Return the split that each value of a column names; [] where it is about something else.
+    """Return the split that each value of a column names; [] if the column names no splits.
 
     Args:
         location: returns what to call the row of a number.

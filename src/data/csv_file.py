@@ -28,7 +28,7 @@ class CSVTable:
     warnings: list[str] = field(default_factory=list)
 
     def location(self, row: int) -> str:
-        """Return what messages call a row."""
+        """Return the name of a row in messages."""
         return f"{self.path}, line {self.lines[row]}"
 
     def column(self, name: str) -> list[str]:
@@ -38,7 +38,7 @@ class CSVTable:
         """Write 3,5 as 3.5 in columns of numbers.
 
         Raises:
-            UserError: a number as 1,234 may mean 1.234 or 1234.
+            UserError: a number such as 1,234 may mean 1.234 or 1234.
         """
         example = ""
         for i, row in enumerate(self.rows):
@@ -58,7 +58,7 @@ class CSVTable:
             self.warnings.append(f"{self.path} has decimal commas: {example} is read as {number}.")
 
     def find_one_hot_columns(self, names: Iterable[str]) -> list[str]:
-        """Return the columns of 0 and 1 among these if each row has a single 1; [] otherwise."""
+        """Return the columns among these that hold 0 and 1, if each row has a single 1; else []."""
         columns = [name for name in names if set(self.column(name)) <= FLAGS]
         if len(columns) < 2:
             return []
@@ -69,10 +69,10 @@ class CSVTable:
 
 
 def read_csv(path: Path) -> CSVTable:
-    """Return the table in a file of commas, semicolons, tabs or bars.
+    """Return the table in a file whose cells are separated by commas, semicolons, tabs or bars.
 
     Raises:
-        UserError: it cannot be read, a line has another number of values, or it has no rows.
+        UserError: the file cannot be read, has no rows, or a line has another number of values.
     """
     try:
         data = path.read_bytes()

@@ -32,22 +32,25 @@ from lockstep.data.targets import (
 )
 from lockstep.process.errors import UserError
 
-# The images of so many items count in the hash of the data, and in mean and deviation of deep ones.
+# The number of items whose images are hashed, and of those whose mean and deviation are measured.
 SAMPLED_ITEMS = 32
 MEASURED_ITEMS = 256
 EIGHT_BITS = "8 bits"
 MOST_BANDS = 4  # red, green, blue and alpha
 GIVE_RANGE = "give data.range=[BLACK,WHITE], as [0,4095], or data.range=image"
-DatasetItem = tuple[Any, int]  # a data set and the number of an item
+# A data set and the number of an item in it.
+DatasetItem = tuple[Any, int]
 
 
 class DatasetDataModule(ListedDataModule):
-    """Images are Pillow images, arrays (height, width, channels) or tensors (channels, …).
+    """The data module of up to three torch Datasets.
 
-    They are of bytes, or of floats from 0 to 1; with `range` of any numbers, which are read in full
-    depth. Labels come from the data set's `targets` or
-    `labels`, as torchvision names them, else from a look at every item; class names from its
-    `classes`. Masks are Pillow images, or arrays or tensors (height, width).
+    Images are Pillow images, arrays (height, width, channels) or tensors (channels, …). Values are
+    bytes, or floats from 0 to 1. With `range` they may be any numbers, which are read in full
+    depth. Masks are Pillow images, or arrays or tensors (height, width).
+
+    The labels are the data set's `targets` or `labels`, as torchvision names them. If it has
+    neither, every item is read. The class names are its `classes`.
     """
 
     target_choices = ("class", "number", "mask", "any")
@@ -68,7 +71,7 @@ class DatasetDataModule(ListedDataModule):
                 "and values in the Dataset."
             )
         if self.range_option != AUTO:
-            self.reading = replace(self.reading, limits=self.range_option)
+            self.reading = replace(self.reading, value_range=self.range_option)
             self.has_float_pixels = self.reading.has_float_pixels
         if not hasattr(dataset, "__getitem__"):
             raise UserError(
@@ -85,7 +88,7 @@ class DatasetDataModule(ListedDataModule):
         return DatasetImages(self._datasets, self.target, self.reading, self.unknown)
 
     def decode_source(self) -> None:
-        """Measure some images where they are deep, and leave them all to the workers."""
+        """Measure some images if they are deep. Workers decode the images later."""
         depth = self.source.depth
         if self.has_float_pixels:
             self.depth_note = self._describe_depth(depth)
@@ -97,10 +100,10 @@ class DatasetDataModule(ListedDataModule):
             )
 
     def _measure_colours(self) -> None:
-        """Set mean and deviation of deep images.
+        """Measure and set mean and deviation of deep images.
 
-        Each rank measures the same ones from the same seeds. Nothing tells whether a cached value
-        is still right.
+        Each rank measures the same images from the same seeds. The values are not cached, because
+        nothing tells whether a cached value is still right.
         """
         positions = self._pick_measured_positions(MEASURED_ITEMS)
         with fixed_seeds():
@@ -112,12 +115,12 @@ class DatasetDataModule(ListedDataModule):
 
 
 class DatasetImages(ImageList):
-    """The items of up to three data sets: to train, validate and test on.
+    """The items of up to three data sets, which train, validate and test.
 
     Args:
         target: class, number, mask, or any, which takes the targets as they are.
-        reading: how images become pixels, of which channels and black and white count.
-        unknown: the number of several labels that means "not known"; None: there is none.
+        reading: how images become pixels. Only its channels and its range count.
+        unknown: the number in several labels that means "not known"; None: there is none.
     """
 
     reads_files = False
@@ -140,7 +143,7 @@ class DatasetImages(ImageList):
                 self._dataset_items.append((dataset, i))
         super().__init__(Path(), items)
 
-        # Whether images can be used is known before training.
+        # An image that cannot be used is refused before training.
         self.open(0)
         self.depth = self._find_depth()
         if target != "class":
@@ -154,7 +157,10 @@ class DatasetImages(ImageList):
             )
 
     def _find_depth(self) -> str:
-        """Return "16 bits", by the first image. Floats from 0 to 1 count as 8 bits by default."""
+        """Return the depth of the first image, as "16 bits".
+
+        Without `range` floats from 0 to 1 count as 8 bits.
+        """
         dataset, i = self._dataset_items[0]
         with fixed_seeds():
             dtype = _to_array(dataset[i][0]).dtype
@@ -164,7 +170,7 @@ class DatasetImages(ImageList):
         return Header(dtype).depth
 
     def _read_labels(self, dataset: Any) -> tuple[list[int], Any]:
-        """Return the label of each item, and the names of the classes or None."""
+        """Return the label of each item, and the names of the classes, or None for the names."""
         if self._target != "class":
             return [0] * len(dataset), None
         transform = getattr(dataset, "target_transform", None)
@@ -174,7 +180,7 @@ class DatasetImages(ImageList):
             if labels is None:
                 items = [_to_whole_number(dataset[i][1]) for i in range(len(dataset))]
                 return items, None if transform else classes
-            # A target_transform may number the classes anew. Then nothing says their names.
+            # A target_transform may number the classes anew. Then their names are not known.
             if not transform:
                 return [_to_whole_number(label) for label in labels], classes
             python_labels = [_to_python(label) for label in labels]
@@ -187,11 +193,11 @@ class DatasetImages(ImageList):
             ) from None
 
     def _read_targets(self, classes: Sequence[Any] | None) -> None:
-        """Read the targets of all items but their masks, which are read with their images."""
+        """Read the targets of all items, except masks, which are read with their images."""
         self.mask_names = self._find_mask_names()
         names = [name for name in self._read_target(0) if name not in self.mask_names]
         columns: dict[str, list[Any]] = {name: [] for name in names}
-        # An item may be slow to make, and without such names it is not needed.
+        # An item may be slow to make. If all targets are masks, no item is read here.
         for i in range(len(self) if names else 0):
             target = self._read_target(i)
             for name in names:
@@ -212,7 +218,7 @@ class DatasetImages(ImageList):
         return _name_targets(dataset[i][1])
 
     def _find_mask_names(self) -> list[str]:
-        """Return the names of the masks: pictures, or arrays of the image's size."""
+        """Return the names of the masks: they are pictures, or arrays of the image's size."""
         dataset, i = self._dataset_items[0]
         image, target = dataset[i]
         size = _to_array(image).shape[:2]
@@ -234,7 +240,7 @@ class DatasetImages(ImageList):
         return numbers
 
     def _refuse_not_finite(self, name: str, numbers: np.ndarray) -> None:
-        """Refuse a number to predict that is nan or infinite: every loss would be nan."""
+        """Refuse a target that is nan or infinite, because every loss would be nan."""
         wrong = np.flatnonzero(~np.isfinite(numbers.reshape(len(numbers), -1)).all(1))
         if not len(wrong):
             return
@@ -266,8 +272,8 @@ class DatasetImages(ImageList):
     def _hash_items(self) -> str:
         """Return a hash of the targets and of the images of 32 evenly spaced items.
 
-        The images do not count where an item is another one each time it is read, although random
-        transforms start from the same seeds.
+        The image of an item does not count if it differs each time, although random transforms
+        start from the same seeds.
         """
         positions = np.linspace(0, len(self) - 1, min(len(self), SAMPLED_ITEMS))
         pixels = []
@@ -275,7 +281,7 @@ class DatasetImages(ImageList):
             first = _read_from_seed(self.open, position)
             if all(map(np.array_equal, first, _read_from_seed(self.open, position))):
                 pixels += first
-        return hash_arrays(pixels, self.targets, self.class_names, self.splits)
+        return hash_arrays(pixels, self.targets, self.class_names, self.split_ids)
 
     def hash(self) -> str:
         return self.list_hash
@@ -302,16 +308,16 @@ class DatasetImages(ImageList):
         array = add_band_axis(_to_array(image))
         if array.dtype == bool:
             array = array.astype(np.uint8) * 255
-        if reading.limits is None and array.dtype.kind == "f":
+        if reading.value_range is None and array.dtype.kind == "f":
             _refuse_other_floats(array)
-            reading = replace(reading, limits=(0.0, 1.0))
-        elif reading.limits is None and array.dtype != np.uint8:
+            reading = replace(reading, value_range=(0.0, 1.0))
+        elif reading.value_range is None and array.dtype != np.uint8:
             raise ValueError(f"the image has the type {array.dtype}: {GIVE_RANGE}")
         return reading.to_image(FileValues(array))
 
 
 def _name_labels(labels: Sequence[int], classes: Any, split: str) -> list[str]:
-    """Return the class name of each label; a name that two classes have gets its number.
+    """Return the class name of each label. If two classes share a name, it gets their number.
 
     Raises:
         UserError: a label is no class.
@@ -376,7 +382,7 @@ def _to_mask(value: Any) -> np.ndarray:
 
 @contextmanager
 def fixed_seeds() -> Iterator[None]:
-    """Draw from the same seeds in every process, and restore the streams of random numbers."""
+    """Seed all random generators with 0 in every process, and restore them at the end."""
     with isolate_rng(include_cuda=False):
         torch.default_generator.manual_seed(0)
         random.seed(0)
@@ -385,7 +391,7 @@ def fixed_seeds() -> Iterator[None]:
 
 
 def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
-    """Return the pixels of an item and its masks, [] where the loader will refuse it."""
+    """Return the pixels of an item and its masks; [] if the loader will refuse the item."""
     with fixed_seeds(), suppress(UserError):
         return [np.asarray(picture) for picture in open_sample(position)]
     return []
@@ -432,7 +438,7 @@ def _to_pillow(image: Any) -> Image.Image:
 def _get_labels(dataset: Any) -> Any:
     """Return the labels that a data set has as an attribute, or None."""
     labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    # An attribute of that name may be another thing, such as the list of the classes.
+    # An attribute with this name may mean something else, such as the list of classes.
     if not hasattr(labels, "__len__") or len(labels) != len(dataset):
         return None
     return labels

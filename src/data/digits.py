@@ -9,7 +9,7 @@ from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 
 
 class DigitsDataModule(ImageDataModule):
-    """Ten digits in grey; the last 360 of one fixed permutation are the test set.
+    """Ten digits in grey. The last 360 images of a fixed permutation are the test set.
 
     Source: UCI Optical Recognition of Handwritten Digits, as in `sklearn.datasets.load_digits`.
     """
@@ -22,7 +22,7 @@ class DigitsDataModule(ImageDataModule):
         super().__init__(image_size=image_size, **options)
 
     def read(self) -> ImageSet:
-        # load_digits would take a second to import.
+        # The import of load_digits would take a second.
         file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
         table = np.loadtxt(str(file), delimiter=",")
         table = table[np.random.default_rng(0).permutation(len(table))]

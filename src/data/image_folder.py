@@ -1,12 +1,11 @@
 """Images in folders, one folder per class."""
 
-import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data.folder_layout import FolderLayout, split_folders
+from data.folder_layout import FolderLayout, find_split_folders
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
@@ -23,9 +22,10 @@ from lockstep.process.errors import UserError
 
 
 class ImageFolderDataModule(ListedDataModule):
-    """Folders root/<class>/, or root/train/<class>/ beside val/ and test/, by any of their names.
+    """Images in root/<class>/, or in root/train/<class>/ beside val/ and test/ or similar names.
 
-    With target=mask they are images/ and masks/, with files of one name up to their endings.
+    With target=mask the folders images/ and masks/ stand in place of the classes. An image and its
+    mask have the same name, except for the ending.
     """
 
     target_choices = ("class", "number", "mask")
@@ -37,11 +37,18 @@ class ImageFolderDataModule(ListedDataModule):
         self._root = resolve_root(root, "a folder with one folder of images per class")
 
     def list_images(self) -> ImageList:
+        self._check_root()
         left_out: LeftOut = {}
-        warnings: list[str] = []
-        layout, images = self._read_layout(left_out)
-        holds_classes = self.target == "class"
-        splits = split_folders(layout, self.splits_option, warnings, holds_classes=holds_classes)
+        folders: list[str] = []
+        images = list_files(self._root, left_out, folders)
+        layout = FolderLayout.from_listing(self._root, folders, images)
+        if not layout.subfolders:
+            raise UserError(
+                f"{self._root} has no class folders: put the images into {self._root}/<class>/."
+            )
+        splits, warning = find_split_folders(
+            layout, self.splits_option, holds_classes=self.target == "class"
+        )
 
         by_folder: dict[str, list[Item]] = {
             folder: [] for folder in self._list_label_folders(layout, splits)
@@ -52,32 +59,34 @@ class ImageFolderDataModule(ListedDataModule):
                 by_folder[folder].append(item)
             else:
                 left_out.setdefault(_explain_left_out(item.name, splits), []).append(item.name)
-        for folder, items in by_folder.items():
-            self._label_items(folder, items, splits, left_out)
 
-        labelled = list(itertools.chain.from_iterable(by_folder.values()))
+        labelled: list[Item] = []
+        for folder, items in by_folder.items():
+            split_folder, _, label = folder.rpartition("/")
+            split = splits.get(split_folder, TRAIN)
+            if not items and split == TRAIN:
+                raise self._no_images_error(folder, left_out)
+            labelled += self._label_items(items, label, split)
         if self.target == "mask":
             labelled = self._pair_with_masks(labelled)
         return ImageList(
-            self._root, labelled, left_out=left_out, target=self.target, warnings=warnings
+            self._root,
+            labelled,
+            left_out=left_out,
+            target=self.target,
+            warnings=[warning] if warning else [],
         )
 
-    def _read_layout(self, left_out: LeftOut) -> tuple[FolderLayout, list[Item]]:
+    def _check_root(self) -> None:
         root = self._root
         if not root.is_dir():
             fault = "is a file" if root.exists() else "does not exist"
             raise UserError(
                 f"data.root={root} {fault}: give a folder with one folder of images per class."
             )
-        folders: list[str] = []
-        images = list_files(root, left_out, folders)
-        layout = FolderLayout.from_listing(root, folders, images)
-        if not layout.subfolders:
-            raise UserError(f"{root} has no class folders: put the images into {root}/<class>/.")
-        return layout, images
 
     def _list_label_folders(self, layout: FolderLayout, splits: dict[str, int]) -> list[str]:
-        """Return <class>, or <split>/<class>, in the order of the splits and classes."""
+        """Return the folders of labels, <class> or <split>/<class>, sorted by split and class."""
         if not splits:
             return self._sort_labels(layout.subfolders)
         folders = []
@@ -89,34 +98,29 @@ class ImageFolderDataModule(ListedDataModule):
     def _sort_labels(self, folders: Iterable[str]) -> list[str]:
         return ["images", "masks"] if self.target == "mask" else sort_classes(folders)
 
-    def _label_items(
-        self, folder: str, items: list[Item], splits: dict[str, int], left_out: LeftOut
-    ) -> None:
-        """Set label, split and group of the images of one folder.
+    def _no_images_error(self, folder: str, left_out: LeftOut) -> UserError:
+        """Return the error on a folder to train on that holds no images."""
+        excluded = {}
+        for reason, names in left_out.items():
+            below = [name for name in names if name.startswith(f"{folder}/")]
+            if below:
+                excluded[reason] = below
+        return UserError(
+            f"{self._root / folder} holds no images (left out: {describe_counts(excluded)}): "
+            "add some or remove it."
+        )
 
-        Raises:
-            UserError: a folder to train on holds no images.
-        """
-        split_folder, _, label = folder.rpartition("/")
-        split = splits.get(split_folder, TRAIN)
-        if not items and split == TRAIN:
-            excluded = {}
-            for reason, names in left_out.items():
-                below = [name for name in names if name.startswith(f"{folder}/")]
-                if below:
-                    excluded[reason] = below
-            raise UserError(
-                f"{self._root / folder} holds no images (left out: {describe_counts(excluded)}): "
-                "add some or remove it."
-            )
+    def _label_items(self, items: list[Item], label: str, split: int) -> list[Item]:
+        """Set label, split and group of images, and return them."""
         for item in items:
             item.label = label
             item.split = split
             if self.group:
                 item.group = match_group(self.group, item.name)
+        return items
 
     def _pair_with_masks(self, items: list[Item]) -> list[Item]:
-        """Return the images with the paths of their masks: images/NAME.* has masks/NAME.*."""
+        """Return the images labelled with their masks: images/NAME.* has masks/NAME.*."""
         masks = {os.path.splitext(item.name)[0]: item.name for item in items if _is_mask(item)}
         images = []
         faults = []
@@ -140,7 +144,7 @@ def _is_mask(item: Item) -> bool:
 
 
 def _get_label_folder(name: str, *, has_splits: bool) -> str:
-    """Return the first folder of a path, or the first two where the first one is a split."""
+    """Return the first folder of a path, or the first two folders if the first is a split."""
     return "/".join(name.split("/", 2 if has_splits else 1)[:-1])
 
 

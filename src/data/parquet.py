@@ -18,19 +18,26 @@ from lockstep.data.node_cache import Content
 from lockstep.process.errors import UserError
 
 ENCODED = "encoded.bin"
-ROWS = 64  # rows of a file that are read at a time
+# The rows of a file that are read at a time.
+ROWS = 64
 
 
 @dataclass
 class ParquetColumns:
-    """The columns of a parquet file that are read."""
+    """The columns of a parquet file that are read.
+
+    Args:
+        class_names: the names that the file declares; [] if it declares none.
+        group, split: "" if there is no such column.
+        numbers: see `find_number_columns`.
+    """
 
     image: str
     labels: list[str]
-    class_names: list[str]  # as the file declares them; [] if it does not
+    class_names: list[str]
     group: str
     split: str
-    numbers: dict[str, str]  # as of `find_number_columns`
+    numbers: dict[str, str]
 
     @property
     def all(self) -> list[str]:
@@ -43,9 +50,9 @@ class CopiedRows:
     """The facts beside the images that were copied out of a parquet file.
 
     Args:
-        items: the images, in the form that ReadShard says.
-        split_names: names of their splits, where a column tells them.
-        files: for each image the file that its row names, as identify_file returns it, or None.
+        items: the `items` of ReadShard.
+        split_names: the names of their splits, if a column says them.
+        files: the `files` of ReadShard. A row may name the file of its image.
         unlabelled: the names of rows without a label.
     """
 
@@ -56,10 +63,10 @@ class CopiedRows:
 
 
 class ParquetDataModule(ListedDataModule):
-    """Images in parquet files, which are copied once into the node's cache to be read one by one.
+    """Images in parquet files. Each node copies them once into its cache, to read single images.
 
-    Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml
-    explains the options; `group` may name a column.
+    A cell of the image column is an encoded image, a path, or a struct with `bytes` or `path`.
+    configs/data/parquet.yaml explains the options. `group` may name a column.
     """
 
     def __init__(
@@ -125,7 +132,7 @@ class ParquetDataModule(ListedDataModule):
         columns: ParquetColumns,
         destination: Path,
     ) -> CopiedRows:
-        """Write the encoded images one after the other into the file `destination`."""
+        """Write the encoded images, one after the other, into the file `destination`."""
         copied = CopiedRows()
         with destination.open("wb") as out:
             for row_number, row in enumerate(rows):
@@ -162,7 +169,7 @@ class ParquetDataModule(ListedDataModule):
         return _name_class(value, f"{location}: {columns.labels[0]}", columns.class_names)
 
     def _find_columns(self, path: Path, schema: Any) -> ParquetColumns:
-        """Return the columns, as stated or declared."""
+        """Return the columns, which the options name or the file declares."""
         types = {column.name: str(column.type) for column in schema}
         features = _read_hugging_face_features(schema, types)
         image = self._find_image_column(path, types, features)
@@ -207,7 +214,7 @@ class ParquetDataModule(ListedDataModule):
 
 
 def _read_hugging_face_features(schema: Any, types: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return what Hugging Face's datasets write about the columns, {} where they did not."""
+    """Return what Hugging Face's datasets has written about the columns; {} if it has not."""
     with suppress(KeyError, TypeError, ValueError):
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return {
@@ -223,7 +230,7 @@ def _list_declared(features: Mapping[str, Mapping[str, Any]], kind: str) -> list
 
 
 def _get_bytes_or_file(image: Any, location: str, folder: Path) -> bytes | Path:
-    """Return the bytes of one image, or the file beside the table that holds them."""
+    """Return the bytes of an image, or the path of its file beside the table."""
     value = image
     if isinstance(image, Mapping):
         value = image.get("bytes") or image.get("path")
@@ -244,7 +251,7 @@ def _read_group(row: Mapping[str, Any], column: str, location: str) -> str | Non
     """Return the group of a row of a parquet file; None without a column of groups.
 
     Raises:
-        UserError: the row has none.
+        UserError: the cell of the column is empty.
     """
     if not column:
         return None
@@ -254,7 +261,7 @@ def _read_group(row: Mapping[str, Any], column: str, location: str) -> str | Non
 
 
 def _to_json(value: Any) -> Any:
-    """Return a number as it is, and text of anything else, such as a decimal, for JSON."""
+    """Return a value for JSON: a number as it is, and anything else, such as a decimal, as text."""
     if isinstance(value, list):
         return [_to_json(item) for item in value]
     return value if isinstance(value, int | float) else str(value)

@@ -1,4 +1,4 @@
-"""The images that a CSV file lists for a prediction, with the numbers beside them."""
+"""Read the images and the numbers beside them that a CSV file lists for a prediction."""
 
 import math
 from collections.abc import Iterable
@@ -14,13 +14,14 @@ Numbers = dict[str, float]
 def read_listed_images(
     path: Path, inputs: Iterable[str]
 ) -> tuple[dict[str, Path], dict[str, Numbers]]:
-    """Return the files of a table with a column path, and the numbers of each, by name.
+    """Return the files in the column path of a table by name, and the numbers of each by name.
 
     Args:
-        inputs: the columns of numbers that are needed.
+        inputs: the names of the columns of numbers.
 
     Raises:
-        UserError: a column is missing, a value is no number, or an image has different numbers.
+        UserError: a column is missing, a value is no number, or two lines give one image different
+            numbers.
     """
     table = read_csv(path)
     names = table.column(require_column(path, table.names, "path", "path_column"))

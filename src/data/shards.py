@@ -1,8 +1,8 @@
-"""List images that lie in a few large files, each of which is read once per node."""
+"""List images that lie in a few large files. Each node reads a file once."""
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,28 +26,35 @@ from lockstep.data.node_cache import Content, load_or_build
 from lockstep.process.errors import UserError
 
 ReadShard = Callable[[Path, Path], Content]
-"""(file, folder of the cache) → what the file holds, as JSON values:
+"""A function of a file and its folder in the cache, which lists the file as JSON values:
 
-items: for each image its name in the file, its label (text, or a list of numbers), first byte,
-    size, and group if a column says it, else None; perhaps numbers of further columns by
-    name.
-left_out: names by reason.
-data: the file that it wrote into `folder` with images that cannot be read in place; else None.
-files: for each image the file beside this one that it is a copy of, as of identify_file, or None;
-    [] where there are none.
-splits: those of images in a file to train on, if a column says.
+items: the values of a ShardItem for each image.
+left_out: the names of what is skipped, by reason.
+data: the name of the file in the folder that it wrote, if the images cannot be read in place, else
+    None.
+files: for each image the result of identify_file for the file that it was copied from, or None; []
+    if no image is a copy.
+splits: the split of each image, if a column says it, else [].
 """
 
 
 class ShardItem(NamedTuple):
-    """One of the items of a ReadShard."""
+    """An image in a file of several.
+
+    Attributes:
+        label: text, or a list of numbers.
+        offset: its first byte in the file.
+        num_bytes: the number of its bytes.
+        group: the group that a column says; None: no column says it.
+        column_values: its values in further columns by name.
+    """
 
     name: str
     label: Any
-    start: int
-    size: int
+    offset: int
+    num_bytes: int
     group: str | None = None
-    numbers: dict[str, Any] | None = None
+    column_values: dict[str, Any] | None = None
 
 
 # A revision such as refs/convert/parquet has two slashes, as in the hub's own addresses.
@@ -59,12 +66,12 @@ HUB_ADDRESS = re.compile(
 
 @dataclass
 class Shards:
-    """The files of one ending in a folder, or a single one.
+    """The files of one ending in a folder, or a single file.
 
     Args:
-        module: has the options `splits` and `group`, and the cache.
+        module: the data module, with the options `splits` and `group`, and the cache.
         root: data.root.
-        options: what `read` depends on, as JSON values.
+        options: the options that change what `read` returns, as JSON values.
     """
 
     module: ListedDataModule
@@ -74,8 +81,6 @@ class Shards:
     options: Sequence[Any]
 
     def __post_init__(self) -> None:
-        # The first file in which a column tells the splits (True), and the first without (False).
-        self._first_files: dict[bool, str] = {}
         root = self.root
         if str(root).startswith("hf://"):
             root = download_from_hub(str(root), self.suffix, self.module.cache_dir / "hub")
@@ -84,24 +89,19 @@ class Shards:
     def list_images(self, label_columns: Sequence[str] = ()) -> ImageList:
         module = self.module
         left_out: LeftOut = {}
-        shards = self._find_files(left_out)
+        split_of_file = self._find_files(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
         items: list[Item] = []
-        self._first_files = {}
-        for name, split in tqdm(shards.items(), f"Reading {len(shards)} files", disable=None):
-            items += self._list_items(folder, name, split, left_out)
-        if len(self._first_files) == 2:
-            raise UserError(
-                f"{self._root}: a column of {self._first_files[True]} names splits, and none of "
-                f"{self._first_files[False]} does. Give train, val or test in each file, or "
-                "data.splits=false to draw the splits."
-            )
-        has_splits = True in self._first_files or any(map(_parse_path_splits, shards))
-        if module.splits_option is True and not has_splits:
-            raise UserError(
-                f"data.splits=true, but no file in {self._root} is named as a split: rename the "
-                "files train-…, val-… and test-…, or leave data.splits out."
-            )
+        # The first file to train on whose column says splits (True), and the first without (False).
+        first_files: dict[bool, str] = {}
+        for name, split in tqdm(split_of_file.items(), "Reading files", disable=None):
+            shard = self._read_once(folder / name)
+            if split == TRAIN and shard["items"]:
+                first_files.setdefault(bool(shard["splits"]), name)
+            items += self._list_items(folder, name, split, shard)
+            for reason, names in shard["left_out"].items():
+                left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
+        self._check_splits(first_files, split_of_file)
         return ImageList(
             folder,
             items,
@@ -111,17 +111,33 @@ class Shards:
             unknown=module.unknown,
         )
 
-    def _list_items(self, folder: Path, name: str, split: int, left_out: LeftOut) -> Iterator[Item]:
-        """Yield the images of one file."""
-        path = folder / name
+    def _check_splits(self, first_files: dict[bool, str], files: Iterable[str]) -> None:
+        """Refuse files of which only some have splits, and data.splits=true without any.
+
+        Args:
+            first_files: the first file to train on with splits of its images, and the first
+                without.
+            files: the names of all files.
+        """
+        if len(first_files) == 2:
+            raise UserError(
+                f"{self._root}: a column of {first_files[True]} names splits, and none of "
+                f"{first_files[False]} does. Give train, val or test in each file, or "
+                "data.splits=false to draw the splits."
+            )
+        has_splits = True in first_files or any(map(_parse_path_splits, files))
+        if self.module.splits_option is True and not has_splits:
+            raise UserError(
+                f"data.splits=true, but no file in {self._root} is named as a split: rename the "
+                "files train-…, val-… and test-…, or leave data.splits out."
+            )
+
+    def _list_items(self, folder: Path, name: str, split: int, shard: Content) -> Iterator[Item]:
+        """Yield the images of one file, which `_read_once` has read."""
         group_option = self.module.group
-        cache, shard = self._read_once(path)
-        file = str(cache / shard["data"] if shard["data"] else path)
-        mtimes = _get_mtimes(shard, identify_file(path))
+        mtimes = _get_mtimes(shard, identify_file(folder / name))
         # Only files to train on have splits of their images.
         splits = shard["splits"] if split == TRAIN else []
-        if split == TRAIN and shard["items"]:
-            self._first_files.setdefault(bool(splits), name)
         for i, values in enumerate(shard["items"]):
             image = ShardItem(*values)
             group = image.group
@@ -131,18 +147,16 @@ class Shards:
                 name=f"{name}: {image.name}",
                 label=image.label,
                 split=splits[i] if splits else split,
-                size=image.size,
+                num_bytes=image.num_bytes,
                 mtime=mtimes[i],
                 group=group,
-                file=file,
-                start=image.start,
-                numbers=image.numbers or {},
+                shard=shard["data"],
+                offset=image.offset,
+                column_values=image.column_values or {},
             )
-        for reason, names in shard["left_out"].items():
-            left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
 
-    def _read_once(self, path: Path) -> tuple[Path, Content]:
-        """Return the folder of the cache for a file, and what the file holds."""
+    def _read_once(self, path: Path) -> Content:
+        """Return what ReadShard says of a file, with `data` as the path where its images lie."""
         identity = identify_file(path)
         cache = self.module.cache_folder([identity, self.options])
         shard = load_or_build(cache, partial(self.read, path))
@@ -153,10 +167,14 @@ class Shards:
             # A file that the table names was replaced.
             cache = self.module.cache_folder([identity, self.options, files_now])
             shard = load_or_build(cache, partial(self.read, path))
-        return cache, shard
+        return {**shard, "data": str(cache / shard["data"] if shard["data"] else path)}
 
     def _find_files(self, left_out: LeftOut) -> dict[str, int]:
-        """Return the split of each file by its path, as its name or else its folders say."""
+        """Return the split of each file, which its name says or else its folders.
+
+        Args:
+            left_out: gets the files of no split.
+        """
         root = self._root
         if root.is_file() and root.suffix.lower() == self.suffix:
             return {root.name: TRAIN}
@@ -182,10 +200,10 @@ class Shards:
 
 
 def _get_mtimes(shard: Content, identity: list[Any]) -> list[int]:
-    """Return when the file of each image was changed.
+    """Return the time of the last change of each image's file.
 
     Args:
-        identity: what identify_file returns of the shard itself, which most images lie in.
+        identity: what identify_file returns for the shard itself, where most images lie.
     """
     # A cache of an older version does not know the files of its images.
     files = shard.get("files") or [None] * len(shard["items"])
@@ -193,8 +211,8 @@ def _get_mtimes(shard: Content, identity: list[Any]) -> list[int]:
 
 
 def identify_file(file: Path) -> list[Any]:
-    """Return path, size and time of a file, which tell whether it was replaced."""
-    # A file that is gone has none. Reading it anew names it.
+    """Return path, size and time of a file. A file that was replaced has others."""
+    # A file that is gone has no size. An error names it when it is read.
     if not file.is_file():
         return [str(file), 0, 0]
     stat = os.stat(file)

@@ -14,7 +14,7 @@ CHUNK = 256  # images that are made at a time
 class SyntheticDataModule(ImageDataModule):
     """Generated images.
 
-    The same arguments give the same pixels on every machine, whatever `seed` is.
+    The same arguments give the same pixels on every machine and with every `seed`.
     """
 
     own_mean = (0.5,)
@@ -61,13 +61,13 @@ class SyntheticDataModule(ImageDataModule):
     def _make_patterns(self, generator: np.random.Generator, size: int) -> np.ndarray:
         """Return a smooth pattern for each class, (classes, size, size, channels) of unit variance.
 
-        They are sums of a few waves.
+        A pattern is a sum of a few waves.
         """
         frequencies = np.arange(WAVES)[:, None]
         waves = np.cos(frequencies * (np.arange(size) + 0.5) / size * np.pi).astype(np.float32)
         shape = (self._num_patterns, self.channels, WAVES, WAVES)
         weights = generator.standard_normal(shape).astype(np.float32)
-        # No mean brightness, which would reveal the class.
+        # The mean brightness is 0, because it would reveal the class.
         weights[:, :, 0, 0] = 0
         patterns = np.einsum("kcij,iy,jx->kyxc", weights, waves, waves)
         return patterns / np.maximum(patterns.std(axis=(1, 2, 3), keepdims=True), 1e-6)

@@ -25,7 +25,7 @@ from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLIT_OF, SPLITS, TRAIN, Item, LeftOut, match_group, resolve_root
 from lockstep.process.errors import UserError
 
-# A column of 0 and 1 that says which rows are of one split.
+# Columns of 0 and 1 that mark the rows of one split have such names.
 FLAG = re.compile("is_?(train|valid|val|validation|dev|test)(ing)?(_[a-z_]+)?", re.IGNORECASE)
 FOLD = re.compile("(k|cv)?_?folds?(_?id)?", re.IGNORECASE)
 LONGEST_NAME = 200  # characters of a path in a message
@@ -33,13 +33,19 @@ LONGEST_NAME = 200  # characters of a path in a message
 
 @dataclass
 class Columns:
-    """The columns of a table that its images are listed by."""
+    """The columns of a table that list its images.
+
+    Args:
+        are_several: each image has several labels.
+        are_one_hot: there is a label column for each class, with a single 1 in each row.
+        numbers: see `find_number_columns`.
+    """
 
     path: str
     labels: list[str]
-    are_several: bool = False  # several labels for each image
-    are_one_hot: bool = False  # a column for each class, with a single 1 in each row
-    numbers: dict[str, str] = field(default_factory=dict)  # as of `find_number_columns`
+    are_several: bool = False
+    are_one_hot: bool = False
+    numbers: dict[str, str] = field(default_factory=dict)
 
     @property
     def used(self) -> set[str]:
@@ -54,10 +60,10 @@ class Columns:
 
 
 class CSVDataModule(ListedDataModule):
-    """The first line names the columns, in any case.
+    """The data module of the images that a CSV file lists.
 
-    Commas, semicolons, tabs or bars separate them. configs/data/csv.yaml explains the options;
-    `group` may name a column.
+    The first line names the columns, in upper or lower case. Commas, semicolons, tabs or bars
+    separate them. configs/data/csv.yaml explains the options. `group` may name a column.
     """
 
     target_choices = ("class", "number", "mask")
@@ -125,7 +131,7 @@ class CSVDataModule(ListedDataModule):
         return Columns(path, [label])
 
     def _find_one_hot_columns(self, table: CSVTable, path: str) -> list[str]:
-        """Return a column for each class where the table has them in place of a column label."""
+        """Return the columns of the classes, if the table has them in place of a column label."""
         names_default = self._label_column == "label" and self.target == "class"
         if not names_default or find_column(table.names, "label"):
             return []
@@ -150,7 +156,7 @@ class CSVDataModule(ListedDataModule):
         return Columns(path, labels, are_several=True)
 
     def _read_splits(self, table: CSVTable, columns: Columns) -> list[int]:
-        """Return the split of each row, as a column says."""
+        """Return the split of each row, which a column says. Without one all rows train."""
         everything_trains = [TRAIN] * len(table.rows)
         if self.splits_option is False:
             return everything_trains
@@ -166,7 +172,7 @@ class CSVDataModule(ListedDataModule):
         return everything_trains
 
     def _check_other_columns(self, table: CSVTable, columns: Columns) -> None:
-        """Refuse or report columns that say a split in a way that is not read."""
+        """Refuse or report columns that seem to say a split but are not read."""
         unused_columns = [name for name in table.names if name not in columns.used | {self.group}]
         flags = [name for name in unused_columns if FLAG.fullmatch(name)]
         if flags:
@@ -191,7 +197,7 @@ class CSVDataModule(ListedDataModule):
         """Return the image of a row.
 
         Raises:
-            UserError: the row lacks a value, or names a file that cannot be read.
+            UserError: the row lacks a value, or its file cannot be read.
         """
         row = table.rows[i]
         location = table.location(i)
@@ -214,11 +220,11 @@ class CSVDataModule(ListedDataModule):
             name=name,
             label=label,
             split=split,
-            size=stat.st_size,
+            num_bytes=stat.st_size,
             mtime=stat.st_mtime_ns,
             group=self._find_group(row, name, location),
             line=table.lines[i],
-            numbers={key: row[column] for key, column in columns.numbers.items()},
+            column_values={key: row[column] for key, column in columns.numbers.items()},
         )
 
     def _find_group(self, row: Mapping[str, str], name: str, location: str) -> str | None:
@@ -239,16 +245,16 @@ class CSVDataModule(ListedDataModule):
         return row[column]
 
     def _localise(self, name: str) -> str:
-        """Return a path as this system writes it, also of one that was written on Windows."""
+        """Return a path with slashes, also if it was written with backslashes on Windows."""
         if "\\" in name and not is_file_name(self._folder / name):
             return name.replace("\\", "/")
         return name
 
     def _drop_repeats(self, items: Iterable[Item], faults: list[str]) -> tuple[list[Item], LeftOut]:
-        """Return each image once, and the lines that repeat one.
+        """Return each image once, and the lines that repeat an image as left out.
 
         Args:
-            faults: gets a sentence for each line that contradicts an earlier one.
+            faults: gets a sentence for each line that contradicts an earlier line.
         """
         first_of: dict[str, Item] = {}
         repeats = []
@@ -265,7 +271,7 @@ class CSVDataModule(ListedDataModule):
         return list(first_of.values()), left_out
 
     def _suggest_ending(self, table: CSVTable, columns: Columns) -> str:
-        """Return what to type where the first path of the table lacks the ending of its file."""
+        """Return what to type if the first path of the table lacks the ending of its file."""
         path = self._folder / self._localise(table.rows[0][columns.path])
         if self._suffix or path.exists():
             return ""
@@ -277,7 +283,7 @@ class CSVDataModule(ListedDataModule):
 
 
 def is_file_name(path: Path) -> bool:
-    """Return whether a path exists; a text that is too long for a name is none."""
+    """Return whether a path exists. A text that is too long for a name does not."""
     try:
         return path.exists()
     except OSError:
@@ -285,13 +291,13 @@ def is_file_name(path: Path) -> bool:
 
 
 def _get_facts(item: Item) -> tuple[Any, ...]:
-    """Return what two lines on one image must agree in."""
-    return item.split, item.label, item.numbers
+    """Return the values in which two lines on the same image must agree."""
+    return item.split, item.label, item.column_values
 
 
 def _describe(item: Item) -> str:
     """Return "train cat 63", the split, the label and further numbers of an image."""
-    return " ".join(map(str, (SPLITS[item.split], item.label, *item.numbers.values())))
+    return " ".join(map(str, (SPLITS[item.split], item.label, *item.column_values.values())))
 
 
 def _list_possible_classes(names: Iterable[str], path: str) -> list[str]:

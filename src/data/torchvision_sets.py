@@ -14,11 +14,11 @@ TIMEOUT_S = 20.0
 
 
 class TorchvisionDataModule(ImageDataModule):
-    """A data set of torchvision.datasets, whose test set stays whole.
+    """A data set of torchvision.datasets. All of its test images test.
 
     Args:
-        root: folder where torchvision puts the files, also of what is missing; None: a folder of
-            `cache_dir`.
+        root: the folder of torchvision's files, where missing files are downloaded; None: a folder
+            in `cache_dir`.
     """
 
     class_in_torchvision: str
@@ -36,7 +36,7 @@ class TorchvisionDataModule(ImageDataModule):
             train, test = self._download()
         images = np.concatenate([np.asarray(part.data) for part in (train, test)])
         labels = np.concatenate([np.asarray(part.targets) for part in (train, test)])
-        # Some are spelt "0 - zero" and "T-shirt/top".
+        # Some class names are "0 - zero" and "T-shirt/top".
         names = [name.split(" - ")[0].split("/")[0].lower() for name in train.classes]
         return ImageSet(images.reshape(*images.shape[:3], -1), labels, names, num_test=len(test))
 
@@ -47,9 +47,9 @@ class TorchvisionDataModule(ImageDataModule):
         return [read(self._root, train=is_train, download=download) for is_train in (True, False)]
 
     def _download(self) -> list[Any]:
-        """Let torchvision unpack or download what is missing, and verify it.
+        """Let torchvision unpack or download the missing files, and verify them.
 
-        One process does so at a time.
+        Only one process does so at a time.
         """
         default_timeout = socket.getdefaulttimeout()
         try:
@@ -67,7 +67,7 @@ class TorchvisionDataModule(ImageDataModule):
 
 
 class CIFAR10DataModule(TorchvisionDataModule):
-    """Colour images of 32×32 in ten classes, 50,000 + 10,000.
+    """Colour images of 32×32 in ten classes: 50,000 to train, 10,000 to test.
 
     Source: https://www.cs.toronto.edu/~kriz/cifar.html
     """
@@ -81,7 +81,7 @@ class CIFAR10DataModule(TorchvisionDataModule):
 
 
 class MNISTDataModule(TorchvisionDataModule):
-    """Grey images of 28×28 in ten classes, 60,000 + 10,000.
+    """Grey images of 28×28 in ten classes: 60,000 to train, 10,000 to test.
 
     Source: http://yann.lecun.com/exdb/mnist/
     """

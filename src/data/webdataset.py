@@ -18,11 +18,10 @@ HINT_ON_FIELD = " (where a key.json holds the label: data.label_field=FIELD)"
 
 
 class WebDatasetDataModule(ListedDataModule):
-    """Uncompressed tar files with key.jpg beside key.cls or key.json, which are read in place.
+    """Uncompressed tar files with key.jpg beside key.cls or key.json. They are read in place.
 
-    NumPy files are images where a tar file has no others.
-
-    configs/data/webdataset.yaml explains the options.
+    NumPy files are images if a tar file has no other images. configs/data/webdataset.yaml explains
+    the options.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class WebDatasetDataModule(ListedDataModule):
         super().__init__(**options)
         self._label_field = label_field
         self._label_suffix = ".json" if label_field else ".cls"
-        # Listings of versions that left NumPy files out have other options.
+        # The word "arrays" keeps listings apart from those of versions that left NumPy files out.
         depends_on = [label_field, "arrays"]
         self._shards = Shards(self, root, ".tar", self._read_shard, depends_on)
 
@@ -89,7 +88,7 @@ class WebDatasetDataModule(ListedDataModule):
             left_out.setdefault(f"{ending or 'nameless'} members", []).append(member.name)
 
     def _find_label_key(self, path: Path, name: str, labels: dict[str, bytes]) -> str:
-        """Return the key of an image's label: its name up to its last dot, else to its first."""
+        """Return the key of an image's label: its name up to its last dot, or to its first dot."""
         folder, base = os.path.split(name)
         for key in (os.path.splitext(name)[0], os.path.join(folder, base.partition(".")[0])):
             if key in labels:

@@ -1,4 +1,4 @@
-"""Binary cross-entropy: each class against all others ("ResNet strikes back", arXiv 2110.00476).
+"""Binary cross-entropy of each class ("ResNet strikes back", arXiv 2110.00476).
 
 python src/train.py loss=bce
 """
@@ -14,11 +14,13 @@ from losses.cross_entropy import CrossEntropy
 
 
 class BinaryCrossEntropy(CrossEntropy):
-    """The mean over the classes; a class's probability is the sigmoid of its logit.
+    """The mean of the binary cross-entropy over the classes.
+
+    The probability of a class is the sigmoid of its logit.
 
     Args:
-        target_threshold: in training, each class of a mixed image with a larger share than this
-            counts whole; None: the shares are the targets.
+        target_threshold: in training the target of a class is 1 if its share in a mixed image is
+            larger than this number, otherwise 0; None: the shares are the targets.
     """
 
     def __init__(

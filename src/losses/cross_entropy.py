@@ -1,6 +1,6 @@
 """Cross-entropy of the softmax, and the base class of the other losses.
 
-Targets may be shares of classes; there are label smoothing and class weights.
+It has label smoothing and class weights. Targets may be shares of classes.
 
 python src/train.py loss=cross_entropy loss.label_smoothing=0.1 loss.class_weights=auto
 """
@@ -16,12 +16,12 @@ from lockstep.process.errors import UserError
 def weights_of_classes(
     class_weights: str | Sequence[float] | None, class_counts: Sequence[int]
 ) -> Tensor:
-    """Return (classes,) float64.
+    """Return the weight of each class, (classes,) float64.
 
-    "auto" gives images / (classes × images of the class), whose mean over the images is 1.
+    "auto" is images / (classes × images of the class), whose mean over the images is 1.
 
     Raises:
-        UserError: neither auto nor one positive number per class.
+        UserError: class_weights is neither auto nor one positive number per class.
     """
     counts = torch.tensor([max(count, 1) for count in class_counts], dtype=torch.float64)
     if class_weights is None:
@@ -48,15 +48,15 @@ def _is_one_positive_number_per_class(
 class CrossEntropy(nn.Module):
     """A loss with label smoothing and class weights in training.
 
-    An evaluation uses neither, so that recipes are comparable. A subclass changes `of_each` and, if
-    its probabilities are not the softmax, `probabilities`.
+    An evaluation uses neither, so that recipes are comparable. A subclass overrides `of_each`. If
+    its probabilities are not the softmax, it also overrides `probabilities`.
 
     Args:
         num_classes: the number of classes of the data.
-        class_counts: training images of each class.
-        label_smoothing: share of a target that is spread over all classes, from 0 to 1.
-        class_weights: None, auto (inverse to the number of training images), or one number per
-            class.
+        class_counts: the number of training images of each class.
+        label_smoothing: the share of a target that is spread over all classes, from 0 to 1.
+        class_weights: auto (inverse to the number of training images), one number per class, or
+            None: all classes have the same weight.
     """
 
     weights: Tensor
@@ -79,7 +79,7 @@ class CrossEntropy(nn.Module):
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return (B,), the loss of each image.
+        """Return the loss of each image, (B,).
 
         Args:
             logits: (B, classes).
@@ -99,18 +99,18 @@ class CrossEntropy(nn.Module):
         return loss
 
     def _shares(self, targets: Tensor) -> Tensor:
-        """Return (B, classes): shares as they are, a class as one-hot."""
+        """Return shares of the classes (B, classes). A class becomes one-hot."""
         if targets.ndim == 2:
             return targets
         classes = torch.arange(self.num_classes, device=targets.device)
         return targets[:, None] == classes
 
     def training_targets(self, shares: Tensor) -> Tensor:
-        """Return what the loss of a training compares with; class weights go by the shares."""
+        """Return the targets of a training. Class weights still follow the shares."""
         return shares
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
-        """Return (B,), the loss of each image, from logits and shares (B, classes)."""
+        """Return the loss of each image, (B,), from logits and shares (B, classes)."""
         return -(shares * logits.log_softmax(1)).sum(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Focal loss: cross-entropy that leaves aside what is right already (arXiv 1708.02002).
+"""Focal loss: cross-entropy in which well classified images count less (arXiv 1708.02002).
 
 python src/train.py loss=focal loss.gamma=2
 """
@@ -13,10 +13,10 @@ from losses.cross_entropy import CrossEntropy
 
 
 class Focal(CrossEntropy):
-    """Cross-entropy in which a class counts less the more probable it is already.
+    """Cross-entropy in which a class counts less the more probable the net finds it.
 
     Args:
-        gamma: exponent of the factor (1 - probability) of each class; 0 is cross-entropy.
+        gamma: the exponent of the factor (1 - probability) of each class; 0 is cross-entropy.
         options: passed to CrossEntropy.
     """
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.process.errors import UserError
 
 WHITENING_KERNEL = 2
-# 5,000 images of CIFAR-10, of which the patches take half a gigabyte.
+# The patches of so many pixels, 5,000 images of CIFAR-10, take half a gigabyte.
 PIXELS_AT_ONCE = 5000 * 32 * 32
 WHITENING_EPS = 5e-4
 
@@ -29,7 +29,7 @@ class Conv(nn.Conv2d):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm with statistics of few batches and no trained scale.
+    """BatchNorm with statistics over few batches and without a trained scale.
 
     The scale is not needed, because optimizer=airbench keeps the norm of the weights before it.
     """
@@ -40,7 +40,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class ConvGroup(nn.Sequential):
-    """The layers conv, halve, norm, GELU, then depth - 1 times conv, norm, GELU."""
+    """Convolution, max-pooling, norm and GELU, then depth - 1 times convolution, norm and GELU."""
 
     def __init__(self, channels_in: int, width: int, depth: int) -> None:
         layers: list[nn.Module] = [
@@ -57,16 +57,14 @@ class ConvGroup(nn.Sequential):
 class Airbench(nn.Module):
     """A net from normalised images (B, channels, image_size, image_size) to logits.
 
-    The logits are (B, num_classes).
-
-    Call `init_from_images` before training: without it the first convolution stays random and
-    untrained.
+    The logits are (B, num_classes). `init_from_images` has to be called before training. Without it
+    the first convolution, which is not trained, stays random.
 
     Args:
-        widths: channels of each group; every group halves the image.
-        depth: convolutions in a group.
-        head_scale: standard deviation of the head's first weights; a small one begins with nearly
-            equal logits.
+        widths: the channels of each group. Every group halves the side of the image.
+        depth: the number of convolutions in a group.
+        head_scale: the standard deviation of the head's initial weights. If it is small, the logits
+            are nearly equal at first.
 
     Raises:
         UserError: the image is too small for the groups.
@@ -89,7 +87,7 @@ class Airbench(nn.Module):
                 f"not data.image_size={image_size}."
             )
 
-        # Each patch has one filter for each of its values, and the same filters negated.
+        # There is a filter for each value of a patch, and the same filters negated.
         whitening_width = 2 * channels * WHITENING_KERNEL**2
         self.whiten = nn.Conv2d(channels, whitening_width, WHITENING_KERNEL)
         self.whiten.weight.requires_grad_(False)
@@ -108,16 +106,16 @@ class Airbench(nn.Module):
 
     @torch.no_grad()
     def init_from_images(self, images: Tensor) -> None:
-        """Make the first convolution whiten 2x2 patches.
+        """Set the first convolution so that it whitens 2x2 patches.
 
         Args:
-            images: (N, channels, H, W) normalised, N in the thousands.
+            images: some thousands of normalised images, (N, channels, H, W).
         """
         kernel = WHITENING_KERNEL
         patch_size = images.shape[1] * kernel**2
         covariance = torch.zeros(patch_size, patch_size, dtype=torch.double, device=images.device)
         num_patches = 0
-        # All patches of large images at once would take gigabytes.
+        # All patches of large images would take gigabytes.
         for chunk in images.split(max(1, PIXELS_AT_ONCE // images[0, 0].numel())):
             patches = chunk.double().unfold(2, kernel, 1).unfold(3, kernel, 1)
             flat_patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, patch_size)
@@ -128,8 +126,8 @@ class Airbench(nn.Module):
         eigenvalues, eigenvectors = torch.linalg.eigh(covariance)
         filters = (eigenvectors / (eigenvalues + WHITENING_EPS).sqrt()).T
 
-        # The sign of an eigenvector is arbitrary. Making its largest entry positive gives every
-        # machine the same filters.
+        # The sign of an eigenvector is arbitrary. Its largest entry is made positive, so that every
+        # machine has the same filters.
         largest = filters.gather(1, filters.abs().argmax(1, keepdim=True))
         filters = filters * largest.sign()
 

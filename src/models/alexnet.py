@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lockstep.process.errors import UserError
 
-# width, kernel, stride, padding
+# The width, kernel, stride and padding of each convolution.
 CONVOLUTIONS = (
     (64, 11, 4, 2),
     (192, 5, 1, 2),
@@ -22,8 +22,8 @@ HEAD_WIDTH = 4096
 class AlexNet(nn.Module):
     """A net from images (B, channels, image_size, image_size) to logits (B, num_classes).
 
-    The state dict has torchvision's keys and shapes (features.0 … classifier.6), so its weights
-    load here.
+    The state dict has the keys and shapes of torchvision (features.0 … classifier.6), so weights of
+    torchvision can be loaded.
 
     Raises:
         UserError: the image is too small for the poolings.
@@ -32,7 +32,7 @@ class AlexNet(nn.Module):
     # A 3/2 max-pooling follows the convolutions of these numbers.
     pooled_convolutions = (1, 2, 5)
     has_batch_norm = False
-    # A smaller image leaves no pixel after the last pooling.
+    # The last pooling would leave no pixel of a smaller image.
     smallest_image_size = 63  # pixels
 
     def __init__(

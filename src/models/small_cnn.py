@@ -7,18 +7,18 @@ from torch import Tensor, nn
 
 from lockstep.process.errors import UserError
 
-# Two 3x3 convolutions without padding and one pooling leave a single pixel of it.
-SMALLEST = 6  # pixels
+# Two 3x3 convolutions without padding and one pooling leave one pixel of an image of this size.
+SMALLEST_IMAGE_SIZE = 6
 
 
 class SmallCNN(nn.Module):
     """Two 3x3 convolutions (32 and 64 channels), a pooling and two linear layers, with dropout.
 
-    At 28 px the first linear layer has 9,216 inputs as in the example; other sizes give another
-    count.
+    At 28 px the first linear layer has 9,216 inputs, as in the example. The number depends on the
+    image size.
 
     Raises:
-        UserError: image_size below 6.
+        UserError: image_size is below 6.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class SmallCNN(nn.Module):
         head_dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        if image_size < SMALLEST:
+        if image_size < SMALLEST_IMAGE_SIZE:
             raise UserError(
-                f"model=small_cnn takes images of {SMALLEST} px or more, "
+                f"model=small_cnn takes images of {SMALLEST_IMAGE_SIZE} px or more, "
                 f"not data.image_size={image_size}."
             )
 
-        # The ReLU stands behind the pooling: the values are the same and four times fewer.
+        # The second ReLU comes after the pooling: a quarter of the values has the same result.
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),

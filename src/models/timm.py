@@ -1,4 +1,4 @@
-"""Any model of timm by its name (uses `_pos_embed`, which has no public counterpart).
+"""Any model of timm by its name. It uses the private `_pos_embed`, as nothing public replaces it.
 
 python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained=false
 python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
@@ -37,17 +37,17 @@ class TimmModel(nn.Module):
     A new head on pretrained weights starts at zero, so that every class is equally likely.
 
     Args:
-        name: of timm.list_models(), with a tag for its weights or without, hf-hub:OWNER/NAME or
-            local-dir:FOLDER.
-        pretrained: load timm's weights, which may download them.
-        weights: a local .safetensors or .pth file in place of the download; its head is kept if it
+        name: a name of timm.list_models(), with or without the tag of its weights, or
+            hf-hub:OWNER/NAME, or local-dir:FOLDER.
+        pretrained: load timm's weights, and download them if they are not there.
+        weights: a local .safetensors or .pth file in place of the download. Its head is kept if it
             fits.
-        timm_arguments: for timm.create_model: patch_size, embed_dim, depth, num_heads,
-            drop_path_rate, …
+        timm_arguments: further arguments of timm.create_model: patch_size, embed_dim, depth,
+            num_heads, drop_path_rate, …
 
     Raises:
-        UserError: timm has no such model, it does not take an argument or the image size, or the
-            weights do not fit or cannot be loaded.
+        UserError: timm has no such model, the model does not take an argument or the image size,
+            or the weights cannot be loaded or do not fit.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class TimmModel(nn.Module):
     def image_settings(
         cls, name: str | None = None, pretrained: bool = True, weights: str | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Return how the images of pretrained weights are prepared, as {"crop_pct": 0.9}.
+        """Return the preparation of the images of pretrained weights, as {"crop_pct": 0.9}.
 
-        It is {} without pretrained weights.
+        Without pretrained weights it is {}.
         """
         if not pretrained and weights is None:
             return {}
@@ -106,9 +106,9 @@ class TimmModel(nn.Module):
         return settings
 
     def shard_units(self) -> list[nn.Module]:
-        """Return the members of the outermost sequences.
+        """Return the members of the outermost sequences, as the blocks of a ViT.
 
-        They are a ViT's blocks, a ResNet's or ConvNeXt's stages.
+        In a ResNet or a ConvNeXt these are the stages.
         """
         units = []
         for child in self.backbone.children():
@@ -120,9 +120,9 @@ class TimmModel(nn.Module):
         return [f"backbone.{name}" for name in layer_names(self.backbone, "classifier")]
 
     def layer_numbers(self) -> dict[str, int]:
-        """Return timm's layer of each parameter.
+        """Return timm's layer number of each parameter.
 
-        In the few families that state none, each child is a layer.
+        A few families define no layers. For them each child module is a layer.
         """
         from timm.models import group_parameters
 
@@ -144,9 +144,9 @@ class TimmModel(nn.Module):
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def adapt_to_image_size(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state dict whose position embeddings timm has resampled to this image size.
+        """Return a state dict with position embeddings for this image size, resampled by timm.
 
-        It is the same dict if there is nothing to do.
+        If they fit already, it is the same dict.
         """
         embedding = "backbone.pos_embed"
         patch = "backbone.patch_embed.proj.weight"
@@ -160,7 +160,7 @@ class TimmModel(nn.Module):
         filtered_state = filter_state(backbone_state, self.backbone)
         return {f"backbone.{key}": value for key, value in filtered_state.items()}
 
-    # The names of both hooks up to version 2.1, for subclasses that override or call them.
+    # Up to version 2.1 the two hooks had these names, which subclasses may override or call.
     @classmethod
     def wanted_images(cls, *args: Any, **options: Any) -> dict[str, Any]:
         return cls.image_settings(*args, **options)
@@ -199,10 +199,10 @@ def _is_block(unit: nn.Module) -> bool:
 
 
 class _Stage(nn.Module):
-    """Children and parameters of a VisionTransformer, which move to another device together.
+    """Some children and parameters of a VisionTransformer, which one device holds.
 
     Args:
-        compute: the forward of this part, a method of the whole net.
+        compute: the forward of this part, which uses methods of the whole net.
     """
 
     def __init__(
@@ -223,11 +223,12 @@ vit_tiny_32 = partial(TimmModel, name="vit_tiny_patch16_224", pretrained=False)
 
 @dataclass(frozen=True)
 class _BackboneRequest:
-    """A model of timm with its classes and images.
+    """A request for a model of timm with these classes and images.
 
     Attributes:
-        options: further arguments of timm.create_model, from the user.
-        passes_image_size: as img_size; otherwise the model has its default size.
+        options: the user's further arguments of timm.create_model.
+        passes_image_size: pass the image size as img_size. Otherwise the model has its default
+            size.
     """
 
     name: str
@@ -239,7 +240,7 @@ class _BackboneRequest:
     passes_image_size: bool = True
 
     def build(self) -> nn.Module:
-        """Build the model, and try it with an image."""
+        """Build the model, and check its output for one image."""
         import timm
 
         arguments: dict[str, Any] = {}
@@ -263,7 +264,7 @@ class _BackboneRequest:
         return True
 
     def _check_output(self, backbone: nn.Module) -> None:
-        """Raise an exception if the model does not turn an image into a value for each class."""
+        """Raise an exception if the model has not one output for each class."""
         parameter = next(backbone.parameters())
         if parameter.is_meta:
             return
@@ -277,12 +278,12 @@ class _BackboneRequest:
 
 
 def _create_backbone(request: _BackboneRequest) -> nn.Module:
-    """Build the model with img_size if that works, otherwise at its default size.
+    """Build the model with img_size. If that does not work, build it at its default size.
 
     Raises:
-        UserError: it cannot be built or takes no such images, with the cause.
+        UserError: the model cannot be built, or it does not take such images.
     """
-    # Lockstep's handler shows the messages of the hub's client.
+    # Lockstep's own handler already shows the messages of the hub's client.
     logging.getLogger("huggingface_hub").handlers.clear()
     offline_reason = go_offline_without_network() if request.pretrained else ""
     backbone = _try_build(request, offline_reason)
@@ -299,15 +300,15 @@ def _create_backbone(request: _BackboneRequest) -> nn.Module:
 
 
 def _try_build(request: _BackboneRequest, offline_reason: str) -> nn.Module | Exception:
-    """Return the model, or why it cannot be built.
+    """Return the model, or the exception because of which it cannot be built.
 
     Raises:
-        UserError: only its pretrained weights cannot be loaded.
+        UserError: the model can be built, but its pretrained weights cannot be loaded.
     """
     try:
         return request.build()
     except Exception as error:
-        # The errors are timm's, the hub client's, and assertions of any model.
+        # timm, the client of the hub and assertions of any model raise many kinds of errors.
         if request.passes_image_size and _is_img_size_unknown(error):
             return error
         if request.pretrained and request.can_be_built():

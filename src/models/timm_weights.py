@@ -1,4 +1,4 @@
-"""Pretrained weights of timm: their config, the hub without a network, a file in their place."""
+"""Load pretrained weights of timm: from the hub, without a network, or from a local file."""
 
 import difflib
 import logging
@@ -40,18 +40,18 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
     try:
         return resolve_model_input_args(name)["pretrained_cfg"]
     except Exception as error:
-        # The errors are timm's, the hub client's and its HTTP library's.
+        # timm, the client of the hub and its HTTP library raise many kinds of errors.
         reason = offline_reason or one_line(error)
         raise UserError(f"model.name={name} cannot be used ({reason}).") from error
 
 
 def go_offline_without_network() -> str:
-    """Make the hub's client use only its cache if the hub's host name is not found.
+    """Make the hub's client use only its cache if the host name of the hub is not found.
 
-    It would retry for a minute.
+    Otherwise the client would retry for a minute.
 
     Returns:
-        A sentence for errors; empty if the name is found, or a proxy looks for it.
+        A sentence for errors; "" if the name is found, or if a proxy has to find it.
     """
     from huggingface_hub import constants
 
@@ -66,7 +66,9 @@ def go_offline_without_network() -> str:
 
 
 def load_weights(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
-    """Load a file as timm does: averaged weights first, with what differs adapted.
+    """Load the weights in a file as timm does: averaged weights come first.
+
+    Names, position embeddings, input channels and head are adapted to the model.
 
     Returns:
         Whether the head is new.
@@ -82,7 +84,7 @@ def load_weights(backbone: nn.Module, path: Path, name: str, channels: int) -> b
         is_head_new = _replace_head(state, backbone)
         backbone.load_state_dict(state)
     except Exception as error:
-        # The filters of timm index what they expect to find.
+        # timm's filters fail with any kind of error if a weight that they expect is missing.
         raise UserError(f"model.weights={path} does not fit {name}: {one_line(error)}.") from error
     return is_head_new
 
@@ -95,7 +97,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             f"model.weights={path} is not a file: give a local .safetensors or .pth file."
         )
     if rank_zero_only.rank == 0:
-        # timm says which weights of the file it took.
+        # At this level timm logs which weights of the file it has taken.
         logging.getLogger("timm").setLevel(logging.INFO)
     try:
         return load_state_dict(str(path))
@@ -110,9 +112,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _strip_prefixes(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
-    """Return the weights below a prefix of a LightningModule, DDP or torch.compile."""
+    """Return the weights without the prefixes of a LightningModule, DDP or torch.compile."""
     names = backbone.state_dict().keys()
-    # A prefix may lie within another.
+    # One prefix may follow another, in any order.
     for prefix in PREFIXES * 2:
         stripped = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
         if stripped and not any(name.startswith(prefix) for name in names):
@@ -121,7 +123,7 @@ def _strip_prefixes(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, 
 
 
 def _adapt_channels(state: dict[str, Tensor], backbone: nn.Module, channels: int) -> None:
-    """Adapt the weights of first convolutions to another number of input channels."""
+    """Adapt the weights of the first convolutions to the number of input channels."""
     from timm.models import adapt_input_conv
 
     shapes = shapes_by_name(backbone)
@@ -132,7 +134,7 @@ def _adapt_channels(state: dict[str, Tensor], backbone: nn.Module, channels: int
 
 
 def _replace_head(state: dict[str, Tensor], backbone: nn.Module) -> bool:
-    """Take the backbone's own head, and return True, unless the one of the file fits."""
+    """Replace a head that does not fit by that of the backbone. Return whether it was replaced."""
     shapes = shapes_by_name(backbone)
     heads = []
     for layer in layer_names(backbone, "classifier"):
@@ -153,9 +155,9 @@ def shapes_by_name(backbone: nn.Module) -> dict[str, torch.Size]:
 
 
 def filter_state(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict with this model's names and position embeddings.
+    """Return a state dict with the names and the position embeddings of this model.
 
-    timm has a filter for most families.
+    timm has a filter for this in most families of models.
     """
     adapt = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
     if adapt:

@@ -1,4 +1,4 @@
-"""A small U-Net (arXiv 1505.04597): logits for each pixel.
+"""A small U-Net (arXiv 1505.04597), which gives logits for each pixel.
 
 python src/train.py task=segmentation model=unet data=image_folder data.root=DIR data.target=mask
 """
@@ -12,8 +12,8 @@ class UNet(nn.Module):
     """A net from images (B, channels, H, W) to the logits of each pixel (B, num_classes, H, W).
 
     Args:
-        width: channels at full resolution.
-        depth: number of levels below; each has twice as many channels as the level above.
+        width: the number of channels at full resolution.
+        depth: the number of lower levels. Each has twice as many channels as the level above.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Classification (task=classifier): one class for each image, with any net.
 
-Evaluations count exactly. Between log points nothing here reads a value from the device: counts add
-up in tensors.
+Evaluations count exactly. The counts add up in tensors, so that nothing here reads a value from the
+device between log points.
 """
 
 import logging
@@ -22,21 +22,24 @@ from lockstep.training.task import Task
 log = logging.getLogger(__name__)
 
 TOP5_FROM_CLASSES = 6
-# Classes with a confusion matrix: one of 21,841 classes would take 3.8 GB.
-MOST_CONFUSED = 2000
-SUSPICIOUS_FROM_IMAGES = 20  # that validate
-BINS = 15  # of confidence, equally wide (Guo et al. 2017)
+# With more classes there is no confusion matrix. That of 21,841 classes would take 3.8 GB.
+MOST_CLASSES_OF_CONFUSION = 2000
+# An accuracy of 100 % is suspicious if at least so many images validate.
+SUSPICIOUS_FROM_IMAGES = 20
+# The number of equally wide bins of the confidence (Guo et al. 2017).
+BINS = 15
 
 
 class Counts:
-    """The counts of one evaluation on this rank, on the device, in float64: exact up to 2**53.
+    """The counts of one evaluation on this rank, in float64 on the device: exact up to 2**53.
 
     Attributes:
-        right, images, predicted: (classes,) images of each class that are recognised, that there
-            are, and that were taken for it.
-        calibration: (BINS, 3) images, hits and confidence of the images whose confidence is in the
-            bin.
-        confusion: (classes²,) true × predicted; None where it is not asked for.
+        right: (classes,) the correctly predicted images of each class.
+        images: (classes,) all images of each class.
+        predicted: (classes,) the images that are predicted as each class.
+        calibration: (BINS, 3) the number of images with a confidence in the bin, the number of hits
+            among them, and the sum of their confidences.
+        confusion: (classes²,) true × predicted; None: it is not counted.
     """
 
     def __init__(self, num_classes: int, device: torch.device, *, has_confusion: bool) -> None:
@@ -63,24 +66,24 @@ class Counts:
         self.predicted.index_add_(0, predicted, ones)
         if self.confusion is not None:
             self.confusion.index_add_(0, labels * self.num_classes + predicted, ones)
-        # A bin has its upper end, as in torchmetrics.
+        # The upper end belongs to a bin, as in torchmetrics.
         bins = (confidence * BINS).ceil().clamp(1, BINS)
         is_in_bin = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
         self.calibration += is_in_bin.T @ torch.stack([ones, hits, confidence], dim=1)
 
 
 class ImageClassifier(Task):
-    """Train `net`; log val/… and test/… exactly, each image counted once over all ranks.
+    """Train `net`. Log val/… and test/… exactly: each image counts once over all ranks.
 
     Args:
-        net: (B, C, H, W) float → (B, num_classes) logits.
-        loss: (logits (B, classes), classes (B,) or shares (B, classes)) → (B,) or their mean; None:
-            cross-entropy.
-        metrics: torchmetrics of the user's own by the name that they are logged with.
-        label_smoothing: 0 to 1, in the training loss only; of the default loss (others have their
-            own).
-        test_time_flip: evaluate on the mean logits of an image and its mirror image.
-        optimizer, scheduler, rules: as of Task.
+        net: a net from images (B, C, H, W) float to logits (B, num_classes).
+        loss: a loss of logits (B, classes) and targets, which are classes (B,) or shares
+            (B, classes). It returns (B,) or the mean. None: cross-entropy.
+        metrics: the user's own torchmetrics by the names in the log.
+        label_smoothing: 0 to 1, only in training and only in the default loss. Other losses have
+            their own.
+        test_time_flip: evaluate the mean logits of an image and its mirror image.
+        optimizer, scheduler, rules: see Task.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class ImageClassifier(Task):
     def count_hits(self, logits: Tensor, targets: Tensor) -> None:
         """Count the accuracy of a training step.
 
-        Of a mixed image the class with the largest share is right.
+        The right class of a mixed image is the one with the largest share.
         """
         check_logits(logits, self.num_classes)
         labels = targets if targets.ndim == 1 else targets.argmax(1)
@@ -132,7 +135,7 @@ class ImageClassifier(Task):
 
     def on_test_epoch_start(self) -> None:
         super().on_test_epoch_start()
-        self._start_counts(has_confusion=self.num_classes <= MOST_CONFUSED)
+        self._start_counts(has_confusion=self.num_classes <= MOST_CLASSES_OF_CONFUSION)
 
     def _start_counts(self, *, has_confusion: bool) -> None:
         self.counts = Counts(self.num_classes, self.device, has_confusion=has_confusion)
@@ -156,7 +159,7 @@ class ImageClassifier(Task):
     test_step = validation_step
 
     def predict_logits(self, images: Tensor) -> Tensor:
-        """Return (B, num_classes), with test_time_flip the mean over an image and its mirror."""
+        """Return logits (B, num_classes), with test_time_flip the mean with the mirror image."""
         logits = self.net(images)
         check_logits(logits, self.num_classes)
         if self.test_time_flip:
@@ -164,17 +167,17 @@ class ImageClassifier(Task):
         return logits
 
     def predict_step(self, batch: Tensor | tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return (B, num_classes) probabilities by the loss; with loss=bce their sum is not 1."""
+        """Return probabilities by the loss, (B, num_classes). With loss=bce their sum is not 1."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return probabilities_of(self.loss, self.predict_logits(images))
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
-        """Compute the metrics. A validation without `metrics` has one collective."""
+        """Compute the metrics. A validation without `metrics` needs one collective."""
         totals = self.pop_totals(stage)
         if not totals:
             # limit_test_batches=0
             return {}
-        # A dry run counts no images.
+        # The sums of a dry run are over no images.
         values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}
         values[f"{stage}/correct"], values[f"{stage}/images"] = totals[f"{stage}/acc"]
         if stage == "val":
@@ -186,8 +189,8 @@ class ImageClassifier(Task):
         return values
 
     def _total(self, counts: Tensor) -> Tensor:
-        """Return the sum over the ranks; a collective that leaves `counts` as they are."""
-        # Lightning's DDP sums in place, and some counts are read twice.
+        """Return the sum over the ranks. It is a collective, and `counts` do not change."""
+        # Lightning's DDP would sum in place, and some counts are read twice.
         return self.trainer.strategy.reduce(counts.clone(), reduce_op="sum")
 
     def _test_scores(self) -> dict[str, float]:
@@ -203,7 +206,7 @@ class ImageClassifier(Task):
         )
 
     def _warn_of_first_epoch(self, values: dict[str, float]) -> None:
-        """Warn of an accuracy that hardly any real data have after one epoch."""
+        """Warn of an accuracy of 100 % after one epoch, which hardly any real data have."""
         trainer = self.trainer
         is_first = trainer.state.fn == "fit" and trainer.current_epoch == 0
         is_perfect = values["val/correct"] == values["val/images"] >= SUSPICIOUS_FROM_IMAGES
@@ -227,15 +230,15 @@ def scores_of(confusion: Tensor, calibration: Tensor) -> dict[str, float]:
 def scores_of_counts(
     right: Tensor, images: Tensor, predicted: Tensor, calibration: Tensor
 ) -> dict[str, float]:
-    """Return f1_macro, balanced_acc and ece of exact counts, or nothing without images.
+    """Return f1_macro, balanced_acc and ece of exact counts; {} without images.
 
-    f1_macro is the mean over the classes that occur or were predicted, balanced_acc the mean recall
-    of those that occur, ece the expected calibration error: the mean distance of confidence and
-    accuracy.
+    f1_macro is the mean F1 of the classes that occur or are predicted. balanced_acc is the mean
+    recall of the classes that occur. ece is the expected calibration error, the mean distance of
+    confidence and accuracy.
 
     Args:
-        right, images, predicted: (classes,), as of Counts.
-        calibration: (BINS, 3), as of Counts.
+        right, images, predicted: (classes,), see Counts.
+        calibration: (BINS, 3), see Counts.
     """
     if not images.any():
         return {}
@@ -247,10 +250,10 @@ def scores_of_counts(
 
 
 def check_logits(logits: Any, num_classes: int) -> None:
-    """Check that a net gives one number for each class and image.
+    """Check that a net returns one number for each class and image.
 
     Raises:
-        UserError: it gives something else.
+        UserError: it returns something else.
     """
     if not isinstance(logits, Tensor):
         raise UserError(
@@ -271,10 +274,11 @@ def check_logits(logits: Any, num_classes: int) -> None:
 def losses_of_images(
     loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor
 ) -> Tensor:
-    """Return (B,), the loss of each image.
+    """Return the loss of each image, (B,).
 
-    A loss that returns the mean of a batch, as torch's and timm's, is computed for batches of one
-    image. If it cannot, because it selects by a mask, each image counts with the mean of the batch.
+    A loss that returns the mean of a batch, as those of torch and timm, is computed for batches of
+    one image. If that is impossible, as for a loss that selects by a mask, each image gets the mean
+    of the batch.
     """
     losses = loss(logits, targets)
     if losses.ndim == 1:
@@ -286,7 +290,7 @@ def losses_of_images(
     try:
         return torch.func.vmap(loss_of_image)(logits, targets)
     except RuntimeError:
-        # vmap refuses shapes and branches that depend on values.
+        # vmap refuses a loss whose shapes or branches depend on values.
         _warn_of_batch_means(type(loss).__name__)
         return losses.expand(len(logits))
 
@@ -301,5 +305,5 @@ def _warn_of_batch_means(name: str) -> None:
 
 
 def probabilities_of(loss: object, logits: Tensor) -> Tensor:
-    """Return the probabilities (B, classes) of logits (B, classes) as the loss defines them."""
+    """Return the probabilities (B, classes) of logits (B, classes), as the loss defines them."""
     return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)

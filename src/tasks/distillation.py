@@ -27,8 +27,9 @@ class Distillation(ImageClassifier):
         teacher: a run id, a checkpoint, s3://…, or a model of timm with pretrained weights for
             these classes.
         log_dir: the folder of runs in which `teacher` is looked up.
-        temperature: of both softmaxes, above 0; a higher one gives more weight to unlikely classes.
-        teacher_share: weight of the teacher in the loss, 0 to 1; the labels have the rest.
+        temperature: the temperature of both softmaxes, above 0. A higher one gives unlikely classes
+            more weight.
+        teacher_share: the weight of the teacher in the loss, 0 to 1. The labels have the rest.
         parts: passed to ImageClassifier.
     """
 
@@ -51,7 +52,7 @@ class Distillation(ImageClassifier):
         self.temperature = temperature
         self.teacher_share = teacher_share
 
-        # The list hides the teacher from Lightning: a child module would be saved in checkpoints.
+        # The list hides the teacher from Lightning, which would save a child module in checkpoints.
         self._unregistered_teacher: list[nn.Module] = []
         self.rescale: tuple[Any, Any] = (1.0, 0.0)
 
@@ -70,8 +71,8 @@ class Distillation(ImageClassifier):
         """Compare the teacher with the data.
 
         Raises:
-            UserError: the teacher has other classes or channels than the data, or deep images had
-                another black and white.
+            UserError: the teacher has other classes or channels than the data, or was trained on
+                deep images with another black and white.
         """
         for key, noun in (("class_names", "classes"), ("channels", "channels")):
             teacher_value = facts.get(key)
@@ -141,7 +142,7 @@ class Distillation(ImageClassifier):
     def _distance_to_teacher(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Return the Kullback-Leibler divergence at `temperature`, the mean over the images.
 
-        The factor temperature² keeps the size of its gradient independent of the temperature.
+        With the factor temperature² the size of the gradient does not depend on the temperature.
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         student = (logits.to(dtype) / self.temperature).log_softmax(1)
@@ -153,7 +154,7 @@ class Distillation(ImageClassifier):
 def compute_rescaling(facts: dict[str, Any], data: Any, device: torch.device) -> tuple[Any, Any]:
     """Return scale and shift from the student's normalisation to the teacher's.
 
-    They are 1 and 0 where one of the two is not known.
+    If one of the two is not known, they are 1 and 0.
     """
     if "mean" not in facts or not hasattr(data, "std"):
         return 1.0, 0.0

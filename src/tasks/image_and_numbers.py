@@ -20,11 +20,11 @@ class ImageAndNumbers(ImageClassifier):
     """Join the features of an image with the numbers beside it, in a head of two layers.
 
     Args:
-        net: (B, C, H, W) float → (B, outputs) features.
+        net: a net from images (B, C, H, W) float to features (B, outputs).
         outputs: the number of features.
-        inputs: the names of the numbers, standardised, in the order in which the head takes them.
-        hidden: width of the head's hidden layer.
-        num_classes, parts: as of ImageClassifier.
+        inputs: the names of the standardised numbers, in the order in which the head takes them.
+        hidden: the width of the head's hidden layer.
+        num_classes, parts: see ImageClassifier.
 
     Raises:
         UserError: there are no numbers.
@@ -68,7 +68,7 @@ class ImageAndNumbers(ImageClassifier):
         return self.loss(logits, targets).mean()
 
     def predict_logits(self, inputs: Any) -> Tensor:
-        """Return (B, num_classes), with test_time_flip the mean over an image and its mirror."""
+        """Return logits (B, num_classes), with test_time_flip the mean with the mirror image."""
         images, numbers = inputs
         logits = self.joint_logits(images, numbers)
         if self.test_time_flip:
@@ -76,7 +76,7 @@ class ImageAndNumbers(ImageClassifier):
         return logits
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return (B, num_classes) probabilities.
+        """Return probabilities (B, num_classes).
 
         Args:
             batch: (images, numbers), or ((images, numbers), classes).

@@ -1,7 +1,7 @@
 """Manual optimization (task=manual_optimization): a training step that calls the optimizer itself.
 
-The example is sharpness-aware minimisation (SAM, arXiv 2010.01412), which takes the gradient where
-the loss is highest near the weights: two backward passes per step.
+The example is sharpness-aware minimisation (SAM, arXiv 2010.01412). It takes the gradient at the
+point near the weights where the loss is highest, and needs two backward passes per step.
 
 python src/train.py task=manual_optimization task.radius=0.05
 """
@@ -18,7 +18,7 @@ class SharpnessAware(ImageClassifier):
     """A classifier that is trained by SAM.
 
     Args:
-        radius: distance along the gradient at which the second backward pass is computed.
+        radius: the distance along the gradient at which the second backward pass is computed.
         net, parts: passed to ImageClassifier.
     """
 
@@ -41,7 +41,7 @@ class SharpnessAware(ImageClassifier):
         self.manual_backward(loss)
         steps = self._climb()
 
-        # The second one gives the gradient there, which is applied to the weights as they were.
+        # The second pass gives the gradient there. It is applied to the original weights.
         optimizer.zero_grad()
         self.manual_backward(self.loss(self.net(images), targets).mean())
         _undo_climb(steps)
@@ -52,13 +52,13 @@ class SharpnessAware(ImageClassifier):
 
     @torch.no_grad()
     def _climb(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Move the weights along the gradient; return each parameter with its step."""
+        """Move the weights along the gradient, and return each parameter with its step."""
         parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         if hasattr(norm, "full_tensor"):
             norm = norm.full_tensor()
 
-        # In 16 bits the gradient may overflow: then the weights stay where they are.
+        # In 16 bits the gradient may overflow. Then the weights do not move.
         factor = torch.where(norm.isfinite(), self.radius / (norm + 1e-12), 0.0)
         steps = [(parameter, parameter.grad.nan_to_num() * factor) for parameter in parameters]
         for parameter, step in steps:
@@ -66,7 +66,7 @@ class SharpnessAware(ImageClassifier):
         return steps
 
     def _step_schedules(self) -> None:
-        """Step the schedules, which Lightning leaves to manual optimization."""
+        """Step the schedules, because Lightning does not do it in manual optimization."""
         for config in self.trainer.lr_scheduler_configs:
             if config.interval == "step" or self.trainer.is_last_batch:
                 config.scheduler.step()  # type: ignore[call-arg]

@@ -13,19 +13,20 @@ from torchmetrics.classification import MultilabelAveragePrecision
 from lockstep.process.errors import UserError
 from lockstep.training.task import Task
 
-UNKNOWN = -1  # the label that torchmetrics leaves out
+# torchmetrics ignores this label.
+UNKNOWN = -1
 
 
 class MultiLabel(Task):
-    """Train binary cross-entropy of each label; log mean average precision and accuracy.
+    """Train binary cross-entropy of each label. Log mean average precision and accuracy.
 
-    A label that is nan is not known, and has no part in the loss and the metrics.
+    A label that is nan is not known. It does not count in the loss and the metrics.
 
     Args:
-        net: (B, C, H, W) float → (B, num_classes) logits.
+        net: a net from images (B, C, H, W) float to logits (B, num_classes).
         num_classes: the number of labels.
-        positive_weight: weight of a present label relative to an absent one; above 1 for rare
-            labels.
+        positive_weight: the weight of a present label relative to an absent one. It should be above
+            1 for rare labels.
         parts: passed to Task.
     """
 
@@ -53,7 +54,7 @@ class MultiLabel(Task):
         images, targets = batch
         losses = losses_of_labels(self.net(images), targets, self.pos_weight)
         # The mean of an image is over its known labels, so that it does not depend on the other
-        # images of its rank. An image may have none: its loss is 0 then, not nan.
+        # images of its rank. The loss of an image without any is 0, not nan.
         num_known = (~targets.isnan()).sum(1).clamp(min=1)
         return (losses.sum(1) / num_known).mean()
 
@@ -80,7 +81,7 @@ class MultiLabel(Task):
     test_step = validation_step
 
     def evaluation_values(self, stage: str) -> dict[str, float]:
-        """Add the mean average precision over the labels that occur; the others have none."""
+        """Add the mean average precision over the labels that occur."""
         occurs = self.trainer.strategy.reduce(self.label_counts.clone(), reduce_op="sum") > 0
         precision = self.average_precision.compute()[occurs].mean()
         self.average_precision.reset()
@@ -88,16 +89,16 @@ class MultiLabel(Task):
         return {**super().evaluation_values(stage), f"{stage}/map": float(precision)}
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return (B, num_classes) probabilities."""
+        """Return probabilities (B, num_classes)."""
         return self.net(batch if isinstance(batch, Tensor) else batch[0]).sigmoid()
 
 
 def losses_of_labels(logits: Tensor, labels: Tensor, pos_weight: Tensor | None = None) -> Tensor:
-    """Return (B, C), the loss of each label; 0 where the label is nan, that is not known.
+    """Return the loss of each label, (B, C). It is 0 if the label is nan, which means not known.
 
     Args:
         logits, labels: (B, C).
-        pos_weight: of a present label relative to an absent one.
+        pos_weight: the weight of a present label relative to an absent one.
     """
     targets = labels.nan_to_num(0.0)
     losses = F.binary_cross_entropy_with_logits(

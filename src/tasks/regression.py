@@ -20,9 +20,9 @@ class Regression(Task):
     Log the mean absolute and the mean squared error, in the unit of the targets.
 
     Args:
-        net: (B, C, H, W) float → (B, 1).
-        mean, std: the net learns (target - mean) / std; None: target_mean and target_std.
-        target_mean, target_std: mean and standard deviation of the training images' targets.
+        net: a net from images (B, C, H, W) float to (B, 1).
+        mean, std: the net learns (target - mean) / std; None: take target_mean and target_std.
+        target_mean, target_std: mean and standard deviation of the training targets.
         parts: passed to Task.
     """
 
@@ -70,14 +70,14 @@ class Regression(Task):
         images = batch if isinstance(batch, Tensor) else batch[0]
         outputs = self.net(images).squeeze(1)
         if outputs.dtype in (torch.float16, torch.bfloat16):
-            # 16 bits have no room for the unit of the targets, as prices of 300,000.
+            # 16 bits cannot hold large targets, such as prices of 300,000.
             outputs = outputs.float()
         return outputs * self.std + self.mean
 
     def fold_scale(self) -> None:
-        """Let the net itself give numbers in the unit of the targets, as an export needs it.
+        """Change the net's last layer so that its outputs are in the unit of the targets.
 
-        A net whose last layer is not linear with a bias stays as it is.
+        An export needs it. If the last layer is not linear with a bias, nothing changes.
         """
         layers = {name.rpartition(".")[0] for name in head_names(self.net)}
         if len(layers) != 1:

@@ -18,8 +18,9 @@ class Segmentation(Task):
     Log the pixel accuracy and the mean intersection over union.
 
     Args:
-        net: (B, C, H, W) float → (B, num_classes, h, w) logits, which are resized to H × W.
-        num_classes: the number of classes; pixels of class -1 are ignored.
+        net: a net from images (B, C, H, W) float to logits (B, num_classes, h, w). These are
+            resized to H × W.
+        num_classes: the number of classes. Pixels of class -1 are ignored.
         parts: passed to Task.
     """
 
@@ -28,8 +29,8 @@ class Segmentation(Task):
     def __init__(self, net: nn.Module, *, num_classes: int, **parts: Any) -> None:
         super().__init__(net, **parts)
         self.num_classes = num_classes
-        # (classes, classes) pixels of this rank, true × predicted.
-        # Integers stay as they are where the module is converted to 16 bits.
+        # These are the pixels of this rank, true × predicted. Integers stay exact if the module is
+        # converted to 16 bits.
         confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
         self.register_buffer("confusion", confusion, persistent=False)
 
@@ -40,7 +41,7 @@ class Segmentation(Task):
         images, masks = batch
         losses = F.cross_entropy(self(images), masks, ignore_index=-1, reduction="none")
         # The mean of an image is over its labelled pixels, so that it does not depend on the other
-        # images of its rank. An image may have none: its loss is 0 then, not nan.
+        # images of its rank. The loss of an image without any is 0, not nan.
         num_labelled = (masks >= 0).sum((1, 2)).clamp(min=1)
         return (losses.sum((1, 2)) / num_labelled).mean()
 
@@ -72,7 +73,7 @@ class Segmentation(Task):
         correct = confusion.diag()
         union = confusion.sum(0) + confusion.sum(1) - correct
 
-        # Classes that neither occur nor are predicted have no overlap to average.
+        # A class that neither occurs nor is predicted has no overlap, and is not in the mean.
         mean_iou = (correct / union)[union > 0].mean()
         return {
             **super().evaluation_values(stage),
@@ -81,6 +82,6 @@ class Segmentation(Task):
         }
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return (B, H, W) classes."""
+        """Return the class of each pixel, (B, H, W)."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return self(images).argmax(1)

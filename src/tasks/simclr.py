@@ -1,4 +1,4 @@
-"""SimCLR (task=simclr): features without labels, from two views of each image (arXiv 2002.05709).
+"""SimCLR (task=simclr): learn features from two views of each image (arXiv 2002.05709).
 
 python src/train.py task=simclr data.views=2 augmentation=resized_crop run_id=features
 python src/train.py ckpt_path=features model.freeze=backbone      (a linear probe on the features)
@@ -17,14 +17,14 @@ from lockstep.training.task import Task
 class SimCLR(Task):
     """Train the two views of an image to be similar, and unlike all others of the global batch.
 
-    The net's last layer is the first layer of the projection. The features are its input;
-    predict_step returns its output.
+    The last layer of the net is the first layer of the projection. The input of this layer are the
+    features. predict_step returns its output.
 
     Args:
-        net: (B, C, H, W) float → (B, outputs).
-        outputs: width of the projection's hidden layer.
-        dimensions: size of the projected features.
-        temperature: of the softmax over the cosine similarities, above 0.
+        net: a net from images (B, C, H, W) float to (B, outputs).
+        outputs: the width of the projection's hidden layer.
+        dimensions: the size of the projected features.
+        temperature: the temperature of the softmax over the cosine similarities, above 0.
         parts: passed to Task.
     """
 

@@ -105,7 +105,8 @@ def test_the_loader_opens_no_image_early(kind, tmp_path):
     )
     dm.attach_to_ranks()
     with pytest.raises(
-        UserError, match="cannot be decoded .*: repair or remove it. .python src/check_data.py"
+        UserError,
+        match="cannot be decoded .*damaged, repair or remove it. .python src/check_data.py",
     ):
         next(iter(dm.train_dataloader()))
 

@@ -28,13 +28,14 @@ MISTAKES = "mistakes.png"
 
 
 class Pictures(pl.Callback):
-    """Write what the net sees, and where it is wrong. Rank 0 writes.
+    """Write pictures of what the net sees, and of its mistakes. Rank 0 writes them.
 
-    batch.png is the first training batch of rank 0, before its step. mistakes.png are the test
-    images of all ranks with the largest loss, if test_step returns {"losses": (B,),
-    "predictions": (B, …)}, the predictions as predict_step returns them.
+    batch.png shows the first training batch of rank 0 before its step. mistakes.png shows the test
+    images of all ranks with the largest loss. It needs a test_step that returns {"losses": (B,),
+    "predictions": (B, …)}, with predictions as predict_step returns them.
 
-    It draws no random number, and until the end of a test it waits for no device and no other rank.
+    The callback draws no random number. Until the end of a test it waits neither for the device nor
+    for other ranks.
 
     Args:
         folder: the folder of the run.
@@ -42,7 +43,7 @@ class Pictures(pl.Callback):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.worst: TestedImages | None = None
+        self.worst_images: TestedImages | None = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -54,7 +55,7 @@ class Pictures(pl.Callback):
             _write_or_warn(lambda: write_batch(path, batch, data), path)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.worst = None
+        self.worst_images = None
 
     def on_test_batch_end(
         self,
@@ -65,7 +66,7 @@ class Pictures(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        tested = _tested_images(outputs, batch)
+        tested = _collect_tested_images(outputs, batch)
         # If there are several loaders, only images of the first one are drawn.
         if tested is None or dataloader_idx:
             return
@@ -73,19 +74,19 @@ class Pictures(pl.Callback):
             positions = trainer.test_dataloaders.positions(batch_idx)
             positions = positions.to(tested.losses.device)
             tested = TestedImages(tested.losses, positions, *tested[2:])
-        worst = _with_small_pictures(_largest_losses(tested))
-        if self.worst:
-            pairs = zip(self.worst, worst, strict=True)
-            worst = _largest_losses(TestedImages(*map(torch.cat, pairs)))
-        self.worst = worst
+        worst_images = _shrink_pictures(_keep_largest_losses(tested))
+        if self.worst_images:
+            pairs = zip(self.worst_images, worst_images, strict=True)
+            worst_images = _keep_largest_losses(TestedImages(*map(torch.cat, pairs)))
+        self.worst_images = worst_images
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        worst = gather_largest_losses(trainer, self.worst or ())
-        self.worst = None
-        if worst and trainer.is_global_zero:
+        worst_images = gather_largest_losses(trainer, self.worst_images or ())
+        self.worst_images = None
+        if worst_images and trainer.is_global_zero:
             path = self.folder / MISTAKES
             data = getattr(trainer, "datamodule", None)
-            _write_or_warn(lambda: write_mistakes(path, TestedImages(*worst), data), path)
+            _write_or_warn(lambda: write_mistakes(path, TestedImages(*worst_images), data), path)
 
 
 def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
@@ -96,7 +97,7 @@ def _write_or_warn(write: Callable[[], Any], path: Path) -> None:
         log.warning(f"{path.name} was not written ({type(error).__name__}: {error}).")
 
 
-def _tested_images(outputs: Any, batch: Any) -> TestedImages | None:
+def _collect_tested_images(outputs: Any, batch: Any) -> TestedImages | None:
     """Return the images of a batch with the losses and predictions of test_step; None without."""
     images = find_images(batch)
     if not isinstance(outputs, dict) or images is None:
@@ -111,14 +112,14 @@ def _tested_images(outputs: Any, batch: Any) -> TestedImages | None:
     return TestedImages(losses, positions, *tensors[1:])
 
 
-def _largest_losses(tested: TestedImages) -> TestedImages:
-    """Return the images with the largest losses, the largest first. A nan counts as the largest."""
+def _keep_largest_losses(tested: TestedImages) -> TestedImages:
+    """Return the images with the largest losses, the largest first. A nan is the largest loss."""
     largest = tested.losses.topk(min(MAX_SHEET_IMAGES, len(tested.losses))).indices
     return TestedImages(*(part[largest] for part in tested))
 
 
-def _with_small_pictures(tested: TestedImages) -> TestedImages:
-    """Return the images and their masks at the size of the sheet."""
+def _shrink_pictures(tested: TestedImages) -> TestedImages:
+    """Return tested images with images and masks as small as the sheet shows them."""
     return TestedImages(
         tested.losses,
         tested.positions,
@@ -130,7 +131,7 @@ def _with_small_pictures(tested: TestedImages) -> TestedImages:
     )
 
 
-def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Sequence[Tensor]:
+def gather_largest_losses(trainer: pl.Trainer, worst_images: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the images with the largest losses over all ranks. It is a collective.
 
     Each rank fills its own slots and leaves zeros in the slots of the others, so that the sum over
@@ -138,7 +139,7 @@ def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Seque
     the slots 16 to 31.
     """
     if trainer.world_size == 1:
-        return worst
+        return worst_images
     reduce = trainer.strategy.reduce
     first_slot = trainer.global_rank * MAX_SHEET_IMAGES
     # The last number counts the ranks that have tested an image.
@@ -146,8 +147,8 @@ def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Seque
         trainer.world_size * MAX_SHEET_IMAGES + 1, device=trainer.strategy.root_device
     )
     losses[first_slot : first_slot + MAX_SHEET_IMAGES] = -torch.inf
-    if worst:
-        losses[first_slot : first_slot + len(worst[0])] = worst[0].float()
+    if worst_images:
+        losses[first_slot : first_slot + len(worst_images[0])] = worst_images[0].float()
         losses[-1] = 1
     losses = reduce(losses, reduce_op="sum")
     if losses[-1] < trainer.world_size:
@@ -159,7 +160,7 @@ def gather_largest_losses(trainer: pl.Trainer, worst: Sequence[Tensor]) -> Seque
     rows = slots[is_mine] - first_slot
     is_image = largest > -torch.inf
     gathered_parts = []
-    for part in worst:
+    for part in worst_images:
         images_in_slots = part.new_zeros(MAX_SHEET_IMAGES, *part.shape[1:])
         # A rank may have fewer images than slots.
         is_filled = rows < len(part)

@@ -1,7 +1,7 @@
-"""The base of src/augmentations/, the crop and flip that the device does, and mixing of pairs.
+"""The base of src/augmentations/, crop and flip on the device, and mixing of pairs of images.
 
 Mixup: https://arxiv.org/abs/1710.09412, CutMix: https://arxiv.org/abs/1905.04899. They mix images
-2i and 2i + 1 in the order of the epoch. The random numbers are drawn for the whole epoch at once:
+2i and 2i + 1 in the order of the epoch. The random numbers of a whole epoch are drawn at once, so
 those of a pair depend only on (seed, epoch, position).
 """
 
@@ -37,8 +37,8 @@ class Mixing:
     Args:
         mixup_alpha: shares are drawn from Beta(alpha, alpha); 0: no mixup.
         cutmix_alpha: the same for CutMix.
-        prob: share of the pairs that are mixed.
-        epochs: mix only in the first so many epochs; None: in all.
+        prob: the share of the pairs that are mixed.
+        epochs: the number of first epochs in which pairs are mixed; None: all epochs.
     """
 
     mixup_alpha: float
@@ -50,18 +50,18 @@ class Mixing:
         """Draw the mixing of all pairs of an epoch.
 
         Returns:
-            (6, num_pairs) float64. Row 0: weight of an image's own label; row 1: weight of its own
-            pixels outside the box; rows 2 to 5: top, bottom, left and right of the box whose pixels
-            come from the other image.
+            (6, num_pairs) float64. Row 0 is the weight of an image's own label. Row 1 is the weight
+            of its own pixels outside the box. Rows 2 to 5 are top, bottom, left and right of the
+            box, whose pixels come from the other image.
         """
-        # The order of these draws is part of the recipe: another one changes every run's pixels.
+        # Another order of these draws would change the pixels of every run.
         mix_draw, cut_draw = generator.random((2, num_pairs))
         mixup_share = _draw_beta(generator, self.mixup_alpha, num_pairs)
         cutmix_share = _draw_beta(generator, self.cutmix_alpha, num_pairs)
         centre = generator.integers(0, image_size, (2, num_pairs))
         is_cut = self._is_cut(cut_draw)
 
-        # The box has the area (1 - share) of the image where it lies inside as a whole.
+        # A box that lies wholly inside the image has the share (1 - share) of its area.
         box_share = 1 - np.where(is_cut, cutmix_share, 1)
         half = (np.sqrt(box_share) * image_size / 2).astype(np.int64)
         first = np.maximum(centre - half, 0)
@@ -74,14 +74,14 @@ class Mixing:
         return np.where(mix_draw < self.prob, mixing, UNMIXED)
 
     def _is_cut(self, uniform: np.ndarray) -> np.ndarray | bool:
-        """Return which pairs CutMix mixes: with both options a random half of them."""
+        """Return which pairs CutMix mixes. With mixup it is a random half of them."""
         if self.mixup_alpha and self.cutmix_alpha:
             return uniform < 0.5
         return self.cutmix_alpha > 0
 
 
 def _draw_beta(generator: np.random.Generator, alpha: float, num_pairs: int) -> np.ndarray:
-    """Return draws of Beta(alpha, alpha); ones, without a draw, for alpha 0."""
+    """Draw from Beta(alpha, alpha). For alpha 0 return ones without a draw."""
     if not alpha:
         return np.ones(num_pairs)
     return generator.beta(alpha, alpha, num_pairs)
@@ -98,7 +98,7 @@ def mix(images: Tensor, labels: Tensor, mixing: Tensor, num_classes: int) -> tup
     share, blend = mixing[:2].float().view(2, -1, 1, 1)
     is_in_box = _mark_boxes(mixing[2:], images)[:, None, None]
 
-    # (B/2, 2, …): both images of a pair, and each one's other image.
+    # (B/2, 2, …): both images of a pair, and the other image for each of them.
     pairs = images.unflatten(0, (-1, 2))
     others = pairs.flip(1)
     blend = blend[..., None, None]
@@ -134,15 +134,15 @@ class Augmentation:
     Args:
         flip: mirror half of the images left to right; None: as data.flip says.
         color_jitter: up to four numbers, the largest change of brightness, contrast, saturation and
-            hue; None: none.
-        erasing_prob: share of the images in which a rectangle becomes the mean colour.
+            hue; None: colours do not change.
+        erasing_prob: the share of the images in which a rectangle becomes the mean colour.
         mixup_alpha, cutmix_alpha: see Mixing.
         mix_prob, mix_epochs: `prob` and `epochs` of Mixing.
     """
 
-    # Whether the device augments whole batches, and not workers single images.
+    # Whether the device augments whole batches. Otherwise workers augment single images.
     is_of_batches = False
-    # Whether `policy` changes colours, which images of other channels than pictures do not have.
+    # Whether `policy` changes colours. Images with other channels than pictures have none.
     changes_colours = False
     random_crop = True
 
@@ -171,10 +171,10 @@ class Augmentation:
             self.mixing = Mixing(mixup_alpha, cutmix_alpha, mix_prob, mix_epochs)
 
     def operations(self, framing: Framing) -> list[Operation]:
-        """Return operations from a Pillow image, RGB or L, to one of image_size × image_size.
+        """Return the operations that make image_size × image_size pixels of a Pillow image.
 
-        The image may have any size. The operations draw from torch's generator alone, which is
-        seeded for each image.
+        The image is RGB or L, and may have any size. The operations draw only from torch's
+        generator, which is seeded for each image.
         """
         operations = self.crop(framing)
         if self.flips(framing):
@@ -184,7 +184,7 @@ class Augmentation:
     def crop(self, framing: Framing) -> list[Operation]:
         """Return the crop of image_size at a random position of the resized image.
 
-        data.crop_padding says how far it may reach over the border.
+        It may reach over the border by data.crop_padding pixels.
         """
         fill = {Mask: VOID, "others": 0}
         padding = framing.crop_padding or None
@@ -194,7 +194,7 @@ class Augmentation:
         ]
 
     def policy(self, framing: Framing) -> list[Operation]:
-        """Return what follows the crop and the flip."""
+        """Return the operations after the crop and the flip."""
         return []
 
     def flips(self, framing: Framing) -> bool:
@@ -232,7 +232,7 @@ class Augmentation:
 class CropFlip(Augmentation):
     """A crop of image_size at a random position, mirrored or not.
 
-    data.crop_padding and data.flip say how.
+    data.crop_padding and data.flip are its options.
 
     Args:
         random_crop: false: the centre crop of evaluation.

@@ -1,8 +1,8 @@
 """The train and evaluation loaders: the images, their order and their augmentation on each rank.
 
 Everything follows from (seed, epoch, step), so that one process and N ranks see the same pixels.
-Order and augmentation are drawn for a whole epoch at once, as a generator for each step would cost
-more than a batch of crops.
+Order and augmentation are drawn for a whole epoch at once, because a random generator for each step
+would cost more time than a batch of crops.
 
 Global batch s takes images [s·G, (s+1)·G) of the epoch. `rank_slices` says how ranks and
 micro-batches share them.
@@ -34,9 +34,9 @@ class Selection(NamedTuple):
 
     Attributes:
         positions: (n,) int64.
-        draws: (3 · views, n) int64, the rows dy, dx and flip of each view; where workers augment
-            single images (views, n), a seed for each image and view.
-        mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
+        draws: (3 · views, n) int64, the rows dy, dx and flip of each view. If workers augment
+            single images it is (views, n), a seed for each view of an image.
+        mixing: (6, n/2) float64, see Mixing.draw; None: nothing is mixed.
     """
 
     positions: np.ndarray
@@ -45,9 +45,9 @@ class Selection(NamedTuple):
 
 
 MakeBatches = Callable[[Iterable[Selection]], Iterator[Any]]
-"""A function that makes the batches, in order; it may read ahead."""
+"""A function that makes the batches of selections, in order. It may read ahead."""
 DrawEpoch = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
-"""(seed, epoch, n) → draws and mixing, as a Selection has them, of an epoch of n images"""
+"""A function of (seed, epoch, n), which returns draws and mixing of a Selection of n images."""
 
 
 def random_stream(seed: int, *purpose: int) -> np.random.Generator:
@@ -57,10 +57,10 @@ def random_stream(seed: int, *purpose: int) -> np.random.Generator:
 def rank_slices(
     global_batch_size: int, rank: int, world_size: int, accumulate_grad_batches: int
 ) -> list[slice]:
-    """Return the part of each micro-batch that a rank takes of a global batch.
+    """Return the part of a global batch that a rank takes in each micro-batch.
 
-    Micro-batch j of k covers the positions [j·G/k, (j+1)·G/k) of a global batch of G images, and
-    rank r of W takes the r-th of W equal contiguous parts of that.
+    Micro-batch j of k has the positions [j·G/k, (j+1)·G/k) of a global batch of G images. It is cut
+    into W equal contiguous parts for W ranks, and rank r takes part r.
     """
     size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
     slices = []
@@ -73,13 +73,13 @@ def rank_slices(
 class TrainBatches:
     """This rank's micro-batches of an epoch's complete global batches; the remainder is dropped.
 
-    `len()` counts micro-batches, and `state_dict()` global batches, so that accumulation and world
-    size may differ between saving and loading. Lightning finds `set_epoch` through `sampler`.
+    `len()` counts micro-batches. `state_dict()` counts global batches, so that accumulation and
+    world size may differ between saving and loading. Lightning finds `set_epoch` through `sampler`.
 
     Args:
         indices: positions of the training images.
-        sampling: draws the images of an epoch; None: each is taken once, in random order.
-        fixed: repeat the order and augmentation of epoch 0 (Lightning's overfit_batches).
+        sampling: how the images of an epoch are drawn; None: each one once, in random order.
+        repeats_first_epoch: repeat the order and augmentation of epoch 0 (overfit_batches).
     """
 
     def __init__(
@@ -108,11 +108,10 @@ class TrainBatches:
         self._slices = rank_slices(global_batch_size, rank, world_size, accumulate_grad_batches)
 
         self._epoch = 0
-        # The next iteration starts at this step: 0 but after load_state_dict.
+        # The next iteration starts at this step. It is 0, except after load_state_dict.
         self._first_step = 0
         self._micro_batches_done = 0
-        # A sequential sampler tells Lightning that nothing is shuffled between epochs, and has no
-        # set_epoch.
+        # A sequential sampler tells Lightning that the order stays the same. It has no set_epoch.
         self.sampler = SequentialSampler(range(len(indices))) if repeats_first_epoch else self
 
     def __len__(self) -> int:
@@ -151,8 +150,8 @@ class TrainBatches:
         self._micro_batches_done = self._first_step * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: nothing runs before the first next(), so Lightning may call iter() first and
-        # load_state_dict and set_epoch afterwards, as it does.
+        # Lightning calls iter() before load_state_dict and set_epoch. This works because no line
+        # of a generator runs before the first next().
         first_step = self._first_step
         self._first_step = 0
         self._micro_batches_done = first_step * self._accumulate
@@ -176,7 +175,7 @@ class TrainBatches:
                 yield Selection(order[first:end], draws[:, first:end], pairs)
 
     def _draw_order(self, count: int) -> np.ndarray:
-        """Return the positions of this epoch's images, `count` at least, in their order."""
+        """Return the positions of at least `count` images of this epoch, in their order."""
         generator = random_stream(self.seed, ORDER_STREAM, self._epoch)
         if self._sampling is None:
             return generator.permutation(self._indices)
@@ -186,11 +185,12 @@ class TrainBatches:
 class EvalBatches:
     """Every image once over all ranks, in order, with the same number of batches on every rank.
 
-    There are as few batches as `batch_size` (per device, at most) allows, and their sizes differ by
-    one image at most. With fewer images than ranks, some ranks get an empty batch.
+    There are as few batches as possible with at most `batch_size` images per device. Their sizes
+    differ by at most one image. If there are fewer images than ranks, some ranks get an empty
+    batch.
 
     Args:
-        draws: (3,) int64 dy, dx, flip for every image: the centre crop.
+        draws: (3,) int64, the same dy, dx and flip for every image: the centre crop.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class EvalBatches:
         return len(self._selections)
 
     def shard(self, rank: int, world_size: int) -> "EvalBatches":
-        """Return every world_size-th batch of one rank's, from the number `rank` on."""
+        """Return this rank's share of the batches: every world_size-th one, from `rank` on."""
         batches = copy(self)
         batches._selections = self._selections[rank::world_size]
         return batches

@@ -9,8 +9,9 @@ from lockstep.data.decoding import get_size, to_pillow
 from lockstep.process.files import write_atomically
 from lockstep.process.output import escape_unprintable
 
-TILE = 128  # side of a picture in a contact sheet, in pixels
-# A small contact sheet belongs into git. It has as many colours as its size allows.
+# The side of a picture in a contact sheet, in pixels.
+TILE = 128
+# A small contact sheet may be kept in git. It has the most colours that fit into this size.
 SMALL_BYTES = 80_000
 COLOURS = (256, 64, 16)
 
@@ -19,8 +20,8 @@ class Tile(NamedTuple):
     """Pictures that stand side by side, with a caption.
 
     Attributes:
-        lines: the caption.
-        colour: the colour of its first line.
+        lines: the lines of the caption.
+        colour: the colour of the first line.
     """
 
     pictures: list[Any]
@@ -38,7 +39,7 @@ def write_contact_sheet(
     """Write a PNG of pictures with captions.
 
     Args:
-        is_small: reduce the colours until the file belongs into git.
+        is_small: reduce the colours until the file has at most SMALL_BYTES.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -78,7 +79,7 @@ def _encode_png(picture: Any) -> bytes:
 
 
 def _encode_small_png(picture: Any) -> bytes:
-    """Return a PNG of at most SMALL_BYTES, or one of the fewest colours."""
+    """Return a PNG of at most SMALL_BYTES, or with the fewest colours if that is impossible."""
     from PIL.Image import Dither
 
     data = b""
@@ -90,7 +91,7 @@ def _encode_small_png(picture: Any) -> bytes:
 
 
 def _make_thumbnail(picture: Any) -> Any:
-    """Return a picture in TILE × TILE pixels, of its own shape; small ones show their pixels."""
+    """Return a picture padded to TILE × TILE pixels. The pixels of a small one stay sharp."""
     from PIL import Image, ImageOps
 
     is_small = max(get_size(picture)) < TILE

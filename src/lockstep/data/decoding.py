@@ -1,8 +1,6 @@
 """Decode one image file into 8-bit pixels, upright and without transparency.
 
-`lockstep.data.reading` reads images of more bits or other channels.
-
-An error names the file that cannot be decoded.
+`lockstep.data.reading` reads images with more bits or other channels. Errors name the file.
 """
 
 import io
@@ -38,27 +36,28 @@ ARRAY_MAGIC = b"\x93NUMPY"
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # The colour behind transparent images, in training, evaluation, prediction and export alike.
 BACKGROUND = "white"
-# Pillow decodes without Python's lock.
+# Pillow releases Python's lock while it decodes.
 THREADS = 8
-# Images of one task of a thread; more of them mean fewer tasks to keep in memory.
+NO_WHITE = "no defined white: give data.range=[BLACK,WHITE]"
+# The images of one task of a thread. Larger tasks are fewer, and take less memory.
 CHUNK = 32
 
 
 class CorruptImage(UserError):
     """An image, or a file of images, that cannot be read or decoded.
 
-    `args[0]` says which and why.
+    `args[0]` names it and says why.
     """
 
     def __str__(self) -> str:
         return (
-            f"{self.args[0]}: repair or remove it. `python src/check_data.py data=… data.root=…` "
-            "lists all such images."
+            f"{self.args[0]}. If it is damaged, repair or remove it. "
+            "`python src/check_data.py data=… data.root=…` lists all such images."
         )
 
 
 class TooLargeImage(CorruptImage):
-    """An image above the limit against files that are small and decode to very large images."""
+    """An image above the limit that protects from small files with very large images."""
 
     def __str__(self) -> str:
         return f"{self.args[0]}: give data.max_megapixels=NUMBER, or save it smaller."
@@ -74,7 +73,7 @@ def open_image(
 ) -> Image.Image:
     """Return the whole image as a viewer shows it.
 
-    It is rotated by its EXIF data, on a white background, in 8 bits.
+    It is rotated by its EXIF data, has a white background, and has 8 bits.
 
     Args:
         file: a path, or the encoded bytes.
@@ -83,8 +82,8 @@ def open_image(
         max_megapixels: the largest image, in millions of pixels; None: Pillow's limit, 179.
         page: the page of a file with several, from 0.
     Raises:
-        CorruptImage: truncated, not an image, without that page, or larger than the limit against
-            decompression bombs.
+        CorruptImage: the file is truncated or no image, it has no such page, or the image is larger
+            than the limit.
     """
     with decoding_errors(name or file, max_megapixels):
         return to_8_bits(open_upright(file, page), channels)
@@ -92,9 +91,9 @@ def open_image(
 
 @contextmanager
 def decoding_errors(name: object, max_megapixels: float | None) -> Iterator[None]:
-    """Raise CorruptImage, which names the image, for all that can go wrong in decoding it."""
+    """Raise CorruptImage with the image's name for any error while it is decoded."""
     if max_megapixels is not None:
-        # Pillow has one limit for the process, and refuses images of more than twice that number.
+        # Pillow has one limit for the whole process. It refuses images above twice the limit.
         Image.MAX_IMAGE_PIXELS = int(max_megapixels * 1e6 / 2)
     # A damaged file makes Pillow raise nearly anything.
     try:
@@ -146,7 +145,8 @@ def read_start(file: Path | bytes, count: int) -> bytes:
 
 
 def seek_page(image: Image.Image, page: int) -> None:
-    """Go to a page of an open file. Counting its pages would read all of a TIFF's headers."""
+    """Go to a page of an open file."""
+    # To count its pages Pillow reads all headers of a TIFF, which page 0 does not need.
     if not page:
         return
     count = getattr(image, "n_frames", 1)
@@ -163,7 +163,7 @@ def is_array(file: Path | bytes) -> bool:
 
 
 def is_dicom(file: Path | bytes) -> bool:
-    """Return whether a file is of DICOM, whose names often have no ending."""
+    """Return whether a file is a DICOM file. Such files often have no ending."""
     if not isinstance(file, bytes):
         suffix = Path(file).suffix.lower()
         if suffix in SUFFIXES:
@@ -172,9 +172,9 @@ def is_dicom(file: Path | bytes) -> bool:
 
 
 def load_array(file: Path | bytes) -> np.ndarray:
-    """Return the (height, width) or (height, width, channels) of a NumPy file.
+    """Return the array of a NumPy file, (height, width) or (height, width, channels).
 
-    The channels are the first axis where that is the shortest one.
+    If the first axis is the shortest one, the file has the channels there.
     """
     array = np.load(open_bytes(file), allow_pickle=False)
     if array.dtype.kind not in "buif" or array.ndim not in (2, 3):
@@ -199,11 +199,13 @@ def _array_to_pillow(array: np.ndarray) -> Image.Image:
         array = np.round(array / 257).astype(np.uint8)
     if array.dtype in (np.uint8, np.uint16):
         return Image.fromarray(np.ascontiguousarray(array))
+    if array.ndim == 3:
+        raise ValueError(f"colours of {array.dtype} and {NO_WHITE}")
     return Image.fromarray(array.astype(np.float32))
 
 
 def _dicom_to_pillow(file: Path | bytes, frame: int) -> Image.Image:
-    """Return a frame in the 8 bits of its window; without a window in the depth of the file."""
+    """Return a frame in 8 bits by its window. Without a window it has the depth of the file."""
     values, window = read_dicom(file, frame)
     if window is None or values.dtype == np.uint8:
         return _array_to_pillow(values)
@@ -216,14 +218,14 @@ def to_8_bits(image: Image.Image, channels: int) -> Image.Image:
     """Return an image of any mode as RGB (3 channels) or L (1), on a white background.
 
     Raises:
-        ValueError: 32 bits per pixel, of which none is known to be white.
+        ValueError: pixels have 32 bits, and nothing says which value is white.
     """
-    # Pillow's own conversion of 16 bits clips at 255.
+    # Pillow would clip 16 bits at 255.
     is_16_bit_ppm = image.mode == "I" and image.format == "PPM"
     if image.mode.startswith("I;16") or is_16_bit_ppm:
         image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError("32 bits per pixel and no defined white: give data.range=[BLACK,WHITE]")
+        raise ValueError(f"32 bits per pixel and {NO_WHITE}")
 
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -238,7 +240,7 @@ def open_mask(path: Path, max_megapixels: float | None = None) -> np.ndarray:
     Args:
         max_megapixels: see `open_image`.
     Raises:
-        CorruptImage: it cannot be read, or has several channels.
+        CorruptImage: the mask cannot be read, is a JPEG, or has several channels.
     """
     with decoding_errors(f"the mask {path}", max_megapixels), open_header(path) as image:
         pixels = np.asarray(image)
@@ -258,8 +260,8 @@ def open_mask(path: Path, max_megapixels: float | None = None) -> np.ndarray:
 def to_array(image: Any) -> np.ndarray:
     """Return an image or a mask as (height, width, channels).
 
-    Pillow's images and masks are uint8. Deep images, torchvision's of floats from 0 to 1, are
-    float32 from 0 to 255.
+    Pillow's images and masks are uint8. A deep image, which is torchvision's with floats from 0 to
+    1, is float32 from 0 to 255.
     """
     if getattr(image, "ndim", 0) == 3:
         return np.ascontiguousarray(image.permute(1, 2, 0).numpy()) * np.float32(255)
@@ -270,14 +272,14 @@ def to_array(image: Any) -> np.ndarray:
 
 
 def get_size(image: Any) -> tuple[int, int]:
-    """Return width and height of Pillow's image, or torchvision's."""
+    """Return width and height of an image of Pillow or torchvision."""
     if isinstance(image, Image.Image):
         return image.size
     return image.shape[-1], image.shape[-2]
 
 
 def to_pillow(image: Any) -> Image.Image:
-    """Return what contact sheets show: the first three channels, or the first one."""
+    """Return an image for a contact sheet: its first three channels, or the first one."""
     if isinstance(image, Image.Image):
         return image
     pixels = to_array(image).round().astype(np.uint8)
@@ -290,7 +292,7 @@ def decode_all(count: int, decode_one: Callable[[int], Any], threads: int = THRE
     """Call decode_one(i) for images 0 to count − 1 in threads, and raise the first error.
 
     Args:
-        threads: 1: in order.
+        threads: with 1 the images are decoded in order.
     """
 
     def decode_chunk(first: int) -> None:
@@ -301,7 +303,7 @@ def decode_all(count: int, decode_one: Callable[[int], Any], threads: int = THRE
     firsts = range(0, count, CHUNK)
     with ThreadPoolExecutor(threads) as pool:
         chunks = pool.map(decode_chunk, firsts)
-        # Going through the chunks raises their errors. With disable=None tqdm shows its bar on
-        # terminals alone.
+        # The loop raises the errors of the chunks. With disable=None tqdm shows its bar only on a
+        # terminal.
         for _ in tqdm(chunks, total=len(firsts), disable=None):
             pass

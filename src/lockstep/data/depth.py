@@ -1,7 +1,7 @@
 """The depth of the images of a data set: their bits, their black and white, and their mean.
 
-The headers of some images say whether any is deep. Only then are images read for their values, once
-per node.
+The headers of some images say whether any image is deep. Only then each node reads the values of
+the images once.
 """
 
 from collections.abc import Iterable
@@ -18,17 +18,19 @@ from lockstep.data.framing import Framing
 from lockstep.data.image_list import ImageList
 from lockstep.data.node_cache import Content
 
-SAMPLE = 64  # images whose headers are read
-MEASURED_IMAGES = 1024  # for the mean, evenly spaced
-PIXELS_OF_IMAGE = 4096  # for the percentiles
+# The images whose headers are read.
+HEADER_SAMPLE = 64
+# The evenly spaced images of which the mean is measured, and the pixels of each for percentiles.
+MEASURED_IMAGES = 1024
+PIXELS_OF_IMAGE = 4096
 PERCENTILES = (0.5, 99.5)
-# Values that fill less of their range than this are likely to have another one.
+# If values fill a smaller share of their range than this, the range is probably wrong.
 LEAST_SHARE = 0.1
 EXTREMES = "extremes.npy"
 
 
 def pick_evenly(positions: np.ndarray, count: int) -> list[int]:
-    """Return at most `count` of the positions."""
+    """Return at most `count` of the positions, evenly spaced."""
     indices = np.linspace(0, len(positions) - 1, min(len(positions), count))
     return positions[indices.astype(int)].tolist()
 
@@ -61,11 +63,11 @@ class Survey:
 
     @property
     def depth(self) -> str:
-        """Return "16 bits", or "8 bits, 16 bits" of images that differ."""
+        """Return "16 bits", or "8 bits, 16 bits" if the images differ."""
         return ", ".join(sorted({header.depth for header in self.headers.values()}))
 
     def warnings(self) -> list[str]:
-        """Return what users have to know of the images' bits and pages."""
+        """Return sentences for the user about the images' bits and pages."""
         sentences = []
         examples: dict[str, str] = {}
         for position, header in self.headers.items():
@@ -100,7 +102,7 @@ class Survey:
 
 
 def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> Content:
-    """Write the smallest and largest value of each image, (n, 2) float64; nan of 8-bit images.
+    """Write the smallest and the largest value of each image, (n, 2) float64; 8 bits have nan.
 
     Returns:
         The names of the images that cannot be read, as `unreadable`.
@@ -129,10 +131,12 @@ def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> C
 
 
 def find_range(extremes: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest of all values. Where all are equal, they become black.
+    """Return the smallest and the largest of all values.
+
+    If all values are equal, the largest is one more, so that they become black.
 
     Args:
-        extremes: as `write_extremes` writes them.
+        extremes: the array of `write_extremes`.
     """
     deep_images = extremes[np.isfinite(extremes).all(1)]
     if not len(deep_images):
@@ -150,7 +154,7 @@ def measure_colours(
     Pixels are from 0 to 1.
 
     Args:
-        threads: 1: the images are opened in order.
+        threads: with 1 the images are opened in order.
 
     Raises:
         CorruptImage: no image can be read.
@@ -180,23 +184,23 @@ def measure_colours(
     low, high = np.percentile(samples[is_read], PERCENTILES)
     return {
         "mean": mean.tolist(),
-        # Equal values are only shifted.
+        # The deviation of equal values is 1, so that they are only shifted.
         "std": [value if value > 1e-6 else 1.0 for value in deviation.tolist()],
         "filled": [float(low), float(high)],
     }
 
 
-def describe_narrow_range(percentiles: Any, limits: Any) -> str:
-    """Return a sentence where most values lie in a small part of their range, else "".
+def describe_narrow_range(percentiles: Any, value_range: Any) -> str:
+    """Return a sentence if most values lie in a small part of their range, else "".
 
     Args:
-        percentiles: a low and a high one, with 0 for black and 1 for white.
-        limits: black and white, see Reading.
+        percentiles: a low and a high percentile; black is 0 and white is 1.
+        value_range: black and white, see Reading.
     """
     low, high = percentiles
-    if isinstance(limits, str) or limits is None or high - low >= LEAST_SHARE:
+    if isinstance(value_range, str) or value_range is None or high - low >= LEAST_SHARE:
         return ""
-    black, white = limits
+    black, white = value_range
     first, last = (black + share * (white - black) for share in (low, high))
     return (
         f"99 % of the values are from {first:.6g} to {last:.6g}, which is less than a tenth of the "

@@ -1,7 +1,7 @@
-"""Read DICOM files by pydicom, where it is installed.
+"""Read DICOM files by pydicom, if it is installed.
 
-Values are those of the modality, as Hounsfield units: stored values by their rescale slope and
-intercept, or by their lookup table. The frames of a file are its pages.
+Values are in the unit of the modality, as Hounsfield units. They are computed from the stored
+values by a slope and an intercept, or by a lookup table. The frames of a file are its pages.
 """
 
 import io
@@ -29,9 +29,9 @@ class DicomHeader:
     """The facts in the head of a DICOM file.
 
     Args:
-        dtype: the type of its values; 8-bit images that are not rescaled are uint8.
-        bits: how many bits each value has in the file.
-        frames: how many images it has.
+        dtype: the type of its values. An 8-bit image that is not rescaled has uint8.
+        bits: the number of bits of each value in the file.
+        frames: the number of images in the file.
         has_window: whether it says which values are shown black and white.
     """
 
@@ -51,7 +51,7 @@ def has_pydicom() -> bool:
 
 
 def read_dicom_header(file: Path | bytes) -> DicomHeader:
-    """Return what the head of a DICOM file says; it may raise nearly anything."""
+    """Return the facts in the head of a DICOM file. It may raise nearly any exception."""
     dataset = _read(file, reads_pixels=False)
     bits = int(dataset.get("BitsStored") or dataset.BitsAllocated)
     has_window = read_window(dataset, 0) is not None
@@ -61,7 +61,7 @@ def read_dicom_header(file: Path | bytes) -> DicomHeader:
 def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | None]:
     """Return one frame, (height, width) or (height, width, 3), and its window if it has one.
 
-    Dark values are small ones, also of MONOCHROME1, whose values are mirrored.
+    Small values are dark. The values of MONOCHROME1, where they are bright, are mirrored.
 
     Raises:
         ValueError: pydicom is missing, or the file has no such frame.
@@ -75,7 +75,7 @@ def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | Non
 
     from pydicom.pixels import apply_color_lut, pixel_array
 
-    # Colours become RGB here, whatever the file has.
+    # pydicom converts the colours of any file to RGB.
     stored = pixel_array(dataset, index=frame)
     if dataset.PhotometricInterpretation == "PALETTE COLOR":
         return apply_color_lut(stored, dataset), None
@@ -95,7 +95,7 @@ def read_dicom(file: Path | bytes, frame: int) -> tuple[np.ndarray, Window | Non
 
 
 def read_window(dataset: Any, frame: int) -> Window | None:
-    """Return black and white of the first window, as DICOM's linear function has them."""
+    """Return black and white of the first window, by DICOM's linear function."""
     attributes = _get_frame_attributes(dataset, frame, "FrameVOILUTSequence")
     center = _first_number(attributes.get("WindowCenter"))
     width = _first_number(attributes.get("WindowWidth"))
@@ -107,7 +107,7 @@ def read_window(dataset: Any, frame: int) -> Window | None:
 
 
 def _first_number(value: Any) -> float | None:
-    """Return the first of several values, or the only one; None where there is none."""
+    """Return the first value; None if there is none."""
     if value is None or value == "":
         return None
     numbers = np.atleast_1d(np.array(value, float))
@@ -137,10 +137,10 @@ def _count_frames(dataset: Any) -> int:
 
 
 def _get_frame_attributes(dataset: Any, frame: int, sequence: str) -> Any:
-    """Return what holds the attributes of a frame.
+    """Return the data set that holds the attributes of a frame.
 
-    Files of the enhanced kind have them in sequences, of each frame or of all. Others have them
-    at the top.
+    Enhanced DICOM files have them in sequences, for each frame or for all frames. Other files have
+    them at the top.
     """
     frame_groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
     shared_groups = dataset.get("SharedFunctionalGroupsSequence") or []
@@ -151,7 +151,7 @@ def _get_frame_attributes(dataset: Any, frame: int, sequence: str) -> Any:
 
 
 def _to_modality_values(stored: np.ndarray, dataset: Any, frame: int) -> np.ndarray:
-    """Return the values of the modality; those that are not rescaled keep their type."""
+    """Return values in the unit of the modality. Values that are not rescaled keep their type."""
     from pydicom.pixels import apply_modality_lut
 
     attributes = _get_frame_attributes(dataset, frame, "PixelValueTransformationSequence")
@@ -161,7 +161,7 @@ def _to_modality_values(stored: np.ndarray, dataset: Any, frame: int) -> np.ndar
 
 
 def _is_rescaled(attributes: Any) -> bool:
-    """Return whether values are others than those that are stored."""
+    """Return whether the values differ from the stored ones."""
     if attributes.get("ModalityLUTSequence"):
         return True
     slope = attributes.get("RescaleSlope")

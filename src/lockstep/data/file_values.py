@@ -1,7 +1,7 @@
-"""Read what image files hold: the facts in their heads, and their values in full depth.
+"""Read the facts in the heads of image files, and their values in full depth.
 
-Pillow reads most formats. It keeps 8 of the 16 bits of colours, so a PNG of them is decoded in two
-halves, a PPM by NumPy, and a TIFF by tifffile where it is installed.
+Pillow reads most formats, but it keeps only 8 of the 16 bits of colours. So a PNG with such colours
+is decoded in two halves, a PPM by NumPy, and a TIFF by tifffile, if it is installed.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ ALL = "all"
 PAGED_FORMATS = ("TIFF", "GIF")
 NEEDS_TIFFFILE = "a TIFF of bits or bands that Pillow does not read: pip install tifffile"
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-# The positions in a PNG of two bytes: the bits for each colour, and what its bands are.
+# The positions of two bytes in a PNG: the bits of a colour, and the kind of its bands.
 PNG_BITS_BYTE = 24
 PNG_KIND_BYTE = 25
 # Kinds of several bands: colour, grey with alpha, colour with alpha.
 PNG_KINDS_WITH_BANDS = (2, 4, 6)
 GREY_WITH_ALPHA = "LA;16B"  # Pillow's name
-# Two formats whose colours Pillow reads in 8 bits: what to look for, and how far behind its start
-# the bits of the first colour lie.
+# Two formats whose colours Pillow reads in 8 bits. Each has a mark, and a distance from its start
+# to the byte with the bits of the first colour. Both lie in the first HEAD_BYTES.
 BITS_OF_COLOURS = {"JPEG2000": (b"\xff\x4f\xff\x51", 42), "AVIF": (b"pixi", 9)}
-HEAD_BYTES = 2**16  # in which they lie
+HEAD_BYTES = 2**16
 PPM_MAGIC = b"P6"
 WHITE_16 = 65535
 
@@ -52,7 +52,7 @@ class Header:
         dtype: the type of its values.
         pages: pages of a TIFF, pictures of a GIF, or frames of a DICOM file; 1 of other formats.
         loses_bits: whether Pillow reads only 8 of its bits.
-        bits: how many bits of a value are in use; None: all of its type.
+        bits: the number of bits of a value in use; None: all bits of its type.
         has_window: whether it says which values are shown black and white.
     """
 
@@ -76,7 +76,7 @@ class Header:
 
 
 def read_header(file: Path | bytes) -> Header:
-    """Return what the head of an image file says; it may raise nearly anything."""
+    """Return the facts in the head of an image file. It may raise nearly any exception."""
     if is_array(file):
         return Header(load_array(file).dtype)
     if is_dicom(file):
@@ -97,7 +97,7 @@ def read_header(file: Path | bytes) -> Header:
 
 
 def _read_colour_bits(file: Path | bytes, image: ImageFile) -> int:
-    """Return the bits of a colour of JPEG 2000 or AVIF; 0 where Pillow reads all of them.
+    """Return the bits of a colour of JPEG 2000 or AVIF; 0 if Pillow reads all of them.
 
     Source: ISO/IEC 15444-1, A.5.1, the size segment; ISO/IEC 23008-12, 6.5.6, pixel information.
     """
@@ -109,7 +109,7 @@ def _read_colour_bits(file: Path | bytes, image: ImageFile) -> int:
     if start < 0 or start + distance >= len(head):
         return 0
     number = head[start + distance]
-    # The first bit of JPEG 2000's number tells a sign, and the number is one too small.
+    # In JPEG 2000 the first bit of this byte is a sign, and the rest is the bits minus 1.
     return (number & 0x7F) + 1 if image.format == "JPEG2000" else number
 
 
@@ -124,7 +124,7 @@ def _get_dtype(image: ImageFile) -> np.dtype:
 
 
 def _loses_bits(image: ImageFile) -> bool:
-    """Return whether Pillow keeps 8 bits of each of several bands that have 16."""
+    """Return whether the image has several bands of 16 bits, of which Pillow keeps 8."""
     tiles = getattr(image, "tile", ())
     if len(image.getbands()) == 1 or not tiles:
         return False
@@ -166,7 +166,7 @@ def has_deep_colours(file: Path | bytes) -> bool:
 
 
 def read_deep_colours(file: Path | bytes) -> np.ndarray:
-    """Return (height, width, bands) uint16 of a PNG or PPM, as its EXIF data rotate it."""
+    """Return (height, width, bands) uint16 of a PNG or PPM, rotated by its EXIF data."""
     data = file if isinstance(file, bytes) else file.read_bytes()
     with open_header(data) as image:
         if image.format == "PPM":
@@ -176,7 +176,7 @@ def read_deep_colours(file: Path | bytes) -> np.ndarray:
 
 
 def _read_ppm(data: bytes, image: ImageFile) -> np.ndarray:
-    """Return the colours of an open PPM, of which 65,535 is white as in one of grey."""
+    """Return the colours of an open PPM. White is 65,535, as in a grey PPM."""
     count = 3 * image.width * image.height
     values = np.frombuffer(data, ">u2", count, image.tile[0].offset)
     scale = WHITE_16 / _read_ppm_white(image)
@@ -184,23 +184,23 @@ def _read_ppm(data: bytes, image: ImageFile) -> np.ndarray:
 
 
 def _read_png(data: bytes, raw_mode: str) -> np.ndarray:
-    """Return the colours of a PNG, whose bytes Pillow decodes by another raw mode.
+    """Return the colours of a PNG. Pillow decodes its bytes in other raw modes.
 
     Args:
         raw_mode: Pillow's name of the layout in the file: RGB;16B, RGBA;16B, or LA;16B.
     """
     if raw_mode == GREY_WITH_ALPHA:
-        # Each pixel has the four bytes of one in 8-bit colours with alpha.
+        # A pixel has four bytes, as a pixel of 8-bit colours with alpha.
         pixels = _decode(data, "RGBA")
         return 256 * pixels[..., 0::2] + pixels[..., 1::2]
-    # Pillow keeps the first of two bytes, which is the low one where it believes the other order.
+    # Pillow keeps the first of two bytes. In the raw mode of the other order it is the low byte.
     high = _decode(data, raw_mode)
     low = _decode(data, raw_mode.replace("16B", "16L"))
     return 256 * high + low
 
 
 def _decode(data: bytes, raw_mode: str) -> np.ndarray:
-    """Return (height, width, bands) uint16 of the bytes that a raw mode takes from a PNG."""
+    """Return the bytes that a raw mode reads from a PNG, (height, width, bands) uint16."""
     with open_header(data) as image:
         tile = image.tile[0]
         image.tile = [type(tile)(tile.codec_name, tile.extents, tile.offset, raw_mode)]
@@ -208,10 +208,10 @@ def _decode(data: bytes, raw_mode: str) -> np.ndarray:
 
 
 def blend_on_white(values: np.ndarray) -> np.ndarray:
-    """Return 16-bit colours without alpha, on white as `to_8_bits` puts them.
+    """Return 16-bit colours without alpha, on the white background that `to_8_bits` has too.
 
     Args:
-        values: (height, width, bands) uint16; the last of two or four bands is alpha.
+        values: (height, width, bands) uint16. The last of two or of four bands is alpha.
     """
     if values.shape[2] not in (2, 4):
         return values
@@ -257,7 +257,7 @@ def read_tiff(file: Path | bytes, page: int | str) -> np.ndarray:
 
 
 def _move_bands_last(page: Any) -> np.ndarray:
-    """Return a page of tifffile, whose bands may lie in separate planes."""
+    """Return the values of a page of tifffile, also if its bands lie in separate planes."""
     values = page.asarray()
     if values.ndim == 3 and page.planarconfig == 2:
         return np.moveaxis(values, 0, 2)

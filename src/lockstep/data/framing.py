@@ -1,4 +1,4 @@
-"""Crop and interpolation of images; the square that the model gets of one, and of batches."""
+"""Resize and crop single images to squares, and crop whole batches of squares."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from lockstep.process.errors import UserError
 # The value of a mask's pixel that does not count.
 VOID = 255
 INTERPOLATIONS = ("bilinear", "bicubic")
-# Images with a larger aspect ratio are centre-cropped first: resizing 3000×2 to a short side of 224
-# would take 225 MB.
+# Images with a larger aspect ratio are centre-cropped first. Without it, resizing 3000×2 to a short
+# side of 224 would take 225 MB.
 MAX_ASPECT = 16
 
 
@@ -27,13 +27,12 @@ class Framing:
     """Make a square of an image or a mask, Pillow's or torchvision's. All sizes are in pixels.
 
     Args:
-        image_size: side of the image that the model gets.
-        resize: side before the crop of image_size: the short side with fit=crop, both sides with
-            fit=squash.
+        image_size: the side of the image that the model gets.
+        resize: the length of the short side before the crop. With fit=squash both sides have it.
         fit: crop keeps the proportions and cuts the long side; squash distorts the whole image to a
             square.
         interpolation: bilinear or bicubic, antialiased.
-        crop_padding: width of the black border that random crops may reach into.
+        crop_padding: the width of the black border that random crops may reach into.
         flip: mirror half of the training images.
         channels: 1: grey.
         has_float_pixels: single images are floats from 0 to 1, not bytes.
@@ -67,7 +66,7 @@ class Framing:
 
     @property
     def crop_pct(self) -> float:
-        """Return image_size / resize for exports, so that timm's rounding gives `resize` again."""
+        """Return image_size / resize for exports. timm rounds it back to `resize`."""
         share = self.image_size / self.resize
         if resolve_resize(self.image_size, None, share) == self.resize:
             return share
@@ -80,30 +79,30 @@ class Framing:
             return list(self.mean)
         return [round(255 * value) for value in self.mean]
 
-    def trimmed(self, image: Any) -> Any:
-        """Return the middle of an extremely long image."""
+    def trim(self, image: Any) -> Any:
+        """Return the middle part of an extremely long image. Other images stay as they are."""
         sides = F.get_size(image)
         longest = MAX_ASPECT * min(sides)
         if max(sides) <= longest:
             return image
         return F.center_crop(image, [min(side, longest) for side in sides])
 
-    def resized(self, image: Any) -> Any:
+    def resize_image(self, image: Any) -> Any:
         """Resize the short side to `resize`, or with fit=squash both sides."""
         mode = InterpolationMode(self.interpolation)
         if self.fit == "squash":
             return F.resize(image, [self.resize, self.resize], mode)
-        return F.resize(self.trimmed(image), [self.resize], mode)
+        return F.resize(self.trim(image), [self.resize], mode)
 
     def square(self, image: Any) -> Any:
-        """Return resize × resize pixels, of which BatchTransforms crop image_size × image_size.
+        """Return resize × resize pixels, from which BatchTransforms crop image_size × image_size.
 
-        Their centre crop is that of the whole resized image.
+        Their centre crop is the same as the centre crop of the whole resized image.
         """
-        image = self.resized(image)
+        image = self.resize_image(image)
         height, width = F.get_size(image)
 
-        # Both centre crops round as torchvision's.
+        # Both centre crops round like those of torchvision.
         border = round((self.resize - self.image_size) / 2)
         top = round((height - self.image_size) / 2) - border
         left = round((width - self.image_size) / 2) - border
@@ -127,8 +126,8 @@ class BatchTransforms:
     """Resize, pad, crop, flip and normalise a whole batch on its device, as torchvision does.
 
     Args:
-        framing: sizes, interpolation, border and flip of a training. Its `fit` is not used: single
-            images are squares already.
+        framing: sizes, interpolation, border and flip. `fit` is not used, because the images are
+            squares already.
         std: per channel, for pixels from 0 to 1.
         device: where the batches lie.
     """
@@ -141,8 +140,8 @@ class BatchTransforms:
         padded_side = framing.resize + 2 * framing.crop_padding
         self.num_crop_starts = padded_side - framing.image_size + 1
 
-        # Repeated for a whole row of pixels: a longer inner loop is several times as fast as one
-        # over the channels.
+        # Scale and shift are repeated for a whole row of pixels. The longer inner loop is several
+        # times as fast as a loop over the channels.
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         shift = -torch.tensor(framing.mean, dtype=torch.float64) * 255 * scale
         self._scale = scale.float().repeat(framing.image_size).to(device)
@@ -190,16 +189,16 @@ class BatchTransforms:
 
         dy, dx, flip = draws
         if self.framing.flip:
-            # Images are mirrored before the resize, where they are small. The crop of a mirrored
-            # image starts as far from the right as that of the image would from the left.
+            # Mirroring comes before the resize, while images are small. The crop of a mirrored
+            # image starts as many pixels from the right as it would start from the left.
             images = _mirror(images, flip)
             dx = dx + flip * (self.num_crop_starts - 1 - 2 * dx)
         images = self._resize(images, interpolation)
         if self.num_crop_starts == 1:
             return images
 
-        # Binding the name anew frees the images before the padding. The crop is then written into
-        # their memory, which is in the cache of the CPU.
+        # Assigning to the same name frees the images without the border. The crop is then written
+        # into their memory, which is still in the cache of the CPU.
         images = self._pad(images, fill=VOID if interpolation == "nearest" else 0)
         return self._crop(images, dy, dx)
 
@@ -217,7 +216,7 @@ class BatchTransforms:
         if images.device.type != "cpu":
             return pad(images, (0, 0, border, border, border, border), value=fill).contiguous()
 
-        # On a CPU by NumPy in one thread, as `index_rows`.
+        # On a CPU NumPy pads in one thread, for the reason that `index_rows` gives.
         n, side, _, channels = images.shape
         padded_side = side + 2 * border
         pixels = images.numpy()
@@ -227,7 +226,7 @@ class BatchTransforms:
         return torch.from_numpy(padded)
 
     def _crop(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
-        """Return one window of each image, which begins at (dy, dx)."""
+        """Return the window of each image that begins at (dy, dx)."""
         n, _, width, channels = images.shape
         crop = self.framing.image_size
         row = width * channels
@@ -247,7 +246,7 @@ class BatchTransforms:
         """
         out = images.flatten(-2).float()
         if images.is_floating_point():
-            # `float` has copied bytes. It has not copied floats, which would be overwritten below.
+            # `float` copies bytes but not floats. The next line would overwrite them.
             out = out.clone()
         torch.addcmul(self._shift, out, self._scale, out=out)
         return out.view(images.shape).movedim(-1, -3)
@@ -256,7 +255,7 @@ class BatchTransforms:
 def index_rows(array: Tensor, *index: Tensor) -> Tensor:
     """Return array[index].
 
-    On the CPU NumPy does it in one thread, as torch's threads would wait for each other.
+    On the CPU NumPy does it in one thread, because torch's threads would wait for each other.
     """
     if array.device.type == "cpu":
         return torch.from_numpy(array.numpy()[tuple(part.numpy() for part in index)])

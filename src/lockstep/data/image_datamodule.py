@@ -1,10 +1,11 @@
 """The base of all image data modules. It is composed of a source, splits, framing and batches.
 
-Images take one of two paths. `array`: all are decoded in one array, on the training device where
-they fit. `loader`: worker processes read each image when it is needed. Which crop, flip and
-augmentation an image gets depends only on (seed, epoch, position), on both paths. The images of an
-ImageSet are resized on the device on the array path: then they may differ by one step of 255
-between the paths.
+Images take one of two paths. `array`: all images are decoded into one array, which lies on the
+training device if it fits. `loader`: worker processes read each image when it is needed.
+
+On both paths the crop, the flip and the augmentation of an image depend only on (seed, epoch,
+position). On the array path the device resizes the images of an ImageSet. Then a pixel may differ
+by one step of 255 between the paths.
 """
 
 import inspect
@@ -46,17 +47,18 @@ class ImageOptions:
         name: the name of the cache folder, shown in the logbook; None: from the class.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
-        image_size, resize, crop_padding, flip: see Framing; resize=None: image_size / crop_pct.
+        image_size, resize, crop_padding, flip: see Framing. resize=None is image_size / crop_pct.
         crop_pct, interpolation, mean, std: see `resolve_normalisation`.
         val_fraction, num_val, fold, num_folds: see SplitRule.
-        cache_dir: folder of decoded images and downloads, one per node.
-        path: array, loader, or auto: array where the images fit.
+        cache_dir: the folder of decoded images and downloads, one per node.
+        path: array, loader, or auto, which is array if the images fit.
         num_workers: processes per rank that load single images; "auto": by cores and device.
         views: how often each training image is augmented.
-        inputs: columns of numbers that a batch has beside each image.
-        sampling: balanced: each class is drawn equally often; sqrt: in proportion to the root of
-            its images; else a column of weights; None: each training image once.
-        epoch_size: images of an epoch; None: as many as there are training images.
+        inputs: the columns of numbers that a batch has beside each image.
+        sampling: with balanced each class is drawn equally often, with sqrt in proportion to the
+            root of its number of images. Any other name is a column of weights. None: each
+            training image once.
+        epoch_size: images of an epoch; None: all training images.
 
     Raises:
         UserError: a value is out of its range.
@@ -121,15 +123,18 @@ class ImageOptions:
 class ImageDataModule(LightningDataModule):
     """Square images with their targets. A subclass returns them from `read`.
 
-    It works in a plain Trainer. Attributes after `prepare`: source, splits, class_names,
+    It works in a plain Trainer. `prepare` sets the attributes source, splits, class_names,
     num_classes, num_train, num_val, num_test, data_hash, left_out, and target_kind: class, labels,
     number, mask or dict.
 
-    A batch is (images, targets). Images are (n, channels, image_size, image_size) float, in
-    training with several views (n, views, channels, image_size, image_size). Targets are (n,)
-    int64 classes, (n, C) float32 labels, (n,) float32 numbers, (n, image_size, image_size) int64
-    classes of pixels, −1 where none counts, or a dict of these. With data.inputs a batch is
-    ((images, inputs), targets), and inputs have (n,) float32 by name, standardised.
+    A batch is (images, targets).
+
+    - Images are (n, channels, image_size, image_size) floats. In a training with several views they
+      are (n, views, channels, image_size, image_size).
+    - Targets are (n,) int64 classes, (n, C) float32 labels, (n,) float32 numbers, masks, or a dict
+      of these. Masks are (n, image_size, image_size) int64, −1 where a pixel does not count.
+    - With data.inputs a batch is ((images, inputs), targets). Inputs are standardised numbers by
+      name, (n,) float32.
 
     Args:
         options: see ImageOptions.
@@ -137,18 +142,18 @@ class ImageDataModule(LightningDataModule):
 
     channels = 3
     fit = "crop"
-    # The method of data_hash. Data of one hash and method are the same.
+    # The method of data_hash. Data with the same hash by the same method are equal.
     hash_method = HASH_METHOD
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
-    # fit, test for an evaluation, which needs no training images, or CHECK. It is set before
+    # fit, CHECK, or test for an evaluation, which needs no training images. It is set before
     # `prepare`.
     stage = "fit"
-    # Single images are floats, of more than 8 bits or of other channels than pictures.
+    # Single images are floats, because they have more than 8 bits or other channels than pictures.
     has_float_pixels = False
     # A phrase for the log and the page on the bits of the images, their black and their white.
     depth_note = ""
-    # The largest arrays that are kept on a GPU. Workers read larger ones image by image.
+    # Arrays up to this size are kept on a GPU. From larger ones workers read single images.
     device_array_gib = 4.0
     source: Source
 
@@ -168,7 +173,7 @@ class ImageDataModule(LightningDataModule):
         self.faults: list[str] = []
         # A phrase for the log and the page on the groups that stay in one split.
         self.groups_note = ""
-        # A phrase on how the images of an epoch are drawn; "": each is taken once.
+        # A phrase on how the images of an epoch are drawn; "": each image is taken once.
         self.sampling_note = ""
         self.sampling: Sampling | None = None
         # Mean and deviation of each number beside the images, over the training images.
@@ -202,7 +207,7 @@ class ImageDataModule(LightningDataModule):
         names = ("mean", "std", "crop_pct", "interpolation")
         weight_settings = self._weight_settings
         if self.has_float_pixels:
-            # Weights say the colours of photographs.
+            # Mean and deviation of the weights are those of photographs.
             weight_settings = {
                 key: weight_settings[key] for key in weight_settings if key not in ("mean", "std")
             }
@@ -239,7 +244,7 @@ class ImageDataModule(LightningDataModule):
         return self.read()
 
     def decode_source(self) -> None:
-        """Do what all images have to be read for."""
+        """Read all images, if that is needed before the first batch."""
 
     def prepare(self) -> None:
         """Load or list the images and assign the splits. Every rank calls it.
@@ -266,14 +271,14 @@ class ImageDataModule(LightningDataModule):
             self._check_training_images()
 
     def _assign_splits(self) -> Splits:
-        """Return the splits. An evaluation that cannot draw any tests on all images."""
+        """Return the splits. If they cannot be drawn, an evaluation tests all images."""
         source = self.source
         try:
-            return self.split_rule.assign(source.classes, source.splits, source.groups)
+            return self.split_rule.assign(source.classes, source.split_ids, source.groups)
         except UserError:
             if self.stage != "test":
                 raise
-            return Splits(np.full_like(source.splits, TEST), drew_test=True)
+            return Splits(np.full_like(source.split_ids, TEST), drew_test=True)
 
     def _describe_groups(self, groups: np.ndarray) -> str:
         """Return "patient_id: 30 groups, 24 to train, 3 to validate, 3 to test"."""
@@ -298,13 +303,13 @@ class ImageDataModule(LightningDataModule):
                 )
 
     def _set_inputs(self) -> None:
-        """Set the scale of the numbers beside the images: that of the training images."""
+        """Set mean and deviation of the numbers beside the images, over the training images."""
         for name in self.options.inputs:
             numbers = self.source.columns[name][self.splits.train]
             self.inputs[name] = list(compute_scale(numbers).values()) or [0.0, 1.0]
 
     def _standardise_inputs(self) -> dict[str, np.ndarray]:
-        """Return (n,) float32 by name."""
+        """Return the standardised numbers beside the images, (n,) float32 by name."""
         inputs = {}
         for name, (mean, std) in self.inputs.items():
             inputs[name] = ((self.source.columns[name] - mean) / std).astype(np.float32)
@@ -359,7 +364,7 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def epoch_size(self) -> int:
-        """Images of an epoch; the last incomplete batch is dropped."""
+        """The number of images of an epoch. The last incomplete batch is dropped."""
         return self.options.epoch_size or self.num_train
 
     @property
@@ -386,9 +391,9 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
-        """Return how many images of each class or label train, validate and test.
+        """Return the number of images of each class or label in each split.
 
-        Other targets have no counts.
+        The lists are empty for other targets.
         """
         counts: dict[str, list[int]] = {name: [] for name in SPLITS}
         if self.target_kind not in ("class", "labels"):
@@ -425,7 +430,7 @@ class ImageDataModule(LightningDataModule):
 
     def test_on_all(self) -> None:
         """Test on all images; call it between `prepare` and `attach_to_ranks`."""
-        self._set_splits(Splits(np.full_like(self.source.splits, TEST)))
+        self._set_splits(Splits(np.full_like(self.source.split_ids, TEST)))
 
     def choose_path(self) -> tuple[str, str]:
         """Return array or loader, and why; after `prepare`."""
@@ -435,10 +440,10 @@ class ImageDataModule(LightningDataModule):
         return path, f"data.path={path}"
 
     def refuse_labels_outside(self, low: float, high: float) -> None:
-        """Refuse several labels of which one is not from `low` to `high`.
+        """Refuse labels that are not from `low` to `high`, if an image has several labels.
 
         Raises:
-            UserError: it names the image.
+            UserError: a label lies outside. The error names the image.
         """
         if self.target_kind != "labels":
             return
@@ -462,11 +467,11 @@ class ImageDataModule(LightningDataModule):
         accumulate_grad_batches: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Set which rank this is and where batches are made; may be called again.
+        """Set the rank of this process and the device of its batches. It may be called again.
 
         Raises:
             UserError: the global batch does not divide evenly, or the augmentation does not fit
-                targets or views.
+                the targets or the views.
         """
         self.prepare()
         batch = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches)
@@ -538,7 +543,7 @@ class ImageDataModule(LightningDataModule):
         """Return the loader of this rank's training batches.
 
         Raises:
-            UserError: images are to be mixed in pairs, and a device gets an odd number at a time.
+            UserError: images are mixed in pairs, and a device gets an odd number at a time.
         """
         self.setup()
         if self.augmentation.mixing and self.per_device_batch_size % 2:
@@ -588,13 +593,13 @@ class ImageDataModule(LightningDataModule):
         return torch.cat(images)
 
     def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Any, Any]:
-        """Return images and targets. Mixed images have shares of classes, (n, num_classes)."""
+        """Return images and targets. The targets of mixed images are shares of the classes."""
         images_and_targets = self._maker.to_images_and_targets(batch)
         if self.trainer is None:
             return images_and_targets
-        # Floats become float64 and half under the "true" precisions. Whole numbers stay.
+        # The precisions with "true" convert floats to float64 or half. Whole numbers stay.
         return self.trainer.precision_plugin.convert_input(images_and_targets)
 
 
-# The constructor's signature names the options, for help() and for the check of configs.
+# help() and the check of configs read the names of the options from this signature.
 ImageDataModule.__init__.__signature__ = inspect.signature(ImageOptions.__init__)  # type: ignore

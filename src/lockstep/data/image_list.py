@@ -30,15 +30,15 @@ class ImageList(Source):
     """A list of n images: first those to train on, then validation, then test.
 
     Attributes:
-        target_values: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros
-            where there are masks, nan where a label is unknown.
+        target_values: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels. With masks
+            they are zeros. A label that is not known is nan.
         reading: how a file becomes pixels.
 
     Args:
-        folder: what names and files are relative to.
-        target: what labels are: class, number, or mask, a path relative to `folder`.
-        label_columns: with several labels, their names.
-        unknown: the number of several labels that means "not known"; None: there is none.
+        folder: names and files are relative to it.
+        target: the meaning of labels: class, number, or mask, a path relative to `folder`.
+        label_columns: the names of the labels, if an image has several.
+        unknown: the number in several labels that means "not known"; None: there is none.
         left_out: names of skipped files by reason, for the log.
         warnings: sentences for the log.
     """
@@ -66,7 +66,7 @@ class ImageList(Source):
         self._store(items)
 
         self.columns = {}
-        for column in items[0].numbers:
+        for column in items[0].column_values:
             numbers = [_parse_number(folder, item, column) for item in items]
             self.columns[column] = np.array(numbers)
         self._set_targets(items, target, label_columns)
@@ -76,7 +76,7 @@ class ImageList(Source):
     def _set_targets(
         self, items: Sequence[Item], target: str, label_columns: Sequence[str]
     ) -> None:
-        """Make the labels of the items numbers, or the names of masks."""
+        """Set the targets, which are numbers for the labels of the items, or their masks."""
         labels = [item.label for item in items]
         self._masks = _encode_names([])
         self.class_names = list(label_columns)
@@ -95,19 +95,19 @@ class ImageList(Source):
         self.targets = {"": self.target_values}
 
     def _store(self, items: Sequence[Item]) -> None:
-        """Keep what the items have, in arrays that worker processes share.
+        """Store the items in arrays, which worker processes share with this one.
 
-        They would copy strings one by one.
+        Each worker would copy a list of strings as it reads it.
         """
         self._names = _encode_names([item.name for item in items])
-        self.splits = np.array([item.split for item in items], np.int8)
-        self.num_bytes = _collect(items, "size")
+        self.split_ids = np.array([item.split for item in items], np.int8)
+        self.num_bytes = _collect(items, "num_bytes")
         self._line = _collect(items, "line")
         self._mtime = _collect(items, "mtime")
-        self._start = _collect(items, "start")
-        # The distinct files of several images, and the number of each image's file; "": its own.
-        files = [item.file or "" for item in items]
-        self._shards, self._shard_numbers = np.unique(files, return_inverse=True)
+        self._offset = _collect(items, "offset")
+        # The distinct shards, and the number of each image's shard. "" stands for its own file.
+        shards = [item.shard or "" for item in items]
+        self._shards, self._shard_numbers = np.unique(shards, return_inverse=True)
         groups = [item.group for item in items]
         if None not in groups:
             self.groups = np.unique(np.array(groups), return_inverse=True)[1]
@@ -115,7 +115,7 @@ class ImageList(Source):
         self.list_hash = hash_json([names, self.num_bytes.tolist()])
 
     def _number_classes(self, labels: Sequence[str]) -> np.ndarray:
-        """Return (n,) int64 classes, and set their names."""
+        """Set the class names, and return (n,) int64 classes."""
         tidy = tidy_labels(set(labels))
         self.warnings += describe_merged_labels(tidy)
         self.class_names = sort_classes(tidy.values())
@@ -130,13 +130,13 @@ class ImageList(Source):
         return f"{self.name(i)} (line {line})" if line else self.name(i)
 
     def path(self, i: int) -> str:
-        """Return the image's name with the folder before it."""
+        """Return the image's name below the folder of the list."""
         return str(self.folder / self.name(i))
 
     def mask_path(self, i: int) -> Path:
         return self.folder / os.fsdecode(self._masks[i])
 
-    def read(self, i: int, first: int = 0, count: int | None = None) -> bytes:
+    def read_bytes(self, i: int, first: int = 0, count: int | None = None) -> bytes:
         """Return the encoded image, or `count` of its bytes from `first` on.
 
         Raises:
@@ -146,7 +146,7 @@ class ImageList(Source):
         count = int(self.num_bytes[i]) if count is None else count
         try:
             with open(file, "rb") as opened:
-                opened.seek(int(self._start[i]) + first)
+                opened.seek(int(self._offset[i]) + first)
                 data = opened.read(count)
         except OSError as error:
             raise CorruptImage(f"{self.path(i)} cannot be read ({error.strerror})") from None
@@ -155,11 +155,11 @@ class ImageList(Source):
         return data
 
     def file(self, i: int) -> Path | bytes:
-        """Return the path of an image's own file, or its bytes in a file of several images."""
-        return self.read(i) if self._shard(i) else Path(self.path(i))
+        """Return the path of an image's own file, or its bytes if it lies in a shard."""
+        return self.read_bytes(i) if self._shard(i) else Path(self.path(i))
 
     def _shard(self, i: int) -> str:
-        """Return the path of the file of several images that holds an image; "": it has its own."""
+        """Return the path of the shard that holds an image; "": it has a file of its own."""
         return self._shards[self._shard_numbers[i]]
 
     def read_mask(self, i: int) -> np.ndarray:
@@ -168,7 +168,7 @@ class ImageList(Source):
 
     def open(self, i: int) -> tuple[Any, ...]:
         name = self.path(i)
-        image = self.reading.open(self.read(i), name)
+        image = self.reading.open(self.read_bytes(i), name)
         if not self.mask_names:
             return (image,)
         mask = self.read_mask(i)
@@ -187,7 +187,7 @@ class ImageList(Source):
         for i in range(len(self._masks)):
             stat = os.stat(self.mask_path(i))
             masks.append((os.fsdecode(self._masks[i]), stat.st_size, stat.st_mtime_ns))
-        arrays = [array.tolist() for array in (self._mtime, self.target_values, self.splits)]
+        arrays = [array.tolist() for array in (self._mtime, self.target_values, self.split_ids)]
         return hash_json([self.list_hash, str(self.folder), self.class_names, masks, arrays])
 
     def hash(self) -> str:
@@ -203,7 +203,7 @@ def _encode_names(names: Sequence[str]) -> np.ndarray:
 
 
 def _parse_labels(folder: Path, items: Sequence[Item], columns: int) -> np.ndarray:
-    """Return (n,) float32, or (n, columns) where an item has several labels."""
+    """Return (n,) float32, or (n, columns) if an item has several labels."""
     shape = (columns,) if columns else ()
     return np.array([_parse_label(folder, item, shape) for item in items], np.float32)
 
@@ -221,7 +221,7 @@ def _parse_label(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _parse_number(folder: Path, item: Item, column: str) -> float:
-    value: Any = item.numbers.get(column)
+    value: Any = item.column_values.get(column)
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -15,8 +15,8 @@ import numpy as np
 from lockstep.data.decoding import decode_all, to_array
 from lockstep.data.depth import (
     EXTREMES,
+    HEADER_SAMPLE,
     MEASURED_IMAGES,
-    SAMPLE,
     Survey,
     describe_narrow_range,
     find_range,
@@ -41,28 +41,29 @@ ARRAY_FILE = "images.npy"
 class ListedDataModule(ImageDataModule):
     """Labelled images of any size, listed by the subclass.
 
-    With path="array" all images are decoded once per node into one array, with path="loader" when
-    a batch needs them.
+    With path="array" each node decodes all images once into one array. With path="loader" an image
+    is decoded when a batch needs it.
 
     Args:
-        test_fraction: share of all images that tests if the source defines no test split; it is
-            the same under every seed.
+        test_fraction: the share of all images that tests, if the source names no test split. Every
+            seed has the same test images.
         fit: crop or squash, see Framing.
-        group: table column, or regular expression on the path, whose value identifies images to
-            keep in one split.
-        splits: whether folders, files or a column name splits; auto: where they have such names.
-        unknown: the number of several labels that means "not known" (nan in a batch); None: none.
+        group: a column of the table, or a regular expression on the path. Images with the same
+            value stay in one split.
+        splits: whether folders, files or a column name splits; auto: if they have such names.
+        unknown: the number in several labels that means "not known" (nan in a batch); None: none.
         max_megapixels: the largest image that is decoded, in millions of pixels; None: Pillow's
             limit, 179.
-        range, page, bands: see Reading, whose `limits` are the range; "auto": of images of more
-            than 8 bits, the windows of DICOM files, else the smallest and largest value of the
-            training images.
+        range, page, bands: see Reading, whose `value_range` is `range`. range="auto" stands for the
+            windows of DICOM files, or else for the smallest and the largest value of the training
+            images. Images of 8 bits have none.
         options: see ImageDataModule.
     """
 
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # ImageNet statistics
     own_std: Sequence[float] = (0.229, 0.224, 0.225)
-    array_limit_gib = 16.0  # path="auto" chooses the loader above this decoded size
+    # If the decoded images are larger, path="auto" chooses the loader.
+    array_limit_gib = 16.0
     target_choices: tuple[str, ...] = ("class", "number")
     source: ImageList
 
@@ -104,7 +105,7 @@ class ListedDataModule(ImageDataModule):
             self.own_mean = (0.449,)
             self.own_std = (0.226,)
         elif channels not in PICTURE:
-            # Statistics of photographs do not fit. These are replaced by measured ones.
+            # Statistics of photographs do not fit. Measured ones replace these later.
             self.own_mean = (0.5,)
             self.own_std = (0.5,)
         super().__init__(image_size=image_size, **options)
@@ -127,15 +128,15 @@ class ListedDataModule(ImageDataModule):
         raise NotImplementedError
 
     def refuse_faults(self, faults: list[str], usable: Collection[Any], hint: str = "") -> None:
-        """Refuse images that are listed and cannot be used; check_data.py lists all of them.
+        """Refuse images that cannot be used. In a check collect them, as check_data.py lists all.
 
         Args:
-            faults: a sentence for each.
+            faults: a sentence for each such image.
             usable: the images that can be used.
-            hint: how to avoid them.
+            hint: a sentence on how to avoid the faults.
 
         Raises:
-            UserError: there are faults, and it is no check or no image is left.
+            UserError: there are faults, and this is no check or no image is usable.
         """
         if self.stage == CHECK and usable:
             self.faults += [f"{fault} {hint}".strip() for fault in faults]
@@ -149,7 +150,11 @@ class ListedDataModule(ImageDataModule):
             raise UserError(" ".join(filter(None, sentences)))
 
     def cache_folder(self, identity: Any) -> Path:
-        """Return the folder on this node for what depends on `identity`, JSON values."""
+        """Return the folder in this node's cache for content that depends on `identity`.
+
+        Args:
+            identity: JSON values.
+        """
         key = hash_json([CACHE_VERSION, type(self).__name__, identity])
         return self.cache_dir / f"{self.name}-{key[:16]}"
 
@@ -164,7 +169,10 @@ class ListedDataModule(ImageDataModule):
         return images
 
     def decode_source(self) -> None:
-        """Decode all images once per node on the array path, or name the classes of their masks."""
+        """Decode all images on the array path, or find the classes of their masks.
+
+        Each node does so once.
+        """
         self._set_depth()
         images = self.source
         if images.mask_names:
@@ -187,22 +195,22 @@ class ListedDataModule(ImageDataModule):
             images.pixels = [np.load(folder / ARRAY_FILE, mmap_mode="c")]
 
     def _set_depth(self) -> None:
-        """Find the depth of the images, and of deep ones black and white, mean and deviation."""
+        """Find the depth of the images. If they are deep, find their range, mean and deviation."""
         images = self.source
         everything = np.arange(len(images))
         is_check = self.stage == CHECK
-        sampled = pick_evenly(everything, len(images) if is_check else SAMPLE)
+        sampled = pick_evenly(everything, len(images) if is_check else HEADER_SAMPLE)
         survey = Survey.read_headers(images, sampled)
         images.warnings += survey.warnings()
 
-        limits = self.range_option
-        if limits == AUTO:
-            limits = self._choose_range(survey)
-        elif limits is not None and not survey.has_over_8_bits:
+        value_range = self.range_option
+        if value_range == AUTO:
+            value_range = self._choose_range(survey)
+        elif value_range is not None and not survey.has_over_8_bits:
             images.warnings.append(
-                f"data.range={limits} changes nothing: the images have 8 bits, from 0 to 255."
+                f"data.range={value_range} changes nothing: the images have 8 bits, from 0 to 255."
             )
-        self.reading = images.reading = replace(self.reading, limits=limits)
+        self.reading = images.reading = replace(self.reading, value_range=value_range)
         self.has_float_pixels = self.reading.has_float_pixels
         self.depth_note = self._describe_depth(survey.depth)
         if self.has_float_pixels:
@@ -215,11 +223,14 @@ class ListedDataModule(ImageDataModule):
         return BY_WINDOW if survey.has_windows else self._measure_range()
 
     def _measure_range(self) -> Range:
-        """Return the smallest and largest value of the training images, else of all."""
+        """Return the smallest and the largest value of the training images.
+
+        Without training images it is that of all images.
+        """
         images = self.source
         identity = ["extremes", images.identity, self.reading.facts, self.channels]
         if self.stage == CHECK:
-            # This cache lacks the images that cannot be read, and a training must not find it.
+            # This cache may lack images that cannot be read. A training must not find it.
             identity.append(CHECK)
         folder = self.cache_folder(identity)
 
@@ -229,13 +240,16 @@ class ListedDataModule(ImageDataModule):
         has_all_images = not load_or_build(folder, write).get("unreadable")
         extremes = np.load(folder / EXTREMES)
         if not has_all_images:
-            # The next check may be able to read them, without a change of any file.
+            # The next check may be able to read the missing images, although no file has changed.
             shutil.rmtree(folder, ignore_errors=True)
         train = self.splits.train
         return find_range(extremes[train] if len(train) else extremes)
 
     def _identify_depth(self) -> list[Any]:
-        """Return what deep pixels depend on; nothing of pictures, whose cache is that of before."""
+        """Return the options that deep pixels depend on.
+
+        It is empty for pictures, so that caches of earlier versions still count.
+        """
         if self.has_float_pixels or self.reading.page:
             return [self.reading.facts, self.channels]
         return []
@@ -247,19 +261,22 @@ class ListedDataModule(ImageDataModule):
             depth: "16 bits".
         """
         note = depth
-        limits = self.reading.limits
-        if limits == BY_WINDOW:
+        value_range = self.reading.value_range
+        if value_range == BY_WINDOW:
             return f"{note}, black and white by the window of each file"
-        if isinstance(limits, str):
-            return f"{note}, black and white by each image (data.range={limits})"
-        if limits is not None:
-            note += f", black {limits[0]:.6g} and white {limits[1]:.6g}"
+        if isinstance(value_range, str):
+            return f"{note}, black and white by each image (data.range={value_range})"
+        if value_range is not None:
+            note += f", black {value_range[0]:.6g} and white {value_range[1]:.6g}"
             if self.range_option == AUTO:
                 note += " (data.range=auto, of the training images)"
         return note
 
     def _measure_colours(self) -> None:
-        """Set mean and deviation of deep images, which the statistics of photographs do not fit."""
+        """Measure and set mean and deviation of deep images.
+
+        The statistics of photographs do not fit them.
+        """
         options = (self.options.mean, self.options.std)
         if self.stage == "test" and not any(value in (None, AUTO) for value in options):
             self._set_framing()
@@ -273,16 +290,16 @@ class ListedDataModule(ImageDataModule):
         self._set_colours(colours)
 
     def _pick_measured_positions(self, count: int) -> list[int]:
-        """Return the positions of some training images, else of some of all."""
+        """Return positions of at most `count` training images, or of any if none trains."""
         train = self.splits.train
         return pick_evenly(train if len(train) else np.arange(len(self.source)), count)
 
     def _set_colours(self, colours: Content) -> None:
-        """Set what `measure_colours` returned."""
+        """Set the mean and the deviation that `measure_colours` returned."""
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
         self._set_framing()
-        sentence = describe_narrow_range(colours["filled"], self.reading.limits)
+        sentence = describe_narrow_range(colours["filled"], self.reading.value_range)
         if sentence:
             self.source.warnings.append(sentence)
 
@@ -304,7 +321,7 @@ class ListedDataModule(ImageDataModule):
         shape = (n, side, side, self.channels)
         dtype = np.float32 if self.has_float_pixels else np.uint8
         out = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-        # A disk that is full would otherwise kill the process later.
+        # Without this allocation a full disk would kill the process at a write to the array.
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
 
@@ -329,7 +346,7 @@ class ListedDataModule(ImageDataModule):
             return "loader", reason
         gib = len(self.source) * side**2 * self.channels / 2**30
         if self.has_float_pixels:
-            # Floats of four bytes.
+            # A float has four bytes.
             gib *= 4
         if path == "auto" and gib > self.array_limit_gib:
             limit = f"the limit is {self.array_limit_gib:g} GiB"

@@ -1,4 +1,4 @@
-"""Parts of all listings: names of splits, the order of classes, files below a folder."""
+"""List images: names of splits, the order of classes, the files in folders, their groups."""
 
 import hashlib
 import json
@@ -49,29 +49,37 @@ LeftOut = dict[str, list[str]]
 
 @dataclass(slots=True)
 class Item:
-    """One image of a source."""
+    """One image of a source.
 
-    # The path of its file relative to the source's folder, or what messages call it.
+    Attributes:
+        name: the path of its file relative to the source's folder, or its name in messages.
+        label: the name of its class, a number, the path of its mask, or several numbers.
+        num_bytes: the size of the encoded image.
+        mtime: the time of the file's last change, in nanoseconds.
+        group: images of one group stay in one split.
+        shard: the file of several images that holds it; None: it has a file of its own.
+        offset: its first byte in the shard.
+        line: its line in a table; 0: it is in none.
+        column_values: its values in further columns of a table.
+    """
+
     name: str
-    # The name of its class, a number, the path of its mask, or several numbers.
     label: Any = ""
     split: int = TRAIN
-    size: int = 0  # bytes of the encoded image
-    mtime: int = 0  # when the file was changed, in nanoseconds
-    # Images of one group stay in one split.
+    num_bytes: int = 0
+    mtime: int = 0
     group: str | None = None
-    file: str | None = None  # the file that holds it; None: the one of its name
-    start: int = 0  # its first byte in that file
-    line: int = 0  # its line in a table; 0: it is in none
-    # Its values in further columns of a table.
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    shard: str | None = None
+    offset: int = 0
+    line: int = 0
+    column_values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
     r"""Return the class name for each spelling of a label.
 
-    A class name is one line without blanks around it. "1.0" is "1", and bytes that are not UTF-8
-    are written as "\xff".
+    A class name is one line without blanks around it. If all labels are whole numbers, "1.0" is
+    "1". Bytes that are not UTF-8 are written as "\xff".
     """
     tidy = {label: os.fsencode(label).decode("utf-8", "backslashreplace") for label in labels}
     tidy = {label: re.sub(r"[\x00-\x1f\x7f]", " ", name).strip() for label, name in tidy.items()}
@@ -81,7 +89,7 @@ def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
 
 
 def describe_merged_labels(tidy: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each two labels that count as one class, such as "cat" and "cat ".
+    """Return a sentence for each pair of labels that are one class, such as "cat" and "cat ".
 
     Args:
         tidy: what `tidy_labels` returns.
@@ -99,7 +107,7 @@ def describe_merged_labels(tidy: Mapping[str, str]) -> list[str]:
 
 
 def describe_alike_names(class_names: Iterable[str]) -> list[str]:
-    """Return a sentence for each two class names that look alike, such as Cat and cat."""
+    """Return a sentence for each pair of class names that look alike, such as Cat and cat."""
     first_of: dict[str, str] = {}
     sentences = []
     for name in class_names:
@@ -113,7 +121,7 @@ def describe_alike_names(class_names: Iterable[str]) -> list[str]:
 
 
 def parse_splits(name: str) -> list[int]:
-    """Return the splits that words of a name say: [TRAIN] for train_images, [VAL] for val-0."""
+    """Return the splits that the words of a name stand for, as [TRAIN] for train_images."""
     stems = [re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", name.lower())]
     return [SPLIT_OF[stem] for stem in stems if stem in SPLIT_OF]
 
@@ -139,11 +147,12 @@ def list_files(
     folders: list[str] | None = None,
     suffixes: Collection[str] = SUFFIXES,
 ) -> list[Item]:
-    """Return all images (or files with other endings) at any depth below root, in natural order.
+    """Return all images at any depth below root, in natural order.
 
     Args:
         left_out: gets the names of other files, and of hidden images.
         folders: gets the paths of all folders.
+        suffixes: the endings of the files to list.
     """
     items: list[Item] = []
     pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
@@ -164,17 +173,19 @@ def list_files(
             f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it."
         ) from None
     items = without_arrays(items, left_out, "files")
-    # 1.png and 01.png have one key: the order of the disk, which copies do not share, would count.
+    # 1.png and 01.png have one natural key. Without the name their order would be that of the disk.
     return sorted(items, key=lambda image: (natural_key(image.name), image.name))
 
 
 def without_arrays(files: list[Any], left_out: LeftOut, kind: str) -> list[Any]:
-    """Return the pictures. NumPy files beside them, such as their features, are left out.
+    """Return the pictures without NumPy files beside them, which may be their features.
+
+    If there are only NumPy files, these are the images.
 
     Args:
-        files: with their `name`.
+        files: objects that have a `name`.
         left_out: gets the names of the NumPy files.
-        kind: what they are called there: files or members.
+        kind: the word for them in `left_out`: files or members.
     """
     arrays: list[Any] = []
     pictures: list[Any] = []
@@ -210,7 +221,7 @@ def _read_folder(
             )
         else:
             stat = entry.stat()
-            items.append(Item(name, size=stat.st_size, mtime=stat.st_mtime_ns))
+            items.append(Item(name, num_bytes=stat.st_size, mtime=stat.st_mtime_ns))
     return inner
 
 
@@ -221,10 +232,10 @@ def describe_counts(left_out: LeftOut) -> str:
 
 
 def match_group(pattern: str, name: str) -> str:
-    """Return the group of an image: what a regular expression matches in its path.
+    """Return the group of an image, the part of its path that a regular expression matches.
 
-    "([^/_]+)_[0-9]+" gives p7 for cats/p7_12.png, and "p[0-9]+", without brackets, gives it too.
-    Of several brackets the first that matched counts.
+    "([^/_]+)_[0-9]+" returns p7 for cats/p7_12.png. "p[0-9]+", without brackets, returns it too.
+    With several brackets the first one that matches counts.
     """
     try:
         match = re.search(pattern, name)
@@ -240,12 +251,16 @@ def match_group(pattern: str, name: str) -> str:
 
 
 def hash_json(value: Any) -> str:
-    """Return a SHA-256 of JSON values in hex."""
+    """Return the SHA-256 of JSON values in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def resolve_root(root: str | Path | None, description: str) -> Path:
-    """Return data.root as an absolute path, or raise UserError: `description` is missing."""
+    """Return data.root as an absolute path.
+
+    Raises:
+        UserError: there is no root; it says to give `description`.
+    """
     if not root:
         raise UserError(f"data.root= is missing: give {description}.")
     return Path(root).expanduser().absolute()

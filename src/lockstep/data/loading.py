@@ -31,19 +31,20 @@ from lockstep.process.environment import cores_of_rank, cores_of_task
 from lockstep.process.errors import UserError
 
 OpenSample = Callable[[int], tuple[Any, ...]]
-"""position → the whole image (Pillow's, RGB or L, or torchvision's) and its masks (Mask)"""
-# The processes of all loaders, which end with this one.
+"""A function of a position, which returns the whole image and its masks as Source.open does."""
+# The worker processes of all loaders. They are killed when this process exits.
 _workers: WeakSet[BaseProcess] = WeakSet()
 
 
 @dataclass
 class Samples(Dataset):
-    """The pixels of selections as worker processes make them.
+    """A data set whose items are the pixels of selections, made in worker processes.
 
-    They are (n, [views,] side, side, channels) uint8, or float32 from 0 to 255 of deep images.
+    Pixels are (n, [views,] side, side, channels) uint8. Those of deep images are float32 from 0 to
+    255.
 
     Args:
-        pipeline: augments images one by one; None: the device crops resize × resize pixels.
+        pipeline: the operations on each image; None: the device crops resize × resize pixels.
     """
 
     open_sample: OpenSample
@@ -55,18 +56,18 @@ class Samples(Dataset):
         try:
             arrays = self._read(selection)
         except UserError as error:
-            # Raised here it would carry the worker's traceback.
+            # If it was raised here, its message would contain the worker's traceback.
             return error
 
-        # A worker that finds no shared memory (64 MB in a container by default) fails without a
-        # word to the loader. Arrays go through a pipe, more slowly.
+        # A worker without free shared memory (containers have 64 MB by default) would fail without
+        # any message. Arrays go through a pipe, which is slower.
         num_bytes = (self.num_workers + 1) * sum(array.nbytes for array in arrays)
         if free_shared_memory() > num_bytes:
             return selection, [torch.from_numpy(array) for array in arrays]
         return selection, arrays
 
     def _read(self, selection: Selection) -> list[np.ndarray]:
-        """Return the pixels of the images, then those of each mask."""
+        """Return the pixels of the images, and then the pixels of each mask."""
         positions = selection.positions.tolist()
         seeds = selection.draws.T.tolist()
         if not positions:
@@ -80,7 +81,7 @@ class Samples(Dataset):
         """Return the pixels of one image and of its masks, in all views.
 
         Args:
-            seeds: one for each view, if there is a pipeline.
+            seeds: a seed for each view, which a pipeline needs.
         """
         sample = self.open_sample(position)
         if self.pipeline is None:
@@ -97,17 +98,18 @@ def augment(pipeline: Operation, sample: tuple[Any, ...], seed: int) -> list[np.
         # torch.manual_seed would seed the GPU's generator as well.
         torch.default_generator.manual_seed(seed)
         if len(sample) == 1:
-            # An image without masks goes alone: some operations take no tuple.
+            # Some operations take no tuple, so an image without masks is passed alone.
             return [to_array(pipeline(sample[0]))]
         return [to_array(part) for part in pipeline(sample)]
 
 
 def choose_num_workers(requested: int | str, device: torch.device) -> int:
-    """Return how many worker processes load the images of this rank.
+    """Return the number of worker processes that load the images of this rank.
 
     Args:
-        requested: a number, which may exceed the cores, as network disks need it; "auto": on a GPU
-            the cores of this rank but two, up to 16, else up to 4.
+        requested: a number, or auto. A network disk may need more workers than there are cores.
+            With auto a GPU has a worker for each core of its rank but two, at most 16, and a CPU
+            has at most 4 workers.
     """
     if requested != "auto":
         return int(requested)
@@ -119,8 +121,8 @@ def choose_num_workers(requested: int | str, device: torch.device) -> int:
 def start_method(num_workers: int) -> str | None:
     """Return how workers are started: by fork on Linux; None: as Python does by default.
 
-    Python 3.14 starts a fork server there. Each worker would import torch in every epoch, get the
-    whole list of files through a pipe, and have no signals blocked.
+    The default of Python 3.14 on Linux is a fork server. With it each worker would import torch in
+    every epoch, get the whole list of files through a pipe, and have no signals blocked.
     """
     if num_workers and sys.platform == "linux":
         return "fork"
@@ -128,7 +130,7 @@ def start_method(num_workers: int) -> str | None:
 
 
 def free_shared_memory() -> int:
-    """Return the bytes in which worker processes can hand over tensors."""
+    """Return the bytes of shared memory that are free for tensors of worker processes."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -143,14 +145,14 @@ def load_pixels(
     Workers prepare some batches ahead.
 
     Raises:
-        UserError: names an image that cannot be read or decoded.
+        UserError: an image cannot be read or decoded. The error names it.
     """
     selections = iter(selections)
     first = next(selections, None)
     if first is None:
         return
-    # The workers' seed differs by seed, epoch and rank. Without it the loader would draw one from
-    # torch's generator, which a resume restores.
+    # This seed of the workers differs by seed, epoch and rank. Without it the loader would draw a
+    # seed from torch's generator, whose state a resume restores.
     seed = zlib.crc32(first.positions.tobytes() + first.draws.tobytes())
     batches = _start_workers(samples, itertools.chain([first], selections), pin_memory, seed)
     try:
@@ -160,8 +162,8 @@ def load_pixels(
             selection, pixels = batch
             yield selection, [torch.as_tensor(part) for part in pixels]
     finally:
-        # The workers end now. An error's traceback would keep them, and the program's end would
-        # wait for them.
+        # This ends the workers now. Otherwise the traceback of an error would keep them alive, and
+        # the program would wait for them at its end.
         del batches
 
 
@@ -169,8 +171,8 @@ def _start_workers(
     samples: Samples, selections: Iterable[Selection], pin_memory: bool, seed: int
 ) -> Iterator[Any]:
     children = multiprocessing.active_children()
-    # Workers are born with these signals blocked: one that is sent to all processes of a job is for
-    # the rank, which saves first.
+    # Workers start with these signals blocked. A signal to all processes of a job is meant for the
+    # rank, which saves a checkpoint first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         return _start_loader(samples, selections, pin_memory, seed)
@@ -183,7 +185,7 @@ def _start_loader(
     samples: Samples, selections: Iterable[Selection], pin_memory: bool, seed: int
 ) -> Iterator[Any]:
     with warnings.catch_warnings():
-        # Every DataLoader forks beside idle threads, of which Python 3.12 warns.
+        # Python 3.12 warns about a fork beside other threads. A DataLoader always has idle ones.
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
         # A network disk needs more workers than there are cores.
         warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -202,9 +204,9 @@ def _start_loader(
 
 @atexit.register
 def _kill_workers() -> None:
-    """Kill the workers before multiprocessing's exit handler waits for them in vain.
+    """Kill the workers before the exit handler of multiprocessing would wait for them in vain.
 
-    It sends SIGTERM, which they block.
+    That handler sends SIGTERM, which the workers block.
     """
     workers = [process for process in multiprocessing.active_children() if process in _workers]
     if workers:
@@ -217,7 +219,7 @@ def _kill_workers() -> None:
 def _identity(batch: Any) -> Any:
     """Return the batch as it is.
 
-    A worker that is not forked imports this function by its name.
+    This is no lambda, because a worker that is not forked imports the function by its name.
     """
     return batch
 
@@ -226,21 +228,21 @@ def _identity(batch: Any) -> Any:
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the CUDA stream that copies batches in all epochs.
 
-    torch has 32 streams, and never gives memory that one has freed to another.
+    All epochs share it: torch has 32 streams, and keeps the memory of each one for that stream.
     """
     return torch.cuda.Stream(device)
 
 
 def prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Yield each batch on a GPU. A thread makes the next one meanwhile and copies it there.
+    """Yield each batch on a GPU. Meanwhile a thread makes the next batch and copies it there.
 
     Args:
-        batches: any collections of tensors in CPU memory; large ones are pinned.
+        batches: collections of tensors in CPU memory. Large tensors are pinned.
     """
     copy_stream = _copy_stream(device)
 
     def copy_next() -> Any:
-        # The context also sets the stream's device, which pinned memory belongs to.
+        # The context also sets the device, to which pinned memory belongs.
         with torch.cuda.stream(copy_stream):
             batch = next(batches, None)
             return None if batch is None else move_data_to_device(batch, device)
@@ -251,6 +253,6 @@ def prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
             step_stream = torch.cuda.current_stream(device)
             step_stream.wait_stream(copy_stream)
             next_batch = thread.submit(copy_next)
-            # The batch's memory is not given to a later copy before the step is done with it.
+            # Later copies do not reuse the memory of this batch before its step has ended.
             apply_to_collection(batch, Tensor, Tensor.record_stream, step_stream)
             yield batch

@@ -22,10 +22,10 @@ class LoadedBatch(NamedTuple):
     Attributes:
         positions: (n,) int64 of the images in the source.
         pixels: (n, [views,] side, side, channels) of the images and of each mask; None: the device
-            has those of all images.
+            has the pixels of all images.
         draws: see Selection; None: workers have cropped the images.
         mixing: see Selection.
-        targets: (n, …) by name, all but the masks.
+        targets: (n, …) by name, without the masks.
         inputs: (n,) float32 by name, the numbers beside each image; {}: there are none.
     """
 
@@ -77,11 +77,11 @@ class BatchMaker:
         return self._transforms.centre_draw()
 
     def draw(self, seed: int, epoch: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Draw what decides the pixels of an epoch.
+        """Draw the random numbers of an epoch that change pixels.
 
         Returns:
-            Crop starts and flips, or a seed for each image, as a Selection has them.
-            The mixing; None: nothing is mixed.
+            The draws of a Selection: crop starts and flips, or a seed for each image.
+            The mixing of a Selection; None: nothing is mixed.
         """
         generator = random_stream(seed, AUGMENTATION_STREAM, epoch)
         if self.pipeline is None:
@@ -141,8 +141,9 @@ class BatchMaker:
         targets: Any = dict(batch.targets)
         for name, mask in zip(self.source.mask_names, masks, strict=True):
             classes = mask[..., 0].long()
-            if self.source.mask_table is not None:
-                classes = torch.from_numpy(self.source.mask_table).to(mask.device)[classes].long()
+            class_of_value = self.source.class_of_mask_value
+            if class_of_value is not None:
+                classes = torch.from_numpy(class_of_value).to(mask.device)[classes].long()
             targets[name] = torch.where(classes == VOID, -1, classes)
         if self.source.target_kind != "dict":
             targets = targets[""]
@@ -154,7 +155,7 @@ class BatchMaker:
         return images, targets
 
     def _crop(self, batch: LoadedBatch) -> list[Tensor]:
-        """Return the pixels of image_size × image_size, of the images and of each mask."""
+        """Return crops of image_size × image_size pixels, of the images and of each mask."""
         pixels = batch.pixels
         if pixels is None:
             pixels = [index_rows(array, batch.positions) for array in self._device_arrays]

@@ -1,4 +1,4 @@
-"""Folders that the first process on a node builds and the others reuse.
+"""Cache folders of a node. The first process builds a folder, and the others reuse it.
 
 A folder is complete or absent.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 META = "meta.json"
 # A smaller folder is not worth a line in the log.
 LARGE_BYTES = 10**8
-# Values that JSON can hold, by name.
+# JSON values by name.
 Content = dict[str, Any]
 
 
@@ -29,13 +29,13 @@ def load_or_build(folder: Path, build: Callable[[Path], Content]) -> Content:
     """Return the metadata of a cache folder.
 
     The first process builds the folder while others wait. A complete folder is read without a lock,
-    so that it may be on a read-only disk or belong to another user.
+    so it may lie on a read-only disk or belong to another user.
 
     Args:
-        build: writes files into an empty folder and returns its metadata.
+        build: a function that writes files into an empty folder and returns its metadata.
 
     Raises:
-        DiskFullError: the disk is full; nothing is left behind.
+        DiskFullError: the disk is full. The incomplete folder is removed.
     """
     meta = folder / META
     if meta.exists():
@@ -72,8 +72,9 @@ def _hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
-    """Build a folder beside its place and rename it; remove what is left of it after an error."""
-    # On some shared disks a lock holds on one node alone, as on Lustre with localflock.
+    """Build a folder under another name and rename it. After an error remove it."""
+    # On some shared disks, as Lustre with localflock, a lock holds on one node only. So two nodes
+    # may build the same folder.
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.part")
     for incomplete in (folder, part):
         shutil.rmtree(incomplete, ignore_errors=True)
@@ -108,7 +109,7 @@ def _sync_file(path: Path) -> None:
 
 
 def _log_size(cache: Path) -> None:
-    """Log what a cache takes of the disk, as nothing in it is ever deleted."""
+    """Log the size of a cache, because nothing in it is ever deleted."""
     folders = [path.parent for path in cache.glob(f"[!.]*/{META}")]
     size = sum(map(_folder_size, folders))
     log.info(
@@ -118,7 +119,7 @@ def _log_size(cache: Path) -> None:
 
 
 def _folder_size(folder: Path) -> int:
-    """Return the bytes of the files in a folder; 0 if it is deleted meanwhile."""
+    """Return the bytes of the files in a folder; 0 if another process deletes it meanwhile."""
     try:
         return sum(path.stat().st_size for path in folder.iterdir())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The values that images are framed and normalised with: stated, of the weights, or of the data."""
+"""Choose mean, deviation, crop and interpolation: from options, weights or the data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Normalisation:
 
     Args:
         mean, std: per channel, for pixels from 0 to 1.
-        crop_pct: share of the short side that is kept.
+        crop_pct: the share of the short side that is kept.
         interpolation: bilinear or bicubic.
-        from_weights: the names of those that the pretrained weights gave.
+        from_weights: the names of the values that come from the pretrained weights.
     """
 
     mean: list[float]
@@ -35,12 +35,13 @@ def resolve_normalisation(
     weight_settings: Mapping[str, Any],
     channels: int,
 ) -> Normalisation:
-    """Return the values to use: stated ones, those of the pretrained weights, or the data's own.
+    """Choose each value: from the option, from the pretrained weights, or from the data.
 
     Args:
-        options: a value by name; None: the data's own; auto: the weights', else the data's own.
+        options: the values by name. None: take the value of the data. auto: take the value of the
+            pretrained weights, or of the data if there are no weights.
         data_statistics: mean and std of the data.
-        weight_settings: what the pretrained weights were trained with; {} without.
+        weight_settings: the values that the weights were trained with; {}: there are no weights.
 
     Raises:
         UserError: a value is invalid, or has another number of channels.
@@ -62,11 +63,11 @@ def resolve_normalisation(
 
 
 def _adapt_value(name: str, value: Any, channels: int) -> Any:
-    """Return a value of the weights as these images can use it."""
-    # The weights may be for colour images, and these are grey.
+    """Return a value of the weights that fits these images."""
+    # The weights may be for colour images, and these images are grey.
     if name in ("mean", "std") and len(value) != channels:
         return float(np.mean(value))
-    # timm has 1.15 for volo.
+    # timm gives volo a crop_pct of 1.15.
     if name == "crop_pct":
         return min(value, 1.0)
     return value

@@ -1,6 +1,6 @@
-"""Pictures of a batch for a person: the images as the net gets them, targets and predictions.
+"""Draw a batch for a person: the images as the net gets them, with targets and predictions.
 
-Images become small at once, so that a file holds a few tens of kB and belongs into git.
+Images are made small first, so that a picture has a few tens of kB and may be kept in git.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from lockstep.data.contact_sheet import TILE, Tile, write_contact_sheet
 
-MAX_SHEET_IMAGES = 16  # images of a picture
-# Classes of pixels after the first one, which keeps the colours of the image.
+MAX_SHEET_IMAGES = 16  # images in one picture
+# The colours of the classes of pixels from the second one on. The first one keeps the image.
 CLASS_COLOURS = (
     (59, 130, 214),
     (224, 129, 43),
@@ -25,9 +25,9 @@ CLASS_COLOURS = (
     (160, 120, 90),
     (210, 103, 174),
 )
-MASK_SHARE = 0.6  # of the colour of a class in a pixel
-# A name in a caption.
-NAME_LENGTH = 14  # characters
+MASK_OPACITY = 0.6
+# The most characters of a class name in a caption.
+NAME_LENGTH = 14
 RED = "#c22745"
 NO_POSITION = -1
 
@@ -40,7 +40,10 @@ class ChannelStatistics(NamedTuple):
 
 
 def find_images(batch: Any) -> Tensor | None:
-    """Return the images of a batch, (B, [views,] C, H, W); None if it holds none at its place."""
+    """Return the images of a batch, (B, [views,] C, H, W).
+
+    None: the batch is not (images, targets), or not ((images, numbers), targets).
+    """
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         return None
     images = batch[0]
@@ -53,7 +56,7 @@ def find_images(batch: Any) -> Tensor | None:
 
 
 def is_mask(values: Any) -> bool:
-    """Return whether a tensor has the class of each pixel, (B, H, W) whole numbers."""
+    """Return whether values are masks, (B, H, W) whole numbers: the class of each pixel."""
     return isinstance(values, Tensor) and values.ndim == 3 and not values.is_floating_point()
 
 
@@ -85,8 +88,8 @@ def to_pixels(images: Tensor, statistics: ChannelStatistics | None) -> Tensor:
 
     Args:
         images: (…, C, H, W).
-        statistics: by which the images were normalised; None: the values are stretched over all
-            levels.
+        statistics: the ones that normalised the images; None: the smallest value becomes black
+            and the largest white.
     """
     images = images.detach().cpu().float()
     if statistics is None:
@@ -102,14 +105,14 @@ def to_pixels(images: Tensor, statistics: ChannelStatistics | None) -> Tensor:
 
 
 def paint_mask(pixels: Tensor, mask: Tensor) -> Tensor:
-    """Return an image (H, W, 3) in the colours of the classes of its mask (H, W).
+    """Return an image (H, W, 3) with the colour of each class of its mask (H, W) over it.
 
     The first class keeps the colours of the image. Pixels that do not count are dark.
     """
     mask = mask.cpu()
-    table = torch.tensor(CLASS_COLOURS).float()
-    colours = table[(mask - 1).clamp(min=0) % len(table)]
-    mixed = pixels * (1 - MASK_SHARE) + colours * MASK_SHARE
+    palette = torch.tensor(CLASS_COLOURS).float()
+    colours = palette[(mask - 1).clamp(min=0) % len(palette)]
+    mixed = pixels * (1 - MASK_OPACITY) + colours * MASK_OPACITY
     painted = torch.where(mask[..., None] > 0, mixed, pixels.float())
     return torch.where(mask[..., None] < 0, pixels * 0.2, painted).byte()
 
@@ -119,7 +122,9 @@ def pixels_to_pillow(pixels: Tensor) -> Image.Image:
 
 
 def describe_target(target: Tensor, names: Sequence[str], *, is_mixed: bool = False) -> str:
-    """Return a target of one image: its class, labels, number, or the largest classes of its mask.
+    """Return a target of one image in words.
+
+    These are its class, its labels, its number, or the largest classes of its mask.
 
     Args:
         target: (), (C,) or (H, W).
@@ -145,7 +150,11 @@ def _class_name(number: int, names: Sequence[str]) -> str:
 
 
 def _describe_shares(shares: Tensor, names: Sequence[str], first: int = 0) -> str:
-    """Return "cat: 70%, dog: 30%", the two largest shares among those from the number `first`."""
+    """Return "cat: 70%, dog: 30%", the two largest shares.
+
+    Args:
+        first: the number of the first class that counts.
+    """
     largest = shares[first:].topk(min(2, len(shares[first:])))
     parts = []
     for share, number in zip(largest.values.tolist(), largest.indices.tolist(), strict=True):
@@ -155,7 +164,7 @@ def _describe_shares(shares: Tensor, names: Sequence[str], first: int = 0) -> st
 
 
 def get_channel_statistics(data: Any) -> ChannelStatistics | None:
-    """Return the mean and the deviation that a data module says; None if it says none."""
+    """Return the mean and the deviation of a data module; None if it has none."""
     mean = getattr(data, "mean", None)
     std = getattr(data, "std", None)
     if isinstance(mean, list | tuple) and isinstance(std, list | tuple):
@@ -205,9 +214,9 @@ def _make_tile(views: Tensor, i: int, targets: Mapping[str, Tensor], data: Any) 
 
     Args:
         views: (views, H, W, 3) uint8.
-        targets: those of the whole batch by name.
+        targets: the targets of the whole batch by name.
     """
-    names = [str(name) for name in getattr(data, "class_names", ())]
+    names = _class_names(data)
     is_of_classes = getattr(data, "target_kind", None) == "class"
     pictures = list(views)
     lines = []
@@ -240,35 +249,44 @@ class TestedImages(NamedTuple):
 
 
 def write_mistakes(path: Path, tested: TestedImages, data: Any) -> None:
-    """Write tested images with what the task predicts, in red where it is wrong, and the truth.
+    """Write tested images with their predicted and their true targets. Wrong predictions are red.
 
     Args:
         data: the data module.
     """
-    losses, positions, images, targets, predictions = (part.cpu() for part in tested)
-    names = [str(name) for name in getattr(data, "class_names", ())]
-    pixels = _to_pixels_of_views(images, data)
-    tiles: list[Tile] = []
-    for i, loss in enumerate(losses.tolist()):
-        pictures = list(pixels[i])
-        if is_mask(targets) and is_mask(predictions):
-            masks = [targets[i], predictions[i]]
-            pictures += [paint_mask(pixels[i, 0], mask) for mask in masks]
-        result = _compare(targets[i], predictions[i], names)
-        lines = [result.predicted, result.true, f"loss {loss:.3g}"]
-        if positions[i] != NO_POSITION and hasattr(data, "source"):
-            lines.append(Path(data.source.name(int(positions[i]))).name)
-        colour = RED if result.is_right is False else "black"
-        tiles.append(Tile([pixels_to_pillow(picture) for picture in pictures], lines, colour))
+    tested = TestedImages(*(part.cpu() for part in tested))
+    pixels = _to_pixels_of_views(tested.images, data)
+    tiles = [_make_mistake_tile(views, i, tested, data) for i, views in enumerate(pixels)]
     if tiles:
         _write_sheet(path, tiles)
+
+
+def _make_mistake_tile(views: Tensor, i: int, tested: TestedImages, data: Any) -> Tile:
+    """Return the views of a tested image, its true and its predicted mask, and their caption."""
+    target = tested.targets[i]
+    prediction = tested.predictions[i]
+    pictures = list(views)
+    if is_mask(tested.targets) and is_mask(tested.predictions):
+        pictures += [paint_mask(views[0], mask) for mask in (target, prediction)]
+
+    comparison = _compare(target, prediction, _class_names(data))
+    lines = [comparison.predicted, comparison.true, f"loss {tested.losses[i]:.3g}"]
+    position = int(tested.positions[i])
+    if position != NO_POSITION and hasattr(data, "source"):
+        lines.append(Path(data.source.name(position)).name)
+    colour = RED if comparison.is_right is False else "black"
+    return Tile([pixels_to_pillow(picture) for picture in pictures], lines, colour)
+
+
+def _class_names(data: Any) -> list[str]:
+    return [str(name) for name in getattr(data, "class_names", ())]
 
 
 class Comparison(NamedTuple):
     """Captions of what is predicted for an image and of what is true.
 
     Attributes:
-        is_right: whether they agree; None of numbers and masks, which agree more or less.
+        is_right: whether they are equal; None: they are numbers or masks, which are only near.
     """
 
     predicted: str
@@ -308,8 +326,9 @@ def _compare_masks(target: Tensor, predicted: Tensor) -> Comparison:
 def _compare_labels(target: Tensor, predicted: Tensor, names: Sequence[str]) -> Comparison:
     # A label that nobody knows is neither right nor wrong.
     predicted = predicted.where(target.isfinite(), target)
-    labels = describe_target(predicted, names)
-    true = describe_target(target, names)
-    # The captions cut long names, so that two labels may read alike.
-    is_right = torch.equal(predicted > 0.5, target > 0.5)
-    return Comparison(labels, f"true: {true}", is_right)
+    # Captions cut long names, so two labels may read alike. Therefore the numbers are compared.
+    return Comparison(
+        describe_target(predicted, names),
+        f"true: {describe_target(target, names)}",
+        is_right=torch.equal(predicted > 0.5, target > 0.5),
+    )

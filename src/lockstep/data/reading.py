@@ -35,18 +35,18 @@ from lockstep.data.file_values import (
 from lockstep.process.errors import UserError
 
 AUTO = "auto"
-# The black and white of each image are these percentiles of its values.
+# These percentiles of an image's values are its black and white.
 BY_IMAGE = "image"
 PERCENTILES = (0.5, 99.5)
-# The black and white of each image are those of the window in its DICOM file.
+# The window in its DICOM file has the black and white of an image.
 BY_WINDOW = "window"
 # Channels of a picture: grey, or red, green and blue.
 PICTURE = (1, 3)
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow's
 
 Range = tuple[float, float] | str | None
-"""Black and white; image: by the percentiles of each image; window: by the window of each DICOM
-file; None: the 8 bits that a viewer shows"""
+"""Black and white. image: the percentiles of each image; window: the window of each DICOM file;
+None: the 8 bits that a viewer shows."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,10 @@ class Reading:
 
     Args:
         channels: 1 for grey, 3 for colour; other numbers are the bands of a file.
-        limits: black and white of images of more than 8 bits. Other images are from 0 to 255.
-        page: the page of a TIFF or GIF, or frame of a DICOM file, from 0; all: each is a channel.
-        bands: which bands of the file are the channels, from 1; (): all in their order.
+        value_range: black and white of images of more than 8 bits. Others are from 0 to 255.
+        page: the page of a TIFF or GIF, or the frame of a DICOM file, from 0; all: each page is a
+            channel.
+        bands: the bands of the file that are the channels, from 1; (): all in their order.
         max_megapixels: see `open_image`.
 
     Raises:
@@ -78,7 +79,7 @@ class Reading:
     """
 
     channels: int = 3
-    limits: Range = None
+    value_range: Range = None
     page: int | str = 0
     bands: tuple[int, ...] = ()
     max_megapixels: float | None = None
@@ -106,13 +107,13 @@ class Reading:
     @property
     def has_float_pixels(self) -> bool:
         is_picture = self.channels in PICTURE and not self.bands and self.page != ALL
-        return self.limits is not None or not is_picture
+        return self.value_range is not None or not is_picture
 
     def open(self, file: Path | bytes, name: object = None) -> Any:
         """Return the whole image.
 
         Args:
-            name: what errors call it; None: the path.
+            name: the name of the image in errors; None: the path.
 
         Raises:
             CorruptImage: it cannot be decoded, or has other pages or channels.
@@ -132,7 +133,7 @@ class Reading:
         """Return torchvision's image of the values of a file.
 
         Raises:
-            ValueError: they have other channels, or nothing says what is white.
+            ValueError: the values have other channels, or nothing says which value is white.
         """
         fitting = self._select_channels(values.array)
         return _to_tensor(self._scale_to_unit_range(fitting, values.window))
@@ -141,16 +142,18 @@ class Reading:
         """Return (height, width, channels) as the file has them.
 
         Raises:
-            CorruptImage: as of `open`.
+            CorruptImage: see `open`.
         """
         with decoding_errors(name or file, self.max_megapixels):
             return self._select_channels(self._read(file).array)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of it, as plain values; `from_facts` is the way back."""
-        limits = list(self.limits) if isinstance(self.limits, tuple) else self.limits
-        return {"range": limits, "page": self.page, "bands": list(self.bands) or None}
+        """Return the options that a checkpoint stores. `from_facts` reads them."""
+        value_range: Any = self.value_range
+        if isinstance(value_range, tuple):
+            value_range = list(value_range)
+        return {"range": value_range, "page": self.page, "bands": list(self.bands) or None}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> "Reading":
@@ -162,7 +165,7 @@ class Reading:
         )
 
     def _read(self, file: Path | bytes) -> FileValues:
-        """Return the bands of the chosen pages; 8-bit pictures on white."""
+        """Return the bands of the chosen pages. An 8-bit picture has a white background."""
         if is_array(file):
             return FileValues(add_band_axis(load_array(file)))
         if needs_tifffile(file):
@@ -185,23 +188,26 @@ class Reading:
 
     @property
     def _keeps_bands(self) -> bool:
-        """Return whether bands are taken as they are, also an alpha."""
+        """Return whether all bands are kept, also an alpha channel."""
         return bool(self.bands) or self.channels not in PICTURE
 
     def to_bands(self, image: Image.Image) -> np.ndarray:
-        """Return (height, width, bands) of Pillow's image; 8-bit pictures on white."""
+        """Return (height, width, bands) of Pillow's image.
+
+        An 8-bit picture has a white background.
+        """
         is_grey = len(image.getbands()) == 1
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             return add_band_axis(np.asarray(image))
         if self._keeps_bands and image.mode not in ("1", "P", "PA"):
             return add_band_axis(np.asarray(image))
-        # A palette has colours.
+        # The numbers of a palette stand for colours.
         return add_band_axis(
             np.asarray(to_8_bits(image, 1 if is_grey and image.mode != "P" else 3))
         )
 
     def _select_channels(self, values: np.ndarray) -> np.ndarray:
-        """Return the bands that are the channels."""
+        """Return the channels of all bands."""
         count = values.shape[2]
         if self.bands:
             if max(self.bands) > count:
@@ -218,31 +224,31 @@ class Reading:
         )
 
     def _scale_to_unit_range(self, values: np.ndarray, window: Window | None) -> np.ndarray:
-        """Return float32 from 0, black, to 1, white."""
+        """Return float32 from 0 for black to 1 for white."""
         if values.dtype == np.uint8:
             return values.astype(np.float32) / 255
-        low, high = self._find_limits(values, window)
-        # Equal values are black.
+        low, high = self._find_value_range(values, window)
+        # If all values are equal, they become black.
         width = high - low if high > low else 1.0
         scaled = (values.astype(np.float64) - low) / width
         return np.nan_to_num(scaled.clip(0, 1)).astype(np.float32)
 
-    def _find_limits(self, values: np.ndarray, window: Window | None) -> tuple[float, float]:
-        if self.limits == BY_WINDOW and window is not None:
+    def _find_value_range(self, values: np.ndarray, window: Window | None) -> tuple[float, float]:
+        if self.value_range == BY_WINDOW and window is not None:
             return window
-        if isinstance(self.limits, str):
+        if isinstance(self.value_range, str):
             finite = values[np.isfinite(values)]
             low, high = np.percentile(finite, PERCENTILES) if finite.size else (0, 1)
             return float(low), float(high)
-        if self.limits is None:
+        if self.value_range is None:
             if values.dtype != np.uint16:
                 raise ValueError("no number in it is known to be white: give data.range=[0,WHITE]")
             return 0.0, 65535.0
-        return self.limits
+        return self.value_range
 
 
 def parse_range(option: Any) -> Range:
-    """Return data.range as `Reading` has it; auto stays.
+    """Return data.range as a Reading takes it; auto stays auto.
 
     Raises:
         UserError: it is no range.

@@ -1,7 +1,7 @@
 """Describe the images of a run before its first step: in the log, in run.json and in a file.
 
-It finds images that occur twice: in two splits, or under two labels. `data` is a prepared
-ImageDataModule.
+The report names images that occur in two splits or under two labels. In all functions `data` is a
+prepared ImageDataModule.
 """
 
 import hashlib
@@ -25,8 +25,10 @@ log = logging.getLogger(__name__)
 
 LISTS = "data_report.txt"
 SHOWN_CLASSES = 10  # in the log
-SAMPLE = 64  # images that are opened for their size
-MAX_COMPARED = 50_000  # files of equal size that a start may open
+# The images that are opened to measure their size.
+SIZE_SAMPLE = 64
+# The most files of equal size that the start of a run may read.
+MAX_COMPARED = 50_000
 NAME_OF_TARGETS = {"class": "classes", "labels": "labels", "mask": "classes of pixels"}
 
 
@@ -45,7 +47,7 @@ class FindingKind(Enum):
     SIMILAR = auto()
 
 
-# The predicate for one image and for several.
+# The rest of the sentence after the number of images, for one image and for several.
 IDENTICAL_PHRASES = {
     FindingKind.TEST_IN_TRAIN: (
         "test image is identical to a training image",
@@ -86,13 +88,13 @@ class Report:
     findings: list[Finding]
 
 
-def make_report(data: Any, limit: int | None = MAX_COMPARED) -> Report:
-    """Return what a run says of its images: how many, which are left out, which occur twice.
+def make_report(data: Any, max_compared: int | None = MAX_COMPARED) -> Report:
+    """Return the report on a run's images: their number, the ones left out, and repeated ones.
 
     Args:
-        limit: the most files of equal size that are compared; None: all.
+        max_compared: the most files of equal size that are compared; None: all.
     """
-    identical = find_identical_images(data, limit)
+    identical = find_identical_images(data, max_compared)
     sizes = _measure_sample(data)
     fields = {
         "images_per_class": _count_per_class(data),
@@ -126,19 +128,19 @@ def _count_per_class(data: Any) -> dict[str, dict[str, int]]:
 
 
 def _measure_sample(data: Any) -> list[str]:
-    """Return "width×height" of some images, the smallest first."""
+    """Return the sizes of some images as "width×height", the smallest first."""
     positions = np.flatnonzero(data.splits.split_ids >= 0)
-    sampled = np.linspace(0, len(positions) - 1, min(len(positions), SAMPLE)).astype(int)
+    sampled = np.linspace(0, len(positions) - 1, min(len(positions), SIZE_SAMPLE)).astype(int)
     sizes = []
     for position in positions[sampled].tolist():
-        # The loader names an image that is damaged. An image of five channels is a TypeError.
+        # The loader will name a damaged image. Five channels raise a TypeError.
         with suppress(CorruptImage, TypeError):
             sizes.append(get_size(data.source.open(position)[0]))
     return ["×".join(map(str, size)) for size in sorted(sizes, key=np.prod)]
 
 
 def collect_settings(data: Any, augmentation: str | None) -> dict[str, Any]:
-    """Return `images` of the record: how images are resized, normalised and augmented."""
+    """Return the field `images` of the record: how they are resized, normalised and augmented."""
     path, why = data.choose_path()
     depth = {}
     if data.depth_note:
@@ -163,7 +165,7 @@ def log_contents(data: Any, augmentation: str | None = None) -> None:
     """Log classes and splits, how images are made, and what was left out.
 
     Args:
-        augmentation: the option of a training; None for an evaluation.
+        augmentation: the option of a training; None: this is an evaluation.
     """
     log_classes(data)
     log_settings(data, augmentation)
@@ -221,16 +223,16 @@ def log_remarks(data: Any) -> None:
 
 
 def log_findings(findings: Iterable[Finding]) -> None:
-    """Log the images that are listed, but for those left out, which `log_remarks` counts."""
+    """Log the findings, except for images left out, which `log_remarks` counts."""
     for finding in findings:
         if finding.kind is not FindingKind.LEFT_OUT:
-            # `write_findings` writes no file for a finding without names.
+            # A finding without names is not in the file of `write_findings`.
             file = f" ({LISTS})" if finding.names else ""
             log.warning(f"{finding.reason}{file}.")
 
 
 def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
-    """Write the names of the listed images, a line each, with reasons."""
+    """Write a line with the name and the reason for each image of the findings."""
     lines: list[str] = []
     for finding in findings:
         lines += [f"{name}  # {finding.reason}\n" for name in finding.names]
@@ -238,11 +240,11 @@ def write_findings(folder: Path, findings: Iterable[Finding]) -> None:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
-def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[Finding]:
+def find_identical_images(data: Any, max_compared: int | None = MAX_COMPARED) -> list[Finding]:
     """Return the findings on equal images that are in two splits or under two labels.
 
     Args:
-        limit: the most files of equal size that are compared; None: all.
+        max_compared: the most files of equal size that are compared; None: all.
     """
     source = data.source
     if not source.is_comparable:
@@ -251,7 +253,7 @@ def find_identical_images(data: Any, limit: int | None = MAX_COMPARED) -> list[F
     num_bytes = source.num_bytes[positions]
     _, size_group, counts = np.unique(num_bytes, return_inverse=True, return_counts=True)
     positions = positions[counts[size_group] > 1]
-    if source.reads_files and limit is not None and len(positions) > limit:
+    if source.reads_files and max_compared is not None and len(positions) > max_compared:
         too_many = (
             "not checked for identical images (too many files of equal size): run "
             "`python src/check_data.py`"
@@ -273,12 +275,12 @@ def _make_finding(kind: FindingKind, names: list[str]) -> Finding:
 def _group_equal_images(source: Source, positions: np.ndarray) -> list[list[int]]:
     """Return groups of images of equal content, two images or more in each.
 
-    An image that cannot be read is in none of them: the loader will name it.
+    An image that cannot be read is in no group. The loader will name it.
     """
     groups: dict[bytes, list[int]] = {}
     for i in positions.tolist():
         with suppress(CorruptImage):
-            groups.setdefault(hashlib.blake2b(source.read(i)).digest(), []).append(i)
+            groups.setdefault(hashlib.blake2b(source.read_bytes(i)).digest(), []).append(i)
     return [group for group in groups.values() if len(group) > 1]
 
 

@@ -1,7 +1,7 @@
 """Draw the training images of an epoch: all once, each class equally, or by weights.
 
-The list of an epoch is drawn at once, from the seed. Ranks, accumulation and a resume take their
-parts of it, as they do of a shuffled list.
+The list of an epoch is drawn at once from the seed. Ranks, micro-batches and a resume take parts of
+this list, as they take parts of a shuffled one.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ WEIGHTS_OF_TABLES = "A column of weights is of data=csv and data=parquet."
 
 @dataclass
 class Sampling:
-    """The images of an epoch that are drawn, where an epoch is not each training image once.
+    """The way to draw the images of an epoch, if it is not each training image once.
 
     Args:
-        positions: (n,) int64, of the training images that can be drawn.
-        groups: (n,) int64, the class of each, or the rarest of its labels.
-        weights: (n,) float64, above 0: how often each is drawn, in proportion.
-        epoch_size: images of an epoch, of which the last incomplete batch is dropped.
+        positions: (n,) int64, the positions of the training images that can be drawn.
+        groups: (n,) int64, the class of each image, or the rarest of its labels.
+        weights: (n,) float64 above 0. An image is drawn in proportion to its weight.
+        epoch_size: images of an epoch. The last incomplete batch is dropped.
     """
 
     positions: np.ndarray
@@ -37,8 +37,8 @@ class Sampling:
     def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
         """Return (count,) positions in random order.
 
-        An image, and a class as a whole, occurs as often as its share of `count` says, rounded up
-        or down (systematic sampling), so that a large class is not drawn with repeats.
+        This is systematic sampling: each image, and each class as a whole, is drawn as often as its
+        share of `count`, rounded up or down. So an image whose share is below 1 is not repeated.
         """
         shuffled = generator.permutation(len(self.positions))
         by_group = shuffled[np.argsort(self.groups[shuffled], kind="stable")]
@@ -57,10 +57,10 @@ class Sampling:
 
 
 def check_sampling(option: str | None, source: Source) -> None:
-    """Refuse a way of sampling that the targets or the table do not have.
+    """Refuse a way of sampling that does not fit the targets or the table.
 
     Raises:
-        UserError: there are no classes, or weights are negative.
+        UserError: there are no classes, no such column, or negative weights.
     """
     if option is None:
         return
@@ -116,7 +116,7 @@ def make_sampling(
 def _group_images(source: Source, train: np.ndarray) -> np.ndarray:
     """Return (n,) int64, the class of each training image, or the rarest of its labels.
 
-    An image without a label is of a group after those of the labels.
+    Images without a label are one more group, the last one.
     """
     if source.target_kind == "class":
         return source.targets[""][train]

@@ -1,11 +1,12 @@
-"""The base of sources, which say what images there are and open them, and the source of arrays.
+"""The base of all sources of images, and the source of images in arrays.
 
-A data module reads everything about its images here, whether they lie in memory, files, shards or
-a torch Dataset.
+A source lists images with their targets, and opens them. A data module has one, whether the images
+lie in memory, in files, in shards or in a torch Dataset.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,6 @@ from lockstep.data.targets import (
     VOID,
     Arrays,
     find_grey_levels,
-    find_target_kind,
     to_mask_pixels,
     to_masks,
 )
@@ -26,34 +26,36 @@ from lockstep.process.errors import UserError
 
 
 class Source:
-    """Images, with all that is said of them before one is opened.
+    """A list of images, with everything that is known of them before one is opened.
 
     Attributes:
         class_names: the names of the classes, of the label columns, or of the classes in masks.
-        splits: (n,) int8: 0 train, 1 val, 2 test, in ascending order.
-        targets: (n, …) by name, all but the masks.
+        split_ids: (n,) int8, the splits that the source names: 0 train, 1 val, 2 test, ascending.
+        targets: (n, …) by name, without the masks.
         mask_names: the names of the masks, which `open` returns behind their image.
         columns: (n,) float64 by name, further numbers of each image, from the columns of a table.
-        groups: (n,) int64, images that stay in one split together; None: each image is alone.
-        mask_table: (256,) uint8, the class of each number in masks; None: it is the class.
-        has_grey_levels: the classes of pixels are numbered, and the masks have their grey levels.
-        left_out: names of what is skipped, by reason.
+        groups: (n,) int64, the group of each image. Images of one group stay in one split. None:
+            each image is a group of its own.
+        class_of_mask_value: (256,) uint8, the class of each value in masks; None: values are
+            classes.
+        has_grey_levels: the masks have grey levels, which are numbered as classes.
+        left_out: the names of the files that are skipped, by reason.
         warnings: sentences for the log.
-        list_hash: a hash of names and sizes, by which runs of version 2.0.0 are compared.
-        pixels: images and each mask, (n, side, side, channels) uint8; deep images are float32 from
-            0 to 255. [] if they are not in memory.
-        num_bytes: (n,) the bytes of each image; only images of one size can be equal.
+        list_hash: a hash of names and sizes. Runs of version 2.0.0 are compared by it.
+        pixels: an array of the images and one of each mask, (n, side, side, channels) uint8; deep
+            images are float32 from 0 to 255. [] if they are not in memory.
+        num_bytes: (n,) the bytes of each image. Images of different sizes are not equal.
         is_comparable: the images can be compared with each other.
-        reads_files: comparing the images takes as long as reading them.
+        reads_files: a comparison of the images has to read their files.
     """
 
     class_names: list[str]
-    splits: np.ndarray
+    split_ids: np.ndarray
     targets: Arrays
     mask_names: Sequence[str] = ()
     columns: Mapping[str, np.ndarray] = MappingProxyType({})
     groups: np.ndarray | None = None
-    mask_table: np.ndarray | None = None
+    class_of_mask_value: np.ndarray | None = None
     has_grey_levels = False
     left_out: LeftOut
     warnings: list[str]
@@ -64,38 +66,46 @@ class Source:
     reads_files = False
 
     def open(self, position: int) -> tuple[Any, ...]:
-        """Return the whole image, Pillow's RGB or L, and its masks, torchvision's Mask.
+        """Return the whole image and its masks.
 
-        A deep image is torchvision's, of floats from 0 to 1.
+        The image is Pillow's, in RGB or L. A deep one is torchvision's, of floats from 0 to 1. The
+        masks are torchvision's.
         """
         raise NotImplementedError
 
-    def read(self, position: int) -> bytes:
-        """Return the bytes by which an image is compared with others of its size."""
+    def read_bytes(self, position: int) -> bytes:
+        """Return the bytes of an image as they are stored. Equal images have equal bytes."""
         raise NotImplementedError
 
     def hash(self) -> str:
-        """Return what identifies the images with their splits and targets."""
+        """Return a hash of the images, their splits and their targets."""
         raise NotImplementedError
 
     def name(self, position: int) -> str:
         return f"image {position}"
 
     def location(self, position: int) -> str:
-        """Return what errors call an image, with its line in a table."""
+        """Return the name of an image for errors, with its line in a table."""
         return self.name(position)
 
     def __len__(self) -> int:
-        return len(self.splits)
+        return len(self.split_ids)
 
-    @property
+    @cached_property
     def target_kind(self) -> str:
         """Return class, labels, number, mask or dict."""
-        return find_target_kind(self.targets, self.mask_names)
+        if {*self.targets, *self.mask_names} != {""}:
+            return "dict"
+        if not self.targets:
+            return "mask"
+        target = self.targets[""]
+        if target.dtype.kind == "i":
+            return "class"
+        return "number" if target.ndim == 1 else "labels"
 
     @property
     def grey_levels(self) -> list[int] | None:
-        """Return the grey level of each class in masks; None: masks have the classes' numbers."""
+        """Return the grey level of each class in masks; None: the masks hold class numbers."""
         return find_grey_levels(self.class_names) if self.has_grey_levels else None
 
     @property
@@ -106,24 +116,30 @@ class Source:
         return np.zeros(len(self), np.int64)
 
     def target_name(self, position: int) -> str:
-        """Return the class, labels or number of an image; images of one name have equal targets."""
+        """Return the class, labels or number of an image in words; "" for other targets.
+
+        Two images have equal targets if these words are equal.
+        """
         if self.target_kind in ("mask", "dict"):
             return ""
         target = self.targets[""][position]
         if self.target_kind == "number":
-            # It has as many digits as tell it from every other number of its type.
+            # These are the fewest digits that no other number of its type has.
             return np.format_float_positional(target, trim="-")
         numbers = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
         return ", ".join(self.class_names[number] for number in numbers)
 
     def match_classes(self, class_names: Sequence[str], data_name: str) -> None:
-        """Number the labels as a checkpoint's `class_names` do, of which the images may lack some.
+        """Number the labels as a checkpoint does.
+
+        Args:
+            class_names: the classes of the checkpoint. The images may lack some of them.
 
         Raises:
-            UserError: the images have a class that is not among them, or classes of a dict are
-                numbered in another order.
+            UserError: the images have a class that the checkpoint lacks, or the targets are a dict
+                whose classes are in another order.
         """
-        # Masks of one class and of pixels that do not count have the names 0 and 255.
+        # Masks with a single class and pixels that do not count have the names 0 and 255.
         names = [n for n in self.class_names if not (self.has_grey_levels and n == str(VOID))]
         for name in names:
             if name not in class_names:
@@ -144,8 +160,8 @@ class Source:
         self.class_names = list(class_names)
 
     def _renumber_masks(self, number_of: np.ndarray, data_name: str) -> None:
-        """Number the classes in masks anew; a number without a name does not count."""
-        # Which targets of a dict have these classes is not known.
+        """Number the classes in masks anew. Pixels of a class without a name do not count."""
+        # Nothing says which targets of a dict have these classes.
         if self.target_kind == "dict":
             raise UserError(
                 f"{data_name} numbers its classes in another order than the checkpoint, and "
@@ -153,9 +169,9 @@ class Source:
             )
         table = np.full(256, VOID, np.uint8)
         table[: len(number_of)] = number_of
-        if self.mask_table is not None:
-            table = table[self.mask_table]
-        self.mask_table = table
+        if self.class_of_mask_value is not None:
+            table = table[self.class_of_mask_value]
+        self.class_of_mask_value = table
 
 
 @dataclass(eq=False)
@@ -164,11 +180,12 @@ class ImageSet(Source):
 
     Args:
         images: (n, size, size, channels) uint8.
-        targets: (n,) integers from 0 the classes, (n, C) float several labels, (n,) float a number,
-            (n, size, size) integers the class of each pixel, −1 where it does not count, or a dict.
+        targets: classes are (n,) integers from 0, several labels (n, C) floats, numbers (n,)
+            floats, and masks (n, size, size) integers, −1 where a pixel does not count. A dict
+            has several targets by name.
         class_names: the names of the classes, of the label columns, or of the classes in masks.
-        num_test: how many of the last images test; 0: they are drawn.
-        num_val: how many images before those validate; 0: drawn from the training images.
+        num_test: the number of test images, which are the last ones; 0: they are drawn.
+        num_val: the number of validation images, which come before those; 0: they are drawn.
         columns: (n,) numbers of each image by name, for data.inputs and data.sampling.
 
     Raises:
@@ -188,23 +205,25 @@ class ImageSet(Source):
         self.warnings = []
         count = len(self.images)
         counts = [max(count - self.num_val - self.num_test, 0), self.num_val, self.num_test]
-        self.splits = np.repeat([TRAIN, VAL, TEST], counts).astype(np.int8)
+        self.split_ids = np.repeat([TRAIN, VAL, TEST], counts).astype(np.int8)
         self.num_bytes = np.zeros(count, np.int64)
 
         targets = self.targets if isinstance(self.targets, dict) else {"": self.targets}
-        self.targets = {
+        converted = {
             name: self._convert_targets(name, np.asarray(each)) for name, each in targets.items()
         }
-        self.mask_names = [name for name, each in self.targets.items() if each.dtype == np.uint8]
-        if find_target_kind(self.targets, ()) == "class":
+        masks = {name: each for name, each in converted.items() if each.dtype == np.uint8}
+        self.mask_names = list(masks)
+        self.targets = {name: converted[name] for name in converted if name not in masks}
+        if self.target_kind == "class":
             self._refuse_other_classes(self.targets[""])
-        arrays = self.targets | {f"column {name}": each for name, each in self.columns.items()}
-        self._hash = hash_arrays([self.images], arrays, self.class_names, self.splits)
 
-        masks = [self.targets.pop(name)[..., None] for name in self.mask_names]
+        hashed = converted | {f"column {name}": each for name, each in self.columns.items()}
+        self._hash = hash_arrays([self.images], hashed, self.class_names, self.split_ids)
         # torchvision's CIFAR10 has the channels outermost.
-        self.pixels = [np.ascontiguousarray(array) for array in (self.images, *masks)]
-        self.images = self.pixels[0]
+        self.images = np.ascontiguousarray(self.images)
+        mask_pixels = [np.ascontiguousarray(mask[..., None]) for mask in masks.values()]
+        self.pixels = [self.images, *mask_pixels]
 
     def _convert_targets(self, name: str, values: np.ndarray) -> np.ndarray:
         if len(values) != len(self.images):
@@ -230,9 +249,11 @@ class ImageSet(Source):
         pixels, *masks = (array[position] for array in self.pixels)
         is_grey = pixels.shape[2] == 1
         image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
+        if not masks:
+            return (image,)
         return image, *to_masks([mask[..., 0] for mask in masks])
 
-    def read(self, position: int) -> bytes:
+    def read_bytes(self, position: int) -> bytes:
         return self.pixels[0][position].tobytes()
 
     def hash(self) -> str:

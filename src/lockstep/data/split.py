@@ -1,6 +1,6 @@
 """Decide which images train, validate and test.
 
-The source says so, or they are drawn per class or per group from the seed.
+Either the source names the splits, or they are drawn from the seed, by class or by group.
 """
 
 import warnings
@@ -13,17 +13,23 @@ from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.process.errors import UserError
 
 VAL_FRACTION = 0.1
-# Test images are drawn by this seed, so that every seed of a run trains on the others.
+# Test images are drawn with this seed, so that runs of all seeds have the same test images.
 TEST_SEED = 42
 
 
 @dataclass
 class Splits:
-    """The positions of the images that train, validate and test, ascending."""
+    """The positions of the images that train, validate and test, ascending.
 
-    split_ids: np.ndarray  # (n,) 0 train, 1 val, 2 test, −1 none
-    drew_test: bool = False  # the test images were chosen here, not by the source
-    note: str = ""  # a sentence for the log
+    Args:
+        split_ids: (n,) 0 train, 1 val, 2 test, −1 none of them.
+        drew_test: the test images were drawn, because the source names none.
+        note: a sentence for the log.
+    """
+
+    split_ids: np.ndarray
+    drew_test: bool = False
+    note: str = ""
 
     def __post_init__(self) -> None:
         self.train = np.flatnonzero(self.split_ids == TRAIN)
@@ -71,10 +77,10 @@ class SplitRule:
     """The options of a split.
 
     Args:
-        val_fraction: part of the training images that validates; 0: none.
-        num_val: how many of them validate; it takes precedence over val_fraction.
-        fold: which of `num_folds` equal parts validates; it takes precedence over both.
-        test_fraction: part of all images that tests, where the source names none.
+        val_fraction: the share of the training images that validates; 0: none.
+        num_val: the number of training images that validate. It overrides val_fraction.
+        fold: the one of `num_folds` equal parts that validates. It overrides both.
+        test_fraction: the share of all images that tests, if the source names no test images.
 
     Raises:
         UserError: the folds are invalid.
@@ -106,12 +112,12 @@ class SplitRule:
 
         Args:
             labels: (n,) int64.
-            source_split_ids: (n,) 0 train, 1 val, 2 test. Test images are drawn where none of them
-                is 1 or 2.
-            groups: (n,) int64; images of one group stay together.
+            source_split_ids: (n,) 0 train, 1 val, 2 test, as the source says. Test images are drawn
+                if all of them are 0.
+            groups: (n,) int64. Images of one group stay in one split.
 
         Raises:
-            UserError: a part would be empty, or one group lies in several parts.
+            UserError: a split would be empty, or a group lies in several splits.
         """
         has_val = bool((source_split_ids == VAL).any())
         has_test = bool((source_split_ids == TEST).any())
@@ -137,7 +143,7 @@ class SplitRule:
         return Splits(split_ids, drew_test=not has_test)
 
     def _choose_validation_draw(self) -> SplitDraw:
-        """Return the draw of the validation images, by the option that takes precedence."""
+        """Return the draw of the validation images, by the option that overrides the others."""
         for option in ("num_folds", "num_val"):
             value = getattr(self, option)
             if value is not None:
@@ -147,7 +153,7 @@ class SplitRule:
     def _draw(
         self, draw: SplitDraw, split_ids: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> np.ndarray:
-        """Return the training images that are drawn: exactly as many, where there are no groups."""
+        """Draw among the training images. Without groups exactly the right number is drawn."""
         positions = np.flatnonzero(split_ids == TRAIN)
         count = draw.count_drawn(len(positions))
         if draw.option == "num_folds":
@@ -174,8 +180,8 @@ class SplitRule:
         num_folds = int(draw.value)
         if groups is not None:
             return _make_group_folds(positions, labels, groups, num_folds, draw)[self.fold or 0]
-        # The images are dealt out like cards, class by class: folds differ by at most one image,
-        # also in a class.
+        # The images are dealt out like cards, class by class. So the folds differ by at most one
+        # image, and also by at most one image of each class.
         order = draw.shuffle(positions)
         by_class = order[np.argsort(labels[order], kind="stable")]
         return by_class[self.fold :: num_folds]
@@ -209,7 +215,7 @@ def _keeps_each_class(chosen: np.ndarray, positions: np.ndarray, labels: np.ndar
 def _make_group_folds(
     positions: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, draw: SplitDraw
 ) -> list[np.ndarray]:
-    """Return folds that keep groups together, each with a like share of each class."""
+    """Return folds that keep groups together. Each fold has about the same share of each class."""
     from sklearn.model_selection import StratifiedGroupKFold
 
     folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=draw.seed)
@@ -226,7 +232,7 @@ def _make_group_folds(
 
 
 def _draw_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
-    """Take from each class in proportion (largest remainder), and leave one image in each class.
+    """Draw from each class in proportion (largest remainder), but leave one image in each class.
 
     Args:
         order: positions in random order.
@@ -243,7 +249,7 @@ def _draw_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.nda
         if chosen.sum() < count and chosen[number] < most_chosen[number]:
             chosen[number] += 1
 
-    # Classes of one image give none. The largest classes make up for it.
+    # A class with a single image gives none. The largest classes give more for it.
     while chosen.sum() < count and (chosen < most_chosen).any():
         chosen[np.argmax(most_chosen - chosen)] += 1
 

@@ -13,29 +13,18 @@ from lockstep.data.framing import VOID
 from lockstep.process.errors import UserError
 
 Arrays = dict[str, np.ndarray]
-"""Targets (n, …) by name: int64, float32, or uint8 for masks. A single target has the name ""."""
+"""Targets (n, …) by name: int64, float32, or uint8 for masks. The name of a single one is ""."""
 
-# Label numbers of masks are small and mostly in use. Grey levels leave nearly all numbers unused.
+# Class numbers in masks are small, and most of them are in use. Grey levels leave most unused.
 LEAST_GREY_LEVEL = 16
 MOST_GREY_LEVELS = 32
 BINARY = {0, VOID}
 
 
-def find_target_kind(targets: Arrays, mask_names: Iterable[str]) -> str:
-    """Return class, labels, number, mask or dict."""
-    if {*targets, *mask_names} != {""}:
-        return "dict"
-    if not targets:
-        return "mask"
-    if targets[""].dtype.kind == "i":
-        return "class"
-    return "number" if targets[""].ndim == 1 else "labels"
-
-
 def compute_scale(numbers: np.ndarray) -> dict[str, float]:
-    """Return mean and standard deviation of training targets (n,), by which a task standardises.
+    """Return the mean and the standard deviation of training targets (n,), by names of a task.
 
-    The deviation of equal numbers is 1. Without numbers there is no scale.
+    If all numbers are equal, the deviation is 1. Without numbers the result is empty.
     """
     if not len(numbers):
         return {}
@@ -44,14 +33,14 @@ def compute_scale(numbers: np.ndarray) -> dict[str, float]:
 
 
 def to_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
-    """Return masks that torchvision's transforms move with their image."""
+    """Return masks of a type that torchvision's transforms crop and flip like their image."""
     from torchvision.tv_tensors import Mask
 
     return tuple(Mask(torch.from_numpy(np.array(array, np.uint8))) for array in arrays)
 
 
 def to_mask_pixels(classes: np.ndarray, data_name: str) -> np.ndarray:
-    """Return the classes of pixels as uint8, 255 where they are negative and do not count.
+    """Return the classes of pixels as uint8. A negative class, which does not count, becomes 255.
 
     Raises:
         UserError: a class is above 255.
@@ -76,9 +65,12 @@ def find_levels(masks: Iterable[np.ndarray]) -> list[int]:
 def name_mask_classes(levels: list[int]) -> list[str]:
     """Return the names of the classes in masks that have these grey levels.
 
-    255 does not count, but in levels that are evenly spaced up to 255, as 0, 255 or 0, 128, 255,
-    it is a class. Levels that use few of the numbers up to the largest one, as 0, 127, 254, are
-    one class each. Otherwise the classes are 0 to the largest number.
+    There are three cases:
+
+    - Levels are evenly spaced up to 255, as 0, 255 or 0, 128, 255: each is a class, also 255.
+    - They use few of the numbers up to the largest one, as 0, 127, 254: each is a class but 255,
+      which does not count.
+    - All others: the classes are 0 to the largest number, and 255 does not count.
     """
     if VOID in levels and set(levels) <= BINARY:
         return ["0", "255"]
@@ -92,13 +84,13 @@ def name_mask_classes(levels: list[int]) -> list[str]:
 
 
 def _are_evenly_spaced(levels: list[int]) -> bool:
-    """Return whether levels divide 0 to 255 evenly; an export rounds up or down."""
+    """Return whether levels divide 0 to 255 evenly. Programs round them up or down."""
     even = np.linspace(0, VOID, len(levels))
     return len(levels) <= MOST_GREY_LEVELS and bool((np.abs(even - levels) <= 1).all())
 
 
 def find_grey_levels(class_names: Iterable[str]) -> list[int] | None:
-    """Return the grey level of each class in its masks; None where it is the class's number."""
+    """Return the grey level of each class in its masks; None: the masks hold class numbers."""
     names = list(class_names)
     levels = [int(name) for name in names if name.isascii() and name.isdecimal()]
     if len(levels) < len(names) or not LEAST_GREY_LEVEL <= max(levels, default=0) <= VOID:
@@ -107,7 +99,7 @@ def find_grey_levels(class_names: Iterable[str]) -> list[int] | None:
 
 
 def describe_grey_levels(class_names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence where grey levels are numbered as classes, but not for 0 and 255."""
+    """Yield a sentence if grey levels other than 0 and 255 are numbered as classes."""
     levels = find_grey_levels(class_names)
     if levels is None or set(levels) <= BINARY:
         return
@@ -124,7 +116,7 @@ def number_pixels(mask: np.ndarray, levels: list[int] | None) -> np.ndarray:
 
     Args:
         mask: (height, width) uint8.
-        levels: the grey level of each class; None: the mask has the numbers of classes.
+        levels: the grey level of each class; None: the mask holds class numbers.
     """
     if levels is None:
         return mask

@@ -1,4 +1,4 @@
-"""Images without targets, read as the test images of a run are: for predictions."""
+"""Images without targets for predictions. They are read like the test images of a run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ class FilesOrBlanks(Source):
         blank_side: width and height of a blank image.
 
     Attributes:
-        is_damaged: (n,) uint8, shared with the workers of a loader, which open the images.
+        is_damaged: (n,) uint8, in memory that is shared with the workers, which open the images.
     """
 
     def __init__(self, files: Sequence[Path], reading: Reading, blank_side: int) -> None:
@@ -38,7 +38,7 @@ class FilesOrBlanks(Source):
         self.targets = {}
         self.left_out = {}
         self.warnings = []
-        self.splits = np.full(len(self.files), TEST, np.int8)
+        self.split_ids = np.full(len(self.files), TEST, np.int8)
         self.num_bytes = np.zeros(len(self.files), np.int64)
         self.is_damaged = torch.zeros(len(self.files), dtype=torch.uint8).share_memory_()
 
@@ -72,11 +72,11 @@ class FilesOrBlanks(Source):
 class UnlabelledImages(ImageDataModule):
     """Files of images in batches that do not depend on the number of ranks.
 
-    A batch is (n, channels, image_size, image_size), or with numbers a pair of that and (n,)
-    float32 by name, standardised.
+    A batch is (n, channels, image_size, image_size). With numbers it is a pair of these images and
+    of standardised numbers, (n,) float32 by name.
 
     Args:
-        files: any images.
+        files: the files of the images.
         reading: how the run's files become pixels.
         framing: the framing of the run's evaluation.
         std: the deviation of each channel.
@@ -123,7 +123,7 @@ class UnlabelledImages(ImageDataModule):
         if not hasattr(self, "splits"):
             self.source = FilesOrBlanks(self.files, self.reading, self.framing.resize)
             self.source.columns = self.columns
-            self._set_splits(Splits(self.source.splits))
+            self._set_splits(Splits(self.source.split_ids))
 
     def predict_dataloader(self) -> EvalBatches:
         self.setup()
@@ -132,5 +132,5 @@ class UnlabelledImages(ImageDataModule):
     def on_after_batch_transfer(  # type: ignore[override]
         self, batch: LoadedBatch, dataloader_idx: int
     ) -> Any:
-        """Return a batch without targets, as a predict_step takes it."""
+        """Return a batch without targets for a predict_step."""
         return super().on_after_batch_transfer(batch, dataloader_idx)[0]

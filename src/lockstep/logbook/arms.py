@@ -19,7 +19,7 @@ DIGITS = 10
 CAUTION_ABOUT_SEVERAL = (
     "Each interval is 95 % by itself: of twenty equal settings one is likely to seem different."
 )
-# The arm that sets nothing of its own, of against=baseline.
+# The arm of against=baseline, which changes no setting.
 BASELINE = "baseline"
 
 
@@ -29,10 +29,10 @@ class ArmRun:
 
     Args:
         arm: the settings that only the runs of its arm have, as optimizer.lr=0.01.
-        repeat: what it shares with one run of each other arm, as seed=1 data.fold=0.
+        repeat: the settings that one run of each other arm shares, as seed=1 data.fold=0.
         value: the ranking metric in validation; nan if the run failed.
-        test_value: the test metric that belongs to it; nan without one.
-        fold_ratio: validation images per training image where folds are repeated, otherwise 0.
+        test_value: the same metric in the test; nan if there is none.
+        fold_ratio: validation images per training image if folds are repeated, otherwise 0.
     """
 
     run_id: str
@@ -45,7 +45,7 @@ class ArmRun:
 
 @dataclass(frozen=True)
 class Arm:
-    """The runs of equal settings that have finished; at least one."""
+    """The finished runs of the same settings, at least one."""
 
     name: str
     runs: Sequence[ArmRun]
@@ -56,7 +56,7 @@ class Arm:
 
     @property
     def test_sample(self) -> Sample | None:
-        """The test metric; None where a run lacks it."""
+        """The test metric of all runs; None if a run lacks it."""
         values = [run.test_value for run in self.runs]
         return self._sample(values) if all(map(math.isfinite, values)) else None
 
@@ -66,10 +66,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm beside the reference, by the runs of both that share seed and fold.
+    """A comparison of an arm with the reference, by the pairs of runs that share seed and fold.
 
     Args:
-        differences: arm minus reference, in percentage points of a share.
+        differences: arm minus reference. For a share they are percentage points.
     """
 
     arm: str
@@ -83,8 +83,8 @@ class Arms:
     """The arms of a sweep, or of a comparison of groups.
 
     Args:
-        runs: the runs in order. The arm of the first one is the reference of the others.
-        metric: the ranking metric, of the validation.
+        runs: the runs in order. The arm of the first run is the reference of the other arms.
+        metric: the ranking metric in validation.
         minimize: whether a lower value is better.
     """
 
@@ -94,7 +94,7 @@ class Arms:
 
     @cached_property
     def ranked(self) -> list[Arm]:
-        """Arms with a finished run, the best mean first."""
+        """The arms with a finished run, the best mean first."""
         arms = []
         for name in self.settings:
             runs = [run for run in self.runs if run.arm == name and math.isfinite(run.value)]
@@ -104,7 +104,7 @@ class Arms:
 
     @property
     def settings(self) -> list[str]:
-        """The names of all arms, also of those that failed, in order."""
+        """The names of all arms in order, also if all of their runs failed."""
         return list(dict.fromkeys(run.arm for run in self.runs))
 
     @property
@@ -114,12 +114,12 @@ class Arms:
 
     @property
     def has_only_repeats(self) -> bool:
-        """True if the runs differ in seed or fold alone."""
+        """True if the runs differ only in seed or fold."""
         return self.has_repeats and len(self.settings) == 1
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """Each other arm beside the reference, in order, if they share a seed or fold."""
+        """The comparisons of all other arms with the reference, if they share a seed or fold."""
         arms = {arm.name: arm for arm in self.ranked}
         first, *others = self.settings
         if not self.has_repeats or first not in arms:
@@ -135,7 +135,7 @@ class Arms:
         differences = []
         for run in arm.runs:
             if run.repeat in values:
-                # Beyond these digits there are errors of floating point alone.
+                # Further digits are only errors of floating point.
                 difference = round(scale * (run.value - values[run.repeat]), DIGITS)
                 differences.append(difference)
         if not differences:
@@ -159,7 +159,7 @@ class Arms:
         return lines
 
     def _line_parts(self, arm: Arm) -> Iterable[str]:
-        """Yield what the line of an arm has."""
+        """Yield the parts of the line of an arm."""
         yield f"{format_mean_and_error(self.metric, arm.values)} of {count_of_runs(arm)}"
         if len(arm.runs) > 1:
             yield f"deviation {format_metric(self.metric, arm.values.deviation)}"
@@ -174,7 +174,7 @@ class Arms:
     def winner_lines(self) -> list[str]:
         """Return the arm with the best mean, its test metric, and how many arms were tried.
 
-        The test metric of the others is not shown: who chooses by it needs another test.
+        The test metric of other arms is not shown, because a choice by it would need another test.
         """
         if len(self.ranked) < 2:
             return []
@@ -183,7 +183,7 @@ class Arms:
         return [" · ".join(filter(None, [f"best: {best.name}", self.test_text(best), tried]))]
 
     def test_text(self, arm: Arm) -> str:
-        """Return the test metric of an arm; empty where a run lacks it."""
+        """Return the test metric of an arm; "" if a run lacks it."""
         name = metric_of_test(self.metric)
         return f"{name} {format_mean_and_error(name, arm.test_sample)}" if arm.test_sample else ""
 
@@ -214,7 +214,7 @@ def best_of(metrics: Mapping[str, Any], name: str) -> float:
 
 
 def refuse_equal_repeats(runs: Iterable[ArmRun]) -> None:
-    """Raise UserError where an arm has two runs of one seed and fold, which could not be paired."""
+    """Raise UserError if two runs of an arm have the same seed and fold: pairs would be unclear."""
     first: dict[tuple[str, str], str] = {}
     for run in runs:
         other = first.setdefault((run.arm, run.repeat), run.run_id)
@@ -226,7 +226,7 @@ def refuse_equal_repeats(runs: Iterable[ArmRun]) -> None:
 
 
 def arms_as_json(arms: Arms) -> dict[str, Any]:
-    """Return arms and comparisons as sweep.json holds them."""
+    """Return the JSON values of arms and comparisons for sweep.json."""
     arm_records = []
     for arm in arms.ranked:
         record = {"arm": arm.name, "runs": [run.run_id for run in arm.runs]}

@@ -1,7 +1,4 @@
-"""Write what a run leaves to read.
-
-These are the summary in run.json, its page, and its folder in the logbook.
-"""
+"""Write what people read of a run: its summary in run.json, its page and its logbook folder."""
 
 import csv
 import json
@@ -23,19 +20,19 @@ from lockstep.records.metric_names import split_stage
 from lockstep.records.proof_table import proof_of_run
 from lockstep.records.record import RunRecord, as_json, locked_record, write_record_as_is
 
-# The record has the confusion matrix and the scores of at most so many classes.
+# The record holds the confusion matrix and the scores if there are at most so many classes.
 MAX_CONFUSION = 50
 MAX_CLASSES = 1000
-# They are written while the run trains and tests.
+# The pictures that a run writes while it trains and tests.
 PICTURES = ("batch.png", "mistakes.png")
-# Rows of metrics.csv in the logbook, beside those of validations.
+# The most rows of metrics.csv in the logbook, besides rows with validations.
 MAX_ROWS = 300
 
 
 def summarise(folder: Path) -> RecordedRun:
-    """Derive the values that pages print from the files in a run folder.
+    """Summarise the files of a run folder as the values that pages print, and return the run.
 
-    They go into its run.json, but for a run that is alive: its trainer alone writes there.
+    The summary is written into run.json, except while the run is alive and writes there itself.
     """
     run = read_run(folder)
     if run.status == "running":
@@ -50,7 +47,7 @@ def summarise(folder: Path) -> RecordedRun:
 
 
 def summary_of(run: RecordedRun) -> dict[str, Any]:
-    """Return what pages print, without empty values; False and 0 are values."""
+    """Return the values that pages print, without None, {} and []."""
     record = run.record
     summary = {
         "folder": run.relative_folder,
@@ -67,7 +64,7 @@ def summary_of(run: RecordedRun) -> dict[str, Any]:
 
 
 def add_report(folder: Path, title: str, address: str) -> None:
-    """Link an interactive report from the page of a run; the caller holds its record's lock.
+    """Link an interactive report from the page of a run. The caller holds the record's lock.
 
     Args:
         address: a file, or a URL.
@@ -83,8 +80,8 @@ def add_report(folder: Path, title: str, address: str) -> None:
 def _standard_errors(record: RunRecord) -> dict[str, float]:
     """Return {"test/acc": 0.004, …} for each metric that is a share of counted images.
 
-    They are by Agresti and Coull (1998): two right and two wrong images are added, so that 9 of 9
-    is not certain.
+    The method is that of Agresti and Coull (1998). It adds two right and two wrong images, so that
+    9 of 9 has an error, too.
     """
     errors = {}
     for stage, number in (("val", record.num_val), ("test", record.num_test)):
@@ -98,7 +95,7 @@ def _standard_errors(record: RunRecord) -> dict[str, float]:
 
 
 def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
-    """Return the mean over the devices of all nodes."""
+    """Return the mean of a measured value's medians over the devices of all nodes."""
     medians = []
     for node in record.hardware.get("nodes") or []:
         for name, stats in (node.get("stats") or {}).items():
@@ -108,7 +105,7 @@ def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
 
 
 def _scores_and_confusion(path: Path) -> dict[str, Any]:
-    """Return the scores of each class and, of few classes, the confusion matrix."""
+    """Return the scores of each class and, if the classes are few, the confusion matrix."""
     if not path.is_file():
         return {}
     with path.open(newline="", errors="replace") as file:
@@ -125,7 +122,7 @@ def _scores_and_confusion(path: Path) -> dict[str, Any]:
 
 
 class ClassScores(NamedTuple):
-    """The scores of a class: shares from 0 to 1, or None where nothing was counted."""
+    """The scores of a class: shares from 0 to 1, or None if no image was counted."""
 
     images: int
     precision: float | None
@@ -156,7 +153,7 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def write_page(run: RecordedRun) -> Path:
-    """Write page.md and curves.svg from the record, with the user's words on the page before."""
+    """Write page.md and curves.svg from the record. The user's words on the page stay."""
     has_curves = write_figure(run.folder / "curves.svg", run_panels(run))
     text = render(
         "run.md.j2",
@@ -170,22 +167,20 @@ def write_page(run: RecordedRun) -> Path:
 
 
 def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
-    """Copy what a reader needs of a run folder into the logbook, without secrets.
-
-    The run is listed there.
+    """Copy the files that a reader needs of a run into the logbook, without secrets, and list it.
 
     Args:
-        address: where the run lies, if `folder` is a copy of its small files.
+        address: the address of the run, if `folder` is a copy of its small files.
 
     Returns:
-        its page.
+        The path of its page.
     """
     # "." and ".." have no name of their own.
     folder = folder.resolve()
     target = logbook / folder.name
     if target.resolve() == folder:
         raise UserError(f"{folder} is in the logbook already.")
-    # The copy has the summary also where run.json of a live run has none.
+    # run.json of a live run may have no summary. The copy has one in any case.
     run = summarise(folder)
     _refuse_other_run(run, target)
     if address:
@@ -200,11 +195,11 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
 
 
 def _refuse_other_run(run: RecordedRun, target: Path) -> None:
-    """Refuse to write over a run that only has the same id."""
+    """Refuse to overwrite another run that has the same id."""
     if not (target / "run.json").exists():
         return
     kept = read_run(target).record.uuid
-    # Runs of older versions have none.
+    # Runs of older versions have no uuid.
     if kept and run.record.uuid and kept != run.record.uuid:
         raise UserError(
             f"{target} is another run of this id: remove it first, with logbook.py remove "
@@ -214,7 +209,7 @@ def _refuse_other_run(run: RecordedRun, target: Path) -> None:
 
 def _add_proof(run: RecordedRun) -> None:
     """Add the newest proof of the run's experiment to its summary, if prove.py has written one."""
-    # A run folder is logs/train/runs/<run_id>, or a job's, a folder deeper.
+    # A run folder is logs/train/runs/<run_id>. The folder of a sweep's job is one level deeper.
     for logs in run.folder.parents[2:4]:
         proof = proof_of_run(run.record, logs)
         if proof:
@@ -223,7 +218,7 @@ def _add_proof(run: RecordedRun) -> None:
 
 
 def _copy_files(run: RecordedRun, target: Path) -> None:
-    """Write record, curves, diff, pictures and, for the user's words, the page into the logbook."""
+    """Copy record, curves, diff, pictures, and the page for the user's words into the logbook."""
     record = as_json(run.record) | {"config": config_of(run.folder)}
     _write_text(target / "run.json", json.dumps(redact(record), indent=1, default=str) + "\n")
     if panels_with_lines(run_panels(run)):
@@ -236,14 +231,14 @@ def _copy_files(run: RecordedRun, target: Path) -> None:
 
     kept = RecordedRun(target, run.record)
     if kept.title == run.run_id and not kept.note:
-        # Nobody has written on the page of the copy: take the words of the run's own page.
+        # If nobody has written on the page of the copy, it gets the words on the run's own page.
         _write_text(target / "page.md", redact_text(run.text("page.md")))
 
 
 def _reports_of_copy(run: RecordedRun, target: Path) -> dict[str, str]:
-    """Return the interactive reports that a reader of the logbook can open, as seen from `target`.
+    """Return the interactive reports that a reader of the logbook can open, relative to `target`.
 
-    A file elsewhere on this machine is none of them.
+    These are URLs and files in the logbook. Other files of this machine are left out.
     """
     reports = {}
     logbook = target.parent.resolve()
@@ -258,7 +253,7 @@ def _reports_of_copy(run: RecordedRun, target: Path) -> dict[str, str]:
 
 
 def _copy_diff(source: Path, target: Path) -> None:
-    """Copy a diff without secrets; bytes that are no UTF-8 and line ends stay."""
+    """Copy a diff without secrets. Line ends and bytes that are no UTF-8 stay."""
     diff = redact_text(source.read_bytes().decode(errors="surrogateescape"))
     content = diff.encode(errors="surrogateescape")
     write_atomically(target, lambda file: file.write(content), binary=True)
@@ -271,7 +266,7 @@ def _copy_picture(source: Path, target: Path) -> None:
 
 
 def _fewer_rows(metrics: str, monitor: str) -> str:
-    """Return metrics.csv with at most MAX_ROWS rows and those of validations.
+    """Return metrics.csv with the rows of validations and at most MAX_ROWS other rows.
 
     Args:
         monitor: the metric that chooses the best checkpoint, which may have any name.
@@ -284,7 +279,7 @@ def _fewer_rows(metrics: str, monitor: str) -> str:
         if stage == "val" or (name == monitor and stage != "train"):
             validated.append(number)
     interval = math.ceil(len(lines) / MAX_ROWS)
-    # Counted from the end, so that the last row is among them.
+    # The rows are counted from the end, so that the last one is chosen.
     chosen = set(range(len(lines) - 1, -1, -interval))
     for number, row in enumerate(csv.reader(lines)):
         # A row that was torn by the end of a process has too few cells.
@@ -294,7 +289,7 @@ def _fewer_rows(metrics: str, monitor: str) -> str:
 
 
 def build(logbook: Path) -> list[str]:
-    """Write all pages of the logbook again; return a sentence for each unreadable folder."""
+    """Write all pages of the logbook again. Return a sentence for each unreadable folder."""
     runs, errors = read_runs(logbook)
     for run in runs:
         write_page(run)
@@ -304,7 +299,7 @@ def build(logbook: Path) -> list[str]:
 
 
 def write_sweep_pages(logbook: Path) -> list[str]:
-    """Write the pages of all sweeps; return a sentence for each unreadable folder."""
+    """Write the pages of all sweeps. Return a sentence for each unreadable folder."""
     sweeps, errors = read_sweeps(logbook)
     for sweep in sweeps:
         write_sweep_page(sweep.folder)

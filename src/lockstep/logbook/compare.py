@@ -1,4 +1,4 @@
-"""Compare runs side by side: measurements, with ratios to the first run, and differing options."""
+"""Compare runs side by side: results and measurements, ratios to the first, other options."""
 
 import html
 import re
@@ -57,8 +57,8 @@ class Measurement(NamedTuple):
     Attributes:
         title: the name of the row.
         field: the value's name in run.json.
-        format_value: a function that writes the value.
-        has_ratio: other runs have a ratio to the first one.
+        format_value: a function that returns the text of the value.
+        has_ratio: each other run also shows its ratio to the first run.
     """
 
     title: str
@@ -121,12 +121,12 @@ SHOULD_MATCH: dict[str, Callable[[RecordedRun], Any]] = {
 
 
 def caution_about_runs(runs: Sequence[RecordedRun]) -> str:
-    """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
+    """Return the sentence on what differs but should not in a fair comparison, or ""."""
     return caution_about(unfair_differences(runs))
 
 
 def unfair_differences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the names of what differs between these runs but not in a fair comparison."""
+    """Return the names of what differs between runs but should not in a fair comparison."""
     differing = []
     for name, read in SHOULD_MATCH.items():
         values = [read(run) for run in runs]
@@ -138,14 +138,14 @@ def unfair_differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def caution_about(differing: Sequence[str]) -> str:
-    """Return the sentence that names what differs, each once; empty if nothing does."""
+    """Return the sentence that names each difference once, or "" if there is none."""
     if not differing:
         return ""
     return f"Not held fixed between these runs: {', '.join(dict.fromkeys(differing))}."
 
 
 def result_rows(runs: Sequence[RecordedRun]) -> list[Row]:
-    """Return (name, one cell for each run): the texts, and the values that at least one run has."""
+    """Return the rows of results: texts, and values that at least one run has."""
     rows = []
     for title, field in TEXT_FIELDS.items():
         rows.append((title, [str(run.value(field) or "") for run in runs]))
@@ -182,7 +182,7 @@ def _measured_rows(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def _errors_of(runs: Sequence[RecordedRun], name: str) -> list[float | None]:
-    """Return the standard error of a metric in each run; None where it is no share of images."""
+    """Return the standard error of a metric in each run; None if it is no share of images."""
     return [run.record.summary.get("errors", {}).get(name) for run in runs]
 
 
@@ -192,9 +192,9 @@ def _metric_row(
     metrics: Sequence[Mapping[str, Any]],
     errors: Sequence[float | None],
 ) -> list[Row]:
-    """Return the metric of each run with its standard error.
+    """Return a row with the metric and its standard error in each run.
 
-    A share has its difference to the first run in points.
+    For a share each other run also shows its difference to the first run, in points.
     """
     values = [metrics_of_run.get(name) for metrics_of_run in metrics]
     cells = []
@@ -218,7 +218,7 @@ def _row_or_nothing(title: str, cells: list[str]) -> list[Row]:
 def _add_difference(
     cells: list[str], values: Sequence[Any], difference: Callable[[float, float], str]
 ) -> list[str]:
-    """Add the difference to the first run to the cells of the other ones."""
+    """Add to each other cell its difference to the first run."""
     compared = cells[:1]
     for cell, value in zip(cells[1:], values[1:], strict=True):
         if isinstance(values[0], int | float) and isinstance(value, int | float):
@@ -236,7 +236,7 @@ def _format_points(value: float, first: float) -> str:
 
 
 def setting_rows(runs: Sequence[RecordedRun]) -> list[Row]:
-    """Return (option, its value in each run), for the options in which the runs differ."""
+    """Return a row with the value in each run for every option in which the runs differ."""
     rows = []
     for key, values in differences([run.config for run in runs]).items():
         rows.append((key, ["–" if value is None else str(value) for value in values]))
@@ -246,7 +246,10 @@ def setting_rows(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def _have_other_weights(runs: Sequence[RecordedRun]) -> bool:
-    """Return whether runs began with different weights, by their sha256 if all have one."""
+    """Return whether runs began with different weights.
+
+    If all runs have the sha256 of their weights, it is compared, otherwise the address.
+    """
     weights = [run.record.initial_weights_sha256 for run in runs]
     if not all(weights):
         weights = [_weights_address(run) for run in runs]
@@ -276,13 +279,13 @@ def comparison_text(runs: Sequence[RecordedRun]) -> str:
 
 
 def meaning_of_error(rows: Sequence[Row]) -> str:
-    """Say what ± means where a row has one; empty where none has."""
+    """Return the meaning of ± if a row has one, else ""."""
     has_error = any(PLUS_MINUS in "".join(cells) for _, cells in rows)
     return MEANING_OF_ERROR if has_error else ""
 
 
 def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
-    """Return the title of a comparison: what the user wrote on its page, or the runs' titles.
+    """Return the title of a comparison: the user's heading on its page, or the runs' titles.
 
     Args:
         page: the page of an earlier comparison, if there is one.
@@ -293,7 +296,7 @@ def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
     head_of_table = re.search(r"^\|  \| (.+) \|$", text, re.MULTILINE)
     if not heading or not head_of_table:
         return heading or automatic
-    # A heading that nobody has changed names the runs in the head of the table, and is cut if long.
+    # An automatic heading names the runs in the head of the table. It changes with the runs.
     before = html.unescape(_automatic_title(head_of_table[1].split(" | ")))
     return automatic if heading == html.unescape(escape_markdown(before)) else heading
 
@@ -312,11 +315,11 @@ def write_comparison(
 ) -> None:
     """Write the comparison as markdown, with a picture beside it.
 
-    The user's words on a page of before stay.
+    If the page exists, the user's words on it stay.
 
     Args:
-        caution: what differs between the runs but not in a fair comparison.
-        arms: the groups of a comparison of groups, which are compared as arms too.
+        caution: the sentence on what differs but should not in a fair comparison.
+        arms: the arms of a comparison of groups.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".svg")

@@ -1,6 +1,6 @@
-"""SVG pictures: the curves of one run, those of several runs side by side, and the arms of a sweep.
+"""Draw SVG pictures: the curves of one run or of several runs, and the arms of a sweep.
 
-A picture has the same bytes each time.
+The same runs give a picture with the same bytes.
 """
 
 import math
@@ -19,7 +19,8 @@ from lockstep.records.metric_names import split_stage
 
 STYLE = Path(__file__).parent / "static" / "figures.mplstyle"
 MAX_POINTS = 120  # of a line
-MAX_OTHERS = 6  # lines of metrics that belong into no other panel
+# The most lines in the panel of metrics that belong into no other panel.
+MAX_OTHERS = 6
 ROW_HEIGHT = 2.9  # inches
 WIDTH = 10.0  # inches
 EPOCH = "epoch"
@@ -30,7 +31,7 @@ LONGEST_NAME = 48  # characters
 KEY_HEIGHT = 3.0  # inches
 ARM_HEIGHT = 0.4  # inches
 AXIS_HEIGHT = 1.0  # inches
-# A key whose largest value is so many times the smallest one has a logarithmic axis.
+# If the largest value of a key is at least so many times the smallest one, its axis is logarithmic.
 LOGARITHMIC = 20
 # A legend below the panels.
 CHARACTERS_A_LINE = 130
@@ -44,7 +45,7 @@ class Panel(NamedTuple):
     Attributes:
         x_label: label of the horizontal axis.
         lines: curves by their labels.
-        metric: its name in metrics.csv if all lines are of one.
+        metric: its name in metrics.csv, if all lines show the same metric.
     """
 
     title: str
@@ -54,9 +55,9 @@ class Panel(NamedTuple):
 
 
 def run_panels(run: RecordedRun) -> list[Panel]:
-    """Return loss, monitored metric, learning rate and use of the devices.
+    """Return the panels of loss, monitored metric, learning rate and use of the devices.
 
-    The first of all other metrics follow where a run has neither loss nor monitored metric.
+    If a run has neither a loss nor a monitored metric, a panel of some other metrics comes first.
     """
     accuracies = dict.fromkeys((run.record.monitor, "val/acc", "train/acc"))
     losses = dict.fromkeys(("train/loss", "val/loss", *filter(_is_loss, run.metrics)))
@@ -78,7 +79,7 @@ def run_panels(run: RecordedRun) -> list[Panel]:
 
 
 def why_no_curves(run: RecordedRun) -> str:
-    """Return the sentence of a page without curves."""
+    """Return the sentence that a page shows in place of curves."""
     if not run.metrics:
         return "No curves: there is no metrics.csv, or it is empty."
     return "No curves: no metric in metrics.csv has two points."
@@ -93,9 +94,9 @@ def _is_learning_rate(name: str) -> bool:
 
 
 def compare_panels(runs: Sequence[RecordedRun]) -> list[Panel]:
-    """Return the training loss and the monitored metrics of each run.
+    """Return the panels of the training loss and of the monitored metrics of all runs.
 
-    They go over its epochs, and the metrics over its time too.
+    The horizontal axis has epochs. Monitored metrics have a second panel over time.
     """
     panels = [Panel("Training loss", EPOCH, {}, "train/loss")]
     for monitor in dict.fromkeys(run.record.monitor for run in runs):
@@ -111,7 +112,7 @@ def compare_panels(runs: Sequence[RecordedRun]) -> list[Panel]:
 
 
 def _curve_of_panel(run: RecordedRun, panel: Panel) -> Curve | None:
-    """Return the curve of a run along the axis of a panel; None without its columns."""
+    """Return the curve of a run along the axis of a panel; None if the run lacks a column."""
     if panel.metric not in run.metrics:
         return None
     steps, values = run.metrics[panel.metric]
@@ -141,7 +142,7 @@ def missing_curves(runs: Sequence[RecordedRun], panels: Sequence[Panel]) -> list
 
 
 def thin_curve(curve: Curve, limit: int) -> Curve:
-    """Return at most `limit` evenly chosen points of a curve, the last one among them."""
+    """Return at most `limit` evenly spaced points of a curve, including its last point."""
     steps, values = curve
     count = min(len(steps), limit)
     chosen = np.linspace(0, len(steps) - 1, count).round().astype(int)
@@ -149,20 +150,20 @@ def thin_curve(curve: Curve, limit: int) -> Curve:
 
 
 def panels_with_lines(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels that have a line, which takes two points."""
+    """Return the panels in which a curve has two points or more, so that it shows a line."""
     return [panel for panel in panels if _longest_line(panel) > 1]
 
 
 def _longest_line(panel: Panel) -> int:
-    """Return the number of points."""
+    """Return the number of points of the longest curve."""
     return max((len(steps) for steps, _ in panel.lines.values()), default=0)
 
 
 def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = False) -> bool:
-    """Write the picture; remove it if there is nothing to draw.
+    """Write the picture, or remove it if there is nothing to draw.
 
     Args:
-        has_one_legend: a label has one colour in all panels, and the legend stands below them.
+        has_one_legend: a label has the same colour in all panels, and one legend is below them.
     """
     path.unlink(missing_ok=True)
     shown = panels_with_lines(panels)
@@ -191,9 +192,9 @@ def write_figure(path: Path, panels: Sequence[Panel], *, has_one_legend: bool = 
 
 
 def _draw_panel(ax: Any, panel: Panel, labels: list[str]) -> None:
-    """Draw the lines of a panel, each in the colour of its place among the labels."""
+    """Draw the curves of a panel. The position of a label among all labels gives its colour."""
     for label, curve in panel.lines.items():
-        # A single point has no line, so it gets a dot.
+        # A single point makes no line, so it is drawn as a dot.
         marker = "." if len(curve[0]) == 1 else None
         colour = f"C{labels.index(label)}"
         ax.plot(*thin_curve(curve, MAX_POINTS), color=colour, label=label, marker=marker)
@@ -203,7 +204,7 @@ def _draw_panel(ax: Any, panel: Panel, labels: list[str]) -> None:
 
 
 def _add_legend(figure: Any, axes: Sequence[Any], labels: list[str]) -> None:
-    """Add one legend below the panels, on a taller figure, so that no curve lies under it."""
+    """Make the figure taller, and add one legend below the panels."""
     line_of: dict[str, Any] = {}
     for ax in axes:
         for line in ax.get_lines():
@@ -219,10 +220,10 @@ def _add_legend(figure: Any, axes: Sequence[Any], labels: list[str]) -> None:
 def write_sweep_figure(
     path: Path, arms: Arms, numeric_keys: Mapping[str, Mapping[str, float]]
 ) -> bool:
-    """Write the figure; remove it if there is nothing to draw.
+    """Write the figure, or remove it if there is nothing to draw.
 
     Args:
-        numeric_keys: as {"optimizer.lr": {run_id: 0.1}}.
+        numeric_keys: the numbers of the keys by run, as {"optimizer.lr": {run_id: 0.1}}.
     """
     path.unlink(missing_ok=True)
     if sum(len(arm.runs) for arm in arms.ranked) < 2:

@@ -31,7 +31,7 @@ SIGNS = {
     "running": "▶",
     "lost": "❔",
 }
-# Columns of metrics.csv that no training step has computed.
+# Columns of metrics.csv that no task has logged.
 NO_METRIC = re.compile("(epoch|time_s|lr|images_per_s)$|hardware/|lr-")
 # An error lists at most this many runs.
 SHOWN_RUNS = 5
@@ -103,9 +103,9 @@ class RecordedRun:
 
     @property
     def tensorboard_address(self) -> str:
-        """The address of TensorBoard's files that a reader of the page can open; empty without any.
+        """The address of TensorBoard's files that a reader of the page can open, or "".
 
-        It is in the bucket, or else in the run's own folder, which a copy has not.
+        They lie in the bucket, or in the folder of a run that is no copy.
         """
         if not self.record.summary.get("tensorboard"):
             return ""
@@ -115,7 +115,7 @@ class RecordedRun:
 
     @property
     def best_checkpoint(self) -> str:
-        """The address of the best checkpoint that a reader can open; empty without any."""
+        """The address of the best checkpoint that a reader can open, or ""."""
         best = self.record.best_checkpoint
         in_bucket = best.s3_uri or self.record.upload.uri
         if in_bucket or self.is_copy:
@@ -124,7 +124,7 @@ class RecordedRun:
 
     @property
     def reports(self) -> dict[str, str]:
-        """The interactive reports that are still there: URLs, and files beside the run."""
+        """The interactive reports that exist: URLs, and files beside the run."""
         return {
             title: address
             for title, address in sorted(self.record.reports.items())
@@ -133,16 +133,13 @@ class RecordedRun:
 
     @property
     def linked_folders(self) -> list[str]:
-        """The folders beside the code that hold the run's data and weights.
-
-        They are the first parts of paths in the repository.
-        """
+        """The top folders of the repository that hold the run's data and weights."""
         paths = (
             self.config.get("data.root"),
             self.config.get("model.weights"),
             self.record.initial_weights,
         )
-        # Other absolute paths, paths in a home and addresses are elsewhere.
+        # Absolute paths, paths in a home folder and URLs lie outside of the repository.
         elsewhere = re.compile("/|~|[a-z0-9]+:")
         texts = [str(path).removeprefix(f"{REPOSITORY}/") for path in paths if path]
         return sorted({path.split("/")[0] for path in texts if not elsewhere.match(path)})
@@ -188,7 +185,7 @@ class RecordedRun:
     def training_results(self) -> dict[str, Any]:
         """The last training metrics of a run that has validated nothing.
 
-        They are those of the record, or of metrics.csv if it ended before the record had any.
+        They come from the record, or from metrics.csv if the record has none yet.
         """
         if any(result.in_validation for result in self.results):
             return {}
@@ -216,12 +213,12 @@ class RecordedRun:
 
     @property
     def note_for_other_page(self) -> str:
-        """The user's own words for a page beside the run's folder: their links lead on."""
+        """The user's own words for a page beside the run's folder, with links from there."""
         return re.sub(r"\]\((?![a-z]+:|[/#])", f"]({quote(self.run_id)}/", self.note)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return {"optimizer.lr": 0.001, …}; empty if the folder has no readable config."""
+        """Return the config as {"optimizer.lr": 0.001, …}; {} if it cannot be read."""
         return flatten(self.record.config or config_of(self.folder))
 
     @cached_property
@@ -240,7 +237,7 @@ class RecordedRun:
         return curves
 
     def _columns(self) -> dict[str, NDArray[np.float64]]:
-        """Return the columns of metrics.csv by their names; {} without a whole row."""
+        """Return the columns of metrics.csv by name; {} if it has no complete row."""
         lines = self.text("metrics.csv").replace("\0", "").splitlines()
         rows = list(csv.reader(lines))
         if not rows:
@@ -298,7 +295,7 @@ def is_url(address: str) -> bool:
 
 
 def _is_result(metric: str) -> bool:
-    """Return whether a metric belongs into a table of results: no count, and no best of its own."""
+    """Return whether a metric belongs into a table of results: it is no count and no "_best"."""
     return not metric.endswith("_best") and metric not in ("images", "correct")
 
 
@@ -314,7 +311,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def labels_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the titles of runs; one that several runs have is followed by the run id."""
+    """Return the titles of runs. If several runs have one title, the run id follows it."""
     titles = [run.title for run in runs]
     labels = []
     for run in runs:
@@ -324,7 +321,7 @@ def labels_of(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return the config.yaml of a run folder; an empty mapping if it is missing or unreadable."""
+    """Return the config.yaml of a run folder; {} if it is missing or cannot be read."""
     try:
         return read_config(folder / "config.yaml")
     except UserError:
@@ -336,7 +333,7 @@ def find_run(name: str, *roots: Path, is_path: bool = True) -> Path:
 
     Args:
         name: a folder, a run id, or a part of one.
-        roots: folders of runs; the first counts if several have the run.
+        roots: folders of runs. If several have the run, the first one counts.
         is_path: the name may be a folder anywhere.
     """
     if is_path and (Path(name) / "run.json").exists():

@@ -1,6 +1,7 @@
-"""Groups of runs as the command line names them: KEY=VALUE,KEY=VALUE, or run ids with commas.
+"""Select the groups of runs that the command line names, and make arms of them.
 
-They become the arms of a comparison, whose runs are compared by pairs of one seed and fold.
+A group is KEY=VALUE,KEY=VALUE, or run ids with commas. Arms are compared by pairs of runs that have
+the same seed and fold.
 """
 
 import itertools
@@ -20,36 +21,36 @@ from lockstep.records.metric_names import is_lower_better, metric_of_test
 EXAMPLE = "logbook.py compare augmentation=none augmentation=crop_flip"
 
 
-def names_group(text: str) -> bool:
-    """Return whether a text names several runs, and is no folder of one run."""
+def is_group_text(text: str) -> bool:
+    """Return whether a text names a group of runs, and not the folder of one run."""
     return any(sign in text for sign in "=,") and not (Path(text) / "run.json").exists()
 
 
-def names_of_groups(texts: Sequence[str]) -> list[str]:
-    """Return short names of groups, or the texts themselves if two short names are equal."""
+def shorten_names(texts: Sequence[str]) -> list[str]:
+    """Return short names of groups. If two of them are equal, return the texts themselves."""
     names = [_short_name(text) for text in texts]
     return names if len(set(names)) == len(texts) else list(texts)
 
 
 def _short_name(text: str) -> str:
-    """Return the conditions of a group, or its first run and how many more."""
+    """Return the conditions of a group, or its first run and the number of the others."""
     parts = [part for part in text.split(",") if part]
     if "=" in text or len(parts) <= 1:
         return text
     return f"{parts[0]} and {len(parts) - 1} more"
 
 
-def runs_of_group(
+def select_runs(
     text: str, runs: Sequence[RecordedRun], find_by_id: Callable[[str], RecordedRun]
 ) -> list[RecordedRun]:
     """Return the runs of a group.
 
     Args:
         text: KEY=VALUE,KEY=VALUE, or run ids with commas.
-        runs: all that a condition may choose.
-        find_by_id: returns the run of an id.
+        runs: all runs among which conditions select.
+        find_by_id: a function that returns the run with an id.
     Raises:
-        UserError: no run is of the group, or conditions and run ids are mixed.
+        UserError: the group has no run, or conditions and run ids are mixed.
     """
     parts = [part for part in text.split(",") if part]
     if not parts:
@@ -71,10 +72,11 @@ def runs_of_group(
 
 
 def _meets_condition(run: RecordedRun, condition: str) -> bool:
-    """Return whether a run has the value of KEY=VALUE; a list, as tags, has it among others."""
+    """Return whether a run has the value of KEY=VALUE. A list, as tags, must contain the value."""
     key, _, text = condition.partition("=")
     value = run.value(key)
-    # An option is none where the run has it. A mistyped one would be none in every run.
+    # Only an option that the run has can be none. Otherwise a mistyped KEY=none would select every
+    # run.
     is_missing = not {key, f"choices.{key}"} & run.config.keys()
     if value is None and is_missing and not hasattr(run.record, key):
         return False
@@ -93,15 +95,16 @@ def _equals(value: Any, text: str) -> bool:
         return str(value) == text
 
 
-def arms_of_groups(groups: dict[str, list[RecordedRun]]) -> Arms:
-    """Return groups of runs as arms.
+def make_arms(groups: dict[str, list[RecordedRun]]) -> Arms:
+    """Return the arms of a comparison, one for each group.
 
     Raises:
-        UserError: there is nothing to compare, or runs or groups could not be told apart.
+        UserError: there are fewer than two groups, their runs have several monitored metrics, or a
+            run or a seed occurs twice.
     """
     if len(groups) < 2:
         raise UserError(f"A comparison of groups needs at least two, as in {EXAMPLE}.")
-    all_runs = members_of(groups)
+    all_runs = flatten_groups(groups)
     monitors = sorted({run.record.monitor for run in all_runs})
     if len(monitors) > 1:
         raise UserError(
@@ -114,14 +117,14 @@ def arms_of_groups(groups: dict[str, list[RecordedRun]]) -> Arms:
         runs += [_arm_run(name, run, metric) for run in members]
     refuse_equal_repeats(runs)
     _refuse_shared_runs(runs)
-    # A plain script has no config.
+    # A run of a script of one's own has no config.
     modes = {run.config.get("callbacks.checkpoints.mode") for run in all_runs} - {None}
     minimize = "min" in modes if modes else is_lower_better(metric)
     return Arms(runs, metric, minimize)
 
 
 def _refuse_shared_runs(runs: Sequence[ArmRun]) -> None:
-    """Raise UserError where a run would be counted twice, and be paired with itself."""
+    """Raise UserError if a run would be counted twice, or paired with itself."""
     run_id, count = Counter(run.run_id for run in runs).most_common(1)[0]
     if count > 1:
         raise UserError(
@@ -135,7 +138,7 @@ def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
     repeats = []
     for key in REPEAT_KEYS:
         value = run.config.get(key)
-        # data.seed follows seed unless it is set.
+        # data.seed equals seed unless it is set.
         if value is not None and not (key == "data.seed" and value == record.seed):
             repeats.append(f"{key}={value}")
     is_finished = run.status == "finished"
@@ -152,14 +155,14 @@ def _arm_run(name: str, run: RecordedRun, metric: str) -> ArmRun:
     )
 
 
-def members_of(groups: dict[str, list[RecordedRun]]) -> list[RecordedRun]:
+def flatten_groups(groups: dict[str, list[RecordedRun]]) -> list[RecordedRun]:
     """Return the runs of all groups."""
     return list(itertools.chain.from_iterable(groups.values()))
 
 
 def caution_about_pairs(groups: dict[str, list[RecordedRun]], arms: Arms) -> str:
-    """Name what is not held fixed between the runs of any pair; empty if nothing is."""
-    runs = {run.run_id: run for run in members_of(groups)}
+    """Return a sentence on what differs within pairs but not in a fair comparison, else ""."""
+    runs = {run.run_id: run for run in flatten_groups(groups)}
     finished = [run for run in arms.runs if math.isfinite(run.value)]
     reference = {run.repeat: run for run in finished if run.arm == arms.settings[0]}
     differing: list[str] = []

@@ -1,4 +1,4 @@
-"""Write the logbook's README.md: questions first, then sweeps, other runs, and a table of all."""
+"""Write the logbook's README.md: questions, sweeps, other runs, and a table of all runs."""
 
 import html
 import re
@@ -27,7 +27,7 @@ class Question:
         name: the name of its file.
         title: its heading.
         answer: the first sentence of the user's words on it; empty if there are none.
-        runs: those that it links and the logbook has.
+        runs: the runs of the logbook that it links.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Report:
 
 
 def write_index(logbook: Path) -> None:
-    """Write README.md: what was asked and answered, sweeps, other runs, and all runs in a table."""
+    """Write README.md: questions with answers, sweeps, other runs, and a table of all runs."""
     runs, _ = read_runs(logbook)
     sweeps, _ = read_sweeps(logbook)
     questions = read_questions(logbook, runs)
@@ -74,7 +74,7 @@ def read_runs(logbook: Path) -> tuple[list[RecordedRun], list[str]]:
 
 
 def read_questions(logbook: Path, runs: Sequence[RecordedRun]) -> list[Question]:
-    """Return the comparisons of a logbook, those with an answer first, then by their file names."""
+    """Return the comparisons of a logbook by their file names, the answered ones first."""
     run_of = {run.run_id: run for run in runs}
     questions = []
     for path in sorted(logbook.glob("*.md")):
@@ -102,7 +102,7 @@ def read_reports(logbook: Path) -> list[Report]:
 
 
 def _read_title(text: str) -> str:
-    """Return the heading or the title of a page without its escapes; empty if it has none."""
+    """Return the heading or the title of a page without its escapes, or ""."""
     match = HEADING.search(text)
     return html.unescape(match[1] or match[2] or "") if match else ""
 
@@ -110,7 +110,7 @@ def _read_title(text: str) -> str:
 def runs_with_notes(
     runs: Sequence[RecordedRun], questions: Sequence[Question], sweeps: Sequence[Sweep]
 ) -> list[RecordedRun]:
-    """Return the runs of which the user has written, and that no question or sweep links."""
+    """Return the runs with words of the user that no question and no sweep links."""
     linked: set[str] = set()
     for question in questions:
         linked |= {run.run_id for run in question.runs}

@@ -1,8 +1,8 @@
-"""Tell whether one setting is better than another: pairs of runs that share a seed or a fold.
+"""Tell whether one setting is better than another, by pairs of runs that share a seed or a fold.
 
-Student's t over the differences of the pairs. Folds share training images, so their differences
-are not independent: Nadeau and Bengio (2003), "Inference for the generalization error", equation
-(19), add the ratio of validation to training images to 1/n.
+The interval is Student's t over the differences of the pairs. Folds share training images, so their
+differences are not independent. For this Nadeau and Bengio (2003), "Inference for the
+generalization error", equation (19), add the ratio of validation to training images to 1/n.
 """
 
 import math
@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of the interval.
+# The confidence of intervals.
 CONFIDENCE = 0.95
-# How often so many pairs would show the difference that the sentence names.
+# The probability with which the suggested number of pairs shows the named difference.
 POWER = 0.9
-# Two differences have a spread with one degree of freedom, which says next to nothing.
+# The spread of two differences has one degree of freedom, which says next to nothing.
 MIN_PAIRS = 3
 MAX_PAIRS = 1000
 
@@ -24,9 +24,9 @@ class Sample:
     """Values of one setting, or differences of pairs.
 
     Args:
-        values: the values of single runs; at least one.
-        fold_ratio: validation images per training image, of folds that share training images; 0
-            for values of independent runs.
+        values: the values of single runs, at least one.
+        fold_ratio: validation images per training image, if folds share training images; 0: the
+            runs are independent.
     """
 
     values: Sequence[float]
@@ -38,17 +38,17 @@ class Sample:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of single values; nan of one value."""
+        """The standard deviation of single values; nan if there is one value."""
         return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
 
     @property
     def error(self) -> float:
-        """The standard error of the mean, corrected for folds; nan of one value."""
+        """The standard error of the mean, corrected for folds; nan if there is one value."""
         return self.deviation * math.sqrt(1 / len(self.values) + self.fold_ratio)
 
     @property
     def half_width(self) -> float:
-        """Half of the mean's interval; nan of fewer values than MIN_PAIRS."""
+        """Half of the mean's interval; nan if there are fewer values than MIN_PAIRS."""
         if len(self.values) < MIN_PAIRS:
             return math.nan
         return t_quantile((1 + CONFIDENCE) / 2, len(self.values) - 1) * self.error
@@ -56,14 +56,14 @@ class Sample:
 
 def t_quantile(share: float, degrees: int) -> float:
     """Return the quantile of Student's t distribution."""
-    # scikit-learn brings scipy. The import takes a tenth of a second.
+    # scikit-learn has installed scipy. Its import takes a tenth of a second.
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, share))
 
 
 def pairs_needed(deviation: float, difference: float) -> int:
-    """Return how many independent pairs show a difference of that size with the power POWER.
+    """Return how many independent pairs show a difference of this size with the power POWER.
 
     Args:
         deviation: the standard deviation of the differences of single pairs.
@@ -77,17 +77,17 @@ def pairs_needed(deviation: float, difference: float) -> int:
 
 
 def is_significant(differences: Sample) -> bool:
-    """Return whether the interval of the mean difference omits zero."""
+    """Return whether zero lies outside of the interval of the mean difference."""
     return abs(differences.mean) > differences.half_width
 
 
 def describe_difference(differences: Sample, *, minimize: bool, unit: str = "") -> str:
-    """Return what the pairs say, and no more.
+    """Return what the pairs show in words, and no more.
 
     Args:
         differences: a setting's values minus those of its reference, in the unit.
         minimize: whether a lower value is better.
-        unit: `points` of a share in percent; empty for other metrics.
+        unit: `points` for a share in percent, "" for other metrics.
     """
     count = len(differences.values)
     pairs = f"{count} {'fold' if differences.fold_ratio else 'pair'}{'s' if count != 1 else ''}"
@@ -118,7 +118,7 @@ def _describe_insignificant(differences: Sample, pairs: str, unit: str) -> str:
     largest = f"{format_rounded(width, 1)} {unit}".rstrip()
     text = f"no difference larger than {largest} can be told from these {pairs}"
     if differences.fold_ratio:
-        # More folds share still more images.
+        # More folds would share even more images, so no number of folds is suggested.
         return f"{text}, which share training images: with Nadeau and Bengio's correction"
     smaller = float(format_rounded(width, 1)) / 2
     needed = pairs_needed(differences.deviation, smaller)
@@ -128,7 +128,7 @@ def _describe_insignificant(differences: Sample, pairs: str, unit: str) -> str:
 
 
 def format_with_error(value: float, error: float, unit: str = "") -> str:
-    """Return "0.34 ± 0.15 points": both with the decimals of the error's two digits."""
+    """Return "0.34 ± 0.15 points". Both have the decimals that give the error two digits."""
     decimals = _decimals(error, 2)
     return f"{value:.{decimals}f} ± {error:.{decimals}f} {unit}".rstrip()
 

@@ -1,6 +1,6 @@
-"""Markdown from the templates in templates/.
+"""Render markdown from the templates in templates/.
 
-Text of a run is escaped, and numbers are written as a reader expects them.
+Texts of a run are escaped, and numbers are written as a reader expects them.
 """
 
 import re
@@ -17,7 +17,7 @@ from markupsafe import Markup
 from lockstep.process import output
 from lockstep.records import metric_names
 
-# Characters that markdown or HTML understands, at places where it does.
+# Characters with a meaning in markdown or HTML, at the places where they have it.
 SPECIAL = re.compile(
     r"[&<>$\\`*\[\]~|#!@]"
     r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"
@@ -31,7 +31,7 @@ SHARES = {
     "balanced_acc": "balanced accuracy",
     "ece": "calibration error",
 }
-# It keeps a number and its unit on one line.
+# This character keeps a number and its unit on one line.
 NB = "\N{NO-BREAK SPACE}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SAFE_IN_ADDRESS = ":/%@?=&+,;~-._#"
@@ -40,18 +40,18 @@ SAFE_IN_ADDRESS = ":/%@?=&+,;~-._#"
 def escape_markdown(text: object, limit: int = 300) -> Markup:
     """Return one line that shows exactly this text, also in a table cell.
 
-    No markup, link or HTML takes effect.
+    Markup, links and HTML in the text have no effect.
     """
     line = _one_line(text, limit)
     return Markup(SPECIAL.sub(lambda match: f"&#{ord(match.group())};", line))
 
 
 def code(text: object, limit: int = 300) -> Markup:
-    """Return one line in the font of code; empty for an empty text."""
+    """Return one line in the font of code; "" for an empty text."""
     line = _one_line(text, limit)
     if not line:
         return Markup("")
-    # Backticks cannot hold these.
+    # These characters cannot stand between backticks.
     if re.search(r"[`|\\]", line):
         return Markup(f"<code>{escape_markdown(line, limit)}</code>")
     return Markup(f"`{line}`")
@@ -66,7 +66,7 @@ def _one_line(text: object, limit: int) -> str:
 
 
 def block(text: object, language: str = "", limit: int = 20_000) -> Markup:
-    """Return a fenced block; longer text is cut."""
+    """Return a fenced block of code. A text that is longer than `limit` is cut."""
     body = output.UNPRINTABLE.sub(REPLACEMENT, str(text)).strip("\n")
     if len(body) > limit:
         body = f"{body[:limit]}\n… {len(body) - limit:,} more characters"
@@ -78,7 +78,7 @@ def block(text: object, language: str = "", limit: int = 20_000) -> Markup:
 
 
 def quote(text: str) -> Markup:
-    """Return a quotation; each line of the text keeps its markdown."""
+    """Return a quotation. Each line of the text keeps its markdown."""
     return Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
 
 
@@ -99,7 +99,7 @@ def label(name: str) -> str:
 
 
 def metric(value: Any, name: str) -> str:
-    """Return a metric's value: shares in percent, others with four digits, a dash without one."""
+    """Return the text of a metric: a share in percent, others with four digits, None as a dash."""
     if not isinstance(value, int | float):
         return str(value or "–")
     if is_share(name):
@@ -141,8 +141,8 @@ def duration(seconds: float | None) -> str:
 
 
 def fold_command(command: str, width: int = 96) -> str:
-    """Return a shell command over as many lines as it takes."""
-    # A command with an open quote, or without a word, is shown as it is.
+    """Return a shell command, folded into lines of about `width` characters."""
+    # A command with an open quote, or without any word, stays as it is.
     try:
         lines, *arguments = map(shlex.quote, shlex.split(command))
     except ValueError:
@@ -158,7 +158,7 @@ def fold_command(command: str, width: int = 96) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of equally many cells as text in columns."""
+    """Return rows, which all have the same number of cells, as text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
@@ -197,13 +197,13 @@ def template_environment() -> Environment:
 
 
 def _escape(value: Any) -> Markup:
-    """Return what a template shows of a value; nothing for None."""
+    """Return the text that a template shows for a value; "" for None."""
     if isinstance(value, Markup):
         return value
     return escape_markdown("" if value is None else value)
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the text of a template, without several empty lines in a row."""
+    """Return the text of a template. Several empty lines in a row become one."""
     text = template_environment().get_template(template).render(**values).replace("| \n", "|\n")
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -1,7 +1,7 @@
-"""One self-contained HTML file with interactive curves of some runs.
+"""Make one self-contained HTML file with interactive curves of some runs.
 
-It opens from a disk, from S3 and on a phone.
-Its parts are in static/: report.html, report.css, report.js, and uPlot (MIT, uPlot.LICENSE).
+It opens from a disk, from S3 and on a phone. Its parts are in static/: report.html, report.css,
+report.js, and uPlot (MIT, uPlot.LICENSE).
 """
 
 import html
@@ -18,7 +18,8 @@ from lockstep.process.redact import redact
 
 STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 400  # of a curve
-MAX_OTHERS = 24  # panels beside the known ones
+# The most panels of metrics that are not in PANELS.
+MAX_OTHERS = 24
 # Title and unit of each metric.
 PANELS = {
     "train/loss": ("Training loss", ""),
@@ -36,7 +37,7 @@ NO_PANEL = {"epoch", "time_s", "val/correct", "val/images"}
 
 
 def report_html(title: str, runs: Sequence[RecordedRun]) -> str:
-    """Return the whole file; the same runs give the same bytes."""
+    """Return the text of the whole file. The same runs give the same bytes."""
     parts = {
         "TITLE": html.escape(title).replace("@", "&#64;"),
         "STYLE": _read_static("uPlot.min.css") + _read_static("report.css"),
@@ -55,9 +56,9 @@ def _read_static(name: str) -> str:
 
 
 def _to_script_json(data: dict[str, Any]) -> str:
-    """Return data as JSON that may stand in a script element.
+    """Return data as JSON for a script element.
 
-    No text of a run may end the element or look like a placeholder.
+    Its escapes keep texts of a run from ending the element, and from looking like a placeholder.
     """
     text = json.dumps(redact(data), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for character in "<>&@":
@@ -66,7 +67,7 @@ def _to_script_json(data: dict[str, Any]) -> str:
 
 
 def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """Return what report.js draws."""
+    """Return the data that report.js draws."""
     caution = caution_about_runs(runs)
     labels = labels_of(runs)
     run_ids = ("Run", [run.run_id for run in runs])
@@ -81,7 +82,7 @@ def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 
 def _drawn_metrics(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the known metrics first, then whatever else was logged and changes."""
+    """Return the metrics of PANELS first, and then other logged metrics that change."""
     logged: set[str] = set()
     changing: set[str] = set()
     for run in runs:
@@ -130,7 +131,7 @@ def _six_digits(values: Iterable[float]) -> list[float]:
 
 
 def _headline(run: RecordedRun) -> str:
-    """Return the monitored metric in the test or else the best one; the status if there is none."""
+    """Return the first there is of: monitored metric in the test, its best value, status."""
     best = run.best_value if run.test_value is None else run.test_value
     if best is None:
         return run.status

@@ -46,7 +46,7 @@ class Sweep:
 
     @property
     def jobs(self) -> list[dict[str, Any]]:
-        """The best value first and failed jobs last; in order where none is the best."""
+        """The jobs, the best first and failed ones last. Repeats stay in their order."""
         jobs: list[dict[str, Any]] = self.record["jobs"]
         if self.arms.has_only_repeats:
             return jobs
@@ -57,13 +57,13 @@ class Sweep:
 
     @property
     def result(self) -> str:
-        """The words for the list of the logbook."""
+        """The result in the logbook's list of sweeps."""
         compared = [f"{item.arm}: {item.sentence}" for item in self.arms.comparisons]
         return "; ".join(compared or self.arms.winner_lines() or [f"{len(self.jobs)} jobs"])
 
     def page_of(self, run_id: str) -> str:
-        """Return the address of a job's page beside this one; empty if there is none."""
-        # A trial that went on is in the folder of the search that began it.
+        """Return the address of a job's page relative to this page, or ""."""
+        # A resumed search has trials in the folder of the search that began them.
         other_sweep = run_id.rpartition("_")[0]
         folders = (run_id, f"../{run_id}", f"../{other_sweep}/{run_id}")
         for address in (f"{folder}/page.md" for folder in folders):
@@ -73,7 +73,11 @@ class Sweep:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Return the sweep of a folder; raise UserError without a sweep.json that can be read."""
+    """Return the sweep of a folder.
+
+    Raises:
+        UserError: its sweep.json is missing, or cannot be read.
+    """
     path = folder.resolve() / SWEEP_FILE
     try:
         record = json.loads(path.read_bytes())
@@ -102,7 +106,7 @@ def _parse_number(value: Any) -> float:
 
 
 def write_sweep_page(folder: Path) -> Path:
-    """Write page.md and its figure; the user's heading and words on the page before stay."""
+    """Write page.md and its figure. The user's heading and words on the page stay."""
     sweep = read_sweep(folder)
     page = sweep.folder / "page.md"
     has_figure = write_sweep_figure(sweep.folder / FIGURE, sweep.arms, numeric_keys(sweep.record))
@@ -122,7 +126,7 @@ def write_sweep_page(folder: Path) -> Path:
 def numeric_keys(record: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return {"optimizer.lr": {"run_a": 0.1, "run_b": 0.2}}: the keys that all arms set to numbers.
 
-    More than two keys are left out: each picture would mix the others.
+    With more than two such keys it is {}, because the picture of one key would mix the others.
     """
     columns: dict[str, dict[str, float]] = {}
     for job in record["jobs"]:
@@ -177,7 +181,7 @@ def keep_sweep(folder: Path, logbook: Path) -> Path:
     write_atomically(target / SWEEP_FILE, lambda file: file.write(text))
     page = target / "page.md"
     if not page.exists() and (sweep.folder / "page.md").exists():
-        # This is for the user's words: the rest is written anew.
+        # Only the user's words count. The rest of the page is written anew.
         before = read_text(sweep.folder / "page.md") + "\n"
         write_atomically(page, lambda file: file.write(before))
     return write_sweep_page(target)
@@ -187,7 +191,7 @@ def _are_different_sweeps(first: Sweep, second: Sweep) -> bool:
     """Return whether two sweeps have no job in common. A sweep that went on has more jobs."""
     ids_of_first = _ids_of_jobs(first)
     ids_of_second = _ids_of_jobs(second)
-    # Older sweeps have none.
+    # Older sweeps have no ids.
     if not ids_of_first or not ids_of_second:
         return False
     return ids_of_first.isdisjoint(ids_of_second)

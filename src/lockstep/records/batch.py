@@ -1,4 +1,4 @@
-"""Cut a global batch into what one rank computes at a time."""
+"""Cut a global batch into the batches that one rank computes at a time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lockstep.process.errors import UserError
 
 ACCUMULATION = "trainer.accumulate_grad_batches"
-# Sizes where a data config has none.
+# The sizes if a data config has none.
 DEFAULT_GLOBAL_BATCH_SIZE = 128
 DEFAULT_EVAL_BATCH_SIZE = 512
 
@@ -32,7 +32,7 @@ class Batch:
 
     @classmethod
     def cut(cls, global_size: int | str | None, world_size: int, accumulate: int) -> "Batch":
-        """Return the batch with so many micro-batches.
+        """Return the batch with `accumulate` micro-batches.
 
         >>> Batch.cut(128, world_size=4, accumulate=8)
         Batch(global_size=128, per_device=4, accumulate=8)

@@ -1,4 +1,4 @@
-"""The composed config of a run: names in it, spans of time, its flat form. Imports no torch."""
+"""Read the composed config of a run: names, spans of time, its flat form. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from lockstep.process.errors import UserError
 Config = Mapping[str, Any]
 ABSENT = object()
 SECONDS_OF_UNIT = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-# The parts of days:hours:minutes:seconds, from the last one.
+# The seconds of each part of days:hours:minutes:seconds, beginning with the last part.
 SECONDS_OF_PART = (1, 60, 3600, 86400)
 
 
 def model_name(config: Config) -> str:
-    """Return what the model is called in records: timm's name, or the option of the group."""
+    """Return the model's name in records: timm's name, or the option of the group."""
     model = config["model"]
     if model["_target_"] == "models.timm.TimmModel" and model.get("name"):
         return str(model["name"])
@@ -23,16 +23,17 @@ def model_name(config: Config) -> str:
 
 
 def data_name(config: Config) -> str:
-    """Return data.name, or the option of the group where the data config has no name."""
+    """Return data.name, or the option of the group if the data config has no name."""
     choices = config.get("choices") or {}
     return str(config["data"].get("name") or choices.get("data") or "data")
 
 
 def parse_seconds(span: Any, key: str) -> float:
-    """Return the seconds of a span of time that the option `key` has.
+    """Return the seconds of a span of time.
 
     Args:
-        span: 5400, 90m, 1.5h, or days:hours:minutes:seconds, whose first parts are optional.
+        span: 5400, 90m, 1.5h, or days:hours:minutes:seconds. Its first parts may be left out.
+        key: the option with this value, for the error.
 
     Raises:
         UserError: it is no span of time above 0.

@@ -1,6 +1,7 @@
-"""The main files of a run folder, and where run folders lie. Imports no torch.
+"""The main files of a run folder, and the places of run folders. Imports no torch.
 
-A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<sweep_id>/<job>/`).
+A run folder is `logs/train/runs/<run_id>/`. That of a sweep's job is
+`logs/train/multiruns/<sweep_id>/<job>/`.
 """
 
 import difflib
@@ -42,8 +43,9 @@ class RunFolder:
     """The paths of the files of one run.
 
     Attributes:
-        bucket_config_path: untrusted, because others may write to the bucket.
-        lock_path: a file that is locked for as long as the run trains.
+        bucket_config_path: the config from the bucket. It is not trusted, because others may write
+            to the bucket.
+        lock_path: a file that is locked while the run trains.
         code_diff: the uncommitted changes of src and configs.
     """
 
@@ -63,12 +65,16 @@ class RunFolder:
 
 
 def new_run_id() -> str:
-    """Return an id that sorts by time; its random part keeps two starts in one second apart."""
+    """Return an id that sorts by time. Its random part makes two ids of one second different."""
     return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
 
 
 def validate_run_id(run_id: str) -> str:
-    """Return the same id; raise UserError if it could leave its folder or prefix."""
+    """Return the same id.
+
+    Raises:
+        UserError: the id could lead out of its folder or prefix.
+    """
     if not RUN_ID_PATTERN.fullmatch(str(run_id)) or ".." in run_id:
         raise UserError(
             f"run_id={run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-' "
@@ -81,7 +87,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return a run folder's config.yaml.
 
     Raises:
-        UserError: it is missing or no config, or a tag of yaml in it asks for code.
+        UserError: the file is missing or no config, or a yaml tag in it would run code.
     """
     import yaml
 
@@ -91,7 +97,7 @@ def read_config(path: Path) -> dict[str, Any]:
         try:
             config = yaml.load(content, Loader=loader)
         except yaml.YAMLError:
-            # libyaml refuses the escapes of a path that is no UTF-8.
+            # libyaml refuses the escapes in a path that is not UTF-8.
             config = yaml.load(content, Loader=yaml.SafeLoader)
         if not isinstance(config, dict):
             raise ValueError("it holds no options")
@@ -120,7 +126,11 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def find_run_folder(logs: Path, run_id: str) -> RunFolder:
-    """Return the folder of a run or a sweep's job under `logs`; raise UserError without one."""
+    """Return the folder of a run or a sweep's job under `logs`.
+
+    Raises:
+        UserError: there is no such run.
+    """
     validate_run_id(run_id)
     for pattern in (f"runs/{run_id}", f"multiruns/*/{run_id}"):
         for path in (logs / "train").glob(f"{pattern}/run.json"):
@@ -129,7 +139,7 @@ def find_run_folder(logs: Path, run_id: str) -> RunFolder:
 
 
 def missing_run_error(name: str, folders: Iterable[Path], *roots: Path) -> UserError:
-    """Return the error that names the run of nearly that name, and the newest ones."""
+    """Return the error on a missing run, with the most similar run id and the newest ones."""
     in_order = sorted(folders, key=lambda folder: (folder / "run.json").stat().st_mtime)
     names = [folder.name for folder in in_order]
     close = difflib.get_close_matches(name, names, 1)

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterable
 
-# Words of names of metrics of which the lower one is better.
+# A lower value is better for metrics with these words in their names.
 LOWER_IS_BETTER = {"mae", "mse", "rmse", "mape", "nll", "ece", "brier", "perplexity", "ppl", "fid"}
 LOWER_IS_BETTER |= {"wer", "cer", "eer", "err", "nrmse", "rmsle", "msle", "smape", "medae", "bce"}
 LOWER_IS_BETTER |= {"crossentropy", "hinge", "huber", "hamming", "hausdorff", "lpips"}
-# Words of which the lower one is better nearly always.
+# With these words a lower value is nearly always better.
 MOSTLY_LOWER_IS_BETTER = {"entropy", "kl", "distance", "divergence", "deviation"}
 HIGHER_IS_BETTER = {"acc", "accuracy", "f1", "auc", "auroc", "map", "iou", "miou", "dice"}
 HIGHER_IS_BETTER |= {"precision", "recall", "r2", "kappa", "psnr", "ssim"}
@@ -23,9 +23,9 @@ def format_metric(name: str, value: float) -> str:
 
 
 def split_stage(name: str) -> tuple[str, str]:
-    """Return the stage and the metric of `val/acc` or `validation_acc`; no stage if it has none.
+    """Return the stage and the metric of a name, as val and acc for `validation_acc`.
 
-    The stage is train, val or test.
+    The stage is train, val, test or "".
     """
     match = STAGE.match(name)
     if not match:
@@ -35,15 +35,15 @@ def split_stage(name: str) -> tuple[str, str]:
 
 
 def is_metric_of(stage: str, name: str) -> bool:
-    """Return whether a name is that of a metric of an evaluation, val or test."""
-    # A value_loss, as in reinforcement learning, is no metric of the validation.
+    """Return whether a metric belongs to a stage, val or test."""
+    # The value_loss of reinforcement learning does not belong to validation.
     return name.startswith(stage) and not name.startswith("value")
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether any word of a metric's name is that of a loss or an error: val_top1_err.
+    """Return whether any word of a metric's name means a loss or an error, as in val_top1_err.
 
-    It decides where nothing states the mode. `better_direction` judges a mode that is stated.
+    It decides if no mode is given. `better_direction` checks a mode that is given.
     """
     name = metric.lower()
     if "loss" in name or "error" in name:
@@ -61,12 +61,12 @@ def better_direction(metric: str) -> str | None:
 
 
 def metric_of_test(monitor: str, metrics: Iterable[str] = ()) -> str:
-    """Return the test metric that corresponds to a monitored one: test/mae for val/mae.
+    """Return the test metric that corresponds to a monitored metric, as test/mae for val/mae.
 
-    A monitored metric of training, as train/loss, has test/acc.
+    It is test/acc for a metric of training, as train/loss.
 
     Args:
-        metrics: names that were logged; one of the same metric in the test comes first.
+        metrics: the logged names. If the same metric was logged in the test, its name is returned.
     """
     stage, metric = split_stage(monitor)
     for name in metrics:

@@ -1,4 +1,4 @@
-"""The table of src/prove.py: a line for each check. Imports no torch."""
+"""The table of src/prove.py, with a line for each check. Imports no torch."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -20,14 +20,14 @@ CHECKS = {
     "eval": "eval.py of the best checkpoint",
     "compile": "the compiled net, as trainer.compile=true",
 }
-# A net is compiled for GPUs as a rule, and a compilation takes its time.
+# These checks run only on GPUs. Nets are rarely compiled for CPUs, and a compilation takes long.
 GPU_CHECKS = ("compile",)
 MARKS = {True: "equal", False: "DIFFERS", None: "–"}
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A line of the table; `equal` is None where the two cannot be equal."""
+    """A line of the table. `equal` is None if the check was not made or says nothing."""
 
     check: str
     equal: bool | None
@@ -42,7 +42,7 @@ class CheckResult:
 
 
 def skip_check(check: str, why: str) -> CheckResult:
-    """Return the line of a check that is not counted."""
+    """Return the line of a check that does not count."""
     return CheckResult(check, None, cause=why)
 
 
@@ -50,7 +50,7 @@ def write_table(folder: Path, overrides: list[str], results: list[CheckResult], 
     """Write prove.json, a list of the lines, and prove.md.
 
     Args:
-        where: a sentence that says what it ran on.
+        where: a sentence on the machine that ran the checks.
     """
     rows = [asdict(result) for result in results]
     write_atomically(folder / "prove.json", lambda file: json.dump(rows, file, indent=1))
@@ -75,13 +75,13 @@ def write_table(folder: Path, overrides: list[str], results: list[CheckResult], 
 
 
 def proof_of_run(record: RunRecord, logs: Path) -> dict[str, Any]:
-    """Return the newest proof of a run's experiment, model and data, as its page shows it.
+    """Return the newest proof with a run's experiment, model and data, for its page.
 
     Args:
-        logs: the folder with prove/.
+        logs: the folder that contains prove/.
 
     Returns:
-        command, where (what it ran on) and lines; {} if there is no proof.
+        command, where (a sentence on the machine) and lines; {} if there is no proof.
     """
     for path in sorted(logs.glob("prove/*/prove.json"), reverse=True):
         reference = path.parent / "train" / "runs" / "reference" / "run.json"

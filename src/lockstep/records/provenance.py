@@ -28,11 +28,11 @@ PACKAGES = (
     "tensorboard",
 )
 DIFF_LIMIT = 200_000  # characters
-# What a patch says of a binary file, before the line that it differs.
+# The head of a binary file in a patch, before the line that says that the file differs.
 HEAD_OF_BINARY = re.compile(
     r"^diff --git .*\n(?:(?!diff )[a-z].*\n)*(?=Binary files )", re.MULTILINE
 )
-# A patch is the same whatever the user has configured.
+# With these options a patch does not depend on the user's git config.
 DIFF = ("diff", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
 # As {"packages": {"torch": "2.14.1"}}.
 Fingerprint = dict[str, dict[str, str]]
@@ -44,9 +44,9 @@ REMEDIES = {
 
 
 def code_state(repository: Path) -> dict[str, Any]:
-    """Return commit, dirty and tree_hash, or why a commit is unknown.
+    """Return commit, dirty and tree_hash. If the commit is unknown, return the reason.
 
-    Pages of the logbook do not make a run dirty.
+    Only changes below CODE_PATHS make a run dirty, and not pages of the logbook.
     """
     status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE_PATHS)
     heads = [line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")]
@@ -62,7 +62,7 @@ def code_state(repository: Path) -> dict[str, Any]:
     if heads:
         return {**state, "commit_unknown": "no commit yet"}
 
-    # In the repository of another user, git says how to trust it.
+    # git says how to trust a repository that belongs to another user.
     lines = [line.strip() for line in complaint.split("\n")]
     reason = lines[0].removeprefix("fatal: ").replace(str(repository), "this folder")
     remedies = [line for line in lines if line.startswith("git config")]
@@ -85,16 +85,17 @@ def tree_hash(repository: Path) -> str:
 
 
 def code_diff(repository: Path) -> str:
-    """Return what `git apply` takes: the changes of the code since HEAD, cut at DIFF_LIMIT.
+    """Return a patch for `git apply` with the changes of the code since HEAD.
 
-    Of a binary file it has the line "Binary files … differ" alone, which `git apply` skips.
-    Bytes that are no UTF-8 are surrogate escapes: write the text with errors="surrogateescape".
+    It is cut at DIFF_LIMIT. A binary file has only the line "Binary files … differ", which
+    `git apply` skips. Bytes that are not UTF-8 are surrogate escapes, so the text has to be written
+    with errors="surrogateescape".
     """
     diff, _ = git(repository, *DIFF, "HEAD", "--", *CODE_PATHS)
     for name in list_code_files(repository, "--others"):
         if len(diff) > DIFF_LIMIT:
             break
-        new_file, _ = git(repository, *DIFF, "--no-index", "--", os.devnull, name, differs=1)
+        new_file, _ = git(repository, *DIFF, "--no-index", "--", os.devnull, name, other_success=1)
         diff += new_file
     diff = HEAD_OF_BINARY.sub("", diff)
     if len(diff) > DIFF_LIMIT:
@@ -103,16 +104,16 @@ def code_diff(repository: Path) -> str:
 
 
 def list_code_files(repository: Path, *kinds: str) -> list[str]:
-    """Return the code files that git lists: --others are new, --modified changed or deleted."""
+    """Return the code files that git lists: new ones for --others, changed ones for --modified."""
     names, _ = git(repository, "ls-files", "-z", *kinds, "--exclude-standard", "--", *CODE_PATHS)
     return names.split("\0")[:-1]
 
 
-def git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
-    """Return what git prints and its errors; bytes that are no UTF-8 are surrogate escapes.
+def git(repository: Path, *arguments: str, other_success: int = 0) -> tuple[str, str]:
+    """Return the output of git and its errors. Bytes that are not UTF-8 are surrogate escapes.
 
     Args:
-        differs: another exit code than 0 of which the output counts.
+        other_success: an exit code besides 0 that means success.
     """
     command = ["git", "-C", str(repository), *arguments]
     try:
@@ -122,14 +123,14 @@ def git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         return "", f"git took longer than {GIT_TIMEOUT_S} s"
     complaint = process.stderr.decode(errors="replace")
-    if process.returncode not in (0, differs):
+    if process.returncode not in (0, other_success):
         return "", complaint
     # Line ends stay as they are, because a patch needs them.
     return process.stdout.decode(errors="surrogateescape"), complaint
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide what a run computes."""
+    """Return the versions of Python and of the packages that influence the results of a run."""
     version_of = {"python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -147,10 +148,12 @@ def describe_host(node_rank: int) -> dict[str, Any]:
 
 
 def take_fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool]) -> Fingerprint:
-    """Return what must be equal on all nodes of a run, whatever folders a node has.
+    """Return the code, options and packages that must be equal on all nodes of a run.
+
+    The folders of a node do not count.
 
     Args:
-        is_equal_on_all_ranks: returns whether an option must be equal, by its key.
+        is_equal_on_all_ranks: a function that returns whether the option with a key must be equal.
     """
     options = {}
     for key, value in flatten(dict(config)).items():
@@ -166,11 +169,11 @@ def take_fingerprint(config: Config, is_equal_on_all_ranks: Callable[[str], bool
 def describe_difference(
     fingerprint: Fingerprint, first_fingerprint: Fingerprint, node: str, first_node: str
 ) -> str | None:
-    """Return a sentence on the first thing in which two nodes differ, and its remedy.
+    """Return a sentence on the first difference between two nodes, with its remedy.
 
     Args:
-        fingerprint, first_fingerprint: what `take_fingerprint` has returned on them.
-        node, first_node: what the sentence calls the two.
+        fingerprint, first_fingerprint: the results of `take_fingerprint` on the two nodes.
+        node, first_node: the names of the two nodes in the sentence.
     """
     for kind, remedy in REMEDIES.items():
         values = fingerprint[kind]

@@ -22,7 +22,7 @@ from lockstep.records.metric_names import split_stage
 SCHEMA_VERSION = 2
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
-# No writer holds the lock for longer than a moment, unless it hangs.
+# A writer holds the lock for a moment only, unless it hangs.
 LOCK_WAIT_S = 10.0
 LOST_AFTER_S = 300.0
 # Downloads and decoding have no heartbeat.
@@ -36,13 +36,13 @@ KEPT_ON_RESTART = (
     "command",
     "code",
     "epochs",
-    # A start that trains clears it.
+    # A start that trains clears this field.
     "ended_by",
     "largest_batch",
     "initial_weights",
     "initial_weights_sha256",
     "reports",
-    # Measured by a start that trains, which the last one need not do.
+    # A start that trains measures these fields. The last start may not train.
     "images_per_s",
     "throughput",
     "peak_memory_gib",
@@ -52,7 +52,7 @@ KEPT_ON_RESTART = (
 
 
 class JsonObject(dict[str, Any]):
-    """An object in the record, whose keys are attributes too; a missing one is None."""
+    """An object in the record. Its keys are also attributes, and a missing one is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -70,25 +70,25 @@ class RunRecord:
     Times are UTC, as 2026-11-21T10:30:12Z.
 
     Attributes:
-        uuid: 32 random hex digits, made with the run: others may have its run_id.
+        uuid: 32 random hex digits of this run, because another run may have the same run_id.
         error: message, rank, host and phase, if the run failed.
-        code: commit or commit_unknown (why), dirty, and tree_hash.
+        code: commit or commit_unknown (the reason), dirty, and tree_hash.
         compiled: whether torch.compile has compiled the net.
         per_device_batch_limit: the per-device batch of the last start that set
-            accumulate_grad_batches, else of the first start.
+            accumulate_grad_batches. If none did, it is that of the first start.
         ended_by: "max_time", "early_stopping" or "pruned" if that ended the training before its
             epochs and steps did.
         monitor: the metric that chooses the best checkpoint.
         data_report: images by class and split, and files left out.
         images: how they are preprocessed.
-        cost: usd and usd_per_epoch of all nodes; price_per_hour of one.
-        largest_batch: the batch that data.global_batch_size=max came to.
+        cost: usd and usd_per_epoch of all nodes; price_per_hour of one node.
+        largest_batch: the batch that data.global_batch_size=max has found.
         best_checkpoint: path in the run folder, bytes, sha256, epoch, step, s3_uri, and the
             monitored metric as {name: value}.
-        upload: uri, sha256 and step of the best checkpoint in the bucket, and as error why a
-            newer one is not there.
-        restarts: one entry for each restart, made by `merge_restart`.
-        summary: what pages print, by lockstep.logbook.build at the end.
+        upload: uri, sha256 and step of the best checkpoint in the bucket. If a newer one could not
+            be uploaded, error is the reason.
+        restarts: an entry for each restart, see `merge_restart`.
+        summary: the values that pages print, see lockstep.logbook.build.
         reports: {title: URL} of interactive reports that contain the run.
         config: only in the logbook, because a run folder has config.yaml.
         other: fields of other versions and of the user's callbacks.
@@ -192,7 +192,11 @@ class RunRecord:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Return the record at `path`; raise UserError if it is missing, no record, or too new."""
+    """Return the record at `path`.
+
+    Raises:
+        UserError: the file is missing, no record, or of a newer version.
+    """
     record = RunRecord()
     try:
         values = json.loads(path.read_bytes())
@@ -213,7 +217,7 @@ def read_record(path: Path) -> RunRecord:
 def has_trained(folder: RunFolder) -> bool:
     """Return whether a run has trained a step or finished.
 
-    Otherwise its id can be used again, with other options.
+    If not, its id may be used again with other options.
     """
     if any(folder.checkpoints.glob("*.ckpt")):
         return True
@@ -232,7 +236,7 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 
 def _update_cost(record: RunRecord) -> None:
-    """Compute what the run has cost so far; the pauses before restarts cost nothing."""
+    """Compute the cost of the run so far. The pauses before restarts cost nothing."""
     price = record.cost.get("price_per_hour")
     before, running_s = _cost_of_earlier_starts(record)
     if (price is None and not before) or not running_s >= 0:
@@ -243,11 +247,11 @@ def _update_cost(record: RunRecord) -> None:
 
 
 def _cost_of_earlier_starts(record: RunRecord) -> tuple[float, float]:
-    """Return what earlier starts have cost in USD, and the seconds that are to be paid besides."""
+    """Return the cost of earlier starts in USD, and the seconds to pay in addition."""
     end = record.finished_at or record.updated_at
     last = record.restarts[-1] if record.restarts else JsonObject()
     if last.usd_before is not None:
-        # They may have run on other nodes, at another price.
+        # Earlier starts may have run on other nodes at another price.
         return last.usd_before, _seconds_between(last.at, end)
     running_s = _seconds_between(record.started_at, end)
     for restart in record.restarts:
@@ -262,7 +266,7 @@ def write_record_as_is(path: Path, record: RunRecord) -> None:
 
 
 def as_json(record: RunRecord) -> dict[str, Any]:
-    """Return what run.json holds; an object without values is null."""
+    """Return the JSON values for run.json. An object without values is null."""
     values = {name: value for name, value in vars(record).items() if name != "other"}
     values |= record.other
     for name, value in values.items():
@@ -273,9 +277,10 @@ def as_json(record: RunRecord) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked_record(path: Path) -> Iterator[None]:
-    """Hold the lock of run.json: whoever reads it to write it back does both in this block.
+    """Hold the lock of run.json, for a block that reads the record and writes it back.
 
-    A writer that hangs must not stop a training: after LOCK_WAIT_S the block runs without the lock.
+    A writer that hangs must not stop a training. So after LOCK_WAIT_S the block runs without the
+    lock.
     """
     with locked_file(path.with_name(f".{path.name}.lock"), LOCK_WAIT_S):
         yield
@@ -283,7 +288,7 @@ def locked_record(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def update_record(path: Path) -> Iterator[RunRecord]:
-    """Read the record, let the block change it, and write it; after an exception it stays."""
+    """Read the record, let the block change it, and write it unless the block raises."""
     with locked_record(path):
         record = read_record(path)
         yield record
@@ -293,7 +298,7 @@ def update_record(path: Path) -> Iterator[RunRecord]:
 def status_of(record: RunRecord, now: str | None = None) -> str:
     """Return the record's status.
 
-    It is `lost` if it is unknown or says running without a recent heartbeat.
+    It is `lost` if the status is unknown, or if it is running without a recent heartbeat.
     """
     if record.status != "running":
         return record.status if record.status in STATUSES else "lost"
@@ -303,11 +308,12 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
 
 
 def merge_restart(previous: RunRecord, record: RunRecord, *, step: int) -> RunRecord:
-    """Return the record of this start, changed in place: merged with that of the previous start.
+    """Merge the record of the previous start into the record of this start, and return it.
 
-    It resumes at `step`, or from scratch at 0. The pause before it is `idle_s` if the previous
-    start had finished, else `downtime_s`.
+    Args:
+        step: the step at which this start resumes; 0: it starts from scratch.
     """
+    # The pause before this start is idle if the previous one had finished, else it is downtime.
     silent_s = _seconds_between(previous.updated_at, record.started_at)
     pause = "idle_s" if previous.status == "finished" else "downtime_s"
     is_same_code = record.code.get("tree_hash") == previous.code.get("tree_hash")
@@ -336,7 +342,7 @@ def merge_restart(previous: RunRecord, record: RunRecord, *, step: int) -> RunRe
     # Test metrics belong to a checkpoint that may not remain the best.
     metrics = previous.metrics.items()
     record.metrics = {name: value for name, value in metrics if split_stage(name)[0] != "test"}
-    # Lost steps are not counted again if this start is killed before it trains.
+    # If this start is killed before it trains, the lost steps are not counted again.
     record.steps = step
     record.other = {**previous.other, **record.other}
     return record

@@ -1,4 +1,4 @@
-"""A trial of a search, as its job knows it, and the study in a journal. Imports no torch."""
+"""A trial of a search in its job, and the study in a journal file. Imports no torch."""
 
 import os
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ PRUNERS = ("hyperband", "median")
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a search: the key `trial` of its job's config.
+    """A trial of a search, from the key `trial` of its job's config.
 
     Args:
-        journal: path of the file that holds the study.
-        study: its name.
+        journal: the path of the file that holds the study.
+        study: the name of the study.
         number: the trial's number in the study.
         folder: the run folder of the trial.
         pruner: hyperband or median; None: nothing is pruned.
@@ -29,12 +29,12 @@ class Trial:
     pruner: str | None = None
 
     def report(self, validation: int, value: float) -> bool:
-        """Report the metric of a validation; return whether the pruner gives the trial up.
+        """Report the metric of a validation, and return whether the pruner stops the trial.
 
-        A trial that has ended, whose command somebody repeats, reports nothing.
+        If somebody repeats the command of a trial that has ended, nothing is reported.
 
         Args:
-            validation: its number in the run, from 1.
+            validation: the number of the validation in the run, from 1.
         """
         import optuna
 
@@ -61,12 +61,12 @@ def journal_storage(path: Path) -> Any:
 
 
 def _remove_torn_line(path: Path, lock: Any) -> None:
-    """Remove a line that a full disk has cut: the next one would be glued to it."""
+    """Remove a line that a full disk has cut, because the next line would be appended to it."""
     if not path.exists() or _ends_with_newline(path):
         return
     lock.acquire()
     try:
-        # Another process may have been writing it.
+        # Another process may have completed the line meanwhile.
         if not _ends_with_newline(path):
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     finally:
@@ -83,7 +83,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def check_pruner(name: str | None) -> None:
-    """Raise UserError for a pruner that does not exist."""
+    """Refuse a pruner that does not exist."""
     if name is not None and name not in PRUNERS:
         raise UserError(f"hydra.sweeper.pruner={name}: give {', '.join(PRUNERS)} or null.")
 

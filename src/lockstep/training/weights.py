@@ -57,7 +57,7 @@ def load_or_check_weights(module: pl.LightningModule, facts: DataFacts, run: Run
 def check_resume_checkpoint(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
     """Compare the checkpoint of the run to resume with its module and its data."""
     checkpoint = load_on_all_ranks(run.checkpoint)
-    # Lightning loads any module but a task. Its hooks may make layers first.
+    # Lightning loads a module that is no task, whose hooks may make layers before.
     if isinstance(module, Task):
         state = checkpoint["state_dict"]
         check_fits(module, state, run.checkpoint, model_name(run.config))
@@ -68,7 +68,11 @@ def check_resume_checkpoint(module: pl.LightningModule, facts: DataFacts, run: R
 def check_fits(
     module: torch.nn.Module, state: dict[str, Tensor], path: str, model_name: str
 ) -> None:
-    """Compare keys and shapes before anything is loaded."""
+    """Compare the names and the shapes of all weights before any is loaded.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
     module_state = module.state_dict()
     for name in sorted(module_state.keys() | state.keys()):
         checkpoint_shape = _shape(state, name)
@@ -126,10 +130,10 @@ def load_initial_weights(
 ) -> str:
     """Load a checkpoint's weights into the module of a new run.
 
-    The head follows the class names: its rows are reordered if the order differs, and a head for
-    other classes starts at zero, which gives each class the same logit. So does a head that the
-    task has beside the net. Position embeddings are resampled for another image size. Parameters
-    outside the net that only one of the two modules has are skipped.
+    The head follows the class names. If their order differs, its rows are reordered. For other
+    classes it starts at zero, which gives each class the same logit. The same holds for a head
+    that the task has beside the net. Position embeddings are resampled for another image size.
+    Parameters outside the net are skipped if only one of the two modules has them.
 
     Args:
         data: the run's data config.
@@ -195,7 +199,7 @@ def _refuse_reordered_inputs(stored_facts: DataFacts, facts: DataFacts) -> None:
 
 
 def _names_beside_net(names: Iterable[str], prefix: str) -> set[str]:
-    """Return the names of the parts beside the net; none where the module itself is the net."""
+    """Return the names of the parameters beside the net; none if the module itself is the net."""
     return {name for name in names if not name.startswith(prefix)}
 
 
@@ -217,7 +221,7 @@ def _resampled_positions(
 
 
 def _images_of_classes(facts: DataFacts) -> dict[str, int]:
-    """Return the number of training images of each class by its name; nothing if unknown."""
+    """Return the number of training images of each class by name; {} if it is not known."""
     return dict(zip(facts.get("class_names") or (), facts.get("class_counts") or (), strict=False))
 
 
@@ -236,7 +240,7 @@ def _may_have_seen_evaluation_images(
     if counts_before and counts_before.keys() != counts.keys():
         # Folders of one `data.name` may hold other data.
         return False
-    # The hash says nothing about the split, as it differs by data.path.
+    # The hash differs by data.path, so it says nothing about the split.
     if counts_before != counts:
         return True
     keys = ("seed", "fold", "num_folds")
@@ -244,7 +248,7 @@ def _may_have_seen_evaluation_images(
 
 
 class AdaptedHead(NamedTuple):
-    """The weights of a head that this run changes, and a sentence on why; both may be empty."""
+    """The weights of a head that this run changes, and the reason; both may be empty."""
 
     weights: dict[str, Tensor]
     note: str = ""
@@ -257,13 +261,13 @@ def adapt_head(
     stored_facts: DataFacts,
     facts: DataFacts,
 ) -> AdaptedHead:
-    """Return a head's weights for the classes of this run, as far as they change.
+    """Return the weights of a head that change because this run has other classes.
 
-    The head of a run on cat and dog has its rows exchanged for dog and cat. For cat and fox it
-    starts anew.
+    If the checkpoint is of cat and dog, a run on dog and cat exchanges the rows of the head, and a
+    run on cat and fox gets a new head.
 
     Args:
-        names: of the head's weights.
+        names: the names of the head's weights.
         state: the checkpoint's weights.
         initial: the weights that the module was built with.
         stored_facts: about the checkpoint's data.
@@ -273,10 +277,8 @@ def adapt_head(
     classes_before = list(stored_facts.get("class_names") or classes)
     saved = _weights_of_equal_width(names, state, initial)
     new = {name: _new_weight(initial[name], facts.get("num_classes")) for name in saved}
-    # Outputs of another number are features, and do not follow the classes.
-    are_features = any(len(weight) != len(classes) for weight in new.values())
 
-    if not saved or classes_before == classes or (classes and are_features):
+    if not saved or classes_before == classes or _are_features(new, classes):
         return _adapt_outputs(saved, new)
     if sorted(classes_before) == sorted(classes):
         order = [classes_before.index(name) for name in classes]
@@ -288,8 +290,16 @@ def adapt_head(
     return AdaptedHead(new, f"the head is new ({', '.join(new)}): {change}")
 
 
+def _are_features(weights: dict[str, Tensor], classes: list[str]) -> bool:
+    """Return whether a head has another number of outputs than there are classes.
+
+    Such outputs are features, which do not follow the classes.
+    """
+    return bool(classes) and any(len(weight) != len(classes) for weight in weights.values())
+
+
 def _adapt_outputs(saved: dict[str, Tensor], new: dict[str, Tensor]) -> AdaptedHead:
-    """Return the new weights of a head for the same classes that has another number of outputs."""
+    """Return new weights for those of a head that now have another number of outputs."""
     resized_names = [name for name, weight in saved.items() if len(weight) != len(new[name])]
     if not resized_names:
         return AdaptedHead({})
@@ -301,7 +311,7 @@ def _adapt_outputs(saved: dict[str, Tensor], new: dict[str, Tensor]) -> AdaptedH
 def _weights_of_equal_width(
     names: set[str], state: dict[str, Tensor], initial: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the checkpoint's weights that differ from the module's at most in their rows."""
+    """Return the checkpoint's weights that have the module's shape, but perhaps other rows."""
     weights = {}
     for name in sorted(names & state.keys() & initial.keys()):
         weight = state[name]
@@ -321,6 +331,6 @@ def _new_weight(initial: Tensor, num_classes: int | None) -> Tensor:
 
 
 def _class_names(classes: list[str]) -> str:
-    """Return the first names, and how many there are if not all of them are named."""
+    """Return the first names. If there are more, return their number too."""
     count = f" ({len(classes)})" if len(classes) > SHOWN_CLASSES else ""
     return f"{join_names(classes, SHOWN_CLASSES)}{count}"

@@ -74,7 +74,7 @@ def kept_of(*batches):
         images = torch.zeros(len(losses), 1, 300, 200)
         outputs = {"losses": losses, "predictions": torch.zeros(len(losses))}
         callback.on_test_batch_end(trainer, None, outputs, (images, losses), i)
-    kept, positions, images, *_ = callback.worst
+    kept, positions, images, *_ = callback.worst_images
     assert images.shape[1:] == (1, 128, 128)
     return kept.tolist(), positions.tolist()
 

@@ -81,14 +81,14 @@ def test_of_few_large_images_the_middle_is_read(tmp_path, root, monkeypatch):
     """24 images are more than WHOLE_BYTES, and fewer than SAMPLED_IMAGES."""
     monkeypatch.setattr(content_hash, "WHOLE_BYTES", 1000)
     monkeypatch.setattr(content_hash, "PIECE_BYTES", 100)
-    read = ImageList.read
+    read = ImageList.read_bytes
     counts = []
 
     def counted(images, i, first=0, count=None):
         counts.append(count)
         return read(images, i, first, count)
 
-    monkeypatch.setattr(ImageList, "read", counted)
+    monkeypatch.setattr(ImageList, "read_bytes", counted)
     hash_of(tmp_path, root, path="loader")
     assert counts == 24 * [100]
 
@@ -103,7 +103,7 @@ def masked(tmp_path, monkeypatch):
     for i in range(3):
         (tmp_path / f"{i}.bmp").write_bytes(bytes(300))
         (tmp_path / f"mask{i}.png").write_bytes(bytes(300))
-        items.append(Item(f"{i}.bmp", f"mask{i}.png", size=300))
+        items.append(Item(f"{i}.bmp", f"mask{i}.png", num_bytes=300))
     return ImageList(tmp_path, items, target="mask")
 
 

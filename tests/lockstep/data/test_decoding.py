@@ -114,6 +114,14 @@ def test_thirty_two_bits_are_refused(tmp_path):
         decode(tmp_path / "x.tif", SQUARE)
 
 
+def test_colours_of_floats_ask_for_their_range(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((9, 9, 3)))
+    with pytest.raises(
+        CorruptImage, match="colours of float64 .*give data.range=.*If it is damaged"
+    ):
+        decode(tmp_path / "x.npy", SQUARE)
+
+
 ENDINGS = [".jfif", ".jpe", ".avif", ".tga", ".jp2", ".ico", ".pcx", ".dds", ".qoi", ".sgi", ".mpo"]
 
 

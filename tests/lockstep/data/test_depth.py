@@ -237,4 +237,4 @@ def test_a_check_that_cannot_read_spoils_no_training(tmp_path, monkeypatch):
         module(root, tmp_path / "cache", stage=CHECK)
     monkeypatch.setattr(Reading, "read_values", read)
     for stage in (CHECK, "fit"):
-        assert module(root, tmp_path / "cache", stage=stage).reading.limits == (LOW, HIGH)
+        assert module(root, tmp_path / "cache", stage=stage).reading.value_range == (LOW, HIGH)

@@ -226,14 +226,14 @@ def test_a_users_data_set_needs_no_name_and_cache(tmp_path):
 def test_an_unreadable_image_hides_no_equal_ones(tmp_path, monkeypatch):
     dm = Own(image_size=4, global_batch_size=4, cache_dir=tmp_path)
     run(tmp_path / "logs", dm, max_epochs=1)
-    read = dm.source.read
+    read = dm.source.read_bytes
 
     def read_but_one(position):
         if position == 7:
             raise CorruptImage("image 7 cannot be read")
         return read(position)
 
-    monkeypatch.setattr(dm.source, "read", read_but_one)
+    monkeypatch.setattr(dm.source, "read_bytes", read_but_one)
     pairs = ["image 0 = image 1", "image 3 = image 4"]
     finding = Finding(FindingKind.TWO_LABELS, "2 images occur under two labels", pairs)
     assert finding in find_identical_images(dm)

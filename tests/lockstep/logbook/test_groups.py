@@ -4,7 +4,7 @@ import pytest
 
 from example_runs import write_run
 from lockstep.logbook.folders import read_run
-from lockstep.logbook.groups import arms_of_groups, names_of_groups, runs_of_group
+from lockstep.logbook.groups import make_arms, select_runs, shorten_names
 from logbook import main
 
 VALUES = {"none": (0.90, 0.91, 0.92), "trivial": (0.93, 0.945, 0.95)}
@@ -40,7 +40,7 @@ def compare(tmp_path):
 )
 def test_groups_are_compared_by_pairs_of_seeds(compare, capsys, groups):
     assert compare(*groups) == 0
-    groups = names_of_groups(groups)
+    groups = shorten_names(groups)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "val/acc, mean ± standard error:",
@@ -62,13 +62,13 @@ def test_the_page_of_groups_has_the_arms(compare, tmp_path):
 
 def test_a_list_of_runs_has_a_short_name():
     texts = ["none-1,none-2,none-3", "tags=a,seed=1"]
-    assert names_of_groups(texts) == ["none-1 and 2 more", "tags=a,seed=1"]
+    assert shorten_names(texts) == ["none-1 and 2 more", "tags=a,seed=1"]
 
 
 def test_groups_of_one_short_name_are_all_compared(compare, capsys):
     assert compare("none-1,none-2", "none-1,trivial-2") == 2
     assert "none-1 is in several groups" in capsys.readouterr().err
-    assert names_of_groups(["a,b", "a,c", "d,e"]) == ["a,b", "a,c", "d,e"]
+    assert shorten_names(["a,b", "a,c", "d,e"]) == ["a,b", "a,c", "d,e"]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_an_option_that_is_none_may_be_a_condition(compare, tmp_path):
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(f"{config}model: {{weights: null}}\n")
     run = read_run(folder)
-    assert runs_of_group("model.weights=none", [run], None) == [run]
-    assert runs_of_group("model.weights=NULL", [run], None) == [run]
+    assert select_runs("model.weights=none", [run], None) == [run]
+    assert select_runs("model.weights=NULL", [run], None) == [run]
 
 
 def test_a_lower_loss_is_better_without_a_config(tmp_path):
@@ -123,7 +123,7 @@ def test_a_lower_loss_is_better_without_a_config(tmp_path):
         folder = write_run(tmp_path, name, monitor="val/loss", metrics=metrics)
         (folder / "config.yaml").unlink()
         groups[name] = [read_run(folder)]
-    arms = arms_of_groups(groups)
+    arms = make_arms(groups)
     assert arms.minimize and arms.ranked[0].name == "good"
 
 

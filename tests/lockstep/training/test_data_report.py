@@ -29,7 +29,7 @@ def photos(tmp_path):
 
 
 def slowly(seconds):
-    read = ImageList.read
+    read = ImageList.read_bytes
 
     def slow_read(self, position):
         time.sleep(seconds)
@@ -44,7 +44,7 @@ WORDS = ["data=image_folder", "data.image_size=8", "data.path=array", "data.glob
 def test_a_slow_comparison_goes_on_beside_the_training(photos, tmp_path, monkeypatch, capsys):
     config = plain(compose("train", [*WORDS, f"data.root={photos}", f"data.cache_dir={tmp_path}"]))
     data = build_prepared_data(config, config["data"])
-    monkeypatch.setattr(ImageList, "read", slowly(0.02))
+    monkeypatch.setattr(ImageList, "read_bytes", slowly(0.02))
     monkeypatch.setattr(data_report, "WAIT_AT_START_S", 0.05)
     report = DataReport(data, RunFolder(tmp_path))
 

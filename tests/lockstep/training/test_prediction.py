@@ -80,7 +80,7 @@ def files(tmp_path):
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_damaged_deep_image_is_float32_as_the_others(files, default):
-    source = FilesOrBlanks(files, Reading(limits=(0.0, 255.0)), 6)
+    source = FilesOrBlanks(files, Reading(value_range=(0.0, 255.0)), 6)
     torch.set_default_dtype(default)
     try:
         dtypes = {source.open(position)[0].dtype for position in range(len(files))}
