@@ -202,15 +202,16 @@ def round_to_whole_steps(limit: float, batches: int, accumulate: int) -> float:
     Raises:
         UserError: not even one step fits.
     """
-    num_batches = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
-    if num_batches % accumulate == 0 or not limit:
+    if not limit:
         return limit
+    num_batches = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
     if num_batches < accumulate:
         raise UserError(
             f"trainer.limit_train_batches={limit} leaves {num_batches} micro-batches and a step "
             f"takes {accumulate}: give at least {accumulate}."
         )
-    return num_batches - num_batches % accumulate
+    incomplete = num_batches % accumulate
+    return num_batches - incomplete if incomplete else limit
 
 
 def validation_interval(interval: float, batches: int, accumulate: int) -> float:

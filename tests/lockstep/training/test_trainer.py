@@ -49,6 +49,12 @@ def test_lightning_gets_an_interval_in_micro_batches(stated, batches, accumulate
     assert found == wanted and type(found) is type(wanted)
 
 
+@pytest.mark.parametrize(("share", "accumulate"), [(0.001, 1), (0.01, 4)])
+def test_a_share_of_no_batch_is_refused(share, accumulate):
+    with pytest.raises(UserError, match=f"leaves 0 micro-batches.* give at least {accumulate}"):
+        round_to_whole_steps(share, 30, accumulate)
+
+
 def test_a_wrong_limit_or_interval_is_refused():
     with pytest.raises(
         UserError, match="leaves 3 micro-batches and a step takes 4: give at least 4"
