@@ -102,8 +102,14 @@ def _parse(path: Path, text: str) -> CSVTable:
     delimiter = max(",;\t|", key=text.partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     table = CSVTable(path, _read_column_names(path, next(reader, [])), delimiter)
-    for cells in filter(any, reader):
-        table.lines.append(reader.line_num)
+    end = reader.line_num
+    for cells in reader:
+        # A quoted value may contain line breaks. A row is known by its first line.
+        line = end + 1
+        end = reader.line_num
+        if not any(cells):
+            continue
+        table.lines.append(line)
         if len(cells) != len(table.names):
             raise UserError(
                 f"{table.location(-1)}: {len(cells)} values for {len(table.names)} columns."
