@@ -579,7 +579,7 @@ class ImageDataModule(LightningDataModule):
         maker = self._maker
         size = self.options.eval_batch_size
         return EvalBatches(
-            maker.make_eval_batches, index, maker.centre_draw, batch_size=size, **ranks
+            maker.make_eval_batches, index, maker.centre_crop, batch_size=size, **ranks
         )
 
     def sample_images(self, count: int) -> Tensor:
