@@ -138,6 +138,7 @@ class TrainingLog(pl.Callback):
         if (is_regular or is_final_batch) and self.step > self.speed.began_step:
             self._log_point(trainer, module, is_regular)
         elif is_step_end and self.step == self.first_step + 1:
+            # The first step of a start warms up, so its time does not count.
             self.speed.begin_interval(self.step)
         self.speed.end_batch()
 

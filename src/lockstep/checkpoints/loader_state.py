@@ -200,22 +200,25 @@ class LoaderState:
         """Make the iterator of this start's first epoch, with the state of a run without a stop."""
         loaders = fetcher.combined_loader.flattened
         stateful = [loader for loader in loaders if has_state(loader)]
-        replay = self._rank_part("replay")
         self.random_before_epoch = self.random_before_batches = None
         if self._rank_part("random") is None and len(stateful) < len(loaders):
             self._warn_of_changed_ranks()
 
         if self.point.phase == EPOCH_END:
             self._begin_next_epoch(fetcher, stateful)
-        elif stateful:
+        else:
+            self._continue_epoch(fetcher, stateful)
+        self._keep_reload_phase()
+        self.stored_states = None
+
+    def _continue_epoch(self, fetcher: Any, stateful: list[Any]) -> None:
+        replay = self._rank_part("replay")
+        if stateful:
             self._load_loader_states(stateful)
             iter(fetcher)
         elif replay is not None and not self.point.is_last:
             self._replay(fetcher, replay)
-        if self.point.phase != EPOCH_END:
-            self._set_random_state(self._rank_part("random"))
-        self._keep_reload_phase()
-        self.stored_states = None
+        self._set_random_state(self._rank_part("random"))
 
     def _keep_reload_phase(self) -> None:
         """Reload the loaders in the epochs in which a run without a stop does.

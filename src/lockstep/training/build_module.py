@@ -39,6 +39,7 @@ FACTS = (
 )
 # Options of optimizer= that are no arguments of the optimizer's class.
 KEYS_BESIDE_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
+# Options of the default loss and of the default schedule, with their defaults.
 LOSS_DEFAULTS = {
     "label_smoothing": 0.0,
     "class_weights": None,
@@ -46,8 +47,6 @@ LOSS_DEFAULTS = {
     "target_threshold": None,
 }
 SCHEDULE_DEFAULTS = {"warmup_epochs": 0.0, "final_share": 0.0}
-# Options of scheduler= that are no arguments of the schedule's class.
-KEYS_BESIDE_SCHEDULE = ("monitor",)
 # An override of these groups is refused if the task does not take the part.
 GROUPS_REFUSED_IF_UNUSED = ("loss", "metrics", "optimizer", "scheduler")
 
@@ -251,8 +250,8 @@ def _build_scheduler(config: Config) -> Any:
     if "_target_" not in node:
         return None
     options = drop_foreign_defaults(node, SCHEDULE_DEFAULTS, "scheduler")
-    for name in KEYS_BESIDE_SCHEDULE:
-        options.pop(name, None)
+    # This option is no argument of the schedule's class.
+    options.pop("monitor", None)
     target = resolve_target(node["_target_"], "scheduler._target_")
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         options.setdefault("mode", _mode_of_schedule(config))
