@@ -181,9 +181,12 @@ def _batch_limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
     accumulate = run.batch.accumulate
     batches = data.steps_per_epoch * accumulate
     limit = round_to_whole_steps(options["limit_train_batches"], batches, accumulate)
-    batches_of_epoch = options.get("overfit_batches") or limit
+    overfit = options.get("overfit_batches")
+    batches_of_epoch = overfit or limit
     if not isinstance(batches_of_epoch, int):
         batches_of_epoch = int(batches_of_epoch * batches)
+    if overfit and not batches_of_epoch:
+        raise UserError(f"trainer.overfit_batches={overfit} leaves no batch: give at least 1.")
     limits["limit_train_batches"] = limit
     limits["val_check_interval"] = validation_interval(
         options["val_check_interval"], batches_of_epoch, accumulate
