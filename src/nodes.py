@@ -21,9 +21,10 @@ import time
 from typing import Any
 
 from lockstep.process.environment import environment
-from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from lockstep.process.output import configure_logging, escape_unprintable
+from lockstep.process.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UserError
+from lockstep.process.output import escape_unprintable
 from lockstep.process.project import REPOSITORY
+from lockstep.process.script import script
 from lockstep.records.folder import new_run_id
 
 log = logging.getLogger(__name__)
@@ -88,13 +89,19 @@ class Host:
         self.name = name
         # The last line of its output that begins with "error: ".
         self.error = ""
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(
+                f"{command[0]} cannot be started ({error.strerror}): install ssh, or give --ssh "
+                "another command."
+            ) from None
         self.reader = threading.Thread(target=self._print_lines, daemon=True)
         self.reader.start()
 
@@ -196,9 +203,9 @@ def _report_end(hosts: list[Host], first_failed: Host | None) -> int:
     return max(failed.process.returncode, 0) or EXIT_FAILED
 
 
+@script
 def main(argv: list[str]) -> int:
     """Start the run on all hosts, and return its exit code when all have ended."""
-    configure_logging()
     separator = argv.index("--") if "--" in argv else len(argv)
     options = _build_parser().parse_args(argv[:separator])
     overrides = argv[separator + 1 :]

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SRC = Path(__file__).resolve().parent
 STEPS = 3
 FEW_IMAGES = 4
-MOST_RANKS = 4
+MAX_RANKS = 4
 MEMORY_GIB = 16.0
 CUDA_GIB = 0.6
 NCCL_TIMEOUT_S = 20
@@ -121,7 +121,7 @@ class Rehearsal:
     @property
     def ranks(self) -> int:
         """The simulated ranks."""
-        return min(self.world_size, MOST_RANKS)
+        return min(self.world_size, MAX_RANKS)
 
     @property
     def accumulate(self) -> int:

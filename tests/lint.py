@@ -43,7 +43,7 @@ NO_CODE = (
 
 COLUMNS = 100
 MANY_BRANCHES = 10
-MOST_BRANCHES = 20
+MAX_BRANCHES = 20
 LONGEST_COMMENT_BEHIND_CODE = 60  # characters
 SKIPS = ("# fmt: " + "skip", "# fmt: " + "off")
 # Names that say nothing (CONTRIBUTING.md, Words). `each` may stand in a comprehension.
@@ -155,7 +155,7 @@ def faults(text: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(text)
     in_comprehension = _nodes_of_comprehensions(tree)
     for node in ast.walk(tree):
-        if isinstance(node, FUNCTIONS) and branches_of(node) > MOST_BRANCHES:
+        if isinstance(node, FUNCTIONS) and branches_of(node) > MAX_BRANCHES:
             yield node.lineno, f"{node.name} has {branches_of(node)} branches: take it apart"
         if isinstance(node, COMPREHENSIONS) and _is_tangled(node):
             yield (

@@ -110,3 +110,8 @@ def test_losing_nodes_py_ends_the_hosts(place):
     process = start(place, "long")
     os.kill(process.pid, signal.SIGKILL)
     assert end(process, place)[0] == -signal.SIGKILL
+
+
+def test_a_command_that_is_missing_is_refused(capfd):
+    assert nodes.main(["a", "--ssh", "no-such-ssh", "--", "trainer=ddp"]) == 2
+    assert "error: no-such-ssh cannot be started" in "".join(capfd.readouterr())

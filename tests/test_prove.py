@@ -1,6 +1,7 @@
 """prove.py finds the fault of a training and names its cause, and finds none in sound ones."""
 
 import json
+import shlex
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +151,8 @@ def test_the_table_is_written_as_json_and_markdown(tmp_path):
         CheckResult("ddp", False, 1, "loss by 1.0e+00", "a loss that is a sum"),
         CheckResult("eval", None, cause="no test"),
     ]
-    write_table(tmp_path, ["experiment=mine"], results, "24 steps")
+    overrides = ["experiment=mine", "+metrics.a={_target_: m.A}"]
+    write_table(tmp_path, overrides, results, "24 steps")
     rows = json.loads((tmp_path / "prove.json").read_text())
     assert rows[0] == {
         "check": "ddp",
@@ -160,7 +162,11 @@ def test_the_table_is_written_as_json_and_markdown(tmp_path):
         "cause": "a loss that is a sum",
     }
     assert rows[1]["equal"] is None
-    assert "| **differs** | 1 | loss by 1.0e+00 |" in (tmp_path / "prove.md").read_text()
+    text = (tmp_path / "prove.md").read_text()
+    assert "| **differs** | 1 | loss by 1.0e+00 |" in text
+    # The shell takes the command back as the same words.
+    command = next(line for line in text.splitlines() if line.startswith("`")).strip("`")
+    assert shlex.split(command)[2:] == overrides
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ def find_column(names: Sequence[str], column: str) -> str:
     The columns path, label and split may also have one of their ALIASES.
     """
     for usual in (column, *ALIASES.get(column, ())):
-        # A column in the same case comes first.
-        for name in (usual, *names):
-            if name in names and name.lower() == usual.lower():
+        if usual in names:
+            return usual
+        for name in names:
+            if name.lower() == usual.lower():
                 return name
     return ""
 

@@ -68,25 +68,27 @@ class CSVTable:
         return columns
 
 
-def read_csv(path: Path) -> CSVTable:
+def read_csv(path: Path, option: str = "data.root") -> CSVTable:
     """Return the table in a file whose cells are separated by commas, semicolons, tabs or bars.
+
+    Args:
+        option: the option that gives the path, for errors.
 
     Raises:
         UserError: the file cannot be read, has no rows, or a line has another number of values.
     """
+    source = f"{option}={path}"
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"data.root={path} cannot be read ({error.strerror}): give a CSV file."
-        ) from None
-    text, encoding = _decode(path, data)
+        raise UserError(f"{source} cannot be read ({error.strerror}): give a CSV file.") from None
+    text, encoding = _decode(source, data)
     try:
         table = _parse(path, text)
     except csv.Error as error:
-        raise UserError(f"data.root={path} is not a CSV file ({error}).") from None
+        raise UserError(f"{source} is not a CSV file ({error}).") from None
     if not table.rows:
-        raise UserError(f"data.root={path} has no rows.")
+        raise UserError(f"{source} has no rows.")
     if encoding == "cp1252":
         example = re.search(r"\S*[^\x00-\x7f]\S*", text)
         table.warnings.append(
@@ -100,8 +102,14 @@ def _parse(path: Path, text: str) -> CSVTable:
     delimiter = max(",;\t|", key=text.partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     table = CSVTable(path, _read_column_names(path, next(reader, [])), delimiter)
-    for cells in filter(any, reader):
-        table.lines.append(reader.line_num)
+    end = reader.line_num
+    for cells in reader:
+        # A quoted value may contain line breaks. A row is known by its first line.
+        line = end + 1
+        end = reader.line_num
+        if not any(cells):
+            continue
+        table.lines.append(line)
         if len(cells) != len(table.names):
             raise UserError(
                 f"{table.location(-1)}: {len(cells)} values for {len(table.names)} columns."
@@ -110,8 +118,12 @@ def _parse(path: Path, text: str) -> CSVTable:
     return table
 
 
-def _decode(path: Path, data: bytes) -> tuple[str, str]:
-    """Return the text of a file, and its encoding: UTF-8, UTF-16 or Excel's own."""
+def _decode(source: str, data: bytes) -> tuple[str, str]:
+    """Return the text of a file, and its encoding: UTF-8, UTF-16 or Excel's own.
+
+    Args:
+        source: the file's name in errors.
+    """
     encodings = ["utf-16"] if data[:2] in UTF_16 else ["utf-8-sig", "cp1252"]
     for encoding in encodings:
         try:
@@ -120,7 +132,7 @@ def _decode(path: Path, data: bytes) -> tuple[str, str]:
             continue
         if "\0" not in text:
             return text, encoding
-    raise UserError(f"data.root={path} is not a CSV file in UTF-8 or UTF-16: {SAVE_AS}.")
+    raise UserError(f"{source} is not a CSV file in UTF-8 or UTF-16: {SAVE_AS}.")
 
 
 def _read_column_names(path: Path, cells: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ from lockstep.process.errors import UserError
 SAMPLED_ITEMS = 32
 MEASURED_ITEMS = 256
 EIGHT_BITS = "8 bits"
-MOST_BANDS = 4  # red, green, blue and alpha
+MAX_BANDS = 4  # red, green, blue and alpha
 GIVE_RANGE = "give data.range=[BLACK,WHITE], as [0,4095], or data.range=image"
 # A data set and the number of an item in it.
 DatasetItem = tuple[Any, int]
@@ -428,7 +428,7 @@ def _to_pillow(image: Any) -> Image.Image:
         pixels = np.round(255 * pixels).astype(np.uint8)
     if pixels.dtype != np.uint8:
         raise ValueError(f"the image has the type {pixels.dtype}: {GIVE_RANGE}")
-    if pixels.ndim == 3 and pixels.shape[2] > MOST_BANDS:
+    if pixels.ndim == 3 and pixels.shape[2] > MAX_BANDS:
         count = pixels.shape[2]
         raise ValueError(f"the image has {count} channels: give data.channels={count}")
     is_grey = pixels.ndim == 3 and pixels.shape[-1] == 1

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from data.columns import require_column
+from data.columns import find_column
 from data.csv_file import read_csv
 from lockstep.process.errors import UserError
 
@@ -23,8 +23,14 @@ def read_listed_images(
         UserError: a column is missing, a value is no number, or two lines give one image different
             numbers.
     """
-    table = read_csv(path)
-    names = table.column(require_column(path, table.names, "path", "path_column"))
+    table = read_csv(path, option="images")
+    path_column = find_column(table.names, "path")
+    if not path_column:
+        raise UserError(
+            f"images={path} has no column path: it has {', '.join(table.names[:20])}. Rename the "
+            "column of the images to path."
+        )
+    names = table.column(path_column)
     columns = {name: _require_column(path, table.names, name) for name in inputs}
     table.read_decimal_commas(list(columns.values()))
     files = {name: path.parent / name for name in names}

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 TOP5_FROM_CLASSES = 6
 # With more classes there is no confusion matrix. That of 21,841 classes would take 3.8 GB.
-MOST_CLASSES_OF_CONFUSION = 2000
+MAX_CLASSES_OF_CONFUSION = 2000
 # An accuracy of 100 % is suspicious if at least so many images validate.
 SUSPICIOUS_FROM_IMAGES = 20
 # The number of equally wide bins of the confidence (Guo et al. 2017).
@@ -135,7 +135,7 @@ class ImageClassifier(Task):
 
     def on_test_epoch_start(self) -> None:
         super().on_test_epoch_start()
-        self._start_counts(has_confusion=self.num_classes <= MOST_CLASSES_OF_CONFUSION)
+        self._start_counts(has_confusion=self.num_classes <= MAX_CLASSES_OF_CONFUSION)
 
     def _start_counts(self, *, has_confusion: bool) -> None:
         self.counts = Counts(self.num_classes, self.device, has_confusion=has_confusion)

@@ -72,6 +72,16 @@ def test_classes_and_targets_of_the_data_set_count(tmp_path):
         module(tmp_path, dataset=Shades(targets=["a"] * 40)).prepare()
 
 
+def test_a_module_whose_preparation_failed_prepares_again(tmp_path):
+    dm = module(tmp_path, dataset=Shades(), global_batch_size=1000)
+    for _ in range(2):
+        with pytest.raises(UserError, match="give a size from 1 to 32"):
+            dm.setup()
+    dm.global_batch_size = 4
+    dm.setup()
+    assert dm.steps_per_epoch == len(dm.train_dataloader()) == 8
+
+
 @pytest.mark.parametrize(
     ("own", "names"), [({"targets": torch.arange(40) % 4}, ["0", "1"]), ({}, ["0", "1"])]
 )

@@ -8,6 +8,7 @@ import csv
 import pytest
 from PIL import Image
 
+from data.csv_file import read_csv
 from data.table import CSVDataModule
 from lockstep.process.errors import UserError
 
@@ -192,6 +193,12 @@ def test_decimal_commas_are_numbers(pictures, tmp_path):
     root = table(pictures / "b.csv", [["00.png", "1,234"]], ["path", "label"])
     with pytest.raises(UserError, match="line 2: label is 1,234, which may be 1.234 or 1234"):
         csv_module(root, tmp_path, target="number").prepare()
+
+
+def test_a_row_is_at_its_first_line(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text('path,note\na.png,"two\nlines"\n\nb.png,x\n')
+    assert read_csv(path).lines == [2, 5]
 
 
 def test_files_that_are_missing_are_counted(pictures, tmp_path):

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 VOTE_INTERVAL_S = 1.0
 # Slow steps may follow quick ones, and would delay the next vote.
-MOST_STEPS_BETWEEN_VOTES = 100
+MAX_STEPS_BETWEEN_VOTES = 100
 
 
 class Vote:
@@ -67,7 +67,7 @@ class Vote:
     def _vote(self, flag: bool) -> bool:
         seconds = max(time.monotonic() - self.last_time, 1e-4)
         steps = int(VOTE_INTERVAL_S * (self.step - self.last_step) / seconds)
-        steps = max(1, min(MOST_STEPS_BETWEEN_VOTES, steps))
+        steps = max(1, min(MAX_STEPS_BETWEEN_VOTES, steps))
 
         # The maximum of the negative steps is the slowest rank's.
         ballot = torch.tensor([int(flag), -steps])

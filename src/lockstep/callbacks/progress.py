@@ -82,7 +82,7 @@ def metric_texts(trainer: pl.Trainer) -> list[str]:
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     monitors = []
     for callback in trainer.callbacks:
-        values |= getattr(callback, "latest", {})
+        values |= getattr(callback, "latest_row", {})
         if hasattr(callback, "monitor"):
             monitors.append(str(callback.monitor))
 

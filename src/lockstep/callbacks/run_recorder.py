@@ -288,8 +288,8 @@ def collect_metrics(trainer: pl.Trainer) -> dict[str, float | str]:
     if not trainer.sanity_checking:
         values |= trainer.callback_metrics
     for part in (*trainer.callbacks, trainer.strategy):
-        latest = getattr(part, "latest", {})
-        values |= {name: value for name, value in latest.items() if name.startswith("train/")}
+        latest_row = getattr(part, "latest_row", {})
+        values |= {name: value for name, value in latest_row.items() if name.startswith("train/")}
     return {
         name: float(value) if math.isfinite(value) else str(float(value))
         for name, value in values.items()

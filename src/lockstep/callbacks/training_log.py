@@ -40,7 +40,7 @@ class TrainingLog(pl.Callback):
         self.trainer: pl.Trainer | None = None
         self.started_at = time.monotonic()
         self.earlier_seconds = 0.0  # in earlier starts of this run
-        self.latest: Metrics = {}  # for the progress line and the record
+        self.latest_row: Metrics = {}  # for the progress line and the record
         self.step = 0  # optimizer steps: one for all optimizers of a batch
         self.first_step = 0  # at which this start began
         self.lr: Any = None  # of the present step
@@ -138,6 +138,7 @@ class TrainingLog(pl.Callback):
         if (is_regular or is_final_batch) and self.step > self.speed.began_step:
             self._log_point(trainer, module, is_regular)
         elif is_step_end and self.step == self.first_step + 1:
+            # The first step of a start warms up, so its time does not count.
             self.speed.begin_interval(self.step)
         self.speed.end_batch()
 
@@ -155,18 +156,18 @@ class TrainingLog(pl.Callback):
     def _log_point(self, trainer: pl.Trainer, module: Any, is_regular: bool) -> None:
         """Write a row, and begin the next interval."""
         total, count = self._reduce_losses(trainer)
-        self.latest = {"train/loss": total / count} if count else {}
+        self.latest_row = {"train/loss": total / count} if count else {}
         self._end_loss_interval(trainer, total, count, is_regular)
         if ends_epoch(trainer):
-            self.latest |= self._end_epoch(module)
+            self.latest_row |= self._end_epoch(module)
         if self.speed.began_step > self.first_step:
             steps_per_s = self.speed.end_interval(self.step)
             if self.global_batch_size:
-                self.latest["images_per_s"] = steps_per_s * self.global_batch_size
+                self.latest_row["images_per_s"] = steps_per_s * self.global_batch_size
         if self.lr is not None:
-            self.latest["lr"] = float(self.lr)
+            self.latest_row["lr"] = float(self.lr)
         self._refuse_non_finite()
-        self._write_row(trainer, self.latest | latest_means(trainer))
+        self._write_row(trainer, self.latest_row | collect_callback_means(trainer))
         self.speed.begin_interval(self.step)
 
     def _end_epoch(self, module: Any) -> Metrics:
@@ -211,7 +212,7 @@ class TrainingLog(pl.Callback):
             self.loss_count = count
 
     def _refuse_non_finite(self) -> None:
-        loss = self.latest.get("train/loss", 0.0)
+        loss = self.latest_row.get("train/loss", 0.0)
         if not math.isfinite(loss):
             raise Diverged(
                 f"train/loss became {loss} by step {self.step}: lower optimizer.lr or set "
@@ -309,7 +310,7 @@ def log_hyperparameters(trainer: pl.Trainer, step: int) -> None:
             logger.log_hyperparams(logger.hparams, metrics, step)
 
 
-def latest_means(trainer: pl.Trainer) -> Metrics:
+def collect_callback_means(trainer: pl.Trainer) -> Metrics:
     """Return what callbacks have measured since the last log point."""
     means: Metrics = {}
     for callback in trainer.callbacks:

@@ -56,11 +56,11 @@ class LoaderState:
         self.random_before_batches: RandomState | None = None
         self.random_before_validation: RandomState | None = None
         self.has_validated = False
-        self.must_start_workers = False
+        self.must_start_val_workers = False
         self.point = ResumePoint(0, 0, TRAINING)
         self.stored_states: dict[str, Any] | None = None
         self.trainer: Any = None
-        self.first_loaders: list[Any] = []
+        self.loaders_in_setup: list[Any] = []
 
     # These methods serve a run that saves.
 
@@ -162,7 +162,7 @@ class LoaderState:
         self.point = point
         self.stored_states = stored_states
         self.has_validated = stored_states.get("has_validated", False)
-        self.must_start_workers = self.has_validated
+        self.must_start_val_workers = self.has_validated
         if self._rank_part("replay") is not None:
             # Lightning does not know that the batches are read again.
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
@@ -200,22 +200,25 @@ class LoaderState:
         """Make the iterator of this start's first epoch, with the state of a run without a stop."""
         loaders = fetcher.combined_loader.flattened
         stateful = [loader for loader in loaders if has_state(loader)]
-        replay = self._rank_part("replay")
         self.random_before_epoch = self.random_before_batches = None
         if self._rank_part("random") is None and len(stateful) < len(loaders):
             self._warn_of_changed_ranks()
 
         if self.point.phase == EPOCH_END:
             self._begin_next_epoch(fetcher, stateful)
-        elif stateful:
+        else:
+            self._continue_epoch(fetcher, stateful)
+        self._keep_reload_phase()
+        self.stored_states = None
+
+    def _continue_epoch(self, fetcher: Any, stateful: list[Any]) -> None:
+        replay = self._rank_part("replay")
+        if stateful:
             self._load_loader_states(stateful)
             iter(fetcher)
         elif replay is not None and not self.point.is_last:
             self._replay(fetcher, replay)
-        if self.point.phase != EPOCH_END:
-            self._set_random_state(self._rank_part("random"))
-        self._keep_reload_phase()
-        self.stored_states = None
+        self._set_random_state(self._rank_part("random"))
 
     def _keep_reload_phase(self) -> None:
         """Reload the loaders in the epochs in which a run without a stop does.
@@ -308,8 +311,8 @@ class LoaderState:
     def _process_loader(self, original: Callable[[Any], Any], loader: Any) -> Any:
         loader = original(loader)
         if self.trainer.training:
-            self.first_loaders.append(loader)
-            self.random_before_epoch = self._random_state(self.first_loaders)
+            self.loaders_in_setup.append(loader)
+            self.random_before_epoch = self._random_state(self.loaders_in_setup)
         return loader
 
     def _start_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
@@ -325,24 +328,24 @@ class LoaderState:
             # A checkpoint of another program does not say how this epoch began.
             self.random_before_epoch = None
         original(fetcher)
-        self.first_loaders = []
+        self.loaders_in_setup = []
         if self.random_before_batches is None:
             self.random_before_batches = self._random_state()
 
     def _run_validation(self, original: Callable[[], Any]) -> Any:
         if not self.trainer.sanity_checking:
             self.random_before_validation = self._random_state()
-            if self.must_start_workers:
-                self._start_workers()
+            if self.must_start_val_workers:
+                self._start_val_workers()
         self.has_validated = True
         return original()
 
-    def _start_workers(self) -> None:
+    def _start_val_workers(self) -> None:
         """Start persistent workers, because a run without a stop starts them only once.
 
         It starts them in its first validation. Their start draws a random number.
         """
-        self.must_start_workers = False
+        self.must_start_val_workers = False
         self.trainer.fit_loop.epoch_loop.val_loop.setup_data()
         for loader in loaders_in(self.trainer.val_dataloaders):
             if getattr(loader, "persistent_workers", False):

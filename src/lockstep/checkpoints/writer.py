@@ -43,6 +43,9 @@ class CheckpointWriter:
         return job.result() if job else {}
 
     def _write(self, content: Checkpoint, paths: Paths, sidecar: Sidecar) -> Paths:
+        if not self.is_checked:
+            check_loadable(content)
+            self.is_checked = True
         if "best" in paths:
             best = drop_optimizer_states(content) if self.weights_only else content
             self._write_file(best, paths["best"], replace(sidecar, weights_only=self.weights_only))
@@ -54,9 +57,6 @@ class CheckpointWriter:
         return paths
 
     def _write_file(self, content: Checkpoint, path: Path, sidecar: Sidecar) -> None:
-        if not self.is_checked:
-            check_loadable(content)
-            self.is_checked = True
         files.mark_unfinished(path)
         write_checkpoint(content, path)
         files.write_sidecar(path, sidecar)

@@ -147,47 +147,49 @@ class BatchTransforms:
         self._scale = scale.float().repeat(framing.image_size).to(device)
         self._shift = shift.float().repeat(framing.image_size).to(device)
 
-    def draw(self, generator: np.random.Generator, n: int, random_crop: bool = True) -> np.ndarray:
+    def draw_crops(
+        self, generator: np.random.Generator, n: int, random_crop: bool = True
+    ) -> np.ndarray:
         """Return the random augmentation of n images.
 
         Returns:
             (3, n) int64, the rows dy and dx (crop start) and flip.
         """
-        draws = self.centre_draw()[:, None].repeat(n, 1)
+        crops = self.centre_crop()[:, None].repeat(n, 1)
         # Drawn in any case, so that the flips are the same with and without random crops.
         crop_starts = generator.integers(0, self.num_crop_starts, (2, n))
         if random_crop:
-            draws[:2] = crop_starts
+            crops[:2] = crop_starts
         if self.framing.flip:
-            draws[2] = generator.integers(0, 2, n)
-        return draws
+            crops[2] = generator.integers(0, 2, n)
+        return crops
 
-    def centre_draw(self) -> np.ndarray:
+    def centre_crop(self) -> np.ndarray:
         """Return (3,) int64: torchvision's centre crop, not flipped."""
         border = round((self.framing.resize - self.framing.image_size) / 2)
         start = self.framing.crop_padding + border
         return np.array([start, start, 0], np.int64)
 
-    def resize_crop_flip(self, images: Tensor, draws: Tensor, interpolation: str) -> Tensor:
+    def resize_crop_flip(self, images: Tensor, crops: Tensor, interpolation: str) -> Tensor:
         """Return resized, cropped and flipped images.
 
         Args:
             images: (n, side, side, channels) uint8 of any side, or float32 from 0 to 255.
-            draws: (3, n) int64 as `draw` returns them, or three rows for each view.
+            crops: (3, n) int64 as `draw_crops` returns them, or three rows for each view.
             interpolation: bilinear, bicubic, or nearest for masks.
 
         Returns:
             (n, [views,] image_size, image_size, channels) of the same type.
         """
-        has_views = len(draws) > 3
+        has_views = len(crops) > 3
         if has_views:
             views = [
-                self.resize_crop_flip(images, view_draws, interpolation)
-                for view_draws in draws.split(3)
+                self.resize_crop_flip(images, view_crops, interpolation)
+                for view_crops in crops.split(3)
             ]
             return torch.stack(views, 1)
 
-        dy, dx, flip = draws
+        dy, dx, flip = crops
         if self.framing.flip:
             # Mirroring comes before the resize, while images are small. The crop of a mirrored
             # image starts as many pixels from the right as it would start from the left.

@@ -180,6 +180,7 @@ class ImageDataModule(LightningDataModule):
         self.inputs: dict[str, list[float]] = {}
         # The arguments rank and world_size of the loaders; {} before attach_to_ranks.
         self._ranks: dict[str, int] = {}
+        self._is_prepared = False
         self.set_augmentation()
 
     def set_augmentation(
@@ -252,7 +253,7 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: the source is missing or damaged, or does not fit the options.
         """
-        if hasattr(self, "splits"):
+        if self._is_prepared:
             return
         self.source = self.open_source()
         if self.stage != "test":
@@ -269,6 +270,8 @@ class ImageDataModule(LightningDataModule):
         if self.stage != "test":
             self._set_sampling()
             self._check_training_images()
+        # A notebook may call this again after an error.
+        self._is_prepared = True
 
     def _assign_splits(self) -> Splits:
         """Return the splits. If they cannot be drawn, an evaluation tests all images."""
@@ -576,7 +579,7 @@ class ImageDataModule(LightningDataModule):
         maker = self._maker
         size = self.options.eval_batch_size
         return EvalBatches(
-            maker.make_eval_batches, index, maker.centre_draw, batch_size=size, **ranks
+            maker.make_eval_batches, index, maker.centre_crop, batch_size=size, **ranks
         )
 
     def sample_images(self, count: int) -> Tensor:

@@ -72,9 +72,9 @@ class BatchMaker:
             ]
 
     @property
-    def centre_draw(self) -> np.ndarray:
-        """Return the draws of evaluation: the centre crop, not flipped."""
-        return self._transforms.centre_draw()
+    def centre_crop(self) -> np.ndarray:
+        """Return the crop of evaluation, (3,) int64, which is not flipped."""
+        return self._transforms.centre_crop()
 
     def draw(self, seed: int, epoch: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw the random numbers of an epoch that change pixels.
@@ -86,7 +86,9 @@ class BatchMaker:
         generator = random_stream(seed, AUGMENTATION_STREAM, epoch)
         if self.pipeline is None:
             is_random = self.augmentation.random_crop
-            views = [self._transforms.draw(generator, n, is_random) for _ in range(self.views)]
+            views = [
+                self._transforms.draw_crops(generator, n, is_random) for _ in range(self.views)
+            ]
             draws = np.concatenate(views)
         else:
             draws = generator.integers(0, 2**63 - 1, (self.views, n))

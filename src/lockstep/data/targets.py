@@ -17,7 +17,7 @@ Arrays = dict[str, np.ndarray]
 
 # Class numbers in masks are small, and most of them are in use. Grey levels leave most unused.
 LEAST_GREY_LEVEL = 16
-MOST_GREY_LEVELS = 32
+MAX_GREY_LEVELS = 32
 BINARY = {0, VOID}
 
 
@@ -78,7 +78,7 @@ def name_mask_classes(levels: list[int]) -> list[str]:
         return [str(level) for level in levels]
     numbers = [level for level in levels if level != VOID]
     largest = max(numbers, default=-1)
-    if largest >= LEAST_GREY_LEVEL and len(numbers) <= min(MOST_GREY_LEVELS, largest / 4):
+    if largest >= LEAST_GREY_LEVEL and len(numbers) <= min(MAX_GREY_LEVELS, largest / 4):
         return [str(level) for level in numbers]
     return [str(level) for level in range(largest + 1)]
 
@@ -86,7 +86,7 @@ def name_mask_classes(levels: list[int]) -> list[str]:
 def _are_evenly_spaced(levels: list[int]) -> bool:
     """Return whether levels divide 0 to 255 evenly. Programs round them up or down."""
     even = np.linspace(0, VOID, len(levels))
-    return len(levels) <= MOST_GREY_LEVELS and bool((np.abs(even - levels) <= 1).all())
+    return len(levels) <= MAX_GREY_LEVELS and bool((np.abs(even - levels) <= 1).all())
 
 
 def find_grey_levels(class_names: Iterable[str]) -> list[int] | None:

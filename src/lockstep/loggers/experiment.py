@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger(__name__)
 
-# Methods by which TensorBoard, wandb, MLflow, Comet and Neptune take scalars, images and figures.
-METHODS = re.compile(r"(add|log)(_\w+)?|append|upload|track|watch")
+# Methods by which TensorBoard, wandb, MLflow, Comet and Aim take scalars, images and figures.
+METHODS = re.compile(r"(add|log)(_\w+)?|track|watch")
 
 
 class SkipMethodsMixin:

@@ -33,7 +33,7 @@ INTERVAL_S = 5.0
 LOST_AFTER_S = 40.0
 LOG_INTERVAL_S = 60.0
 # A wait of hours may end a second late. A wait that is over at once takes some hundredths.
-MOST_WAITING_INTERVAL_S = 1.0
+MAX_WAITING_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
 
 
@@ -95,7 +95,7 @@ class Heartbeat:
     Args:
         store: the store of this start, with a connection of its own: another thread that waits in
             the store would hold up the beats.
-        errors: the store of published errors, with a connection of its own.
+        error_store: the store of published errors, with a connection of its own.
         interval_s: seconds between two beats.
         lost_after_s: seconds without a beat after which a rank is lost.
     """
@@ -103,7 +103,7 @@ class Heartbeat:
     def __init__(
         self,
         store: "Store",
-        errors: "Store",
+        error_store: "Store",
         rank: int,
         world_size: int,
         *,
@@ -111,7 +111,7 @@ class Heartbeat:
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         self.store = store
-        self.errors = errors
+        self.error_store = error_store
         self.rank = rank
         self.interval_s = interval_s
         self.lost_after_s = lost_after_s
@@ -120,12 +120,12 @@ class Heartbeat:
         self._epochs: Epochs = []
         self._beat_number = 0
         # How many waits this rank has reached, and how many all ranks have, as far as it knows
-        self._reached = 0
-        self._all_reached = 0
-        # The value of _all_reached in the last beat of this rank
-        self._sent_all_reached = 0
+        self._waits_reached = 0
+        self._waits_reached_by_all = 0
+        # The value of _waits_reached_by_all in the last beat of this rank
+        self._acknowledged_waits = 0
         # The smallest all_reached of the last beats, on rank 0
-        self._known_to_all_ranks = 0
+        self._waits_acknowledged_by_all = 0
         self._waits_since: float | None = None
 
         self._silent_rank: int | None = None  # a rank without a beat for too long
@@ -175,7 +175,7 @@ class Heartbeat:
             LostRank: a rank is silent.
             RuntimeError: another rank has failed, or the store is gone.
         """
-        self._reached += 1
+        self._waits_reached += 1
         began = time.monotonic()
         looked_at = began
         log_at = began + LOG_INTERVAL_S
@@ -195,8 +195,8 @@ class Heartbeat:
 
     def _is_wait_over(self) -> bool:
         if self.rank == 0:
-            return self._known_to_all_ranks >= self._reached
-        return self._sent_all_reached >= self._reached
+            return self._waits_acknowledged_by_all >= self._waits_reached
+        return self._acknowledged_waits >= self._waits_reached
 
     def _raise_if_lost(self) -> None:
         if self._has_failed:
@@ -232,7 +232,7 @@ class Heartbeat:
         if waits_since is None:
             return self.interval_s
         waited_s = time.monotonic() - waits_since
-        return min(self.interval_s, MOST_WAITING_INTERVAL_S, 0.02 + 0.05 * waited_s)
+        return min(self.interval_s, MAX_WAITING_INTERVAL_S, 0.02 + 0.05 * waited_s)
 
     def _do_round(self) -> None:
         """Send this rank's beat, on rank 0 look at all of them, and read the state."""
@@ -241,20 +241,20 @@ class Heartbeat:
         if self.rank == 0:
             self._judge_all_ranks()
         state: dict[str, Any] = json.loads(self.store.get("state"))
-        self._has_failed = self.errors.check(["first"])
+        self._has_failed = self.error_store.check(["first"])
         self._note_beat(0, state["beat_number"])
         self._silent_rank = 0 if self._is_silent(0) else state["silent_rank"]
-        if state["all_reached"] > self._all_reached:
-            self._all_reached = state["all_reached"]
+        if state["all_reached"] > self._waits_reached_by_all:
+            self._waits_reached_by_all = state["all_reached"]
             # The next beat says so at once, and the wait ends.
             self._wake.set()
 
     def _send_beat(self) -> None:
-        all_reached = self._all_reached
-        beat = Beat(self._beat_number, self._reached, all_reached, self._epochs)
+        all_reached = self._waits_reached_by_all
+        beat = Beat(self._beat_number, self._waits_reached, all_reached, self._epochs)
         self.store.set(self._keys[self.rank], json.dumps(beat))
         # This is set last, because it ends the wait, and then the process of this rank may end.
-        self._sent_all_reached = all_reached
+        self._acknowledged_waits = all_reached
 
     def _judge_all_ranks(self) -> None:
         """Read the beats of all ranks, as rank 0, and publish the state of all of them."""
@@ -262,8 +262,10 @@ class Heartbeat:
         for rank, beat in enumerate(beats):
             self._note_beat(rank, beat.number)
         silent_ranks = [rank for rank in range(1, len(beats)) if self._is_silent(rank)]
-        self._late_ranks = [rank for rank, beat in enumerate(beats) if beat.reached < self._reached]
-        self._known_to_all_ranks = min(beat.all_reached for beat in beats)
+        self._late_ranks = [
+            rank for rank, beat in enumerate(beats) if beat.reached < self._waits_reached
+        ]
+        self._waits_acknowledged_by_all = min(beat.all_reached for beat in beats)
         self._publish_state(min(beat.reached for beat in beats), min(silent_ranks, default=None))
 
     def _publish_state(self, all_reached: int, silent_rank: int | None) -> None:

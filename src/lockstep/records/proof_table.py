@@ -1,6 +1,7 @@
 """The table of src/prove.py, with a line for each check. Imports no torch."""
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def write_table(folder: Path, overrides: list[str], results: list[CheckResult], 
     lines = [
         "# Is the training the same?",
         "",
-        f"`python src/prove.py {' '.join(overrides)}`",
+        f"`python src/prove.py {shlex.join(overrides)}`",
         "",
         where,
         "",

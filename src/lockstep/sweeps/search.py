@@ -83,15 +83,8 @@ class Search:
         The next trial starts as soon as one of the `num_parallel` running trials ends.
         """
         jobs: dict[Future[Any], Any] = {}
-        max_starts = 2 * num_trials
         while True:
-            num_missing = num_trials - len(self._select_trials("COMPLETE", "PRUNED")) - len(jobs)
-            num_new = min(
-                num_parallel - len(jobs), num_missing, max_starts - len(self.started_trials)
-            )
-            if stop_signals:
-                num_new = 0
-            for _ in range(num_new):
+            for _ in range(self._count_trials_to_start(num_trials, num_parallel, len(jobs))):
                 trial = self._choose_trial()
                 self.started_trials.add(trial.number)
                 jobs[start(self._build_overrides(trial), trial.number)] = trial
@@ -102,6 +95,15 @@ class Search:
                 self._end_trial(jobs.pop(job), job.result().return_value)
         if stop_signals:
             log.info(f"The search was stopped. The same command continues {self.journal}.")
+
+    def _count_trials_to_start(self, num_trials: int, num_parallel: int, num_running: int) -> int:
+        """Return how many more trials start now; at most 0 if none does."""
+        if stop_signals:
+            return 0
+        num_missing = num_trials - num_running - len(self._select_trials("COMPLETE", "PRUNED"))
+        # As many may fail as are to end.
+        starts_left = 2 * num_trials - len(self.started_trials)
+        return min(num_parallel - num_running, num_missing, starts_left)
 
     def _choose_trial(self) -> Any:
         """Return a trial whose run was stopped in an earlier start, or else a new one."""

@@ -38,18 +38,17 @@ FACTS = (
     "inputs",
 )
 # Options of optimizer= that are no arguments of the optimizer's class.
-OPTIONS_OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
-OPTIONS_OF_LOSSES = {
+KEYS_BESIDE_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)
+# Options of the default loss and of the default schedule, with their defaults.
+LOSS_DEFAULTS = {
     "label_smoothing": 0.0,
     "class_weights": None,
     "gamma": 2.0,
     "target_threshold": None,
 }
-OPTIONS_OF_SCHEDULES = {"warmup_epochs": 0.0, "final_share": 0.0}
-# Options of scheduler= that are no arguments of the schedule's class.
-OPTIONS_OF_EVERY_SCHEDULE = ("monitor",)
+SCHEDULE_DEFAULTS = {"warmup_epochs": 0.0, "final_share": 0.0}
 # An override of these groups is refused if the task does not take the part.
-PARTS_OF_TASK = ("loss", "metrics", "optimizer", "scheduler")
+GROUPS_REFUSED_IF_UNUSED = ("loss", "metrics", "optimizer", "scheduler")
 
 # The kinds of targets that data modules have, with the options that make them.
 TARGET_DESCRIPTIONS = {
@@ -233,7 +232,7 @@ def _refuse_unused_parts(config: Config, parameters: Any) -> None:
     target = config["task"]["_target_"]
     for override in config.get("overrides") or ():
         group = key_of(override).partition(".")[0]
-        if group in PARTS_OF_TASK and config.get(group) and group not in parameters:
+        if group in GROUPS_REFUSED_IF_UNUSED and config.get(group) and group not in parameters:
             raise UserError(
                 f"{target} does not take {group}=: remove {override}, or add the parameter {group}."
             )
@@ -241,9 +240,7 @@ def _refuse_unused_parts(config: Config, parameters: Any) -> None:
 
 def _build_optimizer(options: Config, learning_rates: Config) -> Any:
     """Return a partial of optimizer=, which takes the parameters."""
-    arguments = {
-        key: value for key, value in options.items() if key not in OPTIONS_OF_EVERY_OPTIMIZER
-    }
+    arguments = {key: value for key, value in options.items() if key not in KEYS_BESIDE_OPTIMIZER}
     return build({**arguments, **learning_rates, "_partial_": True})
 
 
@@ -252,9 +249,9 @@ def _build_scheduler(config: Config) -> Any:
     node = config.get("scheduler") or {}
     if "_target_" not in node:
         return None
-    options = drop_foreign_defaults(node, OPTIONS_OF_SCHEDULES, "scheduler")
-    for name in OPTIONS_OF_EVERY_SCHEDULE:
-        options.pop(name, None)
+    options = drop_foreign_defaults(node, SCHEDULE_DEFAULTS, "scheduler")
+    # This option is no argument of the schedule's class.
+    options.pop("monitor", None)
     target = resolve_target(node["_target_"], "scheduler._target_")
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         options.setdefault("mode", _mode_of_schedule(config))
@@ -383,5 +380,5 @@ def build_loss(config: Config, facts: DataFacts) -> Any:
         return None
     classes = facts["num_classes"]
     counts = facts.get("class_counts") or [1] * classes
-    options = drop_foreign_defaults(node, OPTIONS_OF_LOSSES, "loss")
+    options = drop_foreign_defaults(node, LOSS_DEFAULTS, "loss")
     return build(options, {"num_classes": classes, "class_counts": counts})

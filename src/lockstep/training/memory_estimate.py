@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 # The allocator's gaps and cuDNN's workspaces: 4 % for ViT-B/32, 9 % for ResNet-18
 MARGIN = 1.1
 # A search ends there where the number of training images is not known.
-MOST_IMAGES = 65536
+MAX_IMAGES = 65536
 # FSDP gathers two units at a time, and the gradients of one.
 GATHERED_UNITS = 3
 COUNTED_STRATEGIES = ("DDP", "FSDP", "AllReduce", "")
@@ -112,7 +112,7 @@ def _device_memory_gib(trainer: Config) -> float:
 
 
 def _count_training_images(config: Config) -> int:
-    """Return the number of training images if data.root is on this machine, else MOST_IMAGES.
+    """Return the number of training images if data.root is on this machine, else MAX_IMAGES.
 
     The images are listed, and none is opened.
     """
@@ -120,7 +120,7 @@ def _count_training_images(config: Config) -> int:
     root = str(data.get("root") or "")
     can_list = hasattr(resolve_target(data["_target_"], "data._target_"), "list_images")
     if not can_list or not root or not Path(root).exists():
-        return MOST_IMAGES
+        return MAX_IMAGES
     listed_data = build_prepared_data(config, {**data, "path": "loader", "global_batch_size": 1})
     return int(listed_data.num_train)
 

@@ -29,7 +29,7 @@ def predict_own_batches(predictor: Predictor, data: pl.LightningDataModule | Non
     Raises:
         UserError: there is no loader.
     """
-    _choose_loaders(predictor.module, data)
+    _install_predict_dataloader(predictor.module, data)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     is_gpu = predictor.device.type == "cuda"
     trainer = pl.Trainer(
@@ -46,7 +46,7 @@ def predict_own_batches(predictor: Predictor, data: pl.LightningDataModule | Non
     return trainer.predict(predictor.module, datamodule=data) or []
 
 
-def _choose_loaders(module: Any, data: Any) -> None:
+def _install_predict_dataloader(module: Any, data: Any) -> None:
     """Let Lightning predict the loaders of predict_dataloader, or else of test_dataloader.
 
     The data module's hook comes before the module's.

@@ -181,9 +181,12 @@ def _batch_limits(run: Run, data: Any, *, trainable: bool) -> dict[str, Any]:
     accumulate = run.batch.accumulate
     batches = data.steps_per_epoch * accumulate
     limit = round_to_whole_steps(options["limit_train_batches"], batches, accumulate)
-    batches_of_epoch = options.get("overfit_batches") or limit
+    overfit = options.get("overfit_batches")
+    batches_of_epoch = overfit or limit
     if not isinstance(batches_of_epoch, int):
         batches_of_epoch = int(batches_of_epoch * batches)
+    if overfit and not batches_of_epoch:
+        raise UserError(f"trainer.overfit_batches={overfit} leaves no batch: give at least 1.")
     limits["limit_train_batches"] = limit
     limits["val_check_interval"] = validation_interval(
         options["val_check_interval"], batches_of_epoch, accumulate
@@ -202,15 +205,16 @@ def round_to_whole_steps(limit: float, batches: int, accumulate: int) -> float:
     Raises:
         UserError: not even one step fits.
     """
-    num_batches = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
-    if num_batches % accumulate == 0 or not limit:
+    if not limit:
         return limit
+    num_batches = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
     if num_batches < accumulate:
         raise UserError(
             f"trainer.limit_train_batches={limit} leaves {num_batches} micro-batches and a step "
             f"takes {accumulate}: give at least {accumulate}."
         )
-    return num_batches - num_batches % accumulate
+    incomplete = num_batches % accumulate
+    return num_batches - incomplete if incomplete else limit
 
 
 def validation_interval(interval: float, batches: int, accumulate: int) -> float:

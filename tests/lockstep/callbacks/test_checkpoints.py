@@ -4,6 +4,7 @@ import enum
 import math
 from collections import Counter
 from concurrent.futures import Future
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,6 +164,26 @@ def test_an_epochs_last_waits_for_no_checkpoint_but_the_last(writes_beside, epoc
     callback.writer.job = Future()
     fit(Small(), callback, max_epochs=3)
     assert [epoch for epoch, *kinds in saved if "last" in kinds] == epochs
+
+
+class Exact(torch.optim.SGD):
+    """An optimizer whose state has a value that is not loaded from files."""
+
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["share"] = Fraction(1, 2)
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_an_optimizer_state_that_cannot_be_loaded_is_refused(weights_only, tmp_path):
+    class Adds(Small):
+        def configure_optimizers(self):
+            return Exact(self.parameters(), 0.1)
+
+    with pytest.raises(UserError, match="fractions.Fraction, which is not loaded from files"):
+        fit(Adds(), Checkpoints(tmp_path, weights_only=weights_only), max_epochs=9)
+    assert list(tmp_path.glob("*.ckpt")) == []
 
 
 @pytest.mark.filterwarnings("ignore")

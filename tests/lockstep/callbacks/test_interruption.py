@@ -105,7 +105,7 @@ class Evaluated(Small):
 
 def evaluate(place, how, loaders, ask_at=None, **options):
     """Vote after every batch; return (batches that this rank has seen, whether it was stopped)."""
-    module.MOST_STEPS_BETWEEN_VOTES = 1
+    module.MAX_STEPS_BETWEEN_VOTES = 1
     interruption = Interruption(timeout_s=5.0)
     evaluated = Evaluated(interruption, ask_at)
     trainer = strategy_runs.trainer_of(

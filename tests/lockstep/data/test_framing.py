@@ -48,7 +48,7 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
         image = photograph(*RNG.integers(60, 300, 2))
         square = torch.from_numpy(np.array(framing.square(image)))[None]
         moved = transforms.resize_crop_flip(
-            square, torch.from_numpy(transforms.centre_draw())[:, None], "bilinear"
+            square, torch.from_numpy(transforms.centre_crop())[:, None], "bilinear"
         )
         assert torch.allclose(transforms.normalise(moved)[0], theirs(image), atol=1e-5), image.size
 
@@ -154,7 +154,7 @@ def test_pixels_are_torchvisions(case):
     options = {"image_size": 32, **CASES[case]}
     framing = Framing(**{"resize": options["image_size"], **options}, mean=tuple(MEAN))
     transforms, most = BatchTransforms(framing, STD), 1e-5 if framing.resize == 32 else ONE_STEP
-    draws = transforms.draw(np.random.default_rng(2), len(RAW))
+    draws = transforms.draw_crops(np.random.default_rng(2), len(RAW))
     found, expected = made(transforms, RAW, draws), theirs(draws, framing)
     assert (
         found.shape == expected.shape == (12, 3, *[framing.image_size] * 2)
@@ -164,13 +164,15 @@ def test_pixels_are_torchvisions(case):
     expected = F.center_crop(theirs(draws * 0, Framing(framing.resize, framing.resize, "crop", framing.interpolation)),
                              [framing.image_size])  # fmt: skip
     assert (
-        made(transforms, RAW, transforms.centre_draw()[:, None].repeat(12, 1)) - expected
+        made(transforms, RAW, transforms.centre_crop()[:, None].repeat(12, 1)) - expected
     ).abs().max() < most
 
 
 def test_draws_reach_every_start_and_both_sides():
-    draws = BatchTransforms(Framing(32, 32, crop_padding=4, flip=True), STD).draw(
+    draws = BatchTransforms(Framing(32, 32, crop_padding=4, flip=True), STD).draw_crops(
         np.random.default_rng(0), 5000
     )
     assert [sorted(set(row.tolist())) for row in draws] == [list(range(9)), list(range(9)), [0, 1]]
-    assert (BatchTransforms(Framing(32, 32), STD).draw(np.random.default_rng(0), 5) == 0).all()
+    assert (
+        BatchTransforms(Framing(32, 32), STD).draw_crops(np.random.default_rng(0), 5) == 0
+    ).all()

@@ -164,6 +164,18 @@ def test_a_table_to_predict_needs_its_numbers(tmp_path):
         read_listed_images(table(tmp_path, age=["old"] * COUNT), ["age"])
 
 
+def test_errors_of_a_table_to_predict_name_its_option(tmp_path):
+    with pytest.raises(UserError, match="^images=.*none.csv cannot be read"):
+        read_listed_images(tmp_path / "none.csv", [])
+    other = tmp_path / "other.csv"
+    other.write_text("bild,age\n0.png,3\n")
+    with pytest.raises(UserError, match="^images=.*has bild, age. Rename"):
+        read_listed_images(other, ["age"])
+    other.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="^images=.*is not a CSV file"):
+        read_listed_images(other, [])
+
+
 @pytest.mark.slow
 def test_a_run_is_evaluated_and_predicts_with_its_numbers(tmp_path):
     root = table(tmp_path)

@@ -18,7 +18,7 @@ from lockstep.process.errors import UserError
 from lockstep.process.project import REPOSITORY
 from lockstep.ranks.process_group import create_process_group
 from lockstep.training.trainer import agree_on_precision, round_to_whole_steps, validation_interval
-from runs import succeed
+from runs import run_script, succeed
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,18 @@ def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
 def test_lightning_gets_an_interval_in_micro_batches(stated, batches, accumulate, wanted):
     found = validation_interval(stated, batches, accumulate)
     assert found == wanted and type(found) is type(wanted)
+
+
+@pytest.mark.parametrize(("share", "accumulate"), [(0.001, 1), (0.01, 4)])
+def test_a_share_of_no_batch_is_refused(share, accumulate):
+    with pytest.raises(UserError, match=f"leaves 0 micro-batches.* give at least {accumulate}"):
+        round_to_whole_steps(share, 30, accumulate)
+
+
+def test_overfitting_on_a_share_of_no_batch_is_refused(tmp_path):
+    words = ["data=synthetic", "data.num_images=500", "model=small_cnn", "trainer=cpu"]
+    done = run_script("train", *words, "trainer.overfit_batches=0.001", logs=tmp_path)
+    assert done.code == 2 and "overfit_batches=0.001 leaves no batch" in done.output
 
 
 def test_a_wrong_limit_or_interval_is_refused():
