@@ -67,27 +67,50 @@ class BatchRefused(UserError):
 
 @dataclass
 class BatchProbes:
-    """The batches that were tried.
+    """The batches per device that were tried, and the one that comes next.
 
     Args:
-        peaks: peak memory in GiB by images per device; None where it ran out of memory.
+        micro_batches_per_step: micro-batches of a global batch, over all ranks.
+        unit: every batch is a multiple of it.
         limit_gib: memory of a device; inf until a run has told it.
-        max_batch: training images per device; inf until a run has told them.
+        max_batch: the largest batch of which an epoch has one; inf until a run has told it.
+        peaks: peak memory in GiB by batch; None where it ran out of memory.
     """
 
-    peaks: dict[int, float | None] = field(default_factory=dict)
+    micro_batches_per_step: int = 1
+    unit: int = 1
     limit_gib: float = math.inf
     max_batch: float = math.inf
+    peaks: dict[int, float | None] = field(default_factory=dict)
 
-    def add(
-        self, batch: int, record: Mapping[str, Any], memory_limit_gib: float | None, parts: int
-    ) -> None:
+    @property
+    def fitting(self) -> list[int]:
+        """The batches within the limit, in ascending order."""
+        fitting = [batch for batch, peak in self.peaks.items() if peak and peak <= self.limit_gib]
+        return sorted(fitting)
+
+    @property
+    def largest(self) -> int:
+        return max(self.fitting, default=0)
+
+    @property
+    def smallest_failed(self) -> float:
+        return min(self.peaks.keys() - self.fitting, default=math.inf)
+
+    @property
+    def bounded_by(self) -> str:
+        return "data set" if self.largest == self.max_batch else "memory"
+
+    def bound_by_epoch(self, epoch_size: int) -> None:
+        """Set the largest batch from the images of an epoch."""
+        self.max_batch = epoch_size // self.micro_batches_per_step
+
+    def add(self, batch: int, record: Mapping[str, Any], memory_limit_gib: float | None) -> None:
         """Add a run.
 
         Args:
             record: the run's run.json. Its peak is None if memory ran out.
             memory_limit_gib: trainer.memory_limit_gib.
-            parts: micro-batches of a global batch, over all ranks.
         """
         peak = record["peak_memory_gib"]
         self.peaks[batch] = peak
@@ -97,18 +120,66 @@ class BatchProbes:
         elif usable:
             self.limit_gib = USABLE_SHARE * usable
         if record.get("num_train"):
-            self.max_batch = record["num_train"] // parts
+            self.bound_by_epoch(record["num_train"])
         usage = f"{peak:.3g} of {self.limit_gib:.3g} GiB" if peak else "out of memory"
         log.info(f"{batch} images per device: {usage}")
+
+    def choose_next(self) -> int | None:
+        """Return the batch to try next; None if the search is over."""
+        if len(self.peaks) >= MAX_RUNS:
+            return None
+        if not self.peaks:
+            aim: float = FIRST_BATCH
+        elif not self.fitting:
+            aim = self.smallest_failed / 4
+        else:
+            aim = self._choose_below_failed(self._extrapolate_to_limit())
+        batch = int(max(min(aim, self.max_batch), self.unit) // self.unit * self.unit)
+        if batch in self.peaks or self.largest >= CLOSE_SHARE * batch:
+            return None
+        return batch
+
+    def _extrapolate_to_limit(self) -> float:
+        """Return the batch where a line through the last two peaks meets the limit.
+
+        With 1 GiB for 8 images and 4 GiB for 64, a limit of 16 GiB is met at 288.
+        """
+        points = []
+        for batch, peak in sorted(self.peaks.items()):
+            if peak and batch <= self.smallest_failed:
+                points.append((batch, peak))
+        if len(points) < 2:
+            return 8 * self.largest
+        (small, low), (large, high) = points[-2:]
+        slope = max(high - low, 1e-9) / (large - small)
+        return min(small + (self.limit_gib - low) / slope, 8 * self.largest)
+
+    def _choose_below_failed(self, aim: float) -> float:
+        """Return a batch below the smallest one that has failed."""
+        if aim >= self.smallest_failed:
+            aim = math.sqrt(self.largest * self.smallest_failed)
+            # The first prediction is at most a little too high.
+            if len(self.peaks) == len(self.fitting) + 1 and len(self.fitting) > 1:
+                aim = max(aim, 0.9 * self.smallest_failed)
+        return min(aim, CLOSE_SHARE * self.smallest_failed)
+
+    def find_largest(self) -> int:
+        """Return the largest batch within the limit; raise UserError if none is."""
+        if self.largest:
+            return self.largest
+        memory = "the memory of a device"
+        if math.isfinite(self.limit_gib):
+            memory = f"{self.limit_gib:.3g} GiB"
+        raise UserError(
+            f"Not even {min(self.peaks)} images per device fit into {memory}. Use a smaller model, "
+            "trainer=fsdp over more devices, or trainer.activation_checkpointing=true."
+        )
 
 
 def search_largest_batch(config: Config, cluster: Cluster, smallest: Batch) -> dict[str, Any]:
     """Run train.py with several batches; return the fields of `largest_batch` in the record."""
-    parts = cluster.world_size * smallest.accumulate
-    unit = _find_batch_unit(config)
-    probes = BatchProbes()
-    batch: int | None = FIRST_BATCH
-    while batch is not None:
+    probes = BatchProbes(cluster.world_size * smallest.accumulate, _find_batch_unit(config))
+    while (batch := probes.choose_next()) is not None:
         try:
             record = _train_two_steps(config, cluster, smallest, batch)
         except BatchRefused:
@@ -116,17 +187,16 @@ def search_largest_batch(config: Config, cluster: Cluster, smallest: Batch) -> d
             if not probes.peaks or batch > min(probes.peaks):
                 raise
             break
-        probes.add(batch, record, config["trainer"]["memory_limit_gib"], parts)
-        batch = choose_next_batch(probes.peaks, probes.limit_gib, probes.max_batch, unit)
+        probes.add(batch, record, config["trainer"]["memory_limit_gib"])
 
-    largest = find_largest_fitting(probes.peaks, probes.limit_gib)
+    largest = probes.find_largest()
     return {
         "per_device": largest,
-        "global": largest * parts,
+        "global": largest * probes.micro_batches_per_step,
         "probes": len(probes.peaks),
         "peak_memory_gib": probes.peaks[largest],
         "limit_gib": round(probes.limit_gib, 4),
-        "bounded_by": "data set" if largest == probes.max_batch else "memory",
+        "bounded_by": probes.bounded_by,
     }
 
 
@@ -136,77 +206,6 @@ def _find_batch_unit(config: Config) -> int:
     # Mixup and CutMix mix pairs of images.
     mixes = augmentation.get("mixup_alpha", 0) or augmentation.get("cutmix_alpha", 0)
     return math.lcm(2 if mixes else 1, config["trainer"].get("micro_batches") or 1)
-
-
-def choose_next_batch(
-    peaks: Mapping[int, float | None], limit_gib: float, max_batch: float, unit: int = 1
-) -> int | None:
-    """Return the batch per device to try next; None if the search is over.
-
-    Args:
-        peaks: peak memory in GiB by batch; None where it ran out of memory.
-        max_batch: the number of training images per device.
-        unit: every batch is a multiple of it.
-    """
-    if len(peaks) >= MAX_RUNS:
-        return None
-    fitting = {batch for batch, peak in peaks.items() if peak and peak <= limit_gib}
-    smallest_failed = min(peaks.keys() - fitting, default=None)
-    largest = max(fitting, default=0)
-    aim = _extrapolate_to_limit(peaks, limit_gib, largest, smallest_failed)
-    if smallest_failed is not None:
-        aim = _choose_below_failed(
-            aim, fitting, smallest_failed, has_failed_once=len(peaks) == len(fitting) + 1
-        )
-    batch = int(max(min(aim, max_batch), unit) // unit * unit)
-    if batch in peaks or largest >= CLOSE_SHARE * batch:
-        return None
-    return batch
-
-
-def _extrapolate_to_limit(
-    peaks: Mapping[int, float | None], limit_gib: float, largest: int, smallest_failed: int | None
-) -> float:
-    """Return the batch where a line through the last two peaks meets the limit.
-
-    With 1 GiB for 8 images and 4 GiB for 64, a limit of 16 GiB is met at 288.
-    """
-    if not largest:
-        assert smallest_failed is not None
-        return smallest_failed / 4
-    points = sorted((batch, peak) for batch, peak in peaks.items() if peak and batch <= largest)
-    peak_of_failed = None if smallest_failed is None else peaks[smallest_failed]
-    if smallest_failed is not None and peak_of_failed:
-        points.append((smallest_failed, peak_of_failed))
-    if len(points) < 2:
-        return 8 * largest
-    (small, low), (large, high) = points[-2:]
-    slope = max(high - low, 1e-9) / (large - small)
-    return min(small + (limit_gib - low) / slope, 8 * largest)
-
-
-def _choose_below_failed(
-    aim: float, fitting: set[int], smallest_failed: int, *, has_failed_once: bool
-) -> float:
-    """Return a batch below the smallest one that has failed."""
-    if aim >= smallest_failed:
-        aim = math.sqrt(max(fitting, default=0) * smallest_failed)
-        # The first prediction is at most a little too high.
-        if has_failed_once and len(fitting) > 1:
-            aim = max(aim, 0.9 * smallest_failed)
-    return min(aim, CLOSE_SHARE * smallest_failed)
-
-
-def find_largest_fitting(peaks: Mapping[int, float | None], limit_gib: float) -> int:
-    """Return the largest batch within the limit; raise UserError if none is."""
-    fitting = [batch for batch, peak in peaks.items() if peak and peak <= limit_gib]
-    if fitting:
-        return max(fitting)
-    memory = "the memory of a device" if math.isinf(limit_gib) else f"{limit_gib:.3g} GiB"
-    raise UserError(
-        f"Not even {min(peaks)} images per device fit into {memory}. Use a smaller model, "
-        "trainer=fsdp over more devices, or trainer.activation_checkpointing=true."
-    )
 
 
 def _train_two_steps(

@@ -14,7 +14,7 @@ from lockstep.process.errors import UserError
 from lockstep.ranks.find import LAUNCHER_VARIABLES, Cluster, detect_launcher
 from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
-from lockstep.runs.batch_search import choose_next_batch, find_largest_fitting
+from lockstep.runs.batch_search import BatchProbes
 from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
 from runs import run_script, start_script
 
@@ -23,14 +23,11 @@ SMALL = ["data=synthetic", "data.num_images=20000", "data.num_test_images=20", "
 
 
 def searched(memory, limit=16.0, bound=100_000, unit=1):
-    """The batches that are tried where `memory` is the peak of a batch, or None where it runs
-    out.
-    """
-    tried, batch = {}, 8
-    while batch is not None:
-        tried[batch] = memory(batch)
-        batch = choose_next_batch(tried, limit, bound, unit)
-    return tried
+    """The probes where `memory` is the peak of a batch, or None where it runs out."""
+    probes = BatchProbes(1, unit, limit, bound)
+    while (batch := probes.choose_next()) is not None:
+        probes.peaks[batch] = memory(batch)
+    return probes
 
 
 CURVES = {
@@ -49,18 +46,17 @@ def test_the_search_ends_near_the_largest_batch_in_few_runs(name, runs_out):
     def memory(batch):
         return None if runs_out and CURVES[name](batch) > 16.2 else CURVES[name](batch)
 
-    tried = searched(memory)
+    probes = searched(memory)
     largest = max(batch for batch in range(1, 20000) if CURVES[name](batch) <= 16)
-    assert find_largest_fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (
-        5 if "line" in name else 8
-    ), tried
+    assert probes.largest > 0.9 * largest, probes
+    assert len(probes.peaks) <= (5 if "line" in name else 8), probes
 
 
 def test_the_data_set_and_the_unit_bound_the_search():
-    assert find_largest_fitting(searched(lambda batch: 0.001 * batch, bound=777), 16.0) == 777
-    assert all(batch % 6 == 0 for batch in list(searched(lambda batch: 0.1 * batch, unit=6))[1:])
+    assert searched(lambda batch: 0.001 * batch, bound=777).largest == 777
+    assert all(batch % 6 == 0 for batch in searched(lambda batch: 0.1 * batch, unit=6).peaks)
     with pytest.raises(UserError, match="Not even 1 images per device fit into 16 GiB"):
-        find_largest_fitting(searched(lambda batch: None), 16.0)
+        searched(lambda batch: None).find_largest()
 
 
 @pytest.mark.parametrize("peak", [None, 9.0])
