@@ -7,6 +7,7 @@ FSDP over more devices needs less memory on each, and DDP needs the same.
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,8 @@ USABLE_SHARE = 0.95
 # Try at most 95 % of a failed batch. Stop when the next try would be within 5 % of the best one.
 CLOSE_SHARE = 0.95
 GIB = 2**30
+# So ends the refusal of a batch that is larger than an epoch.
+REFUSAL_BY_EPOCH = re.compile(r"give a size from 1 to (\d+)\.$")
 TRAIN_SCRIPT = REPOSITORY / "src" / "train.py"
 OUT_OF_MEMORY_SIGNS = (
     "out of memory",
@@ -85,13 +88,16 @@ class BatchProbes:
 
     @property
     def fitting(self) -> list[int]:
-        """The batches within the limit, in ascending order."""
-        fitting = [batch for batch, peak in self.peaks.items() if peak and peak <= self.limit_gib]
-        return sorted(fitting)
+        """The batches within the limit."""
+        return [batch for batch, peak in self.peaks.items() if peak and peak <= self.limit_gib]
 
     @property
     def largest(self) -> int:
-        return max(self.fitting, default=0)
+        """The largest batch that fits; 0 if none does.
+
+        The first probe of a run on several nodes may fit one node and be larger than an epoch.
+        """
+        return max((batch for batch in self.fitting if batch <= self.max_batch), default=0)
 
     @property
     def smallest_failed(self) -> float:
@@ -102,25 +108,30 @@ class BatchProbes:
         return "data set" if self.largest == self.max_batch else "memory"
 
     def bound_by_epoch(self, epoch_size: int) -> None:
-        """Set the largest batch from the images of an epoch."""
-        self.max_batch = epoch_size // self.micro_batches_per_step
+        """Set the largest batch from the images of an epoch; refuse an epoch without a step."""
+        smallest_step = self.micro_batches_per_step * self.unit
+        if epoch_size < smallest_step:
+            raise UserError(
+                f"A step on these ranks takes at least {smallest_step} images, but an epoch has "
+                f"{epoch_size}. Use fewer ranks or a smaller trainer.accumulate_grad_batches."
+            )
+        self.max_batch = epoch_size // smallest_step * self.unit
 
-    def add(self, batch: int, record: Mapping[str, Any], memory_limit_gib: float | None) -> None:
+    def add(self, batch: int, record: Mapping[str, Any], config: Config) -> None:
         """Add a run.
 
         Args:
             record: the run's run.json. Its peak is None if memory ran out.
-            memory_limit_gib: trainer.memory_limit_gib.
         """
         peak = record["peak_memory_gib"]
         self.peaks[batch] = peak
         usable = record.get("usable_memory_gib")
-        if memory_limit_gib:
-            self.limit_gib = memory_limit_gib
+        if config["trainer"]["memory_limit_gib"]:
+            self.limit_gib = config["trainer"]["memory_limit_gib"]
         elif usable:
             self.limit_gib = USABLE_SHARE * usable
         if record.get("num_train"):
-            self.bound_by_epoch(record["num_train"])
+            self.bound_by_epoch(config["data"].get("epoch_size") or record["num_train"])
         usage = f"{peak:.3g} of {self.limit_gib:.3g} GiB" if peak else "out of memory"
         log.info(f"{batch} images per device: {usage}")
 
@@ -130,7 +141,7 @@ class BatchProbes:
             return None
         if not self.peaks:
             aim: float = FIRST_BATCH
-        elif not self.fitting:
+        elif not self.largest:
             aim = self.smallest_failed / 4
         else:
             aim = self._choose_below_failed(self._extrapolate_to_limit())
@@ -182,12 +193,17 @@ def search_largest_batch(config: Config, cluster: Cluster, smallest: Batch) -> d
     while (batch := probes.choose_next()) is not None:
         try:
             record = _train_two_steps(config, cluster, smallest, batch)
-        except BatchRefused:
+        except BatchRefused as refusal:
+            epoch = REFUSAL_BY_EPOCH.search(str(refusal))
+            if epoch and math.isinf(probes.max_batch):
+                # The first batch is larger than an epoch, whose size the refusal tells.
+                probes.bound_by_epoch(int(epoch[1]))
+                continue
             # BatchNorm refuses a single image, which is tried only after two have not fit.
             if not probes.peaks or batch > min(probes.peaks):
                 raise
             break
-        probes.add(batch, record, config["trainer"]["memory_limit_gib"])
+        probes.add(batch, record, config)
 
     largest = probes.find_largest()
     return {

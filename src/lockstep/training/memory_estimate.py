@@ -59,7 +59,7 @@ def estimate(config: Config) -> int:
     limit_gib = _device_memory_gib(trainer)
     ranks_per_node, ranks = _count_ranks(config)
     probes = BatchProbes(ranks * trainer["accumulate_grad_batches"], limit_gib=limit_gib)
-    probes.bound_by_epoch(_count_training_images(config))
+    probes.bound_by_epoch(_count_images_of_epoch(config))
 
     while (batch := probes.choose_next()) is not None:
         peak_gib = MARGIN * peak_bytes(config, batch, ranks, ranks_per_node) / GIB
@@ -102,12 +102,14 @@ def _device_memory_gib(trainer: Config) -> float:
     raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
 
 
-def _count_training_images(config: Config) -> int:
-    """Return the number of training images if data.root is on this machine, else MOST_IMAGES.
+def _count_images_of_epoch(config: Config) -> int:
+    """Return data.epoch_size, or else the number of training images.
 
-    The images are listed, and none is opened.
+    They are listed if data.root is on this machine, and none is opened. Otherwise it is MOST_IMAGES.
     """
     data = config["data"]
+    if data.get("epoch_size"):
+        return int(data["epoch_size"])
     root = str(data.get("root") or "")
     can_list = hasattr(resolve_target(data["_target_"], "data._target_"), "list_images")
     if not can_list or not root or not Path(root).exists():

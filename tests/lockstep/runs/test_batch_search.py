@@ -15,6 +15,7 @@ from lockstep.ranks.find import LAUNCHER_VARIABLES, Cluster, detect_launcher
 from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
 from lockstep.runs.batch_search import BatchProbes
+from lockstep.training.build_data import build_prepared_data
 from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
 from runs import run_script, start_script
 
@@ -74,6 +75,39 @@ def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
     monkeypatch.setattr(search, "_train_two_steps", train)
     with pytest.raises(UserError, match="Not even 2 images per device fit into 1 GiB"):
         search.search_largest_batch(config, cluster, Batch(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "num_nodes", "per_device"),
+    [
+        (["data.num_images=60", "data.val_fraction=0.2"], 1, 48),
+        (["data.epoch_size=100"], 1, 100),
+        (["data.epoch_size=6"], 1, 6),
+        # The first probe, of 8 images, fits the epoch of one node.
+        (["data.epoch_size=11"], 2, 5),
+        (["data.epoch_size=25", "augmentation.mixup_alpha=0.2"], 1, 24),
+    ],
+)
+def test_the_epoch_bounds_the_search(words, num_nodes, per_device, monkeypatch):
+    config = plain(compose("train", [*SMALL, "trainer=cpu", *words]))
+    cluster = Cluster("none", num_nodes, 1, 0, 0, "127.0.0.1", None)
+
+    def train(config, cluster, smallest, batch):
+        options = {**config["data"], "path": "loader", "global_batch_size": batch}
+        try:
+            data = build_prepared_data(config, options)
+        except UserError as error:
+            raise search.BatchRefused(str(error)) from None
+        return {"peak_memory_gib": batch / 100, "usable_memory_gib": 9, "num_train": data.num_train}
+
+    monkeypatch.setattr(search, "_train_two_steps", train)
+    largest = search.search_largest_batch(config, cluster, Batch(1, 1, 1))
+    assert largest["per_device"] == per_device and largest["bounded_by"] == "data set"
+
+
+def test_an_epoch_without_a_step_is_refused():
+    with pytest.raises(UserError, match="at least 16 images, but an epoch has 15"):
+        BatchProbes(8, unit=2).bound_by_epoch(15)
 
 
 def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch, capsys):
