@@ -105,7 +105,9 @@ class BatchProbes:
 
     @property
     def bounded_by(self) -> str:
-        return "data set" if self.largest == self.max_batch else "memory"
+        """What bounds the largest batch: the data set, if no batch up to an epoch has failed."""
+        is_near_epoch = self.largest >= CLOSE_SHARE * self.max_batch
+        return "data set" if is_near_epoch and self.smallest_failed > self.max_batch else "memory"
 
     def bound_by_epoch(self, epoch_size: int) -> None:
         """Set the largest batch from the images of an epoch; refuse an epoch without a step."""

@@ -105,7 +105,7 @@ def _device_memory_gib(trainer: Config) -> float:
 def _count_images_of_epoch(config: Config) -> int:
     """Return data.epoch_size, or else the number of training images.
 
-    They are listed if data.root is on this machine, and none is opened. Otherwise it is MOST_IMAGES.
+    They are listed, not opened, if data.root is on this machine. Otherwise it is MOST_IMAGES.
     """
     data = config["data"]
     if data.get("epoch_size"):

@@ -85,7 +85,9 @@ def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
         (["data.epoch_size=6"], 1, 6),
         # The first probe, of 8 images, fits the epoch of one node.
         (["data.epoch_size=11"], 2, 5),
-        (["data.epoch_size=25", "augmentation.mixup_alpha=0.2"], 1, 24),
+        (["data.epoch_size=5", "augmentation.mixup_alpha=0.2"], 1, 4),
+        # 66 is within 5 % of 64.
+        (["data.epoch_size=66"], 1, 64),
     ],
 )
 def test_the_epoch_bounds_the_search(words, num_nodes, per_device, monkeypatch):
@@ -103,6 +105,11 @@ def test_the_epoch_bounds_the_search(words, num_nodes, per_device, monkeypatch):
     monkeypatch.setattr(search, "_train_two_steps", train)
     largest = search.search_largest_batch(config, cluster, Batch(1, 1, 1))
     assert largest["per_device"] == per_device and largest["bounded_by"] == "data set"
+
+
+def test_memory_bounds_a_batch_below_one_that_failed():
+    probes = searched(lambda batch: batch / (20 if batch <= 64 else 10), limit=9.6, bound=100)
+    assert probes.largest == 95 and probes.bounded_by == "memory", probes
 
 
 def test_an_epoch_without_a_step_is_refused():
