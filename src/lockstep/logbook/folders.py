@@ -139,10 +139,11 @@ class RecordedRun:
             self.config.get("model.weights"),
             self.record.initial_weights,
         )
-        # Absolute paths, paths in a home folder and URLs lie outside of the repository.
-        elsewhere = re.compile("/|~|[a-z0-9]+:")
+        # Absolute paths, paths above or in a home folder and URLs lie outside of the repository.
+        elsewhere = re.compile(r"/|~|\.\.?(/|$)|[a-z0-9]+:")
         texts = [str(path).removeprefix(f"{REPOSITORY}/") for path in paths if path]
-        return sorted({path.split("/")[0] for path in texts if not elsewhere.match(path)})
+        folders = [os.path.normpath(text) for text in texts]
+        return sorted({path.split("/")[0] for path in folders if not elsewhere.match(path)})
 
     @property
     def best_value(self) -> Any:

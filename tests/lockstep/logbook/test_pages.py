@@ -385,6 +385,14 @@ def test_the_worktree_of_a_page_links_data_by_whole_path(tmp_path):
     assert RecordedRun(folder, RunRecord()).linked_folders == ["photos"]
 
 
+@pytest.mark.parametrize(
+    ("root", "linked"), [("./photos/birds", ["photos"]), ("../photos", []), (".", [])]
+)
+def test_the_worktree_of_a_page_links_folders_of_the_repository(tmp_path, root, linked):
+    (tmp_path / "config.yaml").write_text(f"data: {{root: {root}}}\n")
+    assert RecordedRun(tmp_path, RunRecord()).linked_folders == linked
+
+
 def write_proof(logs, name, reference, result):
     folder = logs / "prove" / name
     runs = write_run(folder / "train" / "runs", "reference", **reference)
