@@ -48,7 +48,9 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _dotted_name(base: ast.expr, module: str, origins: dict[str, str]) -> str:
-    """Return the full name of a base class, which `module` writes as Base or file.Base."""
+    """Return the full name of a base class, which `module` writes as Base, file.Base or Base[…]."""
+    if isinstance(base, ast.Subscript):
+        base = base.value
     first, dot, rest = ast.unparse(base).partition(".")
     return origins.get(first, f"{module}.{first}") + dot + rest
 
