@@ -19,7 +19,7 @@ from lockstep.process.project import REPOSITORY
 from lockstep.records.config import flatten
 from lockstep.records.folder import missing_run_error, read_config, run_folders
 from lockstep.records.metric_names import split_stage
-from lockstep.records.record import RunRecord, read_record, status_of
+from lockstep.records.record import RunRecord, is_out_of_memory, read_record, status_of
 
 STAGES = ("val", "test")
 # The sign of each status in tables and headings.
@@ -203,8 +203,7 @@ class RecordedRun:
     @property
     def status(self) -> str:
         status = status_of(self.record)
-        is_memory = "memory" in (self.record.error.message or "").lower()
-        if status == "failed" and is_memory:
+        if status == "failed" and is_out_of_memory(self.record.error.message or ""):
             return "out of memory"
         return status
 

@@ -25,6 +25,7 @@ from lockstep.ranks.find import Cluster
 from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
+from lockstep.records.record import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +40,8 @@ GIB = 2**30
 # So ends the refusal of a batch that is larger than an epoch.
 REFUSAL_BY_EPOCH = re.compile(r"give a size from 1 to (\d+)\.$")
 TRAIN_SCRIPT = REPOSITORY / "src" / "train.py"
-OUT_OF_MEMORY_SIGNS = (
-    "out of memory",
-    "alloc_failed",
-    "status_not_initialized",
-    "unable to find an engine",
-    "can't allocate memory",
-    "sigkill",
-)
+# So end runs whose batch is too large, though the error does not say so.
+SIGNS_OF_LARGE_BATCH = ("status_not_initialized", "unable to find an engine", "sigkill")
 LAUNCHER_PREFIXES = (
     "RANK",
     "LOCAL_",
@@ -249,7 +244,7 @@ def _train_two_steps(
     if code == EXIT_OK:
         return record
     text = "\n".join([*lines[-30:], str(record.get("error"))])
-    if any(sign in text.lower() for sign in OUT_OF_MEMORY_SIGNS):
+    if is_out_of_memory(text) or any(sign in text.lower() for sign in SIGNS_OF_LARGE_BATCH):
         return {**record, "peak_memory_gib": None}
     if code == EXIT_USER_ERROR:
         raise BatchRefused(lines[-1].removeprefix("error: "))

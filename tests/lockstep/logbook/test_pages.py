@@ -386,6 +386,19 @@ def test_the_worktree_of_a_page_links_data_by_whole_path(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("RuntimeError: [enforce fail] can't allocate memory: you tried 8 bytes", "out of memory"),
+        ("CUDA error: an illegal memory access was encountered", "failed"),
+        ("unable to open shared memory object </torch_1> in read-write mode", "failed"),
+    ],
+)
+def test_a_run_without_memory_has_its_own_status(tmp_path, message, status):
+    record = write_run(tmp_path, "r", status="failed", error={"message": message})
+    assert read_run(record).status == status
+
+
+@pytest.mark.parametrize(
     ("root", "linked"), [("./photos/birds", ["photos"]), ("../photos", []), (".", [])]
 )
 def test_the_worktree_of_a_page_links_folders_of_the_repository(tmp_path, root, linked):
