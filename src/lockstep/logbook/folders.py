@@ -265,11 +265,11 @@ class RecordedRun:
             if name in values:
                 return values[name]
 
-        value: Any = self.record
+        value: Any = vars(self.record)
         if name in ("status", "best_value", "test_value"):
-            value = self
+            value = {name: getattr(self, name)}
         for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+            value = value.get(part) if isinstance(value, dict) else None
         return self.config.get(f"choices.{name}") if value is None else value
 
 

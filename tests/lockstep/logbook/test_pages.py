@@ -398,6 +398,11 @@ def test_a_run_without_memory_has_its_own_status(tmp_path, message, status):
     assert read_run(record).status == status
 
 
+@pytest.mark.parametrize(("name", "value"), [("tags", ["a"]), ("tags.count", None)])
+def test_a_value_of_a_run_is_no_method(tmp_path, name, value):
+    assert RecordedRun(tmp_path, RunRecord(tags=["a"])).value(name) == value
+
+
 @pytest.mark.parametrize(
     ("root", "linked"), [("./photos/birds", ["photos"]), ("../photos", []), (".", [])]
 )
