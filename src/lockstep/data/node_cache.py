@@ -76,8 +76,7 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
     # On some shared disks, as Lustre with localflock, a lock holds on one node only. So two nodes
     # may build the same folder.
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.part")
-    for incomplete in (folder, part):
-        shutil.rmtree(incomplete, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir()
         content = build(part)
@@ -88,9 +87,11 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
             os.replace(part, folder)
         except OSError:
             # Another node was faster, and its folder is whole.
-            if not (folder / META).exists():
-                raise
-            content = json.loads((folder / META).read_text())
+            if (folder / META).exists():
+                return json.loads((folder / META).read_text())
+            # Its files were deleted in part.
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(part, folder)
     except Exception as error:
         remedy = "give data.cache_dir=FOLDER on a larger disk"
         full_disk = as_disk_full_error(error, folder.parent, remedy)
