@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.overrides import overrides_of_trial
+from lockstep.config.overrides import overrides_of_short_run
 from lockstep.process import signals
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_OK, EXIT_USER_ERROR, UserError
@@ -280,7 +280,7 @@ def _build_overrides(
         changes["trainer.num_nodes"] = 1
     if "pretrained" in config["model"]:
         changes["model.pretrained"] = False
-    return overrides_of_trial(config["overrides"], changes)
+    return overrides_of_short_run(config["overrides"], changes)
 
 
 def remove_launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
