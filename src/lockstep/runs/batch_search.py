@@ -100,7 +100,7 @@ class BatchProbes:
 
     @property
     def bounded_by(self) -> str:
-        """What bounds the largest batch: the data set, if no batch up to an epoch has failed."""
+        """The data set, if no batch up to an epoch has failed; else the memory."""
         is_near_epoch = self.largest >= CLOSE_SHARE * self.max_batch
         return "data set" if is_near_epoch and self.smallest_failed > self.max_batch else "memory"
 
