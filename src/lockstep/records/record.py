@@ -138,7 +138,6 @@ class RunRecord:
     per_device_batch_size: int | None = None
     per_device_batch_limit: int | None = None
     accumulate_grad_batches: int | None = None
-    # "max_time", "early_stopping" or "pruned" if that ended the training before its epochs did
     ended_by: str | None = None
     # Its largest or smallest value chooses the best checkpoint.
     monitor: str = "val/acc"
