@@ -130,6 +130,13 @@ def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch
     assert "largest batch 12 per device, 24 global = 12 × 2 × 1 · limited by the data set" in said
 
 
+def test_an_estimate_ends_at_the_images_of_an_epoch(monkeypatch, capsys):
+    monkeypatch.setattr("lockstep.training.memory_estimate.peak_bytes", lambda *_: 2**20)
+    words = [*SMALL, "trainer=cpu", "data.epoch_size=100", "trainer.memory_limit_gib=16"]
+    assert estimate(plain(compose("train", words))) == 0
+    assert "largest batch 100 per device" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("devices", "ranks"), [("auto", 8), (4, 4), (0, None), (-1, None)])
 def test_an_estimate_counts_devices_as_a_training_does(devices, ranks, monkeypatch, capsys):
     monkeypatch.setattr("lockstep.training.memory_estimate.peak_bytes", lambda *_: 2**20)
