@@ -69,8 +69,8 @@ def check_repeat(proof: Proof) -> CheckResult:
 
 
 def check_resume_step(proof: Proof) -> CheckResult:
-    stop = len(proof.reference.steps) * 3 // 4
-    return check_resume(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), stop)
+    step = len(proof.reference.steps) * 3 // 4
+    return check_resume(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), step)
 
 
 def check_resume_epoch(proof: Proof) -> CheckResult:
@@ -79,11 +79,11 @@ def check_resume_epoch(proof: Proof) -> CheckResult:
 
 
 def check_resume(
-    proof: Proof, check: str, stop: str, expected: tuple[int, ...], stop_at: int
+    proof: Proof, check: str, stop_option: str, exit_codes: tuple[int, ...], stop_value: int
 ) -> CheckResult:
     reference = proof.reference
     try:
-        run = proof.run_and_resume(check, stop, expected, stop_at)
+        run = proof.run_and_resume(check, stop_option, exit_codes, stop_value)
     except RunFailed as error:
         return CheckResult(check, False, difference="the run fails", cause=str(error))
     difference = find_first_difference(run, reference, 0.0)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.commands.command_line import read_command
-from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_trial
+from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_short_run
 from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.script import script
@@ -148,7 +148,7 @@ class Rehearsal:
         """
         folder.mkdir()
         changes = self._changes(folder, images) | options
-        overrides = overrides_of_trial(self.overrides, changes)
+        overrides = overrides_of_short_run(self.overrides, changes)
         simulated = self.nullgpu.environment(
             max(self.devices, self.ranks * self.devices_per_rank),
             self.memory_gib,

@@ -46,7 +46,7 @@ def reached_from(script: str) -> set[Path]:
 
 # What is measured, and at most.
 LIMITS = {
-    "syntax nodes of src/": (lambda: source().nodes, 161_750),
+    "syntax nodes of src/": (lambda: source().nodes, 161_950),
     "nodes a line of code": (lambda: round(source().nodes_a_line, 2), 6.3),
     "share of functions with more than 10 branches": (
         lambda: source().branchy / source().functions,

@@ -14,7 +14,7 @@ from data.columns import find_column, find_number_columns, parse_split_column, r
 from data.shards import Shards, identify_file
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.node_cache import Content
+from lockstep.data.node_cache import Metadata
 from lockstep.process.errors import UserError
 
 ENCODED = "encoded.bin"
@@ -98,7 +98,7 @@ class ParquetDataModule(ListedDataModule):
     def list_images(self) -> ImageList:
         return self._shards.list_images(self._label_columns)
 
-    def _read_shard(self, path: Path, folder: Path) -> Content:
+    def _read_shard(self, path: Path, folder: Path) -> Metadata:
         from pyarrow import ArrowException, parquet
 
         try:

@@ -22,10 +22,10 @@ from lockstep.data.listing import (
     parse_splits,
     resolve_root,
 )
-from lockstep.data.node_cache import Content, load_or_build
+from lockstep.data.node_cache import Metadata, load_or_build
 from lockstep.process.errors import UserError
 
-ReadShard = Callable[[Path, Path], Content]
+ReadShard = Callable[[Path, Path], Metadata]
 """A function of a file and its folder in the cache, which lists the file as JSON values:
 
 items: the values of a ShardItem for each image.
@@ -132,7 +132,7 @@ class Shards:
                 "files train-…, val-… and test-…, or leave data.splits out."
             )
 
-    def _list_items(self, folder: Path, name: str, split: int, shard: Content) -> Iterator[Item]:
+    def _list_items(self, folder: Path, name: str, split: int, shard: Metadata) -> Iterator[Item]:
         """Yield the images of one file, which `_read_once` has read."""
         group_option = self.module.group
         mtimes = _get_mtimes(shard, identify_file(folder / name))
@@ -155,7 +155,7 @@ class Shards:
                 column_values=image.column_values or {},
             )
 
-    def _read_once(self, path: Path) -> Content:
+    def _read_once(self, path: Path) -> Metadata:
         """Return what ReadShard says of a file, with `data` as the path where its images lie."""
         identity = identify_file(path)
         cache = self.module.cache_folder([identity, self.options])
@@ -199,7 +199,7 @@ class Shards:
         return splits
 
 
-def _get_mtimes(shard: Content, identity: list[Any]) -> list[int]:
+def _get_mtimes(shard: Metadata, identity: list[Any]) -> list[int]:
     """Return the time of the last change of each image's file.
 
     Args:

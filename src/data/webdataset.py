@@ -11,7 +11,7 @@ from lockstep.data.decoding import SUFFIXES
 from lockstep.data.image_list import ImageList
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import LeftOut, without_arrays
-from lockstep.data.node_cache import Content
+from lockstep.data.node_cache import Metadata
 from lockstep.process.errors import UserError
 
 HINT_ON_FIELD = " (where a key.json holds the label: data.label_field=FIELD)"
@@ -37,7 +37,7 @@ class WebDatasetDataModule(ListedDataModule):
     def list_images(self) -> ImageList:
         return self._shards.list_images()
 
-    def _read_shard(self, path: Path, folder: Path) -> Content:
+    def _read_shard(self, path: Path, folder: Path) -> Metadata:
         left_out: LeftOut = {}
         images: list[tarfile.TarInfo] = []
         # The content of each label by its key.

@@ -98,9 +98,9 @@ def test_a_method_is_read_through_packages_without_an_import(tmp_path, monkeypat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert class_source.has_method("theirs.Net", "extra")
+    assert class_source.defines_in_source("theirs.Net", "extra")
     # LightningModule itself has it, which says nothing.
-    assert not class_source.has_method("theirs.Net", "train_dataloader")
+    assert not class_source.defines_in_source("theirs.Net", "train_dataloader")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,10 @@ def test_a_method_is_read_through_packages_without_an_import(tmp_path, monkeypat
         ("class Net:\n  def extra(self): pass\nif __name__:\n  from one import Net", True),
         ("import lightning\nif lightning:\n  from one import Net", False),
         ("from bases import *\nclass Net(Net): pass", False),
+        ("class Base:\n  def extra(self): pass\nclass Net(Base[int]): pass", True),
     ],
 )
-def test_a_file_that_imports_its_own_class_is_read(tmp_path, monkeypatch, code, has_extra):
+def test_the_bases_of_a_file_are_read(tmp_path, monkeypatch, code, has_extra):
     (tmp_path / "one.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    assert class_source.has_method("one.Net", "extra") is has_extra
+    assert class_source.defines_in_source("one.Net", "extra") is has_extra

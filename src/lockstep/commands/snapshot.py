@@ -41,13 +41,16 @@ def run_from_snapshot(argv: list[str]) -> None:
         raise UserError(
             f"snapshot=true needs a git repository with a commit ({complaint.strip()})."
         )
-    _copy_changes(folder)
+    # The project may be a folder of a larger repository.
+    prefix, _ = git(REPOSITORY, "rev-parse", "--show-prefix")
+    project = folder / prefix.removesuffix("\n")
+    _copy_changes(project)
     log.info(
         f"snapshot of the code: {folder}; when its jobs have ended, remove it with "
         "git worktree remove --force"
     )
 
-    script = folder / Path(sys.argv[0]).resolve().relative_to(REPOSITORY)
+    script = project / Path(sys.argv[0]).resolve().relative_to(REPOSITORY)
     command = [sys.executable, str(script), *argv]
     if not any(argument.startswith("paths.root_dir=") for argument in argv):
         # Runs and data stay where they are without a snapshot.
@@ -58,7 +61,7 @@ def run_from_snapshot(argv: list[str]) -> None:
 
 
 def _copy_changes(folder: Path) -> None:
-    """Copy the uncommitted changes of the working directory into a worktree.
+    """Copy the uncommitted changes of the project into its folder of a worktree.
 
     Raises:
         UserError: git cannot list the changes.

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parents[2]
 LIBRARIES = ("lightning", "pytorch_lightning", "torch")
 
 
-def has_method(target: str, method: str, visited: tuple[str, ...] = ()) -> bool:
+def defines_in_source(target: str, method: str, visited: tuple[str, ...] = ()) -> bool:
     """Return whether a class or one of its bases defines a method. Bases of LIBRARIES do not count.
 
     Args:
@@ -29,11 +29,11 @@ def has_method(target: str, method: str, visited: tuple[str, ...] = ()) -> bool:
     origins = imported_names(tree, package)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
-        return name in origins and has_method(origins[name], method, (*visited, target))
+        return name in origins and defines_in_source(origins[name], method, (*visited, target))
     if method in (getattr(node, "name", None) for node in classes[name].body):
         return True
     bases = [_dotted_name(base, module, origins) for base in classes[name].bases]
-    return any(has_method(base, method, (*visited, target)) for base in bases)
+    return any(defines_in_source(base, method, (*visited, target)) for base in bases)
 
 
 def _parse(file: Path) -> ast.Module:
@@ -48,7 +48,9 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _dotted_name(base: ast.expr, module: str, origins: dict[str, str]) -> str:
-    """Return the full name of a base class, which `module` writes as Base or file.Base."""
+    """Return the full name of a base class, which `module` writes as Base, file.Base or Base[…]."""
+    if isinstance(base, ast.Subscript):
+        base = base.value
     first, dot, rest = ast.unparse(base).partition(".")
     return origins.get(first, f"{module}.{first}") + dot + rest
 

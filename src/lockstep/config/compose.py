@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import merge
 from lockstep.config.check import check_config
-from lockstep.config.class_source import has_method
+from lockstep.config.class_source import defines_in_source
 from lockstep.config.hydra_versions import register_resolver, store_config, version_base
 from lockstep.config.overrides import (
     SEARCH_PATH,
@@ -105,7 +105,7 @@ def _brings_loaders(cfg: Any, command_line: CommandLine) -> bool:
     recipe = command_line.choices.get("experiment")
     if recipe and _chooses_data(str(recipe), command_line.folders):
         return False
-    return has_method(str(cfg.task.get("_target_")), "train_dataloader")
+    return defines_in_source(str(cfg.task.get("_target_")), "train_dataloader")
 
 
 def _chooses_data(experiment: str, folders: tuple[Path, ...]) -> bool:

@@ -155,7 +155,7 @@ PLACEMENT_KEYS = ("trainer.launch", "trainer.strategy", ACCUMULATION, *RESOLVED_
 # These keys label a run or say what it leaves. An evaluation of the run does not inherit them.
 LABEL_KEYS = ("logbook", "tags", "test")
 # A run of a few steps has none of these.
-LEFT_OUT_OF_TRIALS = ("debug", "logbook", "logger")
+LEFT_OUT_OF_SHORT_RUNS = ("debug", "logbook", "logger")
 # These keys choose the images that are read. data=NAME chooses them, too.
 IMAGE_KEYS = ("data.root", "data.images", "data.*dataset")
 # This key chooses the fold that validates.
@@ -291,9 +291,9 @@ def is_shown_as_changed(key: str) -> bool:
     return kind not in (START, PLACE, OUTPUT) or root_of(key) in ("callbacks", "logger")
 
 
-def is_left_out_of_trials(key: str) -> bool:
+def is_left_out_of_short_runs(key: str) -> bool:
     """Return whether a run of a few steps, for a batch or as a dry run, leaves an override out."""
-    return kind_of(key) is START or root_of(key) in LEFT_OUT_OF_TRIALS
+    return kind_of(key) is START or root_of(key) in LEFT_OUT_OF_SHORT_RUNS
 
 
 def chooses_images(key: str) -> bool:

@@ -92,13 +92,13 @@ class CommandLine:
         return [word for word in self.overrides if not re.match("hydra[./]", key_of(word))]
 
 
-def overrides_of_trial(overrides: list[str], changes: Mapping[str, Any]) -> list[str]:
+def overrides_of_short_run(overrides: list[str], changes: Mapping[str, Any]) -> list[str]:
     """Return the overrides of a run of a few steps: the user's, and changes in place of some."""
     replaced = {key_of(key) for key in changes}
     kept_overrides = []
     for override in overrides:
         key = key_of(override)
-        if key not in replaced and not keys.is_left_out_of_trials(key):
+        if key not in replaced and not keys.is_left_out_of_short_runs(key):
             kept_overrides.append(override)
     return [*kept_overrides, *(f"{key}={value}" for key, value in changes.items())]
 

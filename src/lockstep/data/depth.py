@@ -16,7 +16,7 @@ from lockstep.data.decoding import THREADS, CorruptImage, decode_all, to_array
 from lockstep.data.file_values import Header, read_header
 from lockstep.data.framing import Framing
 from lockstep.data.image_list import ImageList
-from lockstep.data.node_cache import Content
+from lockstep.data.node_cache import Metadata
 
 # The images whose headers are read.
 HEADER_SAMPLE = 64
@@ -101,7 +101,7 @@ class Survey:
         ]
 
 
-def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> Content:
+def write_extremes(images: ImageList, folder: Path, *, skips_damaged: bool) -> Metadata:
     """Write the smallest and the largest value of each image, (n, 2) float64; 8 bits have nan.
 
     Returns:
@@ -148,7 +148,7 @@ def find_range(extremes: np.ndarray) -> tuple[float, float]:
 
 def measure_colours(
     images: ImageList, positions: list[int], framing: Framing, threads: int = THREADS
-) -> Content:
+) -> Metadata:
     """Return the mean and the deviation of each channel, and two percentiles as `filled`.
 
     Pixels are from 0 to 1.

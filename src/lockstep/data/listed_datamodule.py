@@ -27,7 +27,7 @@ from lockstep.data.depth import (
 from lockstep.data.image_datamodule import CHECK, ImageDataModule
 from lockstep.data.image_list import ImageList
 from lockstep.data.listing import hash_json
-from lockstep.data.node_cache import Content, load_or_build
+from lockstep.data.node_cache import Metadata, load_or_build
 from lockstep.data.reading import AUTO, BY_WINDOW, PICTURE, Range, Reading, parse_range
 from lockstep.data.sampling import BY_CLASS
 from lockstep.data.source import Source
@@ -234,7 +234,7 @@ class ListedDataModule(ImageDataModule):
             identity.append(CHECK)
         folder = self.cache_folder(identity)
 
-        def write(folder: Path) -> Content:
+        def write(folder: Path) -> Metadata:
             return write_extremes(images, folder, skips_damaged=self.stage == CHECK)
 
         has_all_images = not load_or_build(folder, write).get("unreadable")
@@ -294,7 +294,7 @@ class ListedDataModule(ImageDataModule):
         train = self.splits.train
         return pick_evenly(train if len(train) else np.arange(len(self.source)), count)
 
-    def _set_colours(self, colours: Content) -> None:
+    def _set_colours(self, colours: Metadata) -> None:
         """Set the mean and the deviation that `measure_colours` returned."""
         self.own_mean = colours["mean"]
         self.own_std = colours["std"]
@@ -303,7 +303,7 @@ class ListedDataModule(ImageDataModule):
         if sentence:
             self.source.warnings.append(sentence)
 
-    def _read_levels(self, _: Path) -> Content:
+    def _read_levels(self, _: Path) -> Metadata:
         """Return the grey levels in all masks."""
         levels: set[int] = set()
 
@@ -313,7 +313,7 @@ class ListedDataModule(ImageDataModule):
         decode_all(len(self.source), read)
         return {"levels": sorted(levels)}
 
-    def _write_array(self, folder: Path) -> Content:
+    def _write_array(self, folder: Path) -> Metadata:
         """Decode all images into the array file in `folder`."""
         n = len(self.source)
         side = self.framing.resize

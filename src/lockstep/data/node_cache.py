@@ -22,10 +22,10 @@ META = "meta.json"
 # A smaller folder is not worth a line in the log.
 LARGE_BYTES = 10**8
 # JSON values by name.
-Content = dict[str, Any]
+Metadata = dict[str, Any]
 
 
-def load_or_build(folder: Path, build: Callable[[Path], Content]) -> Content:
+def load_or_build(folder: Path, build: Callable[[Path], Metadata]) -> Metadata:
     """Return the metadata of a cache folder.
 
     The first process builds the folder while others wait. A complete folder is read without a lock,
@@ -45,11 +45,11 @@ def load_or_build(folder: Path, build: Callable[[Path], Content]) -> Content:
         # Another process may have built it while this one waited.
         if meta.exists():
             return json.loads(meta.read_text())
-        content = _build(folder, build)
+        metadata = _build(folder, build)
 
     if _folder_size(folder) >= LARGE_BYTES:
         _log_size(folder.parent)
-    return content
+    return metadata
 
 
 @contextmanager
@@ -71,26 +71,27 @@ def _hold_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
+def _build(folder: Path, build: Callable[[Path], Metadata]) -> Metadata:
     """Build a folder under another name and rename it. After an error remove it."""
     # On some shared disks, as Lustre with localflock, a lock holds on one node only. So two nodes
     # may build the same folder.
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.part")
-    for incomplete in (folder, part):
-        shutil.rmtree(incomplete, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir()
-        content = build(part)
-        (part / META).write_text(json.dumps(content))
+        metadata = build(part)
+        (part / META).write_text(json.dumps(metadata))
         for path in part.iterdir():
             _sync_file(path)
         try:
             os.replace(part, folder)
         except OSError:
             # Another node was faster, and its folder is whole.
-            if not (folder / META).exists():
-                raise
-            content = json.loads((folder / META).read_text())
+            if (folder / META).exists():
+                return json.loads((folder / META).read_text())
+            # Its files were deleted in part.
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(part, folder)
     except Exception as error:
         remedy = "give data.cache_dir=FOLDER on a larger disk"
         full_disk = as_disk_full_error(error, folder.parent, remedy)
@@ -100,7 +101,7 @@ def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     sync_folder(folder.parent)
-    return content
+    return metadata
 
 
 def _sync_file(path: Path) -> None:

@@ -132,7 +132,7 @@ def unfair_differences(runs: Sequence[RecordedRun]) -> list[str]:
         values = [read(run) for run in runs]
         if any(value != values[0] for value in values):
             differing.append(name)
-    if _have_other_weights(runs):
+    if _differ_in_initial_weights(runs):
         differing.append("the initial weights")
     return differing
 
@@ -240,12 +240,12 @@ def setting_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     rows = []
     for key, values in differences([run.config for run in runs]).items():
         rows.append((key, ["–" if value is None else str(value) for value in values]))
-    if _have_other_weights(runs):
+    if _differ_in_initial_weights(runs):
         rows.append(("initial_weights", [_initial_weights(run) for run in runs]))
     return rows
 
 
-def _have_other_weights(runs: Sequence[RecordedRun]) -> bool:
+def _differ_in_initial_weights(runs: Sequence[RecordedRun]) -> bool:
     """Return whether runs began with different weights.
 
     If all runs have the sha256 of their weights, it is compared, otherwise the address.

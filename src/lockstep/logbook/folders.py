@@ -19,7 +19,7 @@ from lockstep.process.project import REPOSITORY
 from lockstep.records.config import flatten
 from lockstep.records.folder import missing_run_error, read_config, run_folders
 from lockstep.records.metric_names import split_stage
-from lockstep.records.record import RunRecord, read_record, status_of
+from lockstep.records.record import RunRecord, is_out_of_memory, read_record, status_of
 
 STAGES = ("val", "test")
 # The sign of each status in tables and headings.
@@ -139,10 +139,11 @@ class RecordedRun:
             self.config.get("model.weights"),
             self.record.initial_weights,
         )
-        # Absolute paths, paths in a home folder and URLs lie outside of the repository.
-        elsewhere = re.compile("/|~|[a-z0-9]+:")
+        # Absolute paths, paths above or in a home folder and URLs lie outside of the repository.
+        elsewhere = re.compile(r"/|~|\.\.?(/|$)|[a-z0-9]+:")
         texts = [str(path).removeprefix(f"{REPOSITORY}/") for path in paths if path]
-        return sorted({path.split("/")[0] for path in texts if not elsewhere.match(path)})
+        folders = [os.path.normpath(text) for text in texts]
+        return sorted({path.split("/")[0] for path in folders if not elsewhere.match(path)})
 
     @property
     def best_value(self) -> Any:
@@ -202,8 +203,7 @@ class RecordedRun:
     @property
     def status(self) -> str:
         status = status_of(self.record)
-        is_memory = "memory" in (self.record.error.message or "").lower()
-        if status == "failed" and is_memory:
+        if status == "failed" and is_out_of_memory(self.record.error.message or ""):
             return "out of memory"
         return status
 
@@ -265,11 +265,11 @@ class RecordedRun:
             if name in values:
                 return values[name]
 
-        value: Any = self.record
+        value: Any = vars(self.record)
         if name in ("status", "best_value", "test_value"):
-            value = self
+            value = {name: getattr(self, name)}
         for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+            value = value.get(part) if isinstance(value, dict) else None
         return self.config.get(f"choices.{name}") if value is None else value
 
 

@@ -295,7 +295,7 @@ def _answer(
     return Answer([each.nonce for each in introductions], hosts, decision, error)
 
 
-class _Start(NamedTuple):
+class _StartState(NamedTuple):
     """The state of rank 0's start, as a rank sees it in the store.
 
     Args:
@@ -320,10 +320,10 @@ def _follow(deadline: _Deadline, introduction: Introduction) -> tuple[dist.Store
         The store of this start, and the answer.
     """
     store = _connect(deadline)
-    start = _Start()
+    start = _StartState()
     while True:
         try:
-            start = _look_at_start(store, start.prefix, deadline.cluster.rank, introduction)
+            start = _introduce_and_read(store, start.prefix, deadline.cluster.rank, introduction)
         except dist.DistError:
             if start.is_gathering:
                 message = f"rank 0 at {deadline.address} has ended before the run began"
@@ -331,34 +331,34 @@ def _follow(deadline: _Deadline, introduction: Introduction) -> tuple[dist.Store
             # This was the store of an earlier run, whose rank 0 has ended.
             deadline.pause([0], start.reason)
             store = _connect(deadline)
-            start = _Start()
+            start = _StartState()
             continue
         if start.answer is not None:
             return dist.PrefixStore(start.prefix, store), start.answer
         deadline.pause(start.missing_nodes, start.reason)
 
 
-def _look_at_start(
+def _introduce_and_read(
     store: dist.TCPStore, introduced_at: str, rank: int, introduction: Introduction
-) -> _Start:
+) -> _StartState:
     """Return the state of rank 0's start; introduce this rank to a start that it sees first.
 
     Args:
         introduced_at: the prefix of the start at which this rank has introduced itself.
     """
     if not store.check([START_KEY]):
-        return _Start()
+        return _StartState()
     prefix = f"lockstep/{store.get(START_KEY).decode()}"
     # The store may have held an earlier start until now, when rank 0 has begun this one.
     if prefix != introduced_at:
         _introduce(store, prefix, rank, introduction)
     missing_nodes = json.loads(store.get(f"{prefix}/missing"))
     if not store.check([f"{prefix}/answer"]):
-        return _Start(prefix, missing_nodes, is_gathering=True)
+        return _StartState(prefix, missing_nodes, is_gathering=True)
     answer = Answer(*json.loads(store.get(f"{prefix}/answer")))
     if introduction.nonce in answer.nonces:
-        return _Start(prefix, answer=answer)
-    return _Start(prefix, reason=" (its earlier run is still there)")
+        return _StartState(prefix, answer=answer)
+    return _StartState(prefix, reason=" (its earlier run is still there)")
 
 
 def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:

@@ -51,6 +51,17 @@ KEPT_ON_RESTART = (
 )
 
 
+# In lower case. An illegal memory access is another error.
+OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "outofmemory",
+    "alloc_failed",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "unable to allocate",
+)
+
+
 class JsonObject(dict[str, Any]):
     """An object in the record. Its keys are also attributes, and a missing one is None."""
 
@@ -127,7 +138,6 @@ class RunRecord:
     per_device_batch_size: int | None = None
     per_device_batch_limit: int | None = None
     accumulate_grad_batches: int | None = None
-    # "max_time", "early_stopping" or "pruned" if that ended the training before its epochs did
     ended_by: str | None = None
     # Its largest or smallest value chooses the best checkpoint.
     monitor: str = "val/acc"
@@ -293,6 +303,11 @@ def update_record(path: Path) -> Iterator[RunRecord]:
         record = read_record(path)
         yield record
         write_record(path, record)
+
+
+def is_out_of_memory(message: str) -> bool:
+    """Return whether an error says that memory ran out."""
+    return any(sign in message.lower() for sign in OUT_OF_MEMORY_SIGNS)
 
 
 def status_of(record: RunRecord, now: str | None = None) -> str:

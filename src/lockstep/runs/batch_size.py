@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.class_source import has_method
+from lockstep.config.class_source import defines_in_source
 from lockstep.process.errors import UserError
 from lockstep.ranks.find import Cluster
 from lockstep.records.batch import (
@@ -28,7 +28,8 @@ def is_lockstep_data(config: Config) -> bool:
     they do.
     """
     data = config["data"]
-    return "global_batch_size" in data or has_method(str(data.get("_target_")), "attach_to_ranks")
+    target = str(data.get("_target_"))
+    return "global_batch_size" in data or defines_in_source(target, "attach_to_ranks")
 
 
 def cut_smallest_batch(config: Config, cluster: Cluster) -> Batch:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.keys import is_placement
-from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_trial, quote_value
+from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_short_run, quote_value
 from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
@@ -89,7 +89,7 @@ class Proof:
             **changes,
         }
         overrides = [text for text in self.overrides if _keeps_override(key_of(text), trainer)]
-        return self.run_script("train", name, overrides_of_trial(overrides, changes))
+        return self.run_script("train", name, overrides_of_short_run(overrides, changes))
 
     @property
     def one_process(self) -> str:
@@ -167,17 +167,18 @@ class Proof:
         return find_first_difference(self.trace_run("repeat", {}), self.reference, 0.0)
 
     def run_and_resume(
-        self, name: str, stop_option: str, exit_codes: tuple[int, ...], step: int
+        self, name: str, stop_option: str, exit_codes: tuple[int, ...], stop_value: int
     ) -> StepTrace:
-        """Let an option of StepDigest end a run at a step, resume it, and return its trace.
+        """Let an option of StepDigest end a run, resume it, and return its trace.
 
         Args:
+            stop_value: the option's value, a step or an epoch.
             exit_codes: the exit codes that the stopped run may have.
 
         Raises:
             RunFailed: the stop or the resume did not work.
         """
-        code, line = self.train(name, {f"+{DIGEST_KEY}.{stop_option}": step})
+        code, line = self.train(name, {f"+{DIGEST_KEY}.{stop_option}": stop_value})
         if code not in exit_codes:
             raise RunFailed(f"the stop ended with exit code {code}: {line}")
         code, line = self.run_script(

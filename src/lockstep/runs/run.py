@@ -11,7 +11,7 @@ from lockstep.ranks.placement import count_devices_per_rank
 from lockstep.records.batch import Batch
 from lockstep.records.config import Config
 from lockstep.records.folder import RunFolder
-from lockstep.records.record import RunRecord, read_record, update_record
+from lockstep.records.record import update_record
 
 if TYPE_CHECKING:
     # These import torch, and a run exists before torch is needed.
@@ -108,10 +108,6 @@ class Run:
         """
         if self.heartbeat is not None:
             self.heartbeat.wait_for_all()
-
-    def record(self) -> RunRecord:
-        """Return run.json as it is on the disk."""
-        return read_record(self.folder.record_path)
 
     def update(self, trainer: "Trainer | None" = None, **fields: object) -> None:
         """Set fields of run.json, on rank 0.

@@ -65,6 +65,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         refuse_used_folder(sweep_dir, overrides)
         shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
     program = str(Path(sys.argv[0]).resolve())
+    earlier_times = _times_of_results(sweep_dir)
 
     def start_job(cfg: Any) -> float | None:
         """Run one job; launchers other than the project's own, such as submitit, call this."""
@@ -81,7 +82,10 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         jobs = _read_jobs(sweep_dir)
         if jobs:
             _report(jobs, sweep_dir, cfg, command)
-    return max((job.exit_code for job in jobs), default=0)
+    # A continued search also reports the jobs of its earlier starts.
+    times = _times_of_results(sweep_dir)
+    codes = [job.exit_code for job in jobs if times[job.number] != earlier_times.get(job.number)]
+    return max(codes, default=0)
 
 
 def _report(jobs: list[Job], sweep_dir: Path, cfg: Any, command: str) -> None:
@@ -99,6 +103,15 @@ def run_hydra(config_name: str, task: Callable[[Any], Any], argv: list[str]) -> 
     main = hydra.main(**version_base(), config_path=str(CONFIGS), config_name=config_name)
     with mock.patch.object(argparse.ArgumentParser, "_check_help", create=True):
         main(task)()
+
+
+def _times_of_results(sweep_dir: Path) -> dict[int, int]:
+    """Return when each job has ended, in ns, by its number."""
+    times: dict[int, int] = {}
+    for path in (sweep_dir / RESULTS_FOLDER).glob("*"):
+        number = int(path.name.partition("-")[0])
+        times[number] = max(times.get(number, 0), path.stat().st_mtime_ns)
+    return times
 
 
 def _read_jobs(sweep_dir: Path) -> list[Job]:

@@ -22,13 +22,7 @@ from lockstep.process.environment import count_visible_gpus
 from lockstep.process.errors import EXIT_OK, UserError
 from lockstep.ranks.placement import resolve_devices
 from lockstep.records.config import Config
-from lockstep.runs.batch_search import (
-    FIRST_BATCH,
-    GIB,
-    USABLE_SHARE,
-    choose_next_batch,
-    find_largest_fitting,
-)
+from lockstep.runs.batch_search import GIB, USABLE_SHARE, BatchProbes
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.training.build_data import build_prepared_data
 from lockstep.training.build_module import build_module
@@ -64,25 +58,22 @@ def estimate(config: Config) -> int:
         )
     limit_gib = _device_memory_gib(trainer)
     ranks_per_node, ranks = _count_ranks(config)
-    batches_per_step = ranks * trainer["accumulate_grad_batches"]
-    most_per_device = _count_training_images(config) // batches_per_step
+    probes = BatchProbes(ranks * trainer["accumulate_grad_batches"], limit_gib=limit_gib)
+    probes.bound_by_epoch(_count_images_of_epoch(config))
 
-    peaks_gib: dict[int, float | None] = {}  # by batch per device
-    batch: int | None = max(1, min(FIRST_BATCH, most_per_device))
-    while batch is not None:
-        tensor_bytes = peak_bytes(config, batch, ranks, ranks_per_node)
-        peak_gib = MARGIN * tensor_bytes / GIB
-        peaks_gib[batch] = peak_gib
+    while (batch := probes.choose_next()) is not None:
+        peak_gib = MARGIN * peak_bytes(config, batch, ranks, ranks_per_node) / GIB
+        probes.peaks[batch] = peak_gib
         log.info(f"{batch} images per device: {peak_gib:.3g} of {limit_gib:.3g} GiB")
-        batch = choose_next_batch(peaks_gib, limit_gib, most_per_device)
 
-    largest = find_largest_fitting(peaks_gib, limit_gib)
-    note = "limited by the data set · " if largest == most_per_device else ""
+    largest = probes.find_largest()
+    note = "limited by the data set · " if probes.bounded_by == "data set" else ""
+    batches = probes.micro_batches_per_step
     factors = f"{largest} × {ranks} × {trainer['accumulate_grad_batches']}"
     log.info(
-        f"estimated largest batch {largest} per device, {largest * batches_per_step} global = "
-        f"{factors} · {note}{peaks_gib[largest]:.3g} of {limit_gib:.3g} GiB, {MARGIN - 1:.0%} of "
-        "it for the allocator · nothing was run"
+        f"estimated largest batch {largest} per device, {largest * batches} global = {factors} · "
+        f"{note}{probes.peaks[largest]:.3g} of {limit_gib:.3g} GiB, {MARGIN - 1:.0%} of it for the "
+        "allocator · nothing was run"
     )
     return EXIT_OK
 
@@ -111,12 +102,14 @@ def _device_memory_gib(trainer: Config) -> float:
     raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
 
 
-def _count_training_images(config: Config) -> int:
-    """Return the number of training images if data.root is on this machine, else MAX_IMAGES.
+def _count_images_of_epoch(config: Config) -> int:
+    """Return data.epoch_size, or else the number of training images.
 
-    The images are listed, and none is opened.
+    They are listed, not opened, if data.root is on this machine. Otherwise it is MAX_IMAGES.
     """
     data = config["data"]
+    if data.get("epoch_size"):
+        return int(data["epoch_size"])
     root = str(data.get("root") or "")
     can_list = hasattr(resolve_target(data["_target_"], "data._target_"), "list_images")
     if not can_list or not root or not Path(root).exists():

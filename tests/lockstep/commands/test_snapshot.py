@@ -48,6 +48,20 @@ def test_a_snapshot_runs_the_uncommitted_code_of_the_moment(project):
     assert os.environ[snapshot.SNAPSHOT_VARIABLE] == "1"
 
 
+def test_a_snapshot_of_a_folder_of_a_repository_is_whole(project, monkeypatch):
+    root, started = project
+    folder = root / "src"
+    monkeypatch.setattr(snapshot, "REPOSITORY", folder)
+    monkeypatch.setattr(snapshot, "CODE_PATHS", ("train.py", "old.py"))
+    (folder / "old.py").write_text("changed")
+    snapshot.run_from_snapshot(["snapshot=true"])
+    [worktree] = (folder / "logs/code").iterdir()
+    [(_, command)] = started
+    assert command[1] == str(worktree / "src/train.py")
+    assert (worktree / "src/train.py").read_text() == "committed"
+    assert (worktree / "src/old.py").read_text() == "changed"
+
+
 def test_a_snapshot_takes_none_of_itself(project, monkeypatch):
     monkeypatch.setenv(snapshot.SNAPSHOT_VARIABLE, "1")
     assert snapshot.run_from_snapshot(["snapshot=true"]) is None and project[1] == []

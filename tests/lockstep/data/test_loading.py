@@ -159,6 +159,22 @@ def test_two_nodes_whose_locks_do_not_meet_share_no_part(tmp_path, monkeypatch):
     assert (tmp_path / "entry" / "data.bin").read_bytes() == b"whole"
 
 
+@pytest.mark.parametrize(("is_whole", "kept"), [(True, b"theirs"), (False, b"ours")])
+def test_a_folder_of_another_node_stays_if_whole(tmp_path, monkeypatch, is_whole, kept):
+    entry = tmp_path / "entry"
+    entry.mkdir()
+    (entry / "data.bin").write_bytes(b"theirs")
+    if is_whole:
+        (entry / META).write_text("{}")
+
+    def build(part):
+        (part / "data.bin").write_bytes(b"ours")
+        return {}
+
+    node_cache._build(entry, build)
+    assert (entry / "data.bin").read_bytes() == kept
+
+
 def test_a_build_that_fails_leaves_nothing(tmp_path):
     def build(part):
         (part / "data.bin").write_bytes(b"half")

@@ -385,6 +385,32 @@ def test_the_worktree_of_a_page_links_data_by_whole_path(tmp_path):
     assert RecordedRun(folder, RunRecord()).linked_folders == ["photos"]
 
 
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("RuntimeError: [enforce fail] can't allocate memory: you tried 8 bytes", "out of memory"),
+        ("CUDA error: an illegal memory access was encountered", "failed"),
+        ("unable to open shared memory object </torch_1> in read-write mode", "failed"),
+    ],
+)
+def test_a_run_without_memory_has_its_own_status(tmp_path, message, status):
+    record = write_run(tmp_path, "r", status="failed", error={"message": message})
+    assert read_run(record).status == status
+
+
+@pytest.mark.parametrize(("name", "value"), [("tags", ["a"]), ("tags.count", None)])
+def test_a_value_of_a_run_is_no_method(tmp_path, name, value):
+    assert RecordedRun(tmp_path, RunRecord(tags=["a"])).value(name) == value
+
+
+@pytest.mark.parametrize(
+    ("root", "linked"), [("./photos/birds", ["photos"]), ("../photos", []), (".", [])]
+)
+def test_the_worktree_of_a_page_links_folders_of_the_repository(tmp_path, root, linked):
+    (tmp_path / "config.yaml").write_text(f"data: {{root: {root}}}\n")
+    assert RecordedRun(tmp_path, RunRecord()).linked_folders == linked
+
+
 def write_proof(logs, name, reference, result):
     folder = logs / "prove" / name
     runs = write_run(folder / "train" / "runs", "reference", **reference)

@@ -14,7 +14,8 @@ from lockstep.process.errors import UserError
 from lockstep.ranks.find import LAUNCHER_VARIABLES, Cluster, detect_launcher
 from lockstep.records.batch import Batch
 from lockstep.runs import batch_search as search
-from lockstep.runs.batch_search import choose_next_batch, find_largest_fitting
+from lockstep.runs.batch_search import BatchProbes
+from lockstep.training.build_data import build_prepared_data
 from lockstep.training.memory_estimate import MARGIN, estimate, peak_bytes
 from runs import run_script, start_script
 
@@ -23,14 +24,11 @@ SMALL = ["data=synthetic", "data.num_images=20000", "data.num_test_images=20", "
 
 
 def searched(memory, limit=16.0, bound=100_000, unit=1):
-    """The batches that are tried where `memory` is the peak of a batch, or None where it runs
-    out.
-    """
-    tried, batch = {}, 8
-    while batch is not None:
-        tried[batch] = memory(batch)
-        batch = choose_next_batch(tried, limit, bound, unit)
-    return tried
+    """The probes where `memory` is the peak of a batch, or None where it runs out."""
+    probes = BatchProbes(1, unit, limit, bound)
+    while (batch := probes.choose_next()) is not None:
+        probes.peaks[batch] = memory(batch)
+    return probes
 
 
 CURVES = {
@@ -49,18 +47,17 @@ def test_the_search_ends_near_the_largest_batch_in_few_runs(name, runs_out):
     def memory(batch):
         return None if runs_out and CURVES[name](batch) > 16.2 else CURVES[name](batch)
 
-    tried = searched(memory)
+    probes = searched(memory)
     largest = max(batch for batch in range(1, 20000) if CURVES[name](batch) <= 16)
-    assert find_largest_fitting(tried, 16.0) > 0.9 * largest and len(tried) <= (
-        5 if "line" in name else 8
-    ), tried
+    assert probes.largest > 0.9 * largest, probes
+    assert len(probes.peaks) <= (5 if "line" in name else 8), probes
 
 
 def test_the_data_set_and_the_unit_bound_the_search():
-    assert find_largest_fitting(searched(lambda batch: 0.001 * batch, bound=777), 16.0) == 777
-    assert all(batch % 6 == 0 for batch in list(searched(lambda batch: 0.1 * batch, unit=6))[1:])
+    assert searched(lambda batch: 0.001 * batch, bound=777).largest == 777
+    assert all(batch % 6 == 0 for batch in searched(lambda batch: 0.1 * batch, unit=6).peaks)
     with pytest.raises(UserError, match="Not even 1 images per device fit into 16 GiB"):
-        find_largest_fitting(searched(lambda batch: None), 16.0)
+        searched(lambda batch: None).find_largest()
 
 
 @pytest.mark.parametrize("peak", [None, 9.0])
@@ -80,6 +77,46 @@ def test_where_not_even_two_images_fit_memory_is_the_cause(peak, monkeypatch):
         search.search_largest_batch(config, cluster, Batch(1, 1, 1))
 
 
+@pytest.mark.parametrize(
+    ("words", "num_nodes", "per_device"),
+    [
+        (["data.num_images=60", "data.val_fraction=0.2"], 1, 48),
+        (["data.epoch_size=100"], 1, 100),
+        (["data.epoch_size=6"], 1, 6),
+        # The first probe, of 8 images, fits the epoch of one node.
+        (["data.epoch_size=11"], 2, 5),
+        (["data.epoch_size=5", "augmentation.mixup_alpha=0.2"], 1, 4),
+        # 66 is within 5 % of 64.
+        (["data.epoch_size=66"], 1, 64),
+    ],
+)
+def test_the_epoch_bounds_the_search(words, num_nodes, per_device, monkeypatch):
+    config = plain(compose("train", [*SMALL, "trainer=cpu", *words]))
+    cluster = Cluster("none", num_nodes, 1, 0, 0, "127.0.0.1", None)
+
+    def train(config, cluster, smallest, batch):
+        options = {**config["data"], "path": "loader", "global_batch_size": batch}
+        try:
+            data = build_prepared_data(config, options)
+        except UserError as error:
+            raise search.BatchRefused(str(error)) from None
+        return {"peak_memory_gib": batch / 100, "usable_memory_gib": 9, "num_train": data.num_train}
+
+    monkeypatch.setattr(search, "_train_two_steps", train)
+    largest = search.search_largest_batch(config, cluster, Batch(1, 1, 1))
+    assert largest["per_device"] == per_device and largest["bounded_by"] == "data set"
+
+
+def test_memory_bounds_a_batch_below_one_that_failed():
+    probes = searched(lambda batch: batch / (20 if batch <= 64 else 10), limit=9.6, bound=100)
+    assert probes.largest == 95 and probes.bounded_by == "memory", probes
+
+
+def test_an_epoch_without_a_step_is_refused():
+    with pytest.raises(UserError, match="at least 16 images, but an epoch has 15"):
+        BatchProbes(8, unit=2).bound_by_epoch(15)
+
+
 def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch, capsys):
     for number in range(40):
         folder = tmp_path / "photos" / ("cat" if number % 2 else "dog")
@@ -91,6 +128,13 @@ def test_an_estimate_ends_at_the_number_of_training_images(tmp_path, monkeypatch
     assert estimate(plain(compose("train", [*words, "trainer.memory_limit_gib=16"]))) == 0
     said = capsys.readouterr().out
     assert "largest batch 12 per device, 24 global = 12 × 2 × 1 · limited by the data set" in said
+
+
+def test_an_estimate_ends_at_the_images_of_an_epoch(monkeypatch, capsys):
+    monkeypatch.setattr("lockstep.training.memory_estimate.peak_bytes", lambda *_: 2**20)
+    words = [*SMALL, "trainer=cpu", "data.epoch_size=100", "trainer.memory_limit_gib=16"]
+    assert estimate(plain(compose("train", words))) == 0
+    assert "largest batch 100 per device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("devices", "ranks"), [("auto", 8), (4, 4), (0, None), (-1, None)])

@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import logging
+import math
 import signal
 import subprocess
 import sys
@@ -272,6 +273,17 @@ def test_a_stopped_sweep_reports_the_jobs_that_have_ended(tmp_path, monkeypatch)
     with pytest.raises(SystemExit):
         jobs.run_sweep("train", ["experiment=quickstart", "seed=1,2", f"hydra.sweep.dir={sweep}"])
     assert json.loads((sweep / "sweep.json").read_text())["jobs"][0]["value"] == 0.5
+
+
+@pytest.mark.parametrize(("number", "code"), [(0, 1), (1, 0)])
+def test_a_continued_search_ends_by_its_new_jobs(tmp_path, monkeypatch, number, code):
+    sweep = tmp_path / "night"
+    jobs._write_job(sweep, Job(0, 1, [], math.nan))
+    monkeypatch.setattr(
+        jobs, "run_hydra", lambda *_: jobs._write_job(sweep, Job(number, code, [], 0.5))
+    )
+    words = ["optimizer.lr=interval(0.1,1)", "hydra/sweeper=optuna", f"hydra.sweep.dir={sweep}"]
+    assert jobs.run_sweep("train", ["experiment=quickstart", *words]) == code
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path):
