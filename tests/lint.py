@@ -42,8 +42,7 @@ NO_CODE = (
 )
 
 COLUMNS = 100
-MANY_BRANCHES = 10
-MAX_BRANCHES = 20
+MAX_BRANCHES = 10
 LONGEST_COMMENT_BEHIND_CODE = 60  # characters
 SKIPS = ("# fmt: " + "skip", "# fmt: " + "off")
 # Names that say nothing (CONTRIBUTING.md, Words). `each` may stand in a comprehension.
@@ -69,7 +68,6 @@ class Measures:
     Attributes:
         nodes: of the syntax tree, without Load, Store and Del.
         code_lines: without blank lines, comments and docstrings.
-        branchy: functions with more than MANY_BRANCHES branches.
         most_branches: of the function with the most.
         wide: lines of more than COLUMNS columns.
         tuple_assignments: `a, b = x, y`.
@@ -77,8 +75,6 @@ class Measures:
 
     nodes: int = 0
     code_lines: int = 0
-    functions: int = 0
-    branchy: int = 0
     most_branches: int = 0
     wide: int = 0
     skips: int = 0
@@ -114,8 +110,6 @@ def measure(text: str) -> Measures:
     return Measures(
         nodes=sum(not isinstance(node, NOT_COUNTED) for node in ast.walk(tree)),
         code_lines=len(_code_lines(text) - _docstring_lines(tree)),
-        functions=len(branches),
-        branchy=sum(number > MANY_BRANCHES for number in branches),
         most_branches=max(branches, default=0),
         wide=sum(len(line) > COLUMNS for line in lines),
         skips=sum(text.count(skip) for skip in SKIPS),
