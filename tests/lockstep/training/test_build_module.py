@@ -311,6 +311,15 @@ def test_a_gpu_rank_with_few_cores_warns(run, monkeypatch, caplog):
     assert not torch.backends.cudnn.benchmark
 
 
+def test_only_an_explicit_true_fills_new_memory(run, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    run.cluster = replace(run.cluster, accelerator="cpu")
+    for stated, is_filled in (("auto", False), (True, True), ("warn", False)):
+        run.config["trainer"]["deterministic"] = stated
+        prepare_process(run)
+        assert torch.utils.deterministic.fill_uninitialized_memory is is_filled
+
+
 def test_the_seed_reaches_every_generator_and_lightnings_samplers(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
