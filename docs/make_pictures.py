@@ -127,7 +127,7 @@ def draw_outputs() -> None:
 
 def draw_logbook() -> None:
     logbook = REPOSITORY / "logbook"
-    draw_page(logbook / "vit_cifar10-two-cores-ddp_sim" / "page.md", "page.png")
+    draw_page(logbook / "vit_tiny-ddp_sim" / "page.md", "page.png")
     draw_page(logbook / "ddp-beside-fsdp-26-epochs.md", "comparison.png")
     draw_page(logbook / "README.md", "logbook.png", LIGHT, LIST_HEIGHT)
     draw_page(logbook / "README.md", "logbook-dark.png", DARK, LIST_HEIGHT)

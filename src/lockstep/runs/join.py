@@ -301,9 +301,8 @@ def prepare_process(run: Run) -> None:
         keep_freed_memory()
     # While algorithms are deterministic, PyTorch fills new memory with NaN to reveal who reads it.
     # That takes a fifth of a step on a CPU and changes no result: only an explicit `true` keeps it.
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        run.trainer_config["deterministic"] is True
-    )
+    is_strict = run.trainer_config["deterministic"] is True
+    torch.utils.deterministic.fill_uninitialized_memory = is_strict  # type: ignore[attr-defined]
 
     # A user who adds the callback ModelSummary wants to see its table.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
