@@ -300,7 +300,7 @@ def prepare_process(run: Run) -> None:
     else:
         keep_freed_memory()
     # While algorithms are deterministic, PyTorch fills new memory with NaN to reveal who reads it.
-    # That takes a fifth of a step on a CPU and changes no result: only an explicit `true` keeps it.
+    # That slows every step on a CPU and changes no result: only an explicit `true` keeps it.
     is_strict = run.trainer_config["deterministic"] is True
     torch.utils.deterministic.fill_uninitialized_memory = is_strict  # type: ignore[attr-defined]
 
