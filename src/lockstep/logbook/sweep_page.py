@@ -45,6 +45,11 @@ class Sweep:
         return heading_of(read_text(self.folder / "page.md")) or self.sweep_id
 
     @property
+    def note(self) -> str:
+        """The user's words on page.md."""
+        return note_of(read_text(self.folder / "page.md"))
+
+    @property
     def jobs(self) -> list[dict[str, Any]]:
         """The jobs, the best first and failed ones last. Repeats stay in their order."""
         jobs: list[dict[str, Any]] = self.record["jobs"]
@@ -57,7 +62,7 @@ class Sweep:
 
     @property
     def result(self) -> str:
-        """The result in the logbook's list of sweeps."""
+        """What the arms say, for the logbook's list of sweeps."""
         compared = [f"{item.arm}: {item.sentence}" for item in self.arms.comparisons]
         return "; ".join(compared or self.arms.winner_lines() or [f"{len(self.jobs)} jobs"])
 
@@ -116,7 +121,7 @@ def write_sweep_page(folder: Path) -> Path:
         arms=sweep.arms,
         about_several=CAUTION_ABOUT_SEVERAL,
         figure=FIGURE if has_figure else "",
-        note=note_of(read_text(page)),
+        note=sweep.note,
         note_marks=NOTE_MARKS,
     )
     write_atomically(page, lambda file: file.write(text))
