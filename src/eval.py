@@ -142,19 +142,22 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
 
 def inherited_config(stored: Config) -> Config:
     """Return the part of a run's config that an evaluation takes, without the chosen trainer."""
-    choices = {
-        group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"
-    }
+    # An experiment may choose a trainer, too, and this machine may not have its GPUs.
+    choices = {**(stored.get("choices") or {}), "trainer": "default"}
     overrides = [
         override
         for override in map(str, stored.get("overrides") or ())
         if not key_of(override).startswith("trainer")
     ]
     kept = {key: value for key, value in stored.items() if not keys.is_not_inherited(key)}
+    # The experiment may set these two, for its own runs.
+    kept |= {"logbook": None, "tags": []}
     if isinstance(kept.get("trainer"), dict):
-        # The test takes all images, also if the training was limited.
+        # The test takes all images, also if the training was limited, in processes of its own.
         kept["trainer"] = {
-            key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")
+            key: value
+            for key, value in kept["trainer"].items()
+            if not key.startswith("limit_") and not keys.is_placement(f"trainer.{key}")
         }
     return {**kept, "choices": choices, "overrides": overrides}
 

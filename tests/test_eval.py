@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from eval import inherited_config
 from lockstep.checkpoints.files import Sidecar, write_sidecar
 from lockstep.checkpoints.io import write_checkpoint
 from lockstep.checkpoints.load import read_checkpoint
+from lockstep.commands.command_line import read_command
 from lockstep.records.folder import read_config
 from runs import run_script, succeed
 
@@ -51,6 +53,18 @@ def animals(tmp_path_factory):
 def test_a_key_that_nothing_reads_is_refused(word, said, animals):
     done = run_script("eval", "ckpt_path=animals", word, logs=animals.logs)
     assert done.code == 2 and said in done.output, done.output
+
+
+def test_the_trainer_and_the_labels_of_an_experiment_are_not_taken():
+    """experiment=vit_ddp asks for GPUs and for a page in the logbook, whatever the run did."""
+    stored = read_command("train", ["experiment=vit_ddp", "trainer=ddp_sim"], "").compose()
+    assert stored["logbook"] == "keep" and stored["trainer"]["accelerator"] == "cpu"
+    config = read_command("train", [], "").compose(stored=inherited_config(stored))
+    assert config["choices"]["experiment"] == "vit_ddp"
+    trainer = config["trainer"]
+    assert (trainer["accelerator"], trainer["launch"]) == ("auto", "process_per_device")
+    assert trainer["precision"] == stored["trainer"]["precision"]
+    assert config["logbook"] is None
 
 
 def test_keys_are_taken_as_typed_and_foreign_callbacks_not(animals, tmp_path):

@@ -56,6 +56,7 @@ def lists_of(path):
 # These lists are no facts about kinds of keys.
 ELSEWHERE = {
     ("eval.py", "evaluation_config"): "the values of one evaluation",
+    ("eval.py", "inherited_config"): "the labels of one evaluation",
     ("eval.py", "size_is_named"): "which options say the size of the images",
     ("lockstep/config/foreign.py", "NAMES"): "the boundary says itself what it lets in",
     ("lockstep/config/foreign.py", "RUN_ROOTS"): "the boundary says itself what it lets in",
