@@ -214,7 +214,7 @@ class RecordedRun:
     @property
     def note_for_other_page(self) -> str:
         """The user's own words for a page beside the run's folder, with links from there."""
-        return re.sub(r"\]\((?![a-z]+:|[/#])", f"]({quote(self.run_id)}/", self.note)
+        return links_from_beside(self.note, self.run_id)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -282,6 +282,11 @@ def heading_of(page: str) -> str | None:
     """Return the first heading of a page, which the user may change."""
     heading = re.match("# (.+)", page)
     return html.unescape(heading[1]) if heading else None
+
+
+def links_from_beside(note: str, folder: str) -> str:
+    """Return the words of a folder's page for a page beside the folder, with links from there."""
+    return re.sub(r"\]\((?![a-z]+:|[/#])", f"]({quote(folder)}/", note)
 
 
 def note_of(page: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.logbook.arms import CAUTION_ABOUT_SEVERAL, ArmRun, Arms
 from lockstep.logbook.figures import write_sweep_figure
-from lockstep.logbook.folders import NOTE_MARKS, heading_of, note_of, read_text
+from lockstep.logbook.folders import NOTE_MARKS, heading_of, links_from_beside, note_of, read_text
 from lockstep.logbook.render import render
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
@@ -48,6 +48,11 @@ class Sweep:
     def note(self) -> str:
         """The user's words on page.md."""
         return note_of(read_text(self.folder / "page.md"))
+
+    @property
+    def note_for_other_page(self) -> str:
+        """The user's words for a page beside the sweep's folder, with links from there."""
+        return links_from_beside(self.note, self.sweep_id)
 
     @property
     def jobs(self) -> list[dict[str, Any]]:

@@ -122,12 +122,14 @@ def test_the_logbook_keeps_builds_lists_and_removes_a_sweep(sweep, tmp_path, cap
     index = (tmp_path / "logbook" / "README.md").read_text()
     assert "- [night](night/page.md): optimizer.lr=0.2: better by 3.17" in index
     words = (
-        (kept / "page.md").read_text().replace(NOTE_MARKS[1], f"Yes: it is. More.\n{NOTE_MARKS[1]}")
+        (kept / "page.md")
+        .read_text()
+        .replace(NOTE_MARKS[1], f"Yes: [it](a.md) is. More.\n{NOTE_MARKS[1]}")
     )
     (kept / "page.md").write_text(words)
     assert main([*places, "build"]) == 0
     index = (tmp_path / "logbook" / "README.md").read_text()
-    assert "- [night](night/page.md): Yes: it is.\n" in index
+    assert "- [night](night/page.md): Yes: [it](night/a.md) is.\n" in index
     (kept / "page.md").unlink()
     assert main([*places, "build"]) == 0 and (kept / "arms.svg").exists()
     assert (kept / "page.md").exists()
