@@ -30,7 +30,7 @@ CHROMIUM = "chromium"
 COLUMNS = 110  # of the terminal
 WIDTH = 940  # pixels
 HEIGHT = 1500  # pixels
-LIST_HEIGHT = 1180  # pixels
+LIST_HEIGHT = 990  # pixels
 COLOURS = 64  # A picture of so few needs a quarter of the bytes.
 
 
