@@ -55,7 +55,7 @@ def test_a_key_that_nothing_reads_is_refused(word, said, animals):
     assert done.code == 2 and said in done.output, done.output
 
 
-def test_the_trainer_and_the_labels_of_an_experiment_are_not_taken():
+def test_trainer_and_labels_of_an_experiment_are_not_taken():
     """experiment=vit_ddp asks for GPUs and for a page in the logbook, whatever the run did."""
     stored = read_command("train", ["experiment=vit_ddp", "trainer=ddp_sim"], "").compose()
     assert stored["logbook"] == "keep" and stored["trainer"]["accelerator"] == "cpu"

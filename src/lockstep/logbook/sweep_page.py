@@ -67,7 +67,7 @@ class Sweep:
 
     @property
     def result(self) -> str:
-        """What the arms say, for the logbook's list of sweeps."""
+        """The outcome of the arms, for the logbook's list of sweeps."""
         compared = [f"{item.arm}: {item.sentence}" for item in self.arms.comparisons]
         return "; ".join(compared or self.arms.winner_lines() or [f"{len(self.jobs)} jobs"])
 
