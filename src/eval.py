@@ -141,7 +141,7 @@ def find_checkpoint(overrides: list[str]) -> TrainedCheckpoint:
 
 
 def inherited_config(stored: Config) -> Config:
-    """Return the part of a run's config that an evaluation takes, without the chosen trainer."""
+    """Return the part of a run's config that an evaluation takes, with the default trainer."""
     # An experiment may choose a trainer, too, and this machine may not have its GPUs.
     choices = {**(stored.get("choices") or {}), "trainer": "default"}
     overrides = [
