@@ -95,7 +95,7 @@ def test_the_index_has_the_answer_of_a_comparison(logbook, tmp_path):
     page.write_text(page.read_text().replace(NOTE_MARKS[0], f"{NOTE_MARKS[0]}\n\n{note}\n"))
     assert logbook(*words) == 0
     index = (tmp_path / "logbook/README.md").read_text()
-    assert "- [Is FSDP slower?](two.md): Yes, by 7 % on *two* cores.\n" in index
+    assert "- **[Is FSDP slower?](two.md)** Yes, by 7 % on *two* cores.\n" in index
 
 
 def test_the_index_begins_with_questions_and_ends_with_all_runs(logbook, tmp_path):
@@ -114,8 +114,9 @@ def test_the_index_begins_with_questions_and_ends_with_all_runs(logbook, tmp_pat
     assert logbook("compare", "ddp", "fsdp", "--md", page, "--title", "Is <it> slower?") == 0
     index = (tmp_path / "logbook/README.md").read_text()
     head, questions, others, table = index.split("\n## ")
-    assert questions.splitlines()[2:4] == [
-        "- [Is &#60;it&#62; slower?](two.md)",
+    assert questions.splitlines()[2:5] == [
+        "- **[Is &#60;it&#62; slower?](two.md)**",
+        "",
         "  Runs: [run-ddp](run-ddp/page.md), [run-fsdp](run-fsdp/page.md)",
     ]
     alone = "- [alone](alone/page.md): Best *so far* ([why](alone/curves.svg))."
@@ -130,7 +131,7 @@ def test_answered_questions_come_first(logbook, tmp_path):
         page.write_text(page.read_text().replace(NOTE_MARKS[0], f"{NOTE_MARKS[0]}\n{note}"))
     assert logbook("build") == 0
     index = (tmp_path / "logbook/README.md").read_text()
-    assert index.index("[b](b.md): Yes.") < index.index("[a](a.md)")
+    assert index.index("**[b](b.md)** Yes.") < index.index("[a](a.md)")
 
 
 def test_the_page_of_groups_says_what_is_not_held_fixed(logbook, tmp_path):

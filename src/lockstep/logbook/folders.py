@@ -4,6 +4,7 @@ import csv
 import html
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -210,6 +211,21 @@ class RecordedRun:
     @property
     def sign(self) -> str:
         return SIGNS.get(self.status, "")
+
+    @property
+    def machine(self) -> str:
+        """The GPUs or the CPUs that the run used, as "8 × NVIDIA H100" or "AMD EPYC, 2 cores"."""
+        # Several nodes of a test may be one host.
+        hosts = {node.get("host"): node for node in self.record.hardware.get("nodes") or ()}
+        parts = Counter[str]()
+        for host in hosts.values():
+            if self.record.accelerator == "gpu":
+                parts.update(gpu.get("name") for gpu in host.get("gpus") or ())
+            else:
+                parts[f"{host.get('cpu')}, {host.get('cores')} cores"] += 1
+        return " + ".join(
+            part if count == 1 else f"{count} × {part}" for part, count in parts.items()
+        )
 
     @property
     def note_for_other_page(self) -> str:

@@ -20,7 +20,7 @@ from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder, parameter_counts
 from lockstep.callbacks.training_log import TrainingLog
-from lockstep.checkpoints.load import Checkpoint
+from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
 from lockstep.config.instantiate import build as build_node
 from lockstep.config.instantiate import parameters_of
 from lockstep.data.report import collect_settings
@@ -34,7 +34,13 @@ from lockstep.strategies.base import capabilities
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
-from lockstep.training.build_data import DataFacts, build_data, data_facts, start_data_report
+from lockstep.training.build_data import (
+    IMAGE_SETTINGS,
+    DataFacts,
+    build_data,
+    data_facts,
+    start_data_report,
+)
 from lockstep.training.build_module import build_module
 from lockstep.training.compilation import EagerEvaluation, compile_net, should_compile
 from lockstep.training.data_report import DataReport
@@ -44,8 +50,6 @@ from lockstep.training.weights import check_fits, facts_of, load_or_check_weight
 
 log = logging.getLogger(__name__)
 
-# A checkpoint stores these options of the data as they were resolved.
-RESOLVED_DATA_OPTIONS = ("mean", "std", "crop_pct", "interpolation")
 # Facts about training images, which an evaluation takes from the checkpoint.
 TRAINING_IMAGE_FACTS = ("class_counts", "target_mean", "target_std")
 IMAGES_FOR_INITIALISATION = 5000
@@ -72,15 +76,21 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     The callback that writes run.json becomes `run.recorder`.
     """
     is_training = checkpoint is None
-    training_facts = None if checkpoint is None else facts_of(checkpoint)
+    initial_checkpoint = None
+    if is_training and run.checkpoint:
+        initial_checkpoint = load_on_all_ranks(run.checkpoint)
+    checkpoint_facts = facts_of(checkpoint or initial_checkpoint or {})
 
     strategy = build_strategy(run)
-    data = build_data(run, training_facts)
+    data = build_data(run, checkpoint_facts, is_training=is_training)
     data_report = start_data_report(data, run, is_training=is_training)
     facts = data_facts(data)
-    for name in TRAINING_IMAGE_FACTS:
-        if training_facts and name in training_facts:
-            facts[name] = training_facts[name]
+    if not is_training:
+        facts |= {
+            name: checkpoint_facts[name]
+            for name in TRAINING_IMAGE_FACTS
+            if name in checkpoint_facts
+        }
 
     module = build_module(
         run.config,
@@ -95,7 +105,8 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
     if checkpoint is None:
         is_compiled = should_compile(module, data, run, strategy)
         prepare_net(module, data, run, strategy, is_compiled)
-        load_or_check_weights(module, facts, run)
+        if initial_checkpoint is not None:
+            load_or_check_weights(module, initial_checkpoint, facts, run)
         # Dropout differs between ranks; the initial weights do not.
         torch.manual_seed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank)
     else:
@@ -286,7 +297,7 @@ def _build_config_callbacks(
 ) -> list[pl.Callback]:
     """Return the callbacks of the config."""
     config = run.effective_config()
-    config["data"].update({key: facts[key] for key in RESOLVED_DATA_OPTIONS if key in facts})
+    config["data"].update({key: facts[key] for key in IMAGE_SETTINGS if key in facts})
     values = {
         "folder": run.folder.path,
         "id": run.folder.run_id,

@@ -34,18 +34,21 @@ DataFacts = dict[str, Any]
 GENERAL_FACTS = ("num_classes", "class_names", "image_size", "channels")
 IMAGE_FACTS = ("mean", "std", "data_hash", "list_hash", "class_counts")
 FRAMING_FACTS = ("resize", "fit", "interpolation")
+# A checkpoint stores these options of the data as they were resolved.
+IMAGE_SETTINGS = ("mean", "std", "crop_pct", "interpolation")
 # The config of every data set has these options. Its class need not take those that are null.
 NULLABLE_OPTIONS = ("fold", "num_folds", "inputs", "sampling", "epoch_size", "views")
 
 
-def build_data(run: Run, training_facts: DataFacts | None = None) -> Any:
+def build_data(run: Run, checkpoint_facts: DataFacts, *, is_training: bool) -> Any:
     """Return the data module of one rank.
 
     One of Lockstep's is prepared and attached to the ranks, and any other one is just built. With
     data=none there is none.
 
     Args:
-        training_facts: for an evaluation, the checkpoint's facts about its training data.
+        checkpoint_facts: the facts in the checkpoint that a training starts or resumes from, or
+            that is evaluated; {} without one.
 
     Raises:
         UserError: it is not a LightningDataModule, its images do not exist, or ranks have
@@ -60,9 +63,10 @@ def build_data(run: Run, training_facts: DataFacts | None = None) -> Any:
     if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
         return build_user_data(config["data"])
 
-    data = build_prepared_data(config, options, "fit" if training_facts is None else "test")
-    if training_facts:
-        _apply_training_facts(data, training_facts, run)
+    stage = "fit" if is_training else "test"
+    data = build_prepared_data(config, options, stage, checkpoint_facts)
+    if checkpoint_facts and not is_training:
+        _apply_training_facts(data, checkpoint_facts, run)
     data.attach_to_ranks(
         rank=cluster.rank,
         world_size=cluster.world_size,
@@ -163,19 +167,27 @@ def drop_unset_options(node: Config) -> Config:
     return {key: value for key, value in node.items() if key not in unset}
 
 
-def build_prepared_data(config: Config, data_config: Config, stage: str = "fit") -> Any:
+def build_prepared_data(
+    config: Config,
+    data_config: Config,
+    stage: str = "fit",
+    checkpoint_facts: DataFacts | None = None,
+) -> Any:
     """Return the data module of a config, prepared but not attached to the ranks.
 
     Args:
         data_config: the options of the data module.
         stage: fit, or test for an evaluation.
+        checkpoint_facts: the facts in a checkpoint. Its weights know images with its mean and
+            deviation, whatever model= says.
     """
     options = drop_unset_options(data_config)
     options, address_of_copy = copy_from_s3(options, config["s3"])
     try:
         data = build(options, {"seed": config["seed"]})
         data.stage = stage
-        data.set_augmentation(build(config["augmentation"]), _image_settings_of_model(config))
+        settings = _image_settings_of_model(config) | _image_settings_of(checkpoint_facts or {})
+        data.set_augmentation(build(config["augmentation"]), settings)
         data.prepare()
     except UserError as error:
         sentence = str(error)
@@ -197,6 +209,16 @@ def _image_settings_of_model(config: Config) -> Config:
     if "net" not in parameters or "net" in task or image_settings is None:
         return {}
     return image_settings(**options)
+
+
+def _image_settings_of(facts: DataFacts) -> Config:
+    """Return the image settings that the weights of a checkpoint were trained with.
+
+    It is {} for deep images and for many channels, whose values belong to their own files.
+    """
+    if facts.get("range") is not None or facts.get("channels") not in (1, 3):
+        return {}
+    return {name: facts[name] for name in IMAGE_SETTINGS if name in facts}
 
 
 def copy_from_s3(options: Config, s3: Config) -> tuple[Config, dict[str, str]]:

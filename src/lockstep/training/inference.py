@@ -167,13 +167,14 @@ def load_data(
     """
     path, checkpoint = _locate_and_read(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, DATA_ROOTS)
+    facts = checkpoint["lockstep"]["data"]
     data_config = {**config["data"], **options}
     data_class = resolve_target(config["data"].get("_target_"), "data._target_")
     if "range" in parameters_of(data_class)[0] and "range" not in options:
         # Versions that read 8 bits have written checkpoints without a range.
-        data_config["range"] = checkpoint["lockstep"]["data"].get("range")
+        data_config["range"] = facts.get("range")
     if hasattr(data_class, "attach_to_ranks"):
-        return build_prepared_data(config, data_config)
+        return build_prepared_data(config, data_config, checkpoint_facts=facts)
     return build_user_data(data_config)
 
 

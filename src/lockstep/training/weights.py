@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lockstep.checkpoints.load import Checkpoint, load_on_all_ranks
+from lockstep.checkpoints.load import Checkpoint
 from lockstep.process.errors import UserError
 from lockstep.process.output import join_names
 from lockstep.records.config import Config, model_name
@@ -32,31 +32,34 @@ def facts_of(checkpoint: Checkpoint) -> DataFacts:
     return lockstep_part.get("data") or {}
 
 
-def load_or_check_weights(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
+def load_or_check_weights(
+    module: pl.LightningModule, checkpoint: Checkpoint, facts: DataFacts, run: Run
+) -> None:
     """Load the initial weights of a new run, or check the checkpoint of a resumed one.
 
     Lightning loads the weights of a resumed run later, in trainer.fit().
+
+    Args:
+        checkpoint: the content of run.checkpoint.
+        facts: facts about the run's data.
 
     Raises:
         UserError: the checkpoint is of another model, or the run to resume was trained on other
             images.
     """
-    if not run.checkpoint:
-        return
     if run.resume_step:
-        check_resume_checkpoint(module, facts, run)
+        check_resume_checkpoint(module, checkpoint, facts, run)
         return
 
-    sentence = load_initial_weights(
-        module, run.checkpoint, model_name(run.config), run.config["data"], facts
-    )
+    sentence = load_initial_weights(module, checkpoint, facts, run.config, run.checkpoint)
     if run.cluster.is_rank_zero:
         log.info(sentence)
 
 
-def check_resume_checkpoint(module: pl.LightningModule, facts: DataFacts, run: Run) -> None:
+def check_resume_checkpoint(
+    module: pl.LightningModule, checkpoint: Checkpoint, facts: DataFacts, run: Run
+) -> None:
     """Compare the checkpoint of the run to resume with its module and its data."""
-    checkpoint = load_on_all_ranks(run.checkpoint)
     # Lightning loads a module that is no task, whose hooks may make layers before.
     if isinstance(module, Task):
         state = checkpoint["state_dict"]
@@ -126,7 +129,11 @@ def _check_resume_pixels(stored_facts: DataFacts, facts: DataFacts, run_id: str)
 
 
 def load_initial_weights(
-    module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts
+    module: pl.LightningModule,
+    checkpoint: Checkpoint,
+    facts: DataFacts,
+    config: Config,
+    path: str,
 ) -> str:
     """Load a checkpoint's weights into the module of a new run.
 
@@ -136,8 +143,9 @@ def load_initial_weights(
     Parameters outside the net are skipped if only one of the two modules has them.
 
     Args:
-        data: the run's data config.
         facts: facts about the run's data.
+        config: the config of the run.
+        path: the path of the checkpoint.
 
     Returns:
         A sentence that says what was loaded.
@@ -146,7 +154,6 @@ def load_initial_weights(
         UserError: the checkpoint is of another model, and the error names the first parameter that
             differs. Or it took the numbers of data.inputs in another order.
     """
-    checkpoint = load_on_all_ranks(path)
     _refuse_reordered_inputs(facts_of(checkpoint), facts)
     state = dict(checkpoint["state_dict"])
     initial = module.state_dict()
@@ -176,10 +183,10 @@ def load_initial_weights(
     for name in _names_beside_net(initial, prefix):
         state.setdefault(name, initial[name])
 
-    check_fits(module, state, path, model_name)
+    check_fits(module, state, path, model_name(config))
     module.load_state_dict(state)
 
-    if _may_have_seen_evaluation_images(checkpoint, data, facts):
+    if _may_have_seen_evaluation_images(checkpoint, config["data"], facts):
         notes.append(
             "warning: the split differs, so the checkpoint may have seen "
             "this run's validation or test images"

@@ -404,6 +404,18 @@ def test_a_value_of_a_run_is_no_method(tmp_path, name, value):
 
 
 @pytest.mark.parametrize(
+    ("accelerator", "machine"), [("gpu", "3 × H100 + A10"), ("cpu", "2 × Xeon, 8 cores")]
+)
+def test_the_machine_of_a_run_counts_each_host_once(accelerator, machine, tmp_path):
+    node = {"host": "a", "cpu": "Xeon", "cores": 8, "gpus": [{"name": "H100"}] * 2}
+    other = {**node, "host": "b", "gpus": [{"name": "H100"}, {"name": "A10"}]}
+    hardware = {"nodes": [node, node, other]}
+    record = RunRecord(accelerator=accelerator, hardware=hardware)
+    assert RecordedRun(tmp_path, record).machine == machine
+    assert RecordedRun(tmp_path, RunRecord()).machine == ""
+
+
+@pytest.mark.parametrize(
     ("root", "linked"), [("./photos/birds", ["photos"]), ("../photos", []), (".", [])]
 )
 def test_the_worktree_of_a_page_links_folders_of_the_repository(tmp_path, root, linked):

@@ -23,6 +23,7 @@ from lockstep.runs.join import EXPECTED_WARNINGS
 from lockstep.runs.run import Run
 from lockstep.training.build import build_loggers, build_strategy
 from lockstep.training.build_data import build_prepared_data, check_same_data_on_ranks
+from lockstep.training.inference import load_data
 from lockstep.training.task import Task
 from models.timm import TimmModel
 from plain_task import Small, fit
@@ -103,6 +104,20 @@ def test_only_a_resume_asks_for_the_images_of_its_run(
     assert again.code == 2 and "The run r was trained on other images (hash " in again.output
     best = first.folder.path / first.record["best_checkpoint"]["path"]
     succeed("train", *more, f"ckpt_path={best}", "run_id=other", logs=tmp_path, before=other_images)
+
+
+def test_images_are_normalised_as_those_that_the_weights_have_seen(tmp_path):
+    short = [*SMALL, "trainer.limit_train_batches=2", "trainer.max_epochs=1"]
+    succeed("train", *short, "data.mean=0.3", "data.std=0.2", logs=tmp_path)
+
+    start = [*short, "run_id=start", "ckpt_path=r", "data.std=null"]
+    first = succeed("train", *start, logs=tmp_path)
+    assert "mean 0.3 · std 0.376 · the weights say mean, crop_pct, interpolation" in first.output
+    again = succeed("train", "resume=start", "trainer.max_epochs=2", logs=tmp_path)
+    assert "mean 0.3 · std 0.376" in again.output
+    tested = succeed("eval", "ckpt_path=start", logs=tmp_path)
+    assert tested.record["metrics"]["test/loss"] == again.record["metrics"]["test/loss"]
+    assert load_data("start", tmp_path).mean == [0.3]
 
 
 @pytest.mark.parametrize(

@@ -144,16 +144,15 @@ def checkpoint(tmp_path):
     return before, str(tmp_path / "before.ckpt")
 
 
+def load(module, path, facts):
+    config = {"model": {"_target_": "m"}, "data": {}}
+    return load_initial_weights(module, read_checkpoint(path), facts, config, path)
+
+
 def started(checkpoint, class_names):
     module = Task(len(class_names))
-    said = load_initial_weights(
-        module,
-        checkpoint[1],
-        "m",
-        {},
-        {"class_names": class_names, "data_hash": "x", "image_size": 2},
-    )
-    return module.net, said
+    facts = {"class_names": class_names, "data_hash": "x", "image_size": 2}
+    return module.net, load(module, checkpoint[1], facts)
 
 
 def test_the_same_classes_in_another_order_keep_their_logits(checkpoint):
@@ -189,7 +188,7 @@ def test_a_net_adapts_weights_under_either_name(checkpoint, hook, inherited):
     module = Task(3)
     module.net.__class__ = type("Net", (nn.Sequential,), {**inherited, hook: halve})
     facts = {"class_names": ["cat", "dog", "fox"], "data_hash": "x", "image_size": 2}
-    said = load_initial_weights(module, checkpoint[1], "m", {}, facts)
+    said = load(module, checkpoint[1], facts)
     assert "position embeddings resampled" in said
     assert torch.equal(module.net[1].weight, checkpoint[0].net[1].weight / 2)
 
@@ -197,7 +196,7 @@ def test_a_net_adapts_weights_under_either_name(checkpoint, hook, inherited):
 def test_another_net_is_refused(checkpoint):
     facts = {"class_names": ["cat", "dog", "fox"], "data_hash": "x", "image_size": 2}
     with pytest.raises(UserError, match=r"net.1.bias is \(5,\) there, \(6,\) here"):
-        load_initial_weights(Task(3, width=6), checkpoint[1], "m", {}, facts)
+        load(Task(3, width=6), checkpoint[1], facts)
 
 
 def test_features_of_another_width_begin_random(checkpoint):
@@ -205,7 +204,7 @@ def test_features_of_another_width_begin_random(checkpoint):
     module = Task(6)
     before = module.net[2].weight.clone()
     facts = {"class_names": ["cat", "dog", "fox"], "num_classes": 3, "data_hash": "x"}
-    said = load_initial_weights(module, checkpoint[1], "m", {}, {**facts, "image_size": 2})
+    said = load(module, checkpoint[1], {**facts, "image_size": 2})
     assert torch.equal(module.net[2].weight, before) and before.abs().min() > 0
     assert torch.equal(module.net[1].weight, checkpoint[0].net[1].weight)
     assert "the head is new" in said
@@ -213,7 +212,7 @@ def test_features_of_another_width_begin_random(checkpoint):
 
 def test_a_head_for_numbers_says_that_there_are_no_classes(checkpoint):
     facts = {"class_names": [], "num_classes": 1, "data_hash": "x"}
-    said = load_initial_weights(Task(1), checkpoint[1], "m", {}, facts)
+    said = load(Task(1), checkpoint[1], facts)
     assert "the classes were cat, dog, fox, now none;" in said
 
 
@@ -239,7 +238,7 @@ def joined_checkpoint(tmp_path):
 def test_a_head_beside_the_net_is_new_for_other_classes(joined_checkpoint, names):
     before, path = joined_checkpoint
     module, facts = joined(names)
-    said = load_initial_weights(module, path, "m", {}, facts)
+    said = load(module, path, facts)
     assert not module.head[2].weight.any() and not module.head[2].bias.any()
     assert torch.equal(module.head[0].weight, before.head[0].weight)
     assert torch.equal(module.net[1].weight, before.net[1].weight)
@@ -261,16 +260,14 @@ def test_another_split_of_the_same_classes_is_warned_of(tmp_path, names, counts,
     state = {"state_dict": before.state_dict(), "lockstep": {"config": {}, "data": facts}}
     write_checkpoint(state, tmp_path / "split.ckpt")
     module, facts = joined(names)
-    said = load_initial_weights(
-        module, str(tmp_path / "split.ckpt"), "m", {}, {**facts, "class_counts": counts}
-    )
+    said = load(module, str(tmp_path / "split.ckpt"), {**facts, "class_counts": counts})
     assert ("the split differs" in said) == is_warned
 
 
 def test_a_head_beside_the_net_follows_the_order_of_classes(joined_checkpoint):
     before, path = joined_checkpoint
     module, facts = joined(["fox", "cat", "dog"])
-    load_initial_weights(module, path, "m", {}, facts)
+    load(module, path, facts)
     inputs = torch.randn(3, 1, 2, 2), {"age": torch.randn(3)}
     assert torch.equal(module.joint_logits(*inputs), before.joint_logits(*inputs)[:, [2, 0, 1]])
 
@@ -278,7 +275,7 @@ def test_a_head_beside_the_net_follows_the_order_of_classes(joined_checkpoint):
 def test_a_head_beside_the_net_stays_for_equal_classes(joined_checkpoint):
     before, path = joined_checkpoint
     module, facts = joined(["cat", "dog", "fox"])
-    assert "the head" not in load_initial_weights(module, path, "m", {}, facts)
+    assert "the head" not in load(module, path, facts)
     assert torch.equal(module.head[2].weight, before.head[2].weight)
 
 
