@@ -7,6 +7,7 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,23 @@ def test_a_finished_run_of_the_bucket_is_not_fetched_whole(finished, tmp_path):
     assert again.code == EXIT_OK and "The run the-run has finished." in again.output, again.output
     assert not list(tmp_path.rglob("*.ckpt"))
     assert again.record["metrics"] == done.record["metrics"]
+
+
+def test_a_machine_that_is_behind_overwrites_nothing_newer(finished, tmp_path):
+    place, done = finished
+    objects = list(place.bucket.list())
+    folder = tmp_path / "train/runs/the-run"
+    shutil.copytree(done.path, folder)
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    # The start that the bucket knows was on another machine, and later.
+    (folder / "upload/start").write_text("1.0")
+    words = ["resume=the-run", "trainer.max_epochs=3", *place.arguments]
+    again = run_script("train", *words, logs=tmp_path, environment=place.environment)
+    assert again.code == EXIT_USER_ERROR, again.output
+    assert "from step 8, which is newer than those in" in again.output
+    assert "run_id=the-run resume=auto goes on from it" in again.output
+    assert list(place.bucket.list()) == objects
 
 
 @pytest.mark.slow

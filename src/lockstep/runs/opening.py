@@ -39,7 +39,7 @@ from lockstep.runs.batch_search import search_largest_batch
 from lockstep.runs.batch_size import decide_batch, refuse_other_epoch
 from lockstep.runs.finishing import decide_exit_code, finish_run
 from lockstep.runs.first_record import begin_record, format_headlines, write_config
-from lockstep.runs.resume import check_resumable, read_earlier_config, refuse_bucket_of_other_run
+from lockstep.runs.resume import check_bucket, check_resumable, read_earlier_config
 from lockstep.runs.run import Run, resolve_rank_options
 from lockstep.runs.run_lock import choose_run_folder, hold_run_lock
 
@@ -218,7 +218,7 @@ class Opening:
             is_new = is_new and not has_trained(folder)
         # Without the lock this process must neither record nor remove anything in the folder.
         self.folder = folder
-        refuse_bucket_of_other_run(config, folder)
+        check_bucket(config, folder)
         return folder, None if is_new else read_record(folder.record_path)
 
     def _find_checkpoint(self, run: Run, earlier_record: RunRecord | None) -> None:

@@ -21,7 +21,7 @@ from lockstep.records.folder import RunFolder, find_run_folder, read_config
 from lockstep.records.record import RunRecord, has_trained, read_record
 from lockstep.runs.run_lock import folder_of_run_id
 from lockstep.storage.errors import S3Error
-from lockstep.storage.pointers import read_pointers, refuse_other_run
+from lockstep.storage.pointers import read_pointers, refuse_newer_checkpoints, refuse_other_run
 from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)
@@ -132,16 +132,21 @@ def fetch_newer_checkpoints(config: Config) -> None:
         fetch_checkpoints(Bucket.from_config(config["s3"]).joinpath(folder.run_id), folder)
 
 
-def refuse_bucket_of_other_run(config: Config, folder: RunFolder) -> None:
-    """Refuse a bucket that holds another run of this id, before anything is written or searched.
+def check_bucket(config: Config, folder: RunFolder) -> None:
+    """Refuse a bucket whose content this run would overwrite, before anything is written.
 
-    A bucket that cannot be used is left to the upload callback, which knows whether it is required.
+    It holds another run of this id, or newer checkpoints of this run, from another machine. A
+    bucket that cannot be used is left to the upload callback, which knows whether it is required.
     """
     if config["task_name"] != "train" or not has_bucket(config):
         return
     bucket = Bucket.from_config(config["s3"]).joinpath(folder.run_id)
     with contextlib.suppress(S3Error):
-        refuse_other_run(bucket, read_pointers(bucket), folder)
+        pointers = read_pointers(bucket)
+        refuse_other_run(bucket, pointers, folder)
+        # resume=auto has fetched what is newer, or has logged why it goes on without.
+        if config.get("resume") != "auto":
+            refuse_newer_checkpoints(bucket, pointers, folder)
 
 
 def read_earlier_config(folder: RunFolder) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from lockstep.records.record import has_trained
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import (
     Pointers,
+    find_newer_checkpoint,
     is_free_or_same_run,
     read_pointer,
     read_pointers,
@@ -186,7 +187,7 @@ def fetch_record(bucket: Bucket, folder: RunFolder) -> None:
     try:
         pointers = read_pointers(bucket)
         _remove_untrained_start(bucket, pointers, folder)
-        if folder.record_path.exists() and not _has_newer_checkpoint(pointers, folder):
+        if folder.record_path.exists() and not find_newer_checkpoint(pointers, folder):
             return
         for pointer in pointers.values():
             if pointer.uuid:
@@ -286,21 +287,6 @@ def _fetch_unless_damaged(
         if error.code not in ("Damaged", "NoSuchKey"):
             raise
         log.warning(f"Skipped {bucket.address(key)}: {error}.")
-
-
-def _has_newer_checkpoint(pointers: Pointers, folder: RunFolder) -> bool:
-    """Return whether a pointer names a newer checkpoint than this machine has."""
-    steps = {"best": -1, "last": -1}
-    for path, sidecar in files.complete_checkpoints(folder.checkpoints):
-        if path.name.startswith("best-"):
-            steps["best"] = max(steps["best"], sidecar.step)
-        # A run can resume from a best checkpoint with the optimizer's state, too.
-        if not sidecar.weights_only:
-            steps["last"] = max(steps["last"], sidecar.step)
-    for kind, pointer in pointers.items():
-        if pointer.checkpoint is not None and pointer.checkpoint.step > steps[kind]:
-            return True
-    return False
 
 
 def _fetch_error(bucket: Bucket, folder: RunFolder, error: S3Error) -> UserError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints.files import Sidecar, complete_checkpoints, parse_sidecar
+from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, has_trained, read_record
@@ -153,4 +154,32 @@ def refuse_other_run(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> N
     raise OtherRunError(
         f"{message} Pass another run_id= to start a new run, or run_id={name} resume=auto to go on "
         "with the run in the bucket."
+    )
+
+
+def find_newer_checkpoint(pointers: Pointers, folder: RunFolder) -> Sidecar | None:
+    """Return a checkpoint that a pointer names and that is newer than those of this machine."""
+    steps = {"best": -1, "last": -1}
+    for path, sidecar in complete_checkpoints(folder.checkpoints):
+        if path.name.startswith("best-"):
+            steps["best"] = max(steps["best"], sidecar.step)
+        # A run can resume from a best checkpoint with the optimizer's state, too.
+        if not sidecar.weights_only:
+            steps["last"] = max(steps["last"], sidecar.step)
+    for kind, pointer in pointers.items():
+        if pointer.checkpoint is not None and pointer.checkpoint.step > steps[kind]:
+            return pointer.checkpoint
+    return None
+
+
+def refuse_newer_checkpoints(bucket: Bucket, pointers: Pointers, folder: RunFolder) -> None:
+    """Raise UserError if a bucket holds newer checkpoints of this run, which it would replace."""
+    newer = find_newer_checkpoint(pointers, folder)
+    if newer is None:
+        return
+    name = folder.run_id
+    raise UserError(
+        f"{bucket.uri} holds a checkpoint of {name} from step {newer.step}, which is newer than "
+        f"those in {folder.path}: run_id={name} resume=auto goes on from it. Pass another s3.uri= "
+        "to go on from the older one."
     )
