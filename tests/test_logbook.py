@@ -77,7 +77,7 @@ def test_compare_writes_a_page_and_a_report_with_links(logbook, tmp_path, capsys
     assert capsys.readouterr().out.splitlines()[-2:] == [str(page), str(report)]
     assert "# Two ways" in page.read_text() and "<title>Two ways</title>" in report.read_text()
     index = (tmp_path / "logbook/README.md").read_text()
-    assert "- [Two ways](two.md)" in index and "[Two ways](two-ways.html)" in index
+    assert "- **[Two ways](two.md)**" in index and "[Two ways](two-ways.html)" in index
     kept = (tmp_path / "logbook/run-ddp/page.md").read_text()
     assert "Interactive report: [Two ways](../two-ways.html)" in kept
     assert (

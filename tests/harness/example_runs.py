@@ -31,7 +31,7 @@ def example_record(run_id: str, **changes: Any) -> dict[str, Any]:
         "per_device_batch_size": 64, "accumulate_grad_batches": 2, "epochs": 12, "steps": 2100,
         "num_parameters": 5_400_000, "num_train": 45_000, "num_val": 5_000, "num_test": 10_000,
         "data_hash": "17ca19f1db5a",
-        "metrics": {"test/correct": 8643, "test/images": 10_000, "val/acc": 0.871, "val/loss": 0.412,
+        "metrics": {"test/correct": 8643, "test/images": 10_000, "val/images": 5000, "val/acc": 0.871, "val/loss": 0.412,
                     "test/acc": 0.8643, "test/loss": 0.431},
         "fit_seconds": 431.2, "images_per_s": 1246.0, "peak_memory_gib": 4.71,
         "throughput": {"images_per_s": 1246.0, "images_per_s_per_device": 623.0, "data_wait_share": 0.021,

@@ -80,12 +80,12 @@ def add_report(folder: Path, title: str, address: str) -> None:
 def _standard_errors(record: RunRecord) -> dict[str, float]:
     """Return {"test/acc": 0.004, …} for each metric that is a share of counted images.
 
-    The method is that of Agresti and Coull (1998). It adds two right and two wrong images, so that
-    9 of 9 has an error, too.
+    A task that counts pixels or labels logs no number of images. The method is that of Agresti and
+    Coull (1998). It adds two right and two wrong images, so that 9 of 9 has an error, too.
     """
     errors = {}
-    for stage, number in (("val", record.num_val), ("test", record.num_test)):
-        images = int(record.metrics.get(f"{stage}/images") or number or 0)
+    for stage in ("val", "test"):
+        images = int(record.metrics.get(f"{stage}/images") or 0)
         for name in (f"{stage}/acc", f"{stage}/acc_top5"):
             share = record.metrics.get(f"{name}_best", record.metrics.get(name))
             if images and isinstance(share, int | float) and 0 <= share <= 1:

@@ -117,11 +117,32 @@ def _curve_of_panel(run: RecordedRun, panel: Panel) -> Curve | None:
         return None
     steps, values = run.metrics[panel.metric]
     if panel.x_label == EPOCH:
-        epochs_per_step = (run.record.epochs or 0) / (run.record.steps or 1)
-        return steps * epochs_per_step, values
+        return steps / _steps_per_epoch(run), values
     if "time_s" not in run.metrics:
         return None
     return np.interp(steps, *run.metrics["time_s"]) / 60, values
+
+
+def _steps_per_epoch(run: RecordedRun) -> float:
+    """Return the optimizer steps of a whole epoch, also of a run that ended within one.
+
+    The record counts an epoch that was left early as one.
+    """
+    record = run.record
+    steps, epochs = run.metrics.get("epoch", (np.zeros(0), np.zeros(0)))
+    is_whole = epochs < epochs.max(initial=0)
+    if not is_whole.any():
+        # The only epoch may have been left early.
+        whole = (record.num_train or 0) // (record.global_batch_size or 1)
+        if str(run.config.get("trainer.limit_train_batches", 1.0)) != "1.0":
+            whole = 0
+        return float(max(whole, steps.max(initial=1), record.steps or 0))
+    # Epoch e, from 0, has begun at the latest with its first row, and ended at the earliest with
+    # its last one.
+    least = (steps[is_whole] / (epochs[is_whole] + 1)).max()
+    most = (steps[epochs > 0] / epochs[epochs > 0]).min()
+    recorded = (record.steps or 0) / (record.epochs or 1)
+    return float(recorded if least <= recorded < most else least)
 
 
 def missing_curves(runs: Sequence[RecordedRun], panels: Sequence[Panel]) -> list[str]:

@@ -35,7 +35,14 @@ from lockstep.process.errors import (
 )
 from lockstep.process.files import write_atomically
 from lockstep.records.folder import RunFolder
-from lockstep.records.record import JsonObject, update_record
+from lockstep.records.record import (
+    JsonObject,
+    locked_record,
+    read_record,
+    status_of,
+    write_record,
+    write_record_as_is,
+)
 from lockstep.storage.errors import OtherRunError, S3Error
 from lockstep.storage.pointers import (
     KINDS,
@@ -379,11 +386,15 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
     uploader.stop()
 
     status = uploader.status()
-    with update_record(folder.record_path) as record:
+    with locked_record(folder.record_path):
+        record = read_record(folder.record_path)
+        # The end of a killed run is its last heartbeat: it neither lives nor costs from now on.
+        write = write_record_as_is if status_of(record) == "lost" else write_record
         record.uuid = uploader.uuid
         record.upload = status if status.sha256 else JsonObject(record.upload, error=status.error)
         if status.sha256 and record.best_checkpoint.step == status.step:
             record.best_checkpoint.s3_uri = status.uri
+        write(folder.record_path, record)
     if code == EXIT_OK and not is_sent:
         return EXIT_NOT_UPLOADED
     return code

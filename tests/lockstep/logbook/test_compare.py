@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from example_runs import write_run
 from lockstep.logbook.build import keep_run, summarise
 from lockstep.logbook.compare import (
     caution_about_runs,
@@ -16,7 +17,7 @@ from lockstep.logbook.compare import (
     write_comparison,
 )
 from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import NOTE_MARKS
+from lockstep.logbook.folders import NOTE_MARKS, read_run
 from lockstep.logbook.report import STATIC, page_data, report_html
 
 HARDWARE = ["hardware/gpu_percent", "hardware/gpu_memory_gib", "hardware/cpu_percent"]
@@ -174,6 +175,28 @@ def test_each_monitored_metric_has_its_panels(runs):
 
 
 # --- the interactive report ---
+
+
+@pytest.mark.parametrize(
+    ("recorded", "steps", "at_the_end"),
+    [
+        ({"epochs": 2, "steps": 350}, 350, 2),
+        ({"epochs": 3, "steps": 375}, 375, 375 / 175),
+        ({"epochs": 0, "steps": 50, "status": "running"}, 50, 50 / 175),
+        ({"epochs": 1, "steps": 50}, 50, 50 / 175),
+        ({"epochs": 1, "steps": 50, "num_train": None}, 50, 1),
+    ],
+    ids=["whole", "left early", "live", "left in the first", "of unknown length"],
+)
+def test_curves_end_at_the_part_of_an_epoch_trained(recorded, steps, at_the_end, tmp_path):
+    folder = write_run(tmp_path, "r", **{**recorded, "epochs": 3})
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    rows = [line for line in lines[1:] if int(line.split(",")[0]) <= steps]
+    (folder / "metrics.csv").write_text("\n".join([lines[0], *rows]) + "\n")
+    run = read_run(folder)
+    run.record.epochs = recorded["epochs"]
+    loss, *_ = compare_panels([run])
+    assert max(next(iter(loss.lines.values()))[0]) == pytest.approx(at_the_end)
 
 
 def test_the_report_is_one_small_file_without_network(

@@ -152,7 +152,10 @@ def test_a_kept_run_is_a_slim_copy_without_secrets(folders, tmp_path):
     assert read_run(page.parent).record.summary == read_run(folders[0]).record.summary
     index = (logbook / "README.md").read_text()
     assert "| ✅ [ddp](ddp/page.md) | cifar10 | vit_tiny_32 | ddp × 2 | 86.43" in index
-    assert "\n- [Two ways](two-ways.md)\n" in index and "\n- [All &#124; curves](x.html)\n" in index
+    assert (
+        "\n- **[Two ways](two-ways.md)**\n" in index
+        and "\n- [All &#124; curves](x.html)\n" in index
+    )
 
 
 def test_a_kept_run_has_validations_of_any_name(folders, tmp_path):
@@ -375,6 +378,9 @@ def test_a_share_of_counted_images_has_its_standard_error(tmp_path):
     }
     record = summarise(write_run(tmp_path, "r", **monitored)).record
     assert record.summary["errors"] == {"val/acc": 0.024876}, "not that of F1"
+
+    pixels = {"num_val": 400, "metrics": {"val/acc": 0.97, "test/acc": 0.96}}
+    assert "errors" not in summarise(write_run(tmp_path, "s", **pixels)).record.summary
 
 
 def test_the_worktree_of_a_page_links_data_by_whole_path(tmp_path):

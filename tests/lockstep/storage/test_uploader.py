@@ -30,7 +30,15 @@ from lockstep.checkpoints.files import (
 from lockstep.process.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
 from lockstep.process.files import sha256_of
 from lockstep.records.folder import RunFolder
-from lockstep.records.record import JsonObject, RunRecord, read_record, update_record, write_record
+from lockstep.records.record import (
+    JsonObject,
+    RunRecord,
+    read_record,
+    status_of,
+    update_record,
+    write_record,
+    write_record_as_is,
+)
 from lockstep.storage import uploader as module
 from lockstep.storage.errors import OtherRunError
 from lockstep.storage.fetch import fetch_checkpoints, fetch_record, locate_checkpoint
@@ -411,6 +419,18 @@ def test_bad_input_of_upload_py(setting, capsys, argv, status, sentence):
     assert upload.main([*argv, f"paths.log_dir={setting.folder.path.parents[2]}"]) == 2
     err = capsys.readouterr().err
     assert sentence in err and err.count("\n") == 1
+
+
+def test_an_upload_neither_revives_nor_bills_a_killed_run(setting):
+    setting.checkpoint(10)
+    record = read_record(setting.folder.record_path)
+    record.status, record.cost = "running", {"price_per_hour": 30.0, "usd": 30.0}
+    record.started_at, record.updated_at = "2026-01-01T00:00:00Z", "2026-01-01T01:00:00Z"
+    write_record_as_is(setting.folder.record_path, record)
+    assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == EXIT_OK
+    after = read_record(setting.folder.record_path)
+    assert status_of(after) == "lost" and after.cost["usd"] == 30.0
+    assert after.upload.step == setting.pointed() == 10
 
 
 def test_upload_py_waits_for_the_last_checkpoint_too(setting, capsys, monkeypatch):
