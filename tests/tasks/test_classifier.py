@@ -10,11 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAUROC
 
 from lockstep.process.errors import UserError
+from lockstep.training.parameter_groups import GroupRules
+from models.small_cnn import SmallCNN
 from optimizers.airbench import AirbenchMuon
 from schedulers.cosine import linear
 from tasks.classifier import ImageClassifier, check_logits
@@ -96,6 +98,27 @@ def test_a_schedule_of_torch_is_told_what_it_takes(schedule, interval, rates):
         stepped["optimizer"].step()
         stepped["lr_scheduler"]["scheduler"].step()
     assert stepped["lr_scheduler"]["interval"] == interval and found == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        partial(OneCycleLR, max_lr=4.0, total_steps=4, pct_start=0.5),
+        partial(CyclicLR, base_lr=1.0, max_lr=4.0, step_size_up=1, cycle_momentum=False),
+    ],
+)
+def test_a_cycle_scales_the_rate_of_each_group(schedule):
+    classifier = module(partial(torch.optim.SGD, lr=1.0, momentum=0.9))
+    classifier.net = SmallCNN(3, 8, 1)
+    classifier.rules = GroupRules(layer_decay=0.5, head_lr_factor=10.0)
+    classifier.scheduler_factory = schedule
+    classifier.trainer.estimated_stepping_batches = classifier.trainer.num_training_batches = 4
+    classifier.trainer.accumulate_grad_batches = 1
+    made = classifier.configure_optimizers()
+    made["optimizer"].step()
+    made["lr_scheduler"]["scheduler"].step()
+    rates = [group["lr"] for group in made["optimizer"].param_groups]
+    assert rates == pytest.approx([0.5, 1.0, 2.0, 40.0])
 
 
 def test_an_epoch_has_as_many_steps_as_lightning_makes():

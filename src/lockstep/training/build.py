@@ -186,7 +186,8 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, is_compiled: bo
 
     net = getattr(module, "net", module)
     if options["sync_batchnorm"] and run.cluster.world_size > 1:
-        synchronise(net, "cuda" if run.cluster.accelerator == "gpu" else "cpu")
+        # Heads and projections beside the net have BatchNorm, too.
+        synchronise(module, "cuda" if run.cluster.accelerator == "gpu" else "cpu")
     if options.get("activation_checkpointing"):
         recompute_activations(net)
     if is_compiled:
@@ -196,15 +197,15 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, is_compiled: bo
     if hasattr(data, "attach_to_ranks"):
         if hasattr(net, "init_from_images"):
             net.init_from_images(data.sample_images(IMAGES_FOR_INITIALISATION))
-        _check_batch_norm(net, data, run, strategy)
+        _check_batch_norm(module, data, run, strategy)
 
 
-def _check_batch_norm(net: Any, data: Any, run: Run, strategy: Any) -> None:
+def _check_batch_norm(module: Any, data: Any, run: Run, strategy: Any) -> None:
     """Refuse BatchNorm over single images, and log if its result depends on the ranks."""
     parts = run.batch.accumulate * capabilities(strategy).micro_batches
     images = run.batch.global_size // (run.cluster.world_size * parts) * getattr(data, "views", 1)
     note = check_batch_norm(
-        net,
+        module,
         images=images,
         world_size=run.cluster.world_size,
         micro_batches=parts,

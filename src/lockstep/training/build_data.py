@@ -58,9 +58,12 @@ def build_data(run: Run, checkpoint_facts: DataFacts, *, is_training: bool) -> A
     cluster = run.cluster
     if run.choices.get("data") == "none":
         _refuse_data_options(config["data"])
+        _refuse_augmentation(config, "data=none")
         return None
     options = {**config["data"], "global_batch_size": run.batch.global_size}
-    if not hasattr(resolve_target(options.get("_target_"), "data._target_"), "attach_to_ranks"):
+    target = options.get("_target_")
+    if not hasattr(resolve_target(target, "data._target_"), "attach_to_ranks"):
+        _refuse_augmentation(config, f"data._target_={target}")
         return build_user_data(config["data"])
 
     stage = "fit" if is_training else "test"
@@ -82,11 +85,21 @@ def build_data(run: Run, checkpoint_facts: DataFacts, *, is_training: bool) -> A
 
 def _refuse_data_options(node: Config) -> None:
     """Refuse options that a module with its own loaders does not read."""
-    for key in ("inputs", "sampling", "epoch_size"):
+    for key in NULLABLE_OPTIONS:
         if node.get(key) is not None:
             raise UserError(
                 f"data.{key}={node[key]} is an option of Lockstep's data modules, and this module "
                 "has its own loaders. Leave it out, and do the same in its train_dataloader."
+            )
+
+
+def _refuse_augmentation(config: Config, data_option: str) -> None:
+    """Refuse a typed augmentation= beside a data module of the user's, which does its own."""
+    for override in config.get("overrides") or ():
+        if key_of(override).partition(".")[0] == "augmentation":
+            raise UserError(
+                f"augmentation= belongs to Lockstep's data modules, and {data_option} makes "
+                f"batches of its own: remove {override}, or augment there."
             )
 
 

@@ -47,8 +47,14 @@ LOSS_DEFAULTS = {
     "target_threshold": None,
 }
 SCHEDULE_DEFAULTS = {"warmup_epochs": 0.0, "final_share": 0.0}
-# An override of these groups is refused if the task does not take the part.
-GROUPS_REFUSED_IF_UNUSED = ("loss", "metrics", "optimizer", "scheduler")
+# An override of one of these groups is refused if the task does not take its part.
+PART_OF_GROUP = {
+    "model": "net",
+    "loss": "loss",
+    "metrics": "metrics",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+}
 
 # The kinds of targets that data modules have, with the options that make them.
 TARGET_DESCRIPTIONS = {
@@ -101,7 +107,7 @@ def build_module(
     target = task["_target_"]
     parameters, _ = parameters_of(resolve_target(target, "task._target_"))
     check_target(target, facts)
-    if trainable and not has_checkpoint:
+    if trainable:
         _refuse_unused_parts(config, parameters)
 
     options = _task_options(task, parameters)
@@ -113,6 +119,7 @@ def build_module(
         shape = net_shape(facts, num_outputs, target)
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
     if trainable:
+        _refuse_unused_rules(config, open_names)
         parts |= _build_training_parts(config, open_names, learning_rates or {})
         if "loss" in open_names:
             _refuse_unknown_counts(config, facts)
@@ -232,9 +239,25 @@ def _refuse_unused_parts(config: Config, parameters: Any) -> None:
     target = config["task"]["_target_"]
     for override in config.get("overrides") or ():
         group = key_of(override).partition(".")[0]
-        if group in GROUPS_REFUSED_IF_UNUSED and config.get(group) and group not in parameters:
+        part = PART_OF_GROUP.get(group)
+        if part and config.get(group) and part not in parameters:
             raise UserError(
-                f"{target} does not take {group}=: remove {override}, or add the parameter {group}."
+                f"{target} does not take {group}=: remove {override}, or add the parameter {part}."
+            )
+
+
+def _refuse_unused_rules(config: Config, open_names: Set[str]) -> None:
+    """Raise UserError for layer decay and the like if the task takes an optimizer without them."""
+    if "optimizer" not in open_names or "rules" in open_names:
+        return
+    options = config["optimizer"]
+    defaults = GroupRules()
+    for key in RULES:
+        if options.get(key, getattr(defaults, key)) != getattr(defaults, key):
+            raise UserError(
+                f"{config['task']['_target_']} takes optimizer= without its rules, so "
+                f"optimizer.{key}={options[key]} would change nothing: add the parameter rules, or "
+                "leave the option out."
             )
 
 

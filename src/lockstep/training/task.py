@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from lockstep.config.instantiate import parameters_of
 from lockstep.process.errors import UserError
@@ -195,7 +195,8 @@ class Task(pl.LightningModule):
         lengths = self._training_lengths()
         names, takes_any_name = parameters_of(self.scheduler_factory.func)
         arguments = {key: value for key, value in lengths.items() if takes_any_name or key in names}
-        schedule = self.scheduler_factory(optimizer, **arguments)
+        limits = _limits_of_groups(self.scheduler_factory, optimizer)
+        schedule = self.scheduler_factory(optimizer, **arguments, **limits)
         # torch's own schedules take no lengths, and count epochs.
         options: dict[str, Any] = {"scheduler": schedule}
         options["interval"] = "step" if arguments else "epoch"
@@ -271,6 +272,22 @@ class Task(pl.LightningModule):
         if is_sharded and "foreach" in options:
             return {"foreach": True}
         return {}
+
+
+def _limits_of_groups(factory: partial[Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the limits of a cycle for each group of parameters, as layer decay scales them.
+
+    torch gives every group the same limits where they are numbers.
+    """
+    scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+    if factory.func not in (OneCycleLR, CyclicLR) or set(scales) == {1.0}:
+        return {}
+    limits = {name: factory.keywords.get(name) for name in ("base_lr", "max_lr")}
+    return {
+        name: [limit * scale for scale in scales]
+        for name, limit in limits.items()
+        if isinstance(limit, int | float)
+    }
 
 
 def _takes_named_parameters(optimizer: partial[torch.optim.Optimizer]) -> bool:

@@ -477,6 +477,22 @@ def built(name, *, trainable):
     return build_module({"choices": {}, **config}, facts, trainable=trainable)
 
 
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("name", "typed", "sentence"),
+    [
+        ("Regression", "optimizer.lr=1e-4", "does not take optimizer=: remove optimizer.lr=1e-4"),
+        ("Regression", "+model.freeze=head", "does not take model=.* add the parameter net"),
+        ("Configured", "+optimizer.layer_decay=0.75", "add the parameter rules"),
+    ],
+)
+def test_an_option_that_the_task_would_ignore_is_refused(name, typed, sentence, has_checkpoint):
+    words = [f"task._target_=plain_task.{name}", "data=synthetic", typed]
+    config = {"choices": {}, **plain(compose("train", words)), "overrides": words}
+    with pytest.raises(UserError, match=sentence):
+        build_module(config, {}, has_checkpoint=has_checkpoint)
+
+
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_text_as_default_is_the_users_own_option(trainable):
     assert built("Worded", trainable=trainable).said == ("sgd", False)
