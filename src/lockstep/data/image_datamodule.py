@@ -274,13 +274,18 @@ class ImageDataModule(LightningDataModule):
         self._is_prepared = True
 
     def _assign_splits(self) -> Splits:
-        """Return the splits. If they cannot be drawn, an evaluation tests all images."""
+        """Return the splits.
+
+        If they cannot be drawn, an evaluation tests the images that the source has for it, or all.
+        """
         source = self.source
         try:
             return self.split_rule.assign(source.classes, source.split_ids, source.groups)
         except UserError:
             if self.stage != "test":
                 raise
+            if (source.split_ids == TEST).any():
+                return Splits(source.split_ids)
             return Splits(np.full_like(source.split_ids, TEST), drew_test=True)
 
     def _describe_groups(self, groups: np.ndarray) -> str:

@@ -189,7 +189,7 @@ class ImageSet(Source):
         columns: (n,) numbers of each image by name, for data.inputs and data.sampling.
 
     Raises:
-        UserError: the targets do not fit the images or the class names.
+        UserError: the images are no bytes, or the targets do not fit the images or the class names.
     """
 
     images: np.ndarray
@@ -200,6 +200,12 @@ class ImageSet(Source):
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.images = np.asarray(self.images)
+        if self.images.dtype != np.uint8:
+            raise UserError(
+                f"The images are {self.images.dtype}, and ImageSet takes uint8 from 0 to 255: give "
+                "images.astype(np.uint8), of pixels from 0 to 1 (255 * images).astype(np.uint8)."
+            )
         self.columns = {name: np.asarray(each, float) for name, each in self.columns.items()}
         self.left_out = {}
         self.warnings = []

@@ -2,7 +2,7 @@
 
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from lockstep.config.keys import chooses_images
 from lockstep.config.locate import describe_foreign_import
 from lockstep.config.schema import key_of
 from lockstep.data import report
+from lockstep.data.framing import resolve_resize
 from lockstep.process.errors import UserError
 from lockstep.ranks.collectives import gather_objects
 from lockstep.ranks.find import Cluster
@@ -192,7 +193,7 @@ def build_prepared_data(
         data_config: the options of the data module.
         stage: fit, or test for an evaluation.
         checkpoint_facts: the facts in a checkpoint. Its weights know images with its mean and
-            deviation, whatever model= says.
+            deviation, whatever model= says, and numbers of data.inputs with theirs.
     """
     options = drop_unset_options(data_config)
     options, address_of_copy = copy_from_s3(options, config["s3"])
@@ -202,6 +203,9 @@ def build_prepared_data(
         settings = _image_settings_of_model(config) | _image_settings_of(checkpoint_facts or {})
         data.set_augmentation(build(config["augmentation"]), settings)
         data.prepare()
+        scales = (checkpoint_facts or {}).get("inputs")
+        if isinstance(scales, Mapping) and scales.keys() == data.inputs.keys():
+            data.inputs = {name: scales[name] for name in data.inputs}
     except UserError as error:
         sentence = str(error)
         # The error names the bucket, which the user can correct, and not its copy on this node.
@@ -231,7 +235,21 @@ def _image_settings_of(facts: DataFacts) -> Config:
     """
     if facts.get("range") is not None or facts.get("channels") not in (1, 3):
         return {}
-    return {name: facts[name] for name in IMAGE_SETTINGS if name in facts}
+    settings = {name: facts[name] for name in IMAGE_SETTINGS if name in facts}
+    if "crop_pct" in settings:
+        settings["crop_pct"] = _trained_crop_pct(facts)
+    return settings
+
+
+def _trained_crop_pct(facts: DataFacts) -> float:
+    """Return the share of the resized side that the net saw, which data.resize= may have changed.
+
+    Checkpoints of version 2.1 and before have the share without data.resize=.
+    """
+    size = facts["image_size"]
+    if resolve_resize(size, None, facts["crop_pct"]) == facts["resize"]:
+        return float(facts["crop_pct"])
+    return float(size / facts["resize"])
 
 
 def copy_from_s3(options: Config, s3: Config) -> tuple[Config, dict[str, str]]:
@@ -276,7 +294,7 @@ def data_facts(data: Any) -> DataFacts:
         facts["inputs"] = data.inputs
     facts["hash_method"] = getattr(data, "hash_method", None)
     facts["class_names"] = [str(name) for name in data.class_names]
-    facts["crop_pct"] = float(data.normalisation.crop_pct)
+    facts["crop_pct"] = _trained_crop_pct({**facts, "crop_pct": data.normalisation.crop_pct})
     facts["target"] = data.target_kind
     return facts
 

@@ -223,6 +223,18 @@ def test_a_users_data_set_needs_no_name_and_cache(tmp_path):
     ] == [8, 1, 1]
 
 
+def test_pixels_from_0_to_1_are_no_bytes():
+    with pytest.raises(UserError, match="images are float32, and ImageSet takes uint8"):
+        ImageSet(np.zeros((3, 4, 4, 1), np.float32), np.arange(3) % 2, ["a", "b"], num_test=1)
+
+
+def test_a_test_split_is_tested_where_no_validation_fits():
+    own = Own(image_size=4, num_val=500)
+    own.stage = "test"
+    own.prepare()
+    assert own.splits.test.tolist() == [36, 37, 38, 39] and not own.splits.drew_test
+
+
 def test_an_unreadable_image_hides_no_equal_ones(tmp_path, monkeypatch):
     dm = Own(image_size=4, global_batch_size=4, cache_dir=tmp_path)
     run(tmp_path / "logs", dm, max_epochs=1)

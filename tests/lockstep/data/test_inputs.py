@@ -15,6 +15,7 @@ from lockstep.data.augmentation import CropFlip
 from lockstep.process.errors import UserError
 from lockstep.training.build_data import _apply_training_facts, data_facts
 from lockstep.training.build_module import check_target
+from lockstep.training.inference import load_data
 from runs import run_script, succeed
 from shapes import ShapeImages
 
@@ -31,6 +32,7 @@ def table(place, **changes):
         "dose": [f"{i / 4:.2f}" for i in range(COUNT)],
     }
     columns |= changes
+    place.mkdir(exist_ok=True)
     for i in range(COUNT):
         Image.fromarray(np.full((6, 6, 3), 10 * i, np.uint8)).save(place / f"{i}.png")
     with (place / "list.csv").open("w", newline="") as file:
@@ -205,6 +207,12 @@ def test_a_run_is_evaluated_and_predicts_with_its_numbers(tmp_path):
     exchanged = [*options[:-6], "data.inputs=[dose,age]", "trainer=cpu", "ckpt_path=r"]
     refused = run_script("train", *exchanged, logs=logs)
     assert refused.code == 2 and "takes data.inputs=[age,dose] in this order" in refused.output
+    ages = [60 + 2 * i for i in range(COUNT)]
+    older = table(tmp_path / "older", age=ages)
+    more = [f"data.root={older}", "trainer.max_epochs=1", "ckpt_path=r", "run_id=s"]
+    went_on = succeed("train", *options[:1], *options[2:-5], "trainer=cpu", *more, logs=logs)
+    assert load_data("s", logs).inputs == load_data("r", logs).inputs, went_on.output
+
     refused = run_script("predict", "ckpt_path=r", f"images={tmp_path}", logs=logs)
     assert refused.code == 2 and "images=FILE.csv" in refused.output
     assert run_script("export", "ckpt_path=r", logs=logs).code == 2

@@ -5,7 +5,9 @@ Torch.compile; loggers over a resume.
 
 import shutil
 import warnings
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -21,8 +23,14 @@ from lockstep.records.folder import RunFolder
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.runs.join import EXPECTED_WARNINGS
 from lockstep.runs.run import Run
-from lockstep.training.build import build_loggers, build_strategy
-from lockstep.training.build_data import build_prepared_data, check_same_data_on_ranks
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.training.build import build_loggers, build_strategy, prepare_net
+from lockstep.training.build_data import (
+    build_data,
+    build_prepared_data,
+    check_same_data_on_ranks,
+    data_facts,
+)
 from lockstep.training.inference import load_data
 from lockstep.training.task import Task
 from models.timm import TimmModel
@@ -118,6 +126,50 @@ def test_images_are_normalised_as_those_that_the_weights_have_seen(tmp_path):
     tested = succeed("eval", "ckpt_path=start", logs=tmp_path)
     assert tested.record["metrics"]["test/loss"] == again.record["metrics"]["test/loss"]
     assert load_data("start", tmp_path).mean == [0.3]
+
+
+def test_batchnorm_beside_the_net_is_synchronised_too():
+    module = pl.LightningModule()
+    module.net, module.projector = torch.nn.BatchNorm2d(2), torch.nn.BatchNorm1d(2)
+    cluster = SimpleNamespace(world_size=2, accelerator="cpu")
+    run = SimpleNamespace(trainer_config={"sync_batchnorm": True}, cluster=cluster)
+    prepare_net(module, None, run, "auto", is_compiled=False)
+    assert isinstance(module.net, SyncBatchNorm) and isinstance(module.projector, SyncBatchNorm)
+
+
+@pytest.mark.parametrize(
+    ("resize", "crop_pct", "taken"), [(224, 0.9, 1.0), (248, 0.9, 0.9), (256, 1.0, 0.875)]
+)
+def test_weights_bring_the_crop_that_they_have_seen(resize, crop_pct, taken):
+    words = [
+        "data=synthetic",
+        "data.image_size=224",
+        "data.num_images=20",
+        "data.num_test_images=4",
+    ]
+    config = plain(compose("train", [*words, "data.global_batch_size=4", "model=small_cnn"]))
+    facts = {"channels": 3, "image_size": 224, "resize": resize, "crop_pct": crop_pct}
+    data = build_prepared_data(config, config["data"], checkpoint_facts=facts)
+    assert data.framing.resize == resize and data_facts(data)["crop_pct"] == taken
+    resized = build_prepared_data(config, {**config["data"], "resize": 448})
+    assert data_facts(resized)["crop_pct"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("choice", "typed", "sentence"),
+    [
+        ("none", "data.fold=1", "data.fold=1 is an option of Lockstep's data modules"),
+        ("none", "augmentation=rand_augment", "and data=none makes batches of its own"),
+        ("own", "augmentation.flip=false", "data._target_=plain_task.Numbers makes batches of"),
+    ],
+)
+def test_options_that_own_data_would_ignore_are_refused(choice, typed, sentence):
+    data = {"fold": 1} if "fold" in typed else {"_target_": "plain_task.Numbers"}
+    config = {"data": data, "overrides": [typed]}
+    batch = SimpleNamespace(global_size=4)
+    run = SimpleNamespace(config=config, choices={"data": choice}, cluster=None, batch=batch)
+    with pytest.raises(UserError, match=sentence):
+        build_data(run, {}, is_training=True)
 
 
 @pytest.mark.parametrize(
