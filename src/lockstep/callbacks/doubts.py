@@ -1,14 +1,19 @@
 """Warn when a training begins of things that are probably not intended, once of each."""
 
 import logging
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.fabric.utilities.data import sized_len
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lockstep.checkpoints.loader_state import loaders_in
 from lockstep.process.output import join_names
+from lockstep.ranks.collectives import gather_objects, has_ranks
 
 log = logging.getLogger(__name__)
 
@@ -16,19 +21,25 @@ NAMES_IN_WARNING = 3
 
 
 class Doubts(pl.Callback):
-    """Warn of parameters without an optimizer, of loaders without shuffling, of dropped samples.
+    """Warn of parameters without an optimizer and of batches that are probably not meant.
 
-    The first batch of each epoch checks the parameters, because a callback may unfreeze them.
+    These are loaders that do not shuffle, that drop samples, that give all ranks the same ones, and
+    evaluations that a limit keeps from whole classes. The first batch of each epoch checks the
+    parameters, because a callback may unfreeze them.
     """
 
     def __init__(self) -> None:
         self.has_warned_of_parameters = False
         self.has_checked_training_loaders = False
+        self.has_compared_ranks = False
         self.checked_evaluations: set[str] = set()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if not self.has_compared_ranks:
+            self.has_compared_ranks = True
+            _warn_of_equal_batches(trainer, batch)
         if not trainer.is_global_zero or is_trial_run(trainer):
             return
         if batch_idx == 0 and not self.has_warned_of_parameters:
@@ -44,10 +55,14 @@ class Doubts(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_unlimited(trainer.limit_val_batches):
             self._warn_of_dropped_samples(trainer, "validation", trainer.val_dataloaders)
+        elif not trainer.sanity_checking:
+            self._warn_of_missing_classes(trainer, "val", sum(trainer.num_val_batches))
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_unlimited(trainer.limit_test_batches):
             self._warn_of_dropped_samples(trainer, "test", trainer.test_dataloaders)
+        else:
+            self._warn_of_missing_classes(trainer, "test", sum(trainer.num_test_batches))
 
     def _warn_of_parameters(self, trainer: pl.Trainer) -> bool:
         """Return whether parameters require a gradient that no optimizer uses, and name them."""
@@ -71,6 +86,61 @@ class Doubts(pl.Callback):
                 f"The {kind} loader has drop_last=True and drops {samples} samples, the last "
                 "batch: pass drop_last=False to its DataLoader."
             )
+
+    def _warn_of_missing_classes(self, trainer: pl.Trainer, stage: str, batches: int) -> None:
+        """Warn if a limit ends an evaluation of Lockstep's data before the last classes.
+
+        Images in folders come class by class.
+        """
+        data = getattr(trainer, "datamodule", None)
+        is_checked = stage in self.checked_evaluations or not trainer.is_global_zero
+        if is_checked or is_trial_run(trainer) or getattr(data, "target_kind", "") != "class":
+            return
+        self.checked_evaluations.add(stage)
+        positions = getattr(data.splits, stage)
+        largest = data.options.eval_batch_size * trainer.world_size
+        whole = math.ceil(len(positions) / largest)
+        count = math.ceil(len(positions) * batches / max(whole, 1))
+        expected = len(np.unique(data.source.classes[positions]))
+        reached = len(np.unique(data.source.classes[positions[:count]]))
+        if reached < expected:
+            log.warning(
+                f"trainer.limit_{stage}_batches={getattr(trainer, f'limit_{stage}_batches')} takes "
+                f"the first {count} of {len(positions)} images, which are of {reached} of "
+                f"{expected} classes: the metrics say nothing of the others."
+            )
+
+
+def _warn_of_equal_batches(trainer: pl.Trainer, batch: Any) -> None:
+    """Warn if ranks train on the same samples of a loader that Lightning cannot spread."""
+    if not has_ranks() or hasattr(getattr(trainer, "datamodule", None), "attach_to_ranks"):
+        return
+    if is_trial_run(trainer) or all(map(is_spread, loaders_in(trainer.train_dataloader))):
+        return
+    values = [tensor.flatten()[:100].tolist() for tensor in tensors_in(batch)]
+    values_of_ranks = gather_objects(values)
+    is_equal = any(values_of_ranks[0] == other for other in values_of_ranks[1:])
+    if values and is_equal and trainer.is_global_zero:
+        log.warning(
+            "Ranks train on the same samples: Lightning spreads neither a stream nor a loader that "
+            "is no DataLoader. Take the share of torch.distributed.get_rank() there."
+        )
+
+
+def is_spread(loader: Any) -> bool:
+    """Return whether Lightning can give each rank its own samples of a loader."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch of nested lists and dicts."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from tensors_in(list(batch.values()))
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from tensors_in(part)
 
 
 def is_trial_run(trainer: pl.Trainer) -> bool:

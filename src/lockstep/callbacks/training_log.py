@@ -4,6 +4,7 @@ A log point comes every `log_every_n_steps` optimizer steps and at an epoch's en
 points the losses are summed on the device, and nothing waits for it.
 """
 
+import logging
 import math
 import time
 from typing import Any
@@ -22,6 +23,8 @@ from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import gather_for_checkpoint
 from lockstep.records.metric_names import is_metric_of
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -86,6 +89,8 @@ class TrainingLog(pl.Callback):
             if isinstance(logger, MetricsCsv):
                 logger.begin_at(self.step, drops_partial_means=self.loss_count > 0)
         refuse_small_eps(trainer)
+        if trainer.is_global_zero:
+            _log_early_end(trainer)
         self.speed.begin_interval(self.step)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -264,6 +269,21 @@ class TrainingLog(pl.Callback):
             return {}
         throughput = self.speed.summary(self.global_batch_size, self.num_devices)
         return {"throughput": throughput, "images_per_s": throughput["images_per_s"]}
+
+
+def _log_early_end(trainer: pl.Trainer) -> None:
+    """Log that max_epochs ends a training before its max_steps."""
+    epochs = trainer.max_epochs or -1
+    batches = trainer.num_training_batches
+    if min(epochs, trainer.max_steps) < 1 or len(trainer.optimizers) > 1 or math.isinf(batches):
+        return
+    steps = epochs * math.ceil(batches / trainer.accumulate_grad_batches)
+    if steps < trainer.max_steps:
+        log.warning(
+            f"trainer.max_epochs={epochs} ends the training after {steps:,} of "
+            f"trainer.max_steps={trainer.max_steps:,} steps: give trainer.max_epochs=null to train "
+            "them all."
+        )
 
 
 def count_images(batch: Any) -> int:

@@ -71,8 +71,8 @@ def build_trainer(
         arguments["use_distributed_sampler"] = options.get("use_distributed_sampler", True)
         if run.cluster.is_rank_zero and run.cluster.world_size > 1:
             log.info(
-                "Lightning's samplers spread the data: in an evaluation some samples may count "
-                "twice."
+                "Lightning's samplers spread the DataLoaders: in an evaluation some samples may "
+                "count twice."
             )
 
     plugins: list[Any] = [StartedRanks(run.cluster), CheckpointFiles()]

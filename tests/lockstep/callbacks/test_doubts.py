@@ -4,6 +4,7 @@ import itertools
 import logging
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lockstep.callbacks import doubts
 from lockstep.callbacks.doubts import Doubts
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.source import ImageSet
 from plain_task import Numbers, Regression, Small
 from projects.gan import GAN
 from projects.gan import Images as ImagesOfGAN
@@ -191,3 +195,47 @@ class Endless(torch.utils.data.Sampler):
 def test_a_sampler_without_a_length_trains(drop_last, warnings_of):
     loader = DataLoader(ROWS, 4, sampler=Endless(), drop_last=drop_last)
     assert warnings_of(Small(), loader, max_steps=3, max_epochs=-1) == []
+
+
+@pytest.mark.parametrize(
+    ("loader", "others", "warns"),
+    [
+        (DataLoader(Stream(), 4), [[1.0] * 8], True),
+        (DataLoader(Stream(), 4), [[2.0] * 8], False),
+        (DataLoader(ROWS, 4, shuffle=True), [[1.0] * 8], False),
+    ],
+    ids=["the same", "its own share", "a sampler"],
+)
+def test_ranks_that_read_the_same_stream(loader, others, warns, warnings_of, monkeypatch):
+    monkeypatch.setattr(doubts, "has_ranks", lambda: True)
+    monkeypatch.setattr(doubts, "gather_objects", lambda values: [values, others])
+    warnings = warnings_of(Small(), loader)
+    assert any("Ranks train on the same samples" in warning for warning in warnings) == warns
+
+
+class ClassByClass(ImageDataModule):
+    """Images of two classes, of which those to validate come as folders list them."""
+
+    channels = 1
+
+    def read(self):
+        labels = np.array([0, 1, 0, 1, *[0] * 8, *[1] * 8, 0, 1])
+        return ImageSet(np.zeros((22, 4, 4, 1), np.uint8), labels, ["a", "b"], 2, 16)
+
+
+class OfClasses(Small):
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0].flatten(1)[:, :2]).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.layer(batch[0].flatten(1)[:, :2])
+
+
+@pytest.mark.parametrize(("limit", "warns"), [(1, True), (0.5, True), (3, False), (1.0, False)])
+def test_a_limit_that_ends_before_the_last_classes(limit, warns, caplog):
+    data = ClassByClass(image_size=4, global_batch_size=4, eval_batch_size=4)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {**dict.fromkeys(off, False), "limit_val_batches": limit}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=[Doubts()], **options)
+    trainer.fit(OfClasses(), datamodule=data)
+    assert caplog.text.count("images, which are of 1 of 2 classes") == warns

@@ -68,6 +68,21 @@ def test_steps_count_batches_also_under_several_optimizers(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_epochs": 2, "max_steps": 100}, "after 80 of trainer.max_steps=100 steps: give"),
+        ({"max_epochs": 2, "max_steps": 7, "accumulate_grad_batches": 8}, None),
+        ({"max_epochs": 1, "max_steps": 7, "accumulate_grad_batches": 8}, "after 5 of"),
+        ({"max_epochs": 2, "max_steps": -1}, None),
+        ({"max_epochs": -1, "max_steps": 50}, None),
+    ],
+)
+def test_epochs_that_end_before_the_steps_are_named(options, said, tmp_path, caplog):
+    logged(tmp_path, Small(), **options)
+    assert (said in caplog.text) if said else ("ends the training" not in caplog.text)
+
+
 def test_a_rate_may_be_missing(tmp_path):
     class Plain(TwoOptimizers):
         def training_step(self, batch, batch_idx):
