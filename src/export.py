@@ -358,7 +358,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     check_exportable(model)
     if hasattr(model.module, "fold_scale"):
-        model.module.fold_scale()
+        model.module.fold_scale(example_images(model.facts, 2))
 
     push_to = options["push_to"]
     repository = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from PIL import Image
+from PIL import Image, ImageOps
 
 from lockstep.data.content_hash import hash_arrays
 from lockstep.data.decoding import to_8_bits
@@ -35,6 +35,8 @@ from lockstep.process.errors import UserError
 # The number of items whose images are hashed, and of those whose mean and deviation are measured.
 SAMPLED_ITEMS = 32
 MEASURED_ITEMS = 256
+# With so many seeds a random flip is seen.
+SEEDS_TRIED = 8
 EIGHT_BITS = "8 bits"
 MAX_BANDS = 4  # red, green, blue and alpha
 GIVE_RANGE = "give data.range=[BLACK,WHITE], as [0,4095], or data.range=image"
@@ -149,6 +151,7 @@ class DatasetImages(ImageList):
         if target != "class":
             self._read_targets(getattr(datasets[0], "classes", None))
         self.list_hash = self._hash_items()
+        self._warn_of_random_evaluation(datasets)
         first = self.class_names[0] if target == "class" else ""
         if first.startswith("-") and first[1:].isdigit():
             self.warnings.append(
@@ -269,6 +272,25 @@ class DatasetImages(ImageList):
         self.warnings += describe_grey_levels(names)
         return names
 
+    def _warn_of_random_evaluation(self, datasets: Sequence[Any]) -> None:
+        """Warn if images of the validation or test change each time, as random crops do."""
+        for dataset in datasets[1:]:
+            evaluated = datasets[0] if dataset is None else dataset
+            positions = [i for i, item in enumerate(self._dataset_items) if item[0] is evaluated]
+            if positions and self._changes(positions[0]):
+                self.warnings.append(
+                    f"Images of {type(evaluated).__name__} change each time they are read, also in "
+                    "validation and test: give data.val_dataset= and data.test_dataset= without "
+                    "random transforms."
+                )
+                return
+
+    def _changes(self, position: int) -> bool:
+        """Return whether an item depends on random numbers."""
+        first = _read_from_seed(self.open, position)
+        others = [_read_from_seed(self.open, position, seed) for seed in range(1, SEEDS_TRIED)]
+        return not all(all(map(np.array_equal, first, other)) for other in others)
+
     def _hash_items(self) -> str:
         """Return a hash of the targets and of the images of 32 evenly spaced items.
 
@@ -301,6 +323,9 @@ class DatasetImages(ImageList):
 
     def _convert_image(self, image: Any) -> Any:
         reading = self.reading
+        if isinstance(image, Image.Image) and not self.mask_names:
+            # Files are rotated by their EXIF data, too. A mask would not turn with its image.
+            image = ImageOps.exif_transpose(image)
         if not reading.has_float_pixels:
             return to_8_bits(_to_pillow(image), reading.channels)
         if isinstance(image, Image.Image):
@@ -381,18 +406,18 @@ def _to_mask(value: Any) -> np.ndarray:
 
 
 @contextmanager
-def fixed_seeds() -> Iterator[None]:
-    """Seed all random generators with 0 in every process, and restore them at the end."""
+def fixed_seeds(seed: int = 0) -> Iterator[None]:
+    """Seed all random generators alike in every process, and restore them at the end."""
     with isolate_rng(include_cuda=False):
-        torch.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         yield
 
 
-def _read_from_seed(open_sample: OpenSample, position: int) -> list[np.ndarray]:
+def _read_from_seed(open_sample: OpenSample, position: int, seed: int = 0) -> list[np.ndarray]:
     """Return the pixels of an item and its masks; [] if the loader will refuse the item."""
-    with fixed_seeds(), suppress(UserError):
+    with fixed_seeds(seed), suppress(UserError):
         return [np.asarray(picture) for picture in open_sample(position)]
     return []
 

@@ -3,6 +3,7 @@
 python src/train.py task=regression data=csv data.root=FILE.csv data.target=number
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.nn import functional as F
 from lockstep.process.errors import UserError
 from lockstep.training.parameter_groups import head_names
 from lockstep.training.task import Task
+
+# The largest error of a prediction by the folded scale, as a share of the deviation.
+FOLDED_ERROR = 1e-3
 
 
 class Regression(Task):
@@ -74,10 +78,14 @@ class Regression(Task):
             outputs = outputs.float()
         return outputs * self.std + self.mean
 
-    def fold_scale(self) -> None:
+    def fold_scale(self, images: Tensor) -> None:
         """Change the net's last layer so that its outputs are in the unit of the targets.
 
-        An export needs it. If the last layer is not linear with a bias, nothing changes.
+        An export needs it. If the last layer is not linear with a bias, or its outputs are not the
+        net's, nothing changes.
+
+        Args:
+            images: a batch of which the predictions stay the same.
         """
         layers = {name.rpartition(".")[0] for name in head_names(self.net)}
         if len(layers) != 1:
@@ -85,8 +93,14 @@ class Regression(Task):
         head = self.net.get_submodule(layers.pop())
         if not isinstance(head, nn.Linear) or head.bias is None:
             return
+        mean, std, state = self.mean, self.std, copy.deepcopy(head.state_dict())
         with torch.no_grad():
-            head.weight.mul_(self.std)
-            head.bias.mul_(self.std).add_(self.mean)
-        self.mean = 0.0
-        self.std = 1.0
+            expected = self.predict_step(images, 0)
+            head.weight.mul_(std)
+            head.bias.mul_(std).add_(mean)
+            self.mean, self.std = 0.0, 1.0
+            error = (self.predict_step(images, 0) - expected).abs().max()
+        # The last matrix need not be the last operation: a sigmoid may come after it.
+        if not error <= FOLDED_ERROR * std:
+            head.load_state_dict(state)
+            self.mean, self.std = mean, std

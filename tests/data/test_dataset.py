@@ -143,6 +143,40 @@ def test_random_transforms_differ_between_epochs_and_seeds(tmp_path):
     assert not torch.equal(first, epoch(0, 1)) and not torch.equal(first, epoch(1, 0))
 
 
+@pytest.mark.parametrize("evaluated", [None, "quiet", "noisy"])
+def test_random_images_of_an_evaluation_are_warned_of(evaluated, tmp_path):
+    class Flipped(Shades):
+        def __getitem__(self, i):
+            image = torch.arange(64.0).reshape(1, 8, 8).expand(3, 8, 8) / 64
+            return image.flip(-1) if torch.rand(()) < 0.5 else image, i % 2
+
+    kinds = {None: None, "quiet": Shades(), "noisy": Flipped()}
+    given = {name: kinds[evaluated] for name in ("val_dataset", "test_dataset")}
+    dm = module(tmp_path, dataset=Flipped(), **given)
+    dm.prepare()
+    warned = any("Flipped change each time they are read" in text for text in dm.warnings)
+    assert warned == (evaluated != "quiet")
+
+
+def test_photographs_are_rotated_by_their_exif_data(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[0] = 255
+    file = tmp_path / "photo.jpg"
+    Image.fromarray(pixels).save(file, exif=exif, quality=100)
+
+    class Photographs(Shades):
+        def __getitem__(self, i):
+            with Image.open(file) as image:
+                return image.convert("RGB"), i % 2
+
+    dm = module(tmp_path, dataset=Photographs(), num_workers=0)
+    dm.prepare()
+    (image,) = dm.source.open(0)
+    assert np.asarray(image)[:, -1].min() > 200 and np.asarray(image)[:, 0].max() < 50
+
+
 def test_a_negative_label_is_warned_of(tmp_path):
     dm = module(tmp_path, dataset=Shades(targets=[-1, *[i % 2 for i in range(39)]]))
     dm.prepare()

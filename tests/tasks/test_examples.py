@@ -584,9 +584,18 @@ def test_an_export_of_a_regression_gives_the_targets_unit():
     images = torch.randn(5, 3, 2, 2)
     with torch.no_grad():
         predicted = module.predict_step(images, 0)
-        module.fold_scale()
+        module.fold_scale(images)
+        assert (module.mean, module.std) == (0.0, 1.0)
         torch.testing.assert_close(net(images).squeeze(1), predicted)
         torch.testing.assert_close(module.predict_step(images, 0), predicted)
+
+
+def test_a_scale_is_not_folded_through_a_sigmoid():
+    layers = torch.nn.Flatten(), torch.nn.Linear(12, 1), torch.nn.Sigmoid()
+    module = Regression(torch.nn.Sequential(*layers), target_mean=50.0, target_std=20.0).eval()
+    images, before = torch.randn(5, 3, 2, 2), layers[1].weight.clone()
+    module.fold_scale(images)
+    assert torch.equal(layers[1].weight, before) and (module.mean, module.std) == (50.0, 20.0)
 
 
 @pytest.mark.slow
