@@ -152,8 +152,10 @@ def compare_groups(options: argparse.Namespace) -> None:
     members = [select_runs(word, all_runs, find_by_id) for word in options.runs]
     groups = dict(zip(names, members, strict=True))
     arms = make_arms(groups)
+    if not arms.ranked:
+        raise UserError(f"Nothing is compared. {arms.remarks[0]}")
     caution = caution_about_pairs(groups, arms)
-    lines = [*arms.lines(), *arms.winner_lines(), caution]
+    lines = [*arms.lines(), *arms.remarks, *arms.winner_lines(), caution]
     print_result("\n".join(filter(None, lines)))
     title = options.title or (options.md and heading_of(read_text(options.md)))
     title = title or " beside ".join(groups)

@@ -144,6 +144,24 @@ class Arms:
         text = describe_difference(sample, minimize=self.minimize, unit=unit_of(self.metric))
         return Comparison(arm.name, reference.name, sample, text)
 
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on runs that count in no mean, and on arms that are compared with nothing."""
+        sentences = []
+        left_out = [run.run_id for run in self.runs if not math.isfinite(run.value)]
+        if left_out:
+            sentences.append(f"Left out, not finished with {self.metric}: {', '.join(left_out)}.")
+        reference = self.settings[0]
+        compared = {reference, *(comparison.arm for comparison in self.comparisons)}
+        names = [arm.name for arm in self.ranked]
+        if self.has_repeats and reference in names:
+            for name in names:
+                if name not in compared:
+                    sentences.append(
+                        f"No run of {name} has the seed and fold of one of {reference}."
+                    )
+        return sentences
+
     def lines(self) -> list[str]:
         """Return the arms, the best mean first, and the comparisons, for a terminal."""
         if not self.ranked:
@@ -180,7 +198,12 @@ class Arms:
             return []
         best = self.ranked[0]
         tried = f"{len(self.settings)} settings were tried on the same validation images"
-        return [" · ".join(filter(None, [f"best: {best.name}", self.test_text(best), tried]))]
+        name = f"best: {best.name}"
+        total = sum(run.arm == best.name for run in self.runs)
+        if len(best.runs) < total:
+            # The settings that fail for some seeds are seldom the best ones.
+            name += f" (by {len(best.runs)} of its {total} runs)"
+        return [" · ".join(filter(None, [name, self.test_text(best), tried]))]
 
     def test_text(self, arm: Arm) -> str:
         """Return the test metric of an arm; "" if a run lacks it."""

@@ -86,6 +86,45 @@ def test_groups_that_cannot_be_compared_are_refused(compare, capsys, groups, rea
     assert compare(*groups) == 2 and reason in capsys.readouterr().err
 
 
+@pytest.fixture
+def partly(compare, tmp_path):
+    """Writes a run for each seed and status, with a high accuracy; returns the group."""
+
+    def write(name, **statuses):
+        for seed, status in statuses.items():
+            metrics = {"val/acc_best": 0.99}
+            root = tmp_path / "logs/train/runs"
+            number = int(seed[1:])
+            write_run(
+                root, f"{name}-{number}", seed=number, status=status, metrics=metrics, tags=[name]
+            )
+        return f"tags={name}"
+
+    return write
+
+
+def test_unfinished_runs_of_a_group_are_named(compare, partly, tmp_path, capsys):
+    group = partly("diverged", s1="finished", s2="failed", s3="interrupted")
+    page = tmp_path / "x.md"
+    assert compare("augmentation=none", group, "--md", page) == 0
+    for text in (capsys.readouterr().out, page.read_text().replace("\N{NO-BREAK SPACE}", " ")):
+        assert "Left out, not finished with val/acc: diverged-2, diverged-3." in text
+        assert "best: tags=diverged (by 1 of its 3 runs)" in text
+
+
+def test_groups_without_a_common_seed_are_not_compared(compare, partly, capsys):
+    group = partly("other", s7="finished", s8="finished")
+    assert compare("augmentation=none", group) == 0
+    sentence = "No run of tags=other has the seed and fold of one of augmentation=none."
+    assert sentence in capsys.readouterr().out
+
+
+def test_groups_that_have_not_finished_are_refused(compare, partly, capsys):
+    groups = partly("a", s1="interrupted"), partly("b", s1="failed")
+    assert compare(*groups) == 2
+    assert "Left out, not finished with val/acc: a-1, b-1." in capsys.readouterr().err
+
+
 def test_what_differs_between_the_runs_of_a_pair_is_named(compare, tmp_path, capsys):
     write_run(tmp_path / "logs/train/runs", "longer-1", seed=1, epochs=99, tags=["longer"])
     assert compare("none-1,none-2", "tags=longer") == 0

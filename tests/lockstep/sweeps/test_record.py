@@ -120,7 +120,7 @@ def test_the_logbook_keeps_builds_lists_and_removes_a_sweep(sweep, tmp_path, cap
     assert (tmp_path / "logbook" / "night_3" / "page.md").exists()
     assert "(../night_3/page.md)" in (kept / "page.md").read_text()
     index = (tmp_path / "logbook" / "README.md").read_text()
-    assert "- [night](night/page.md): optimizer.lr=0.2: better by 3.17" in index
+    assert "- **[night](night/page.md)** optimizer.lr=0.2: better by 3.17" in index
     words = (
         (kept / "page.md")
         .read_text()
