@@ -28,7 +28,15 @@ from typing import Any
 
 from lockstep.logbook import build
 from lockstep.logbook.compare import caution_about_runs, comparison_text, title_of, write_comparison
-from lockstep.logbook.folders import RecordedRun, find_run, heading_of, is_url, read_run, read_text
+from lockstep.logbook.folders import (
+    RecordedRun,
+    find_run,
+    heading_of,
+    holds_run,
+    is_url,
+    read_run,
+    read_text,
+)
 from lockstep.logbook.groups import (
     caution_about_pairs,
     flatten_groups,
@@ -205,7 +213,7 @@ def link_from_pages(runs: list[RecordedRun], logbook: Path, title: str, address:
         kept = logbook / run.run_id
         # Readers of the logbook have no other files of this machine.
         is_readable = is_url(address) or Path(address).resolve().is_relative_to(logbook.resolve())
-        if is_readable and (kept / "run.json").exists():
+        if is_readable and holds_run(kept, run):
             # Only these commands write there: no lock, whose file would lie in the logbook.
             build.add_report(kept, title, address)
         if run.folder == kept.resolve():

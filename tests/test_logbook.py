@@ -394,6 +394,12 @@ def test_a_kept_run_is_not_replaced_by_another(logbook, tmp_path, capsys):
     assert "another run of this id" in capsys.readouterr().err
     assert read_run(tmp_path / "logbook/run-ddp").record.uuid == "a"
 
+    kept = (tmp_path / "logbook/run-ddp/page.md").read_bytes()
+    page = tmp_path / "logbook/two.md"
+    assert logbook("compare", "ddp", "fsdp", "--md", page, "--html", page.with_suffix(".html")) == 0
+    assert "](run-ddp/page.md)" not in page.read_text()
+    assert (tmp_path / "logbook/run-ddp/page.md").read_bytes() == kept
+
 
 def test_the_logbook_gets_no_lock_files(logbook, tmp_path):
     logbook("keep", "run-ddp")

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.logbook.figures import panels_with_lines, run_panels, why_no_curves, write_figure
-from lockstep.logbook.folders import NOTE_MARKS, RecordedRun, config_of, is_url, read_run
+from lockstep.logbook.folders import (
+    NOTE_MARKS,
+    RecordedRun,
+    config_of,
+    holds_run,
+    is_url,
+    read_run,
+)
 from lockstep.logbook.index import read_runs, write_index
 from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import read_sweeps, write_sweep_page
@@ -196,11 +203,7 @@ def keep_run(folder: Path, logbook: Path, address: str = "") -> Path:
 
 def _refuse_other_run(run: RecordedRun, target: Path) -> None:
     """Refuse to overwrite another run that has the same id."""
-    if not (target / "run.json").exists():
-        return
-    kept = read_run(target).record.uuid
-    # Runs of older versions have no uuid.
-    if kept and run.record.uuid and kept != run.record.uuid:
+    if (target / "run.json").exists() and not holds_run(target, run):
         raise UserError(
             f"{target} is another run of this id: remove it first, with logbook.py remove "
             f"{target.name}."

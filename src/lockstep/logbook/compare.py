@@ -14,6 +14,7 @@ from lockstep.logbook.folders import (
     NOTE_MARKS,
     RecordedRun,
     heading_of,
+    holds_run,
     labels_of,
     note_of,
     read_text,
@@ -339,8 +340,14 @@ def write_comparison(
         settings=setting_rows(runs),
         picture=picture.name if has_picture else "",
         missing_curves=missing_curves(runs, panels),
-        with_page=[run.run_id for run in runs if (path.parent / run.run_id / "page.md").exists()],
+        with_page=[run.run_id for run in runs if _has_page(run, path.parent)],
         note=note_of(read_text(path)),
         note_marks=NOTE_MARKS,
     )
     write_atomically(path, lambda file: file.write(text))
+
+
+def _has_page(run: RecordedRun, logbook: Path) -> bool:
+    """Return whether the page of a run, and not that of another run of its id, is in a logbook."""
+    folder = logbook / run.run_id
+    return (folder / "page.md").exists() and holds_run(folder, run)

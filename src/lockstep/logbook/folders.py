@@ -327,6 +327,18 @@ def _parse_number(cell: str) -> float:
         return np.nan
 
 
+def holds_run(folder: Path, run: RecordedRun) -> bool:
+    """Return whether a folder holds this run, and not another one of its id.
+
+    Runs of older versions have no uuid.
+    """
+    path = folder / "run.json"
+    if not path.exists():
+        return False
+    uuid = read_record(path).uuid
+    return not uuid or not run.record.uuid or uuid == run.record.uuid
+
+
 def read_run(folder: Path) -> RecordedRun:
     return RecordedRun(folder.resolve(), read_record(folder / "run.json"))
 

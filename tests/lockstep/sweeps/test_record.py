@@ -129,7 +129,7 @@ def test_the_logbook_keeps_builds_lists_and_removes_a_sweep(sweep, tmp_path, cap
     (kept / "page.md").write_text(words)
     assert main([*places, "build"]) == 0
     index = (tmp_path / "logbook" / "README.md").read_text()
-    assert "- [night](night/page.md): Yes: [it](night/a.md) is.\n" in index
+    assert "- **[night](night/page.md)** Yes: [it](night/a.md) is.\n" in index
     (kept / "page.md").unlink()
     assert main([*places, "build"]) == 0 and (kept / "arms.svg").exists()
     assert (kept / "page.md").exists()
