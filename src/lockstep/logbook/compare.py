@@ -32,6 +32,7 @@ from lockstep.logbook.render import (
 )
 from lockstep.process.files import write_atomically
 from lockstep.records.metric_names import split_stage
+from lockstep.records.record import RunRecord
 
 SHA256_DIGITS = 16
 PLUS_MINUS = "±"
@@ -117,8 +118,14 @@ SHOULD_MATCH: dict[str, Callable[[RecordedRun], Any]] = {
     "torch.compile": lambda run: bool(run.record.compiled),
     "the seed": lambda run: run.record.seed,
     "the hardware": _hardware,
-    "the code": lambda run: run.record.code.get("tree_hash") or run.record.code.get("commit"),
+    "the code": lambda run: _codes(run.record),
 }
+
+
+def _codes(record: RunRecord) -> list[Any]:
+    """Return what tells the code of a run, and then that of each restart with other code."""
+    codes = [record.code, *(restart.code for restart in record.restarts if restart.code)]
+    return [code.get("tree_hash") or code.get("commit") for code in codes]
 
 
 def caution_about_runs(runs: Sequence[RecordedRun]) -> str:
@@ -276,13 +283,23 @@ def comparison_text(runs: Sequence[RecordedRun]) -> str:
     empty = ("", [""] * len(runs))
     rows = [head, *result_rows(runs), empty, *setting_rows(runs)]
     table = align_columns([[name, *cells] for name, cells in rows])
-    return "\n\n".join(filter(None, [table, meaning_of_error(rows), caution_about_runs(runs)]))
+    sentences = [meaning_of_error(rows), measured_since(runs), caution_about_runs(runs)]
+    return "\n\n".join(filter(None, [table, *sentences]))
 
 
 def meaning_of_error(rows: Sequence[Row]) -> str:
     """Return the meaning of ± if a row has one, else ""."""
     has_error = any(PLUS_MINUS in "".join(cells) for _, cells in rows)
     return MEANING_OF_ERROR if has_error else ""
+
+
+def measured_since(runs: Sequence[RecordedRun]) -> str:
+    """Return which part of a restarted run is measured, or ""."""
+    pairs = zip(labels_of(runs), runs, strict=True)
+    restarted = [label for label, run in pairs if run.record.restarts]
+    if not restarted:
+        return ""
+    return f"Speed, memory and GPU use of {', '.join(restarted)}: since the last restart."
 
 
 def title_of(runs: Sequence[RecordedRun], page: Path | None) -> str:
@@ -337,6 +354,7 @@ def write_comparison(
         labels=labels_of(runs),
         results=results,
         meaning_of_error=meaning_of_error(results),
+        measured_since=measured_since(runs),
         settings=setting_rows(runs),
         picture=picture.name if has_picture else "",
         missing_curves=missing_curves(runs, panels),

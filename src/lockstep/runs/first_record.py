@@ -3,6 +3,7 @@
 The diff is of uncommitted code. The first lines of the output are formatted here, too.
 """
 
+import logging
 import shlex
 import sys
 from pathlib import Path
@@ -32,6 +33,8 @@ from lockstep.runs.batch_size import is_lockstep_data
 from lockstep.runs.run import Run
 from lockstep.storage.pointers import new_uuid, read_uuid
 
+log = logging.getLogger(__name__)
+
 # Overrides with these prefixes choose the recipe that the other overrides change.
 RECIPE_PREFIXES = ("experiment=", "+experiment=", "hydra.searchpath=")
 
@@ -58,6 +61,11 @@ def begin_record(run: Run, earlier_record: RunRecord | None, largest_batch: dict
             record = merge_restart(
                 read_record(run.folder.record_path), record, step=run.resume_step or 0
             )
+            if record.restarts[-1].code:
+                log.info(
+                    "src/, configs/ or requirements.txt have changed since the run began: its page "
+                    "names this commit beside the restart."
+                )
         if largest_batch:
             record.update({"largest_batch": largest_batch})
         write_record(run.folder.record_path, record)

@@ -282,12 +282,12 @@ def _limits_of_groups(factory: partial[Any], optimizer: torch.optim.Optimizer) -
     scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
     if factory.func not in (OneCycleLR, CyclicLR) or set(scales) == {1.0}:
         return {}
-    limits = {name: factory.keywords.get(name) for name in ("base_lr", "max_lr")}
-    return {
-        name: [limit * scale for scale in scales]
-        for name, limit in limits.items()
-        if isinstance(limit, int | float)
-    }
+    limits = {}
+    for name in ("base_lr", "max_lr"):
+        limit = factory.keywords.get(name)
+        if isinstance(limit, int | float):
+            limits[name] = [limit * scale for scale in scales]
+    return limits
 
 
 def _takes_named_parameters(optimizer: partial[torch.optim.Optimizer]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from example_runs import write_run
-from lockstep.logbook.build import keep_run, summarise
+from lockstep.logbook.build import keep_run, summarise, write_page
 from lockstep.logbook.compare import (
     caution_about_runs,
     comparison_text,
@@ -19,6 +19,7 @@ from lockstep.logbook.compare import (
 from lockstep.logbook.figures import compare_panels, write_figure
 from lockstep.logbook.folders import NOTE_MARKS, read_run
 from lockstep.logbook.report import STATIC, page_data, report_html
+from lockstep.records.record import JsonObject
 
 HARDWARE = ["hardware/gpu_percent", "hardware/gpu_memory_gib", "hardware/cpu_percent"]
 CHROMIUM = Path("/usr/bin/chromium")
@@ -175,6 +176,21 @@ def test_each_monitored_metric_has_its_panels(runs):
 
 
 # --- the interactive report ---
+
+
+def test_code_that_changed_at_a_restart_is_named(runs):
+    ddp, fsdp = runs[:2]
+    assert "the code" not in caution_about_runs([ddp, fsdp])
+    text = comparison_text([ddp, fsdp])
+    assert "since the last restart" not in text
+    code = JsonObject(commit="0123456789abcdef", tree_hash="2", dirty=True)
+    restart = JsonObject(at="2026-11-20T22:45:00Z", resumed_step=100, code=code, world_size=2)
+    fsdp.record.restarts = [restart]
+    assert "the code" in caution_about_runs([ddp, fsdp])
+    assert "Speed, memory and GPU use of fsdp: since the last" in comparison_text([ddp, fsdp])
+    page = write_page(fsdp).read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert "| `0123456789ab` with changes that are not kept |" in page
+    assert "| Measured | speed, memory and use of the hardware since the last restart |" in page
 
 
 @pytest.mark.parametrize(
