@@ -94,9 +94,11 @@ class Doubts(pl.Callback):
         """
         data = getattr(trainer, "datamodule", None)
         is_checked = stage in self.checked_evaluations or not trainer.is_global_zero
-        if is_checked or is_trial_run(trainer) or getattr(data, "target_kind", "") != "class":
+        if is_checked or is_trial_run(trainer) or not hasattr(data, "attach_to_ranks"):
             return
         self.checked_evaluations.add(stage)
+        if data.target_kind != "class":
+            return
         positions = getattr(data.splits, stage)
         largest = data.options.eval_batch_size * trainer.world_size
         whole = math.ceil(len(positions) / largest)
