@@ -97,7 +97,8 @@ def _refuse_data_options(node: Config) -> None:
 def _refuse_augmentation(config: Config, data_option: str) -> None:
     """Refuse a typed augmentation= beside a data module of the user's, which does its own."""
     for override in config.get("overrides") or ():
-        if key_of(override).partition(".")[0] == "augmentation":
+        is_none = override.endswith("augmentation=none")
+        if key_of(override).partition(".")[0] == "augmentation" and not is_none:
             raise UserError(
                 f"augmentation= belongs to Lockstep's data modules, and {data_option} makes "
                 f"batches of its own: remove {override}, or augment there."

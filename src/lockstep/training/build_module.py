@@ -238,8 +238,12 @@ def _refuse_unused_parts(config: Config, parameters: Any) -> None:
     """Raise UserError for an override of a part that the task does not take."""
     target = config["task"]["_target_"]
     for override in config.get("overrides") or ():
-        group = key_of(override).partition(".")[0]
+        key = key_of(override)
+        group = key.partition(".")[0]
         part = PART_OF_GROUP.get(group)
+        # A small model may be named in place of the default, and a proof downloads no weights.
+        if key in ("model", "model.pretrained"):
+            continue
         if part and config.get(group) and part not in parameters:
             raise UserError(
                 f"{target} does not take {group}=: remove {override}, or add the parameter {part}."

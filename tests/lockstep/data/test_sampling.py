@@ -338,4 +338,4 @@ def test_a_module_with_its_own_loaders_cannot_be_sampled():
         config={"data": {"sampling": "balanced"}}, cluster=None, choices={"data": "none"}
     )
     with pytest.raises(UserError, match="data.sampling=balanced is an option of Lockstep's"):
-        build_data(run)
+        build_data(run, {}, is_training=True)
